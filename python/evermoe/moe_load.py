@@ -58,6 +58,19 @@ class TokenCount:
         if self._there_E is not None:
             self._there_E.zero_()
 
+    def copy(self) -> TokenCount:
+        """What is counted so far; the host waits for no device."""
+        found = TokenCount(len(self._total_E))
+        found._last_E, found._total_E = self._last_E, self._total_E
+        found._there_E = None if self._there_E is None else self._there_E.clone()
+        return found
+
+    def resume(self, kept: TokenCount) -> None:
+        """Counts on from a copy, once the total was forgotten."""
+        self._total_E = kept._total_E
+        if kept._there_E is not None and self._there_E is not None:
+            self._there_E.copy_(kept._there_E)
+
     @classmethod
     def totals(cls, counts: Iterable[TokenCount]) -> list[NDArray[np.int64]]:
         """The totals of several layers; the host waits for each device once."""

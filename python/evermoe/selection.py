@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from evermoe import planning
 from evermoe.comm.gather import gather_json, share_json
@@ -281,6 +281,24 @@ def _not_at_risk(ledger: TokenLedger) -> NDArray[np.int64]:
     return np.maximum(ledger.seen - ledger.at_risk - ledger.lost, 0)
 
 
+def most_at_risk(at_risk: Mapping[str, ArrayLike], budget_bytes: int, expert_bytes: int) -> set[str]:
+    """Units of the experts with the most tokens at risk, as many as have room in a budget (MoEtion, Algorithm 1).
+
+        >>> sorted(most_at_risk({"a": [7, 2, 3], "b": [1, 5]}, budget_bytes=350, expert_bytes=100))  # 12 / 18, 6 / 18
+        ['a.0', 'a.2', 'b.1']
+
+    Args:
+        at_risk: tokens of each expert since it was last copied, by path of its layer.
+        budget_bytes: what may be copied now.
+        expert_bytes: what the copy of an expert takes.
+    """
+    tokens_LE = np.zeros((len(at_risk), max(map(np.size, at_risk.values()), default=0)), np.int64)
+    for row, tokens_E in zip(tokens_LE, at_risk.values(), strict=True):
+        row[: np.size(tokens_E)] = tokens_E
+    chosen = planning.select_experts("budget", tokens_LE, budget_bytes=budget_bytes, expert_bytes=expert_bytes)
+    return {expert_unit(path, e) for path, experts in zip(at_risk, chosen, strict=True) for e in experts}
+
+
 class ExpertSelector:
     """MoEtion's and PEC's choices of experts."""
 
@@ -340,8 +358,8 @@ class ExpertSelector:
 
     def _by_budget(self, at_risk: np.ndarray, budget: int | None) -> set[str]:
         budget = budgets.remote_bytes_per_step(self._expert_bytes, self._all_bytes) if budget is None else budget
-        chosen = planning.select_experts("budget", at_risk, budget_bytes=budget, expert_bytes=self._expert_bytes)
-        return self._names(chosen)
+        rows = {path: row[:number] for row, (path, number) in zip(at_risk, self._layers.items(), strict=True)}
+        return most_at_risk(rows, budget, self._expert_bytes)
 
     def _names(self, chosen: list[list[int]]) -> set[str]:
         return {expert_unit(path, e) for path, experts in zip(self._layers, chosen, strict=True) for e in experts}

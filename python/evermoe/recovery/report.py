@@ -41,6 +41,12 @@ class Outcome:
     """Units of which no copy was left in memory, when the job went back to a checkpoint."""
     stale: dict[str, int] = field(default_factory=dict)
     """Experts that were taken at an older version than the others: what they had learnt since is lost."""
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens in what each of these had learnt since."""
+    plt: float = 0.0
+    """Portion of the run's tokens that is lost so far, averaged over layers; 0 where experts are never older."""
+    mtl: float = 0.0
+    """MoE token loss (MTL, Eq. 6 of MoEtion): the sum of what `plt` averages."""
     copies: KeptCopies = NO_COPIES
     """Copies that members have of the state that all now hold."""
 
@@ -59,9 +65,6 @@ class RecoveryReport:
     step: int = 0
     steps_lost: int = 0
     members: int = 0
-    lost_tokens: dict[str, int] = field(default_factory=dict)
-    plt: float = 0.0
-    mtl: float = 0.0
     reason: str = ""
     failure: str = ""
     outcome: Outcome = field(default_factory=Outcome)
@@ -84,11 +87,11 @@ class RecoveryReport:
             digests_mismatched=outcome.digests_mismatched,
             lost_units=list(outcome.lost_units),
             stale={unit: step_of(version) for unit, version in outcome.stale.items()},
-            lost_tokens=dict(self.lost_tokens),
-            plt=self.plt,
+            lost_tokens=dict(outcome.lost_tokens),
+            plt=outcome.plt,
             failure=self.failure,
             tier=outcome.tier,
-            mtl=self.mtl,
+            mtl=outcome.mtl,
             steps_undone=outcome.steps_undone,
         )
 

@@ -36,6 +36,7 @@ class SnapshotRound:
         courier: sends and receives.
         due: numbers of the bundles that are copied; None for all.
         copies: units that members have already: holders copy these from their own memory.
+        stays: numbers of the bundles that their primaries capture alone, for themselves.
         emit: told of `chunk` and `published`, in the courier's thread: see `evermoe.Session`.
     """
 
@@ -47,6 +48,7 @@ class SnapshotRound:
         due: Collection[int] | None = None,
         emit: Listener = lambda event: None,
         copies: KeptCopies = NO_COPIES,
+        stays: Collection[int] = (),
     ) -> None:
         self.version = version
         self._emit = emit
@@ -54,12 +56,12 @@ class SnapshotRound:
         self._read_seconds = 0.0
         self._store, self._courier = store, courier
         self._own = [kept for kept in store.own if due is None or kept.number in due]
-        self._peers = [kept for kept in store.peers if due is None or kept.number in due]
+        travels = [kept.number for kept in (*store.own, *store.peers) if kept.number not in stays]
+        travels = [number for number in travels if due is None or number in due]
+        self._peers = [kept for kept in store.peers if kept.number in travels]
         self._copies = copies
         segments = store.segments or store.even_segments(copies)
-        self._sends, self._receives = (
-            [segment for segment in both if due is None or segment.bundle in due] for both in segments
-        )
+        self._sends, self._receives = ([segment for segment in both if segment.bundle in travels] for both in segments)
         self._first_step = 0
         self._total_bytes = sum(segment.nbytes for segment in self._sends)
         self._has_begun = threading.Event()

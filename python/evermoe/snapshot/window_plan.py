@@ -14,7 +14,7 @@ version is sent.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -140,6 +140,10 @@ class WindowPlanner:
         self.numbers: Sequence[int] = ()
         """By bundle, the step of a version in which all of it is captured and sent; empty where a version is captured
         at once, and sent over `version_steps`."""
+        self.optional: Collection[int] = ()
+        """Bundles that a version may be without: the steps over which it is sent are as few as the others need."""
+        self._left_out: Collection[int] = ()
+        """Bundles that the latest version is without."""
         store.chunk_bytes, courier.in_flight = options.copy_buffer_bytes, options.copy_buffers
         courier.link = self._default
 
@@ -162,6 +166,7 @@ class WindowPlanner:
         """
         self._until_vote = until_vote
         self._base, self._reports, self.windows, self._is_settled = step, [], None, False
+        self._left_out = ()
         self.version_steps, self.budgets = self._fixed_steps or 1, Budgets()
         self._store.segments = None
         self._pacer.expect({})
@@ -275,25 +280,12 @@ class WindowPlanner:
         `paces`: the steps of a version are chosen anew, too.
         """
         rank, reports = self._group.rank, self._reports
-        is_sender = [
-            report.windows and (s == rank or rank in peers_of(report.outgoing)) for s, report in enumerate(reports)
-        ]
-        senders = [s for s, is_one in enumerate(is_sender) if is_one]
-        buffers = self._options.copy_buffers
-        memory = Memory(buffers * self._options.copy_buffer_bytes, buffers)
         if self._fixed_steps is None and paces:
-            is_known = self._knows_pace and rank in senders
-            alone = plan_of(rank, reports, policy, memory, None).reason.steps_per_version if is_known else 1
+            is_known = self._knows_pace and bool(reports[rank].windows)
+            needed = self._without(self.optional)
+            alone = plan_of(rank, needed, policy, self._memory, None).reason.steps_per_version if is_known else 1
             self.version_steps = max(gather_json(self._group, alone))
-        plans = {s: self._plans_of(s, policy, memory) for s in senders}
-        segments = {
-            s: [each for plan, outgoing in some for each in segments_of(plan, outgoing, policy)]
-            for s, some in plans.items()
-        }
-        receives = [
-            segment._replace(peer=s) for s in senders if s != rank for segment in segments[s] if segment.peer == rank
-        ]
-        self._store.segments = Segments(segments.get(rank, []), receives)
+        plans = self._divide(policy)
         self._courier.link = Link(*reports[rank].link)
         mine = [0.0, 0, ""]
         if self.windows is not None and rank in plans:
@@ -307,17 +299,54 @@ class WindowPlanner:
         self.summary = max(everyone)[2]
         self.plans += 1
 
-    def _plans_of(self, sender: int, policy: ChunkPolicy, memory: Memory) -> list[tuple[ChunkPlan, list[Outgoing]]]:
+    def leave_out(self, bundles: Collection[int]) -> None:
+        """The next version is without some of the `optional` bundles, the same on all members: plans for the others."""
+        self._left_out = bundles
+        if self._reports and self._policy is not None:
+            self._divide(self._policy)
+
+    def _without(self, bundles: Collection[int]) -> list[RankReport]:
+        """What ranks have told, as if they sent none of these bundles."""
+        return [
+            replace(report, outgoing=[each for each in report.outgoing if each.bundle not in bundles])
+            for report in self._reports
+        ]
+
+    @property
+    def _memory(self) -> Memory:
+        buffers = self._options.copy_buffers
+        return Memory(buffers * self._options.copy_buffer_bytes, buffers)
+
+    def _divide(self, policy: ChunkPolicy) -> dict[int, list[tuple[ChunkPlan, list[Outgoing]]]]:
+        """Divides what this rank sends and receives from now on into segments; the plans, by sender."""
+        rank, reports = self._group.rank, self._without(self._left_out)
+        is_sender = [
+            report.windows and (s == rank or rank in peers_of(report.outgoing)) for s, report in enumerate(reports)
+        ]
+        plans = {s: self._plans_of(s, reports, policy) for s, is_one in enumerate(is_sender) if is_one}
+        segments = {
+            s: [each for plan, outgoing in some for each in segments_of(plan, outgoing, policy)]
+            for s, some in plans.items()
+        }
+        receives = [
+            segment._replace(peer=s) for s in plans if s != rank for segment in segments[s] if segment.peer == rank
+        ]
+        self._store.segments = Segments(segments.get(rank, []), receives)
+        return plans
+
+    def _plans_of(
+        self, sender: int, reports: Sequence[RankReport], policy: ChunkPolicy
+    ) -> list[tuple[ChunkPlan, list[Outgoing]]]:
         """A sender's plans and what each sends: one for a version, or one for each step in which a part is captured."""
-        outgoing, steps = self._reports[sender].outgoing, self.version_steps
+        outgoing, steps = reports[sender].outgoing, self.version_steps
         parts = [outgoing]
         if self.numbers:
             by_step = ([each for each in outgoing if self.numbers[each.bundle] == step] for step in range(steps))
             parts, steps = [part for part in by_step if part] or [outgoing], 1
         found = []
         for part in parts:
-            reports = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(self._reports)]
-            found.append((plan_of(sender, reports, policy, memory, steps), part))
+            told = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(reports)]
+            found.append((plan_of(sender, told, policy, self._memory, steps), part))
         return found
 
     # ---- traces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,10 @@ class Part(Protocol):
     @property
     def units(self) -> Sequence[tuple[str, int]]:
         """Name and bytes of each."""
+
+    @property
+    def own(self) -> Sequence[str]:
+        """Of these, experts that this rank alone holds."""
 
 
 class UnitCatalog:
@@ -61,22 +65,28 @@ class UnitCatalog:
     def merged(self, parts: Iterable[Part]) -> UnitCatalog:
         """The units of all stages, stage by stage: of this catalog's own units the layout, of all others the size.
 
+        Those that one rank alone holds are experts in the catalogs of all ranks.
+
         Raises:
             ValueError: ranks of one stage differ in their model or optimizer.
         """
         found: dict[int, Part] = {}
+        experts: set[str] = set()
         for part in parts:
+            experts |= {*part.own}
             if found.setdefault(part.stage, part).layout != part.layout:
                 raise ValueError(
                     f"ranks of stage {part.stage} have units with different names, shapes or types: build the same "
                     "stage and the same optimizer on all of them"
                 )
         stages = sorted(found)
-        units = [self._known_or_opaque(*each) for stage in stages for each in found[stage].units]
+        units = [self._known_or_opaque(*each, experts) for stage in stages for each in found[stage].units]
         return UnitCatalog(units, _digest_of([(stage, found[stage].layout) for stage in stages]))
 
-    def _known_or_opaque(self, name: str, nbytes: int) -> Unit:
-        return self.by_name.get(name) or Unit(name, (TensorSpec("all", (nbytes,), torch.uint8),))
+    def _known_or_opaque(self, name: str, nbytes: int, experts: Collection[str]) -> Unit:
+        layer, _, number = name.rpartition(".")
+        place = (layer, int(number)) if name in experts else (None, None)
+        return self.by_name.get(name) or Unit(name, (TensorSpec("all", (nbytes,), torch.uint8),), *place)
 
 
 def _digest_of(described: object) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from evermoe.comm.vote import Ballot
+from evermoe.moe_load import TokenCount
 from evermoe.state.version import step_of
 from evermoe.train.host_copy import BorderDigest, HostCopy, to_host
 
@@ -116,6 +117,10 @@ class LoggedStep:
     """Whether a backward was begun and not ended: some gradients have a part of it."""
     is_distrusted: bool = False
     """Whether what others sent again had other bits than before."""
+    counts: Sequence[TokenCount] = ()
+    """Tokens of the stage's experts, as its layers count them."""
+    counted: list[TokenCount] = field(default_factory=list)
+    """The same as they were when the latest forward was whole; empty before the first one."""
 
     @property
     def number(self) -> int:
@@ -125,6 +130,18 @@ class LoggedStep:
     def chunk(self, run: int, stage: int, number: int) -> LoggedChunk:
         """One microbatch's record, empty at first."""
         return self.chunks.setdefault((run, stage, number), LoggedChunk())
+
+    def count_on(self) -> None:
+        """A forward begins: tokens are counted on from those that are whole, without any that were cut short."""
+        for count in self.counts:
+            count.forget()
+        for count, kept in zip(self.counts, self.counted, strict=False):
+            count.resume(kept)
+
+    def note_forward(self) -> None:
+        """A forward was computed."""
+        self.forwards.computed += 1
+        self.counted = [count.copy() for count in self.counts]
 
     def take(self) -> None:
         """The step was taken: all that is left of it is what is sent again."""
@@ -147,10 +164,11 @@ class BorderLog:
 
     Args:
         parameters: of this rank's stage.
+        counts: tokens of its experts, as its layers count them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], counts: Sequence[TokenCount] = ()) -> None:
+        self._parameters, self._counts = parameters, counts
         self.steps: list[LoggedStep] = []
         """In order, without a gap; the last one is under way, or was taken last."""
         self.forwards = Forwards()
@@ -167,16 +185,17 @@ class BorderLog:
     def begin(self, version: int) -> LoggedStep:
         """The record of the step that begins with a version: a new one, unless some of it was computed before.
 
-        The parameters' gradients become those that were made in it.
+        The parameters' gradients become those that were made in it, and tokens are counted on from its forwards.
         """
         step = self.of(step_of(version))
         if step is not None and not step.is_taken and step.gradients is None:  # begun anew, without a recovery
             self.steps.remove(step)
             step = None
         if step is None:
-            self.steps.append(step := LoggedStep(version, self.forwards))
+            self.steps.append(step := LoggedStep(version, self.forwards, counts=self._counts))
         for parameter, gradient in zip(self._parameters, step.gradients or (), strict=False):
             parameter.grad = gradient
+        step.count_on()
         step.gradients = None
         return step
 

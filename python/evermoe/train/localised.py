@@ -49,7 +49,7 @@ class LocalisedRecovery:
         self, state: StageState, parameters: Sequence[nn.Parameter], stage: int, *, is_on: bool, is_spread: bool
     ) -> None:
         self._state, self._stage, self._is_on, self._is_spread = state, stage, is_on, is_spread
-        self.log = BorderLog(parameters)
+        self.log = BorderLog(parameters, [layer.count for layer in state.layers.values()] if state.has_marks else [])
         self._told: list[dict[str, Any]] = []
         """By rank, what its log has."""
         self._newer: dict[str, Tensor] = {}
@@ -66,7 +66,11 @@ class LocalisedRecovery:
     # ---- a step
 
     def begin(self, version: int) -> LoggedStep | None:
-        """The record of a step that begins, with the gradients that were made in it; None if nothing is logged."""
+        """The record of a step that begins, with the gradients that were made in it; None if nothing is logged.
+
+        Tokens are counted anew, from those of the forwards that it has.
+        """
+        self._state.expert_load.forget_step()
         return self.log.begin(version) if self._is_on else None
 
     def is_repeated(self, step: int) -> bool:
@@ -141,6 +145,11 @@ class LocalisedRecovery:
         if any(each != peers[0] for each in peers):
             self.log.drop_unfinished()
         return self._is_ahead and bool(dense_at)
+
+    def begin_anew(self) -> None:
+        """Some experts went back to older copies, so that what others have computed does not fit: all compute anew."""
+        self._forget()
+        self._ahead_until, self._repeats_until = 0, -1
 
     def _forget(self) -> None:
         self.log.clear()

@@ -132,8 +132,9 @@ class _LoggedStage(_SeededStage):
         digest = digest_of(([info.buffer for info in received], args, options))
         if chunk.forward is None:
             options["save_forward_output"] = save_forward_output
+            self._step.count_on()
             output = super().forward_one_chunk(number, *args, **options)
-            self._step.forwards.computed += 1
+            self._step.note_forward()
             outputs, inputs = cached_forward(stage, number)
             chunk.forward = Forward(output if self._is_returned(save_forward_output) else None, outputs, inputs, digest)
             return output

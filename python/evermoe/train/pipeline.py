@@ -116,8 +116,9 @@ class PipelineSession:
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
         loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
-        place = self.config.data_parallel if self.config.expert_parallel else None
-        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers, place, self.config.slices)
+        place, slices, stage = self.config.place, self.config.slices, self.config.stage
+        has_tokens = self.config.chooses_experts
+        self._state = StageState(stage_module, optimizer, stage, loop, peers, place, slices, has_tokens)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -241,9 +242,8 @@ class PipelineSession:
         step, before = self._current, self._driver.taken
         if step is not None:
             step.end()
-        self._driver.begin_vote(self.step + 1)
         try:
-            is_whole = self._driver.is_round_whole()
+            is_whole = self._driver.begin_vote(self.step + 1)
             if self._protocol.is_ready:
                 self._protocol.vote(self._driver.ballot(is_whole))
         finally:

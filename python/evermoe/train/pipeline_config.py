@@ -59,6 +59,14 @@ class PipelineConfig(Options):
     expert_parallel: bool = option(False, shared=True)
     """Whether the ranks of a stage divide the experts of its MoE layers (`evermoe.MoE`, `evermoe.Experts`) among them:
     tokens travel to the ranks of their experts. False: each rank has all experts."""
+    expert_selection: Literal["budget", "all"] | None = option(None, shared=True)
+    """Experts that a version of `moetion` has on other nodes, where ranks divide them (`expert_parallel`). `budget`:
+    those with the most tokens since their last copy, as many as `remote_bytes_per_step` allows; if a rank's node is
+    lost, its experts lose what they have learnt since their copies, unless one version has all. `all`: all of them, so
+    that nothing is lost. None: `budget` where it can be, for `moetion` with `expert_parallel` and without `sparse`."""
+    remote_bytes_per_step: int | None = option(None, shared=True, least=0)
+    """What `budget` may send of experts in a step, all ranks together; None: bandwidth × time of a step, as they were
+    measured, less what other units take, and until then an eighth of the experts' state."""
     localised: bool = option(True, shared=True)
     """Whether ranks log what they send to other stages, so that after a failure only those that lost their state
     compute again. The log has the activations and gradients at a stage's borders, of two steps (2 n where a version
@@ -85,6 +93,12 @@ class PipelineConfig(Options):
         if self.data_parallel >= self.data_parallel_size:
             raise ValueError(f"expected data_parallel < {self.data_parallel_size}, got {self.data_parallel}")
 
+        if self.expert_selection == "budget" and not self._may_choose:
+            raise ValueError(
+                'expert_selection="budget" chooses among experts that each have one rank, in whole versions, as moetion'
+                f" does: expected preset moetion, expert_parallel=True and sparse=False, got preset {self.preset}, "
+                f"expert_parallel={self.expert_parallel} and sparse={self.sparse}"
+            )
         if self.sparse and not self.localised:
             raise ValueError(
                 "sparse=True needs localised=True: a slice is of another step than the others, and becomes a state by "
@@ -94,6 +108,20 @@ class PipelineConfig(Options):
             raise ValueError(
                 f"sparse=True: expected snapshot_every of 2 or more, the slices of a version, got {self.snapshot_every}"
             )
+
+    @property
+    def _may_choose(self) -> bool:
+        return self.copy_options().choices.selects_by_budget and self.expert_parallel and not self.sparse
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether a version has only some of the experts on other nodes."""
+        return self._may_choose and self.expert_selection != "all"
+
+    @property
+    def place(self) -> int | None:
+        """This rank's place among those that divide their stage's experts; None where all have all."""
+        return self.data_parallel if self.expert_parallel else None
 
     @property
     def slices(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.comm.courier import Courier
+from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.vote import Ballot
@@ -25,6 +26,7 @@ from evermoe.snapshot.version_pace import VersionPace
 from evermoe.state.version import step_of
 from evermoe.train import gradients
 from evermoe.train.bubbles import Bubbles
+from evermoe.train.chosen_experts import ChosenExperts
 from evermoe.train.commands import Driver, Event
 from evermoe.train.connections import TorchConnections
 from evermoe.train.kept_loop import KeptLoop
@@ -82,10 +84,13 @@ class PipelineDriver(Driver):
             state, [*on_all, *alone], options.stage, is_on=options.localised, is_spread=options.expert_parallel
         )
         self.windows = SparseWindows(state, store, self.localised, options.slices)
-        self.copies = StageCopies(options, store, membership, self.windows, self.courier, emit)
+        self.experts = ChosenExperts(options, state, membership, self.window_planner)
+        self.copies = StageCopies(options, store, membership, self.windows, self.experts, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
         self._step, self._reason = 0, ""
         """Steps taken, and why the group was given up last."""
+        self._before: int | None = None
+        """Version before the recovery that is under way; None if that was of no running job."""
         self.outcome = Outcome()
         self.seats: list[Seat] = []
         """By rank, what each has told about itself; empty before the first recovery."""
@@ -103,23 +108,23 @@ class PipelineDriver(Driver):
 
     # ---- a step
 
-    def begin_vote(self, step: int) -> None:
-        """The gradients are there of the step that makes `step` the steps taken: copies that are due are awaited.
+    def begin_vote(self, step: int) -> bool:
+        """The gradients are there of the step that makes `step` the steps taken: waits for copies that are due.
 
         Profiles see that as a collective.
+
+        Returns:
+            Whether these copies are whole.
         """
         self._waits = self.windows.are_used or self.version_pace.is_due(step)
         if self._waits:
             self.pacer.hurry()
         self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
+        return not self._waits or self.copies.wait()
 
     def end_vote(self) -> None:
         """The result of the vote is known, or a rank is lost."""
         self._vote_span.close()
-
-    def is_round_whole(self) -> bool:
-        """Waits for the copies that are due before the vote; whether they are whole."""
-        return not self._waits or self.copies.wait()
 
     def ballot(self, is_whole: bool) -> Ballot:
         """What this rank says about the step whose gradients are complete.
@@ -192,14 +197,18 @@ class PipelineDriver(Driver):
         self.end_vote()
         is_due = self.version_pace.is_due(step_of(after))
         self.copies.wait_captured()
-        if is_due and self.copies.version is not None:  # all have voted: its copies are complete
-            self.localised.log.release(self.copies.version)
+        if is_due:  # all have voted: its copies are complete
+            self.copies.arrived()
+            if self.copies.version is not None:
+                self.localised.log.release(self.copies.version)
         sums, self._step = _of_mean(sums), step_of(after)
         self.loss = sums.mean_loss if sums.trainers else math.nan
-        if self.localised.retake(after):
+        is_repeated = self.localised.retake(after)
+        if is_repeated:
             self._loop.restore()
         else:
             self._update(sums)
+        self.experts.taken(self._step, is_repeated=is_repeated)
         self.windows.advance(self._step)
         self.localised.log.taken(after)
         if is_recalled:
@@ -208,7 +217,6 @@ class PipelineDriver(Driver):
         self.pacer.begin_step()
         self.bubbles.profiler.step()
         if is_due and self._group.broken is None:
-            self.copies.arrived()
             self.copies.forget()
             if self.localised.needs_copies(after):
                 self._begin_version(after)
@@ -216,8 +224,12 @@ class PipelineDriver(Driver):
             self.copies.proceed(after)
 
     def _begin_version(self, version: int) -> None:
-        """Begins to copy the state, which is that of `version`."""
-        self.copies.begin(version)
+        """Begins to copy the state, which is that of `version`; where a rank is gone, the next vote finds it."""
+        try:
+            self.copies.begin(version)
+        except PeerLost as lost:
+            self._group.drop(str(lost))
+            return
         self.version_pace.begin(step_of(version), self.window_planner.version_steps)
 
     def _update(self, sums: Ballot) -> None:
@@ -226,6 +238,8 @@ class PipelineDriver(Driver):
             if factor != 1:
                 gradients.scale([each for some in self._state.parameters() for each in _gradients(some)], factor)
             self._optimizer.step()
+        else:
+            self._state.expert_load.forget_step()
         self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
 
     def pace(self, step: int) -> None:
@@ -267,15 +281,8 @@ class PipelineDriver(Driver):
         alone = self._state.alone()
         node, weights = self._membership.node, self.windows.weights()
         mine = Seat(options.stage, options.data_parallel, node, own.layout, own.sizes(), alone, weights)
-        seats = [Seat.from_bytes(each) for each in self._group.all_gather_bytes(mine.to_bytes())]
-        taken = [seat.stage * self._options.data_parallel_size + seat.data_parallel for seat in seats]
-        if taken != list(range(self._options.size)):
-            raise PeerLost(
-                f"the ranks are {taken}, not 0 to {self._options.size - 1}: some are missing or twice. Tensor-parallel "
-                "ranks, which would share a place in the pipeline, are not supported"
-            )
-        self.seats = seats
-        self.windows.learn(seats)
+        self.seats = _seats(self._group, mine, options.data_parallel_size, options.size)
+        self.windows.learn(self.seats)
         self._store.check()
         if options.expert_parallel:
             self.connections.connect_peers(self._state.layers.values(), options.stage, options.data_parallel_size)
@@ -283,6 +290,7 @@ class PipelineDriver(Driver):
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Brings this rank to the newest version of which every unit of every stage is left."""
         self._meet()
+        self._before = version if established else None
         self.lost.note(step_of(version), self._reason, 0, 0)
         refuse_unequal_runs(self.attempt, self._group)
         self.localised.tell(self._group, version)
@@ -295,9 +303,17 @@ class PipelineDriver(Driver):
                 if not self.windows.turn():
                     self._lost = lost
                     return {"event": "unrecoverable"}
+        is_stale = bool(self.outcome.stale)
+        if is_stale:
+            self.localised.begin_anew()
         self._loop.restore()
         self._step, self._reason = step_of(self.outcome.version), ""
-        return {"event": "restored", "version": self.outcome.version, "is_stale": False}
+        return {"event": "restored", "version": self.outcome.version, "is_stale": is_stale}
+
+    def count_losses(self, version: int) -> Event:
+        """Counts the tokens that stale experts have lost."""
+        self.experts.count_losses(self.seats, self.outcome, self._before)
+        return {"event": "counted"}
 
     def units_lost(self) -> NoReturn:
         """Raises what the recovery found."""
@@ -307,7 +323,7 @@ class PipelineDriver(Driver):
     def recovery(self, version: int, *, established: bool) -> Recovery:
         """One attempt to bring all ranks to one version."""
         stored = ((found, SNAPSHOT) for found in self.windows.stored())
-        standing = Standing(version, established)
+        standing = Standing(version, established, lagging=self.experts.lagging)
         return Recovery(self._state, stored, self._group, StageTarget(self.seats, self.windows), standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
@@ -323,6 +339,18 @@ class PipelineDriver(Driver):
         self.bubbles.end()
         self.lost.close()
         self.courier.close()
+
+
+def _seats(group: Group, mine: Seat, peers: int, size: int) -> list[Seat]:
+    """By rank, what each tells about itself; collective."""
+    seats = [Seat.from_bytes(each) for each in group.all_gather_bytes(mine.to_bytes())]
+    taken = [seat.stage * peers + seat.data_parallel for seat in seats]
+    if taken != list(range(size)):
+        raise PeerLost(
+            f"the ranks are {taken}, not 0 to {size - 1}: some are missing or twice. Tensor-parallel ranks, which "
+            "would share a place in the pipeline, are not supported"
+        )
+    return seats
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

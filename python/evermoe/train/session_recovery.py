@@ -232,11 +232,10 @@ class RecoveryDriver(Driver):
 
     def count_losses(self, version: int) -> Event:
         """Counts the tokens that stale experts have lost."""
-        report = self._report_now()
-        found = report.outcome  # of the copies' version: the state may have got another one since
-        report.lost_tokens = self._protection.count_losses(found.stale, found.version, self._before)
-        report.plt = self._protection.ledger.plt
-        report.mtl = report.plt * len(self._state.layers)  # the sum of what PLT averages (MoEtion, Eq. 6)
+        found = self._report_now().outcome  # of the copies' version: the state may have got another one since
+        found.lost_tokens = self._protection.count_losses(found.stale, found.version, self._before)
+        found.plt = self._protection.ledger.plt
+        found.mtl = found.plt * len(self._state.layers)  # the sum of what PLT averages (MoEtion, Eq. 6)
         return {"event": "counted"}
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:

@@ -16,6 +16,7 @@ from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.state.stored import KeptCopies
+from evermoe.train.chosen_experts import ChosenExperts
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stages import Seat, stage_bundles
@@ -29,6 +30,7 @@ class StageCopies:
         store: this node's arenas.
         membership: all ranks.
         windows: of sparse versions.
+        experts: says which of them are copied.
         courier: sends and receives.
         emit: of the session.
     """
@@ -39,11 +41,12 @@ class StageCopies:
         store: SnapshotStore,
         membership: Membership,
         windows: SparseWindows,
+        experts: ChosenExperts,
         courier: Courier,
         emit: Listener,
     ) -> None:
         self._options, self._store, self._membership, self._windows = options, store, membership, windows
-        self._courier, self._emit = courier, emit
+        self._experts, self._courier, self._emit = experts, courier, emit
         self._group = membership.trainer_group
         store.sources = GpuSources(options.snapshot_memory)
         self._page_locks = PageLocks()
@@ -51,10 +54,12 @@ class StageCopies:
         self.version: int | None = None
         """The version that is on its way, or has come last; of a sparse one that of its first slice. None: there is
         none."""
-        self._before: tuple[KeptCopies, int] | None = None
-        """Copies of before a recovery, until its own are whole, and the generation of these."""
+        self._before: tuple[KeptCopies, int, int] | None = None
+        """Copies of before a recovery, until its own are whole; the generation of these, and their version."""
         self._failed = False
         """Whether copies came damaged or found no room, and have not been whole since."""
+        self._stays: Collection[int] = ()
+        """Numbers of the bundles that stay with their primaries in that version."""
         self.captured_bytes = 0
         """Bytes that this rank captured last, of a version or a slice of one."""
 
@@ -78,16 +83,17 @@ class StageCopies:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         self._drop_before()
-        bundles = self._windows.arrange(stage_bundles(self._options.preset, seats, self._options.copies))
+        planned = stage_bundles(self._options.preset, seats, self._options.copies)
+        bundles = self._windows.arrange(self._experts.arrange(planned))
         may_wait = waits or self._windows.are_used or self._failed
         is_beside = not self._group.all_reduce(torch.tensor([int(may_wait)]))
-        self._before = copies, generation
+        self._before = copies, generation, version
         is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
         reserves = is_on_gpu or not is_beside  # the driver page-locks what is there
         self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
         self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
         if is_beside and copies:
-            self.version = version
+            self.version, self._stays = version, ()
             self._round = SnapshotRound(self._store, version, self._courier, None, self._emit, copies).start()
             return False
         for at, due in self._windows.first_copies(version):
@@ -101,7 +107,8 @@ class StageCopies:
         """The copies that are due are whole everywhere, as all have said: those of before the recovery are dropped."""
         self._failed = False
         if self._before is not None:
-            _, generation = self._before
+            _, generation, version = self._before
+            self._experts.protected(version)
             self._drop_before()
             self._store.prune(generation)
 
@@ -123,7 +130,12 @@ class StageCopies:
         raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
 
     def begin(self, version: int) -> None:
-        """Begins to copy the state, which is that of `version`; of a sparse version the first slice."""
+        """Begins to copy the state, which is that of `version`; of a sparse version the first slice. Collective.
+
+        Raises:
+            PeerLost: a rank is gone.
+        """
+        self._stays = self._experts.choose(version)
         self.version = version
         self.proceed(version)
 
@@ -136,7 +148,7 @@ class StageCopies:
         self.captured_bytes = sum(
             self._store.state.catalog.by_name[unit].nbytes for kept in own for unit in kept.bundle.units
         )
-        self._round = SnapshotRound(self._store, version, self._courier, due, self._emit).start()
+        self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, stays=self._stays).start()
 
     def wait(self) -> bool:
         """Waits for the version that is on its way; whether it is whole here."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evermoe import planning
 from evermoe.errors import UnsupportedState
+from evermoe.experts import expert_layers
 from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
 from evermoe.profile import Profiler
@@ -22,10 +23,12 @@ from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.rank_plan import COPIES
 from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.state.catalog import UnitCatalog
+from evermoe.state.expert_load import ExpertLoad
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 from evermoe.state.unit_parts import UnitPart, cut, equal_shares
 from evermoe.train.kept_loop import KeptLoop
+from evermoe.train.kept_tokens import KeptTokens
 
 PipelinePreset = Literal["baft", "moetion"]
 
@@ -155,6 +158,11 @@ def loop_unit(stage: int) -> str:
     return f"stage{stage}_loop"
 
 
+def tokens_unit(stage: int) -> str:
+    """Name of the unit with the tokens of a stage's experts."""
+    return f"stage{stage}_tokens"
+
+
 class StageState(TrainingState):
     """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
 
@@ -169,6 +177,7 @@ class StageState(TrainingState):
         ranks: of the stage.
         place: this rank's among them, where each of them is to hold some experts of each MoE layer; None: all hold all.
         slices: of a sparse version, each of whole units, which then are not cut; 1 where versions are not sparse.
+        keeps_tokens: whether the tokens that experts got are a unit, too.
 
     Raises:
         UnsupportedState: a layer has fewer experts than there are ranks; or as of `TrainingState`.
@@ -183,11 +192,16 @@ class StageState(TrainingState):
         ranks: int,
         place: int | None = None,
         slices: int = 1,
+        keeps_tokens: bool = False,
     ) -> None:
         self.device = next(module.parameters()).device
         """Where the stage is."""
-        parts = {f"stage{stage}": module, loop_unit(stage): loop}
-        super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
+        model = nn.ModuleDict({f"stage{stage}": module, loop_unit(stage): loop})
+        load = ExpertLoad(expert_layers(model))
+        if keeps_tokens:
+            model[tokens_unit(stage)] = KeptTokens(load)
+        super().__init__(model, optimizer, has_session=False)
+        self.expert_load, self.has_marks = load, keeps_tokens
         self._is_spread = place is not None
         if place is not None:
             self._spread(ranks, place)

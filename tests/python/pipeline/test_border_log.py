@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
 from evermoe import _native
+from evermoe.moe_load import TokenCount
 from evermoe.train.border_log import Backward, BorderLog, Forward
 
 version_of = _native.version_of
@@ -52,6 +54,32 @@ def test_an_interrupted_step_has_its_gradients_when_it_begins_again():
     log.taken(version_of(2, 1))
     assert log.begin(version_of(2, 1)) is step  # whose version has another generation now
     assert parameter.grad.tolist() == [2.0] * 3
+
+
+def test_tokens_are_counted_on_from_forwards_that_are_whole():
+    count = TokenCount(2)
+    log = BorderLog([nn.Parameter(torch.zeros(3))], [count])
+
+    def forward(step, tokens, is_cut_short=False):
+        step.count_on()
+        count.add(np.array(tokens), is_counted=True)
+        if not is_cut_short:
+            step.note_forward()
+
+    count.add(np.array([9, 9]), is_counted=True)  # of no microbatch, such as one that a schedule infers shapes by
+    step = compute(log, 0)
+    forward(step, [1, 2])
+    forward(step, [3, 0])
+    forward(step, [5, 5], is_cut_short=True)
+    log.interrupt()
+    count.add(np.array([7, 7]), is_counted=True)
+    assert log.begin(version_of(1, 0)) is step
+    assert TokenCount.totals([count])[0].tolist() == [4, 2]
+    forward(step, [0, 1])
+    assert TokenCount.totals([count])[0].tolist() == [4, 3]
+    log.taken(version_of(1, 1))
+    compute(log, 1)
+    assert TokenCount.totals([count])[0].tolist() == [0, 0]
 
 
 def test_a_torn_step_is_forgotten():

@@ -393,6 +393,12 @@ def test_gradient_that_is_infinite_is_skipped_by_all_ranks(start_job):
         ({"data_parallel": 2}, "data_parallel < 2, got 2"),
         ({"profile_steps": -1}, "^expected profile_steps to be a whole number, >= 0, got -1"),
         ({"hang_limit": 0.0}, "^expected hang_limit to be a number, >= 0.001"),
+        ({"expert_selection": "sequential"}, "expert_selection to be one of budget, all or None, got 'sequential'"),
+        ({"expert_selection": "budget"}, "expected preset moetion, expert_parallel=True and .* got preset baft"),
+        (
+            {"preset": "moetion", "expert_selection": "budget", "expert_parallel": True, "sparse": True},
+            "got preset moetion, expert_parallel=True and sparse=True",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_named(wrong, words):

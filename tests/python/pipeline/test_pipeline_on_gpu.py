@@ -9,6 +9,7 @@ import torch
 
 from evermoe.train.bubbles import TransferFollower
 from evermoe.train.host_copy import BorderDigest, HostCopy, on_device, to_host
+from support.pipeline_worker import MICROBATCHES, ROWS
 from support.pipelines import RANKS, Pipeline, run_undisturbed
 
 STEPS = 6
@@ -18,7 +19,7 @@ WAYS = {
     "zero-bubble": {"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2},
     "snapshots on the GPU": {"copies": {"snapshot_memory": "gpu"}},
     "sparse": {"copies": {"sparse": True, "snapshot_every": 2}},
-    "experts": {"experts": 4, "copies": {"expert_parallel": True, "preset": "moetion"}},
+    "experts": {"experts": 4, "copies": {"expert_parallel": True, "preset": "moetion", "expert_selection": "all"}},
 }
 
 
@@ -37,6 +38,26 @@ def test_a_lost_stage_computes_again_and_the_others_send_from_their_log(start_jo
     assert [each["different"] for each in done] == [[]] * RANKS
     assert all(each["resent"] > 0 for each in done[: RANKS // 2])
     assert [each["forwards"] for each in done[: RANKS // 2]] == [each["forwards"] for each in expected[: RANKS // 2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_experts_that_a_budget_leaves_out_lose_tokens_that_are_counted(start_job, cuda):
+    copies = {"expert_parallel": True, "preset": "moetion", "remote_bytes_per_step": 3 << 16}
+    options = COMMON | {"experts": 4, "copies": copies, "device": str(cuda)}
+    pipeline = Pipeline(start_job(RANKS), **options)
+    started = [pipeline.start(rank, **({"kill_reduced": 4} if rank == RANKS - 1 else {})) for rank in range(RANKS)]
+    pipeline.lose(started[-1])
+    pipeline.start(RANKS - 1)
+    done = pipeline.finish()
+    recovered = started[0].events("recovered")[-1]
+    assert (recovered["step"], recovered["undone"]) == (4, 0)
+    assert recovered["stale"].keys() == recovered["lost_tokens"].keys() <= {f"stage1.0.moe.experts.{e}" for e in (2, 3)}
+    assert any(recovered["lost_tokens"].values())
+    assert [done[rank]["tokens"] for rank in (0, 2)] == [done[rank]["tokens"] for rank in (1, 3)]
+    routed = 2 * 2 * MICROBATCHES * ROWS * STEPS  # by two ranks, to two experts each
+    assert [sum(map(sum, each["tokens"])) for each in done] == [routed] * RANKS
+    assert [each["different"] for each in done] == [[]] * RANKS
 
 
 @pytest.mark.gpu

@@ -9,9 +9,11 @@ from support.pipelines import PRESETS, RANKS, Pipeline, run_undisturbed
 
 STEPS, EXPERTS = 9, 5
 COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "experts": EXPERTS}
+WHOLE = {"expert_parallel": False, "expert_selection": None}
 WAYS = {
     "1F1B": COMMON | {"parts": 2, "copies": PRESETS["baft"] | {"expert_parallel": True, "max_grad_norm": 0.5}},
-    "interleaved": COMMON | {"chunks": 2, "copies": PRESETS["moetion"] | {"copies": 2, "expert_parallel": True}},
+    "interleaved": COMMON
+    | {"chunks": 2, "copies": PRESETS["moetion"] | {"copies": 2, "expert_parallel": True, "expert_selection": "all"}},
 }
 
 
@@ -29,7 +31,7 @@ def undisturbed(request, tmp_path_factory):
 def test_each_rank_holds_its_experts_and_computes_what_one_with_all_would(undisturbed, tmp_path):
     way, done, steps = undisturbed
     options = WAYS[way]
-    whole, expected = run_undisturbed(tmp_path, **options | {"copies": options["copies"] | {"expert_parallel": False}})
+    whole, expected = run_undisturbed(tmp_path, **options | {"copies": options["copies"] | WHOLE})
     for found, exact in zip(losses(steps), losses(expected), strict=True):
         assert found == pytest.approx(exact, rel=1e-5)
     for found, exact in zip(losses(steps, "squares"), losses(expected, "squares"), strict=True):

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import evermoe
 from evermoe.errors import UnsupportedState
+from evermoe.keeper import CopyOptions
+from evermoe.selection import LossLedger
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.stages import StageState
 
 
-def make(ranks, place=None):
+def make(ranks, place=None, experts=4, **options):
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(16, 16), evermoe.MoE(16, 64, num_experts=4), nn.Linear(16, 16))
+    moe = evermoe.MoE(16, 64, num_experts=experts) if experts else nn.Identity()
+    module = nn.Sequential(nn.Linear(16, 16), moe, nn.Linear(16, 16))
     optimizer = torch.optim.AdamW(module.parameters())
-    return module, optimizer, StageState(module, optimizer, 0, KeptLoop(optimizer, None, LossScale(None)), ranks, place)
+    loop = KeptLoop(optimizer, None, LossScale(None))
+    return module, optimizer, StageState(module, optimizer, 0, loop, ranks, place, **options)
 
 
 def test_what_was_copied_is_written_back_experts_that_were_cut_included():
@@ -55,6 +60,30 @@ def test_what_is_here_counts_as_its_version_only_if_it_is_of_it():
     state.is_of_version = False
     assert (state.held(), state.trained()) == ([], units)
     assert state.copy().keys() == set(units)
+
+
+@pytest.mark.parametrize("experts", [4, 0])
+def test_tokens_of_experts_go_back_and_forth_with_the_state(experts):
+    _, _, state = make(2, 0, experts, keeps_tokens=True)
+    ledger = LossLedger(state, CopyOptions(preset="moetion"))
+    mine = state.own.experts()
+
+    def step(number):
+        for layer in state.layers.values():
+            layer.count.add(np.array([number, 0, 2, 1]), is_counted=True)
+        ledger.add(number)
+        state.expert_load.forget_step()
+
+    step(1)
+    ledger.copied(mine[:1], 1)
+    step(2)
+    kept = state.copy()
+    assert any(name.startswith("stage0_tokens") for name in kept)
+    step(3)
+    state.write(kept)
+    ledger.resume(2, {}, is_new=True)
+    assert ledger.total_LE.tolist() == [[3, 0, 4, 2]] * bool(experts)
+    assert ledger.selection is None or ledger.selection.at_risk.tolist() == [[2, 0, 4, 2]]
 
 
 def test_fewer_experts_than_ranks_are_refused():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ class Seat:
     stage: int
     layout: str
     units: list[tuple[str, int]]
+    own: list[str] = field(default_factory=list)
 
 
 def catalog_of(stage, widths, dtype=torch.float32):
@@ -49,6 +50,14 @@ def test_merged_catalog_has_all_stages_in_order_and_equals_that_of_the_other_sta
     assert merged[0].by_name["stage0.1"].specs == first.units[1].specs
     assert [spec.name for spec in merged[0].by_name["stage1.0"].specs] == ["all"]
     assert first.sizes() == [("stage0.0", 8), ("stage0.1", 16)]
+
+
+def test_what_one_rank_alone_holds_is_an_expert_in_the_catalogs_of_all():
+    first, second = catalog_of(0, [2, 4]), catalog_of(1, [8, 8])
+    seats = [seat_of(0, first), seat_of(1, second), replace(seat_of(1, second), own=["stage1.1"])]
+    assert first.merged(seats).experts() == ["stage1.1"]
+    expert = first.merged(seats).by_name["stage1.1"]
+    assert (expert.layer, expert.expert) == ("stage1", 1)
 
 
 def test_ranks_of_one_stage_that_differ_are_refused():

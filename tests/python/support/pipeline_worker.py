@@ -24,6 +24,7 @@ import evermoe
 from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
 from evermoe.comm.vote import Ballot
+from evermoe.state.version import step_of
 
 ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
@@ -72,6 +73,8 @@ class Options:
     """Of an MoE layer in each stage; none if 0."""
     work: int = 0
     """Multiplications of matrices in each forward."""
+    tells_experts: bool = False
+    """Whether it writes, after each step, the tokens that experts got, and what its node's memory has of experts."""
     trace: bool = False
     attempts: str | None = None
     """How steps are written in `with session.begin()`: `means` or `counts`, or a mistake; None for begin and commit."""
@@ -314,6 +317,38 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     copies.optimizer.register_step_post_hook(mark)
 
 
+Tokens = dict[int, dict[tuple[int, int], list[int]]]
+"""By step, number of a chunk and digest of a microbatch's choices, what this rank has routed to each expert."""
+
+
+def count_tokens(chunks: nn.ModuleList, kept: dict[str, Any]) -> Tokens:
+    """Counts by itself, once what is computed again: after a failure other microbatches are not."""
+    found: Tokens = {}
+
+    def count(number: int, module: nn.Module, inputs: Any) -> None:
+        ids = inputs[1].flatten().cpu()
+        tokens = torch.bincount(ids, minlength=module.num_experts).tolist()
+        found.setdefault(kept["attempt"], {})[number, digest(ids.numpy().view("uint8"))] = tokens
+
+    for number, chunk in enumerate(chunks):
+        chunk.moe.experts.register_forward_pre_hook(functools.partial(count, number))
+    return found
+
+
+def about_experts(copies: evermoe.PipelineSession, tokens: Tokens) -> dict[str, Any]:
+    """Tokens in the step that is over; steps of the versions of experts in the memory of this node; digests."""
+    stored: dict[str, list[int]] = {}
+    for each in copies._driver._store.stored():
+        if "experts" in each.unit:
+            stored.setdefault(each.unit, []).append(step_of(each.version))
+    counted = tokens[copies.step - 1]
+    by_chunk = [
+        [sum(column) for column in zip(*(each for (at, _), each in counted.items() if at == number), strict=True)]
+        for number in sorted({number for number, _ in counted})
+    ]
+    return {"tokens": by_chunk, "stored": stored, "digests": digests(copies)}
+
+
 def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) -> None:
     """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step."""
     if isinstance(event, evermoe.events.Chunk):
@@ -322,6 +357,28 @@ def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) ->
         write(options, event.name, **event.fields())
         if isinstance(event, evermoe.events.Protocol) and "sums" in (said := json.loads(event.said)):
             kept["squares"] = Ballot.from_bits(said["sums"]).squares
+
+
+def tell_recovery(options: Options, copies: evermoe.PipelineSession, kept: dict[str, Any], tokens: Tokens) -> None:
+    """Writes what the latest recovery did."""
+    outcome = copies.outcome
+    if outcome.stale:  # all that follows is computed again, and is other
+        tokens.clear()
+    write(
+        options,
+        "recovered",
+        step=copies.step,
+        fetched=outcome.fetched_units,
+        sources=dict(outcome.sources),
+        undone=outcome.steps_undone,
+        far_bytes=outcome.far_bytes,
+        sent=kept.get("sent", 0),
+        stale={unit: step_of(version) for unit, version in outcome.stale.items()},
+        lost_tokens=outcome.lost_tokens,
+        plt=outcome.plt,
+        mtl=outcome.mtl,
+        **({"digests": digests(copies)} if options.tells_experts else {}),
+    )
 
 
 def train(options: Options) -> None:
@@ -346,6 +403,7 @@ def train(options: Options) -> None:
         **options.copies,
     )
     watch_copies(options, copies)
+    tokens = count_tokens(chunks, kept) if options.tells_experts else {}
 
     def die_in_step(module: nn.Module, inputs: Any) -> None:
         die_if(
@@ -360,17 +418,7 @@ def train(options: Options) -> None:
     while step < options.steps:
         if schedule is None:
             step = copies.recover()
-            outcome = copies.outcome
-            write(
-                options,
-                "recovered",
-                step=step,
-                fetched=outcome.fetched_units,
-                sources=dict(outcome.sources),
-                undone=outcome.steps_undone,
-                far_bytes=outcome.far_bytes,
-                sent=kept.get("sent", 0),
-            )
+            tell_recovery(options, copies, kept, tokens)
             chunks[0].calls = 0
         try:
             if schedule is None:
@@ -380,6 +428,7 @@ def train(options: Options) -> None:
                     reach(options, "all groups")
                 reach(options, "connected")
             if options.attempts:
+                kept["attempt"] = copies.step
                 with copies.begin() as attempt:
                     run_attempt(options, attempt, schedule, peers)
                 step, loss = copies.step, copies.loss / options.factor
@@ -402,6 +451,7 @@ def train(options: Options) -> None:
                 copied=copies._driver.version_pace.begun,
                 captured=copies._driver.copies.captured_bytes,
                 sent=Counter(each.when for each in list(copies._driver.courier.sent)),
+                **(about_experts(copies, tokens) if options.tells_experts else {}),
             )
         except (evermoe.PeerLost, RuntimeError) as error:
             write(options, "lost", step=step, reason=str(error)[:300])
@@ -410,7 +460,6 @@ def train(options: Options) -> None:
     compared, different = copies.verify()
     if options.trace:
         copies.write_trace(Path(options.folder) / f"{options.rank}.json")
-    weights = [parameter.double().sum().item() for parameter in chunks.parameters()]
     write(
         options,
         "done",
@@ -418,7 +467,7 @@ def train(options: Options) -> None:
         compared=compared,
         different=different,
         digests=digests(copies),
-        weights=weights,
+        weights=[parameter.double().sum().item() for parameter in chunks.parameters()],
         scale=copies.loss_scale,
         rate=optimizer.param_groups[0]["lr"],
         resent=copies.forwards.resent,
@@ -426,6 +475,8 @@ def train(options: Options) -> None:
         forwards=sum(chunk.forwards for chunk in chunks),
         backwards=sum(chunk.backwards for chunk in chunks),
         sent_bytes=copies._driver.courier.sent_bytes,
+        tokens=copies._state.expert_load.tokens[0].tolist(),
+        expert_bytes=max((unit.nbytes for unit in copies._state.own.units if unit.layer is not None), default=0),
         state_bytes=sum(unit.nbytes for unit in copies._state.own.units),
     )
     copies.close()

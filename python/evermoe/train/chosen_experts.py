@@ -1,0 +1,189 @@
+"""Which experts each version of a pipeline's copies has on other nodes, and what recoveries lose by that (MoEtion).
+
+    version v   at risk of all stages ─ gather ─ most_at_risk ─┬─ chosen: captured, sent to their holders
+                                                               └─ the others: captured by their own ranks alone
+    failure     all units of one version are left: all go back to it, nothing is lost
+                else the newest version of what is no expert; lost experts at their newest copies, tokens are counted
+
+All ranks of a stage count the same tokens, as the dispatcher gathers them; they are a unit of the stage
+(`train.kept_tokens`), so that they go back and forth with its state. Survivors have their own experts: as they are
+where none goes back, else in their own memory, which has all of each version.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import Membership
+from evermoe.options import count
+from evermoe.planning import budgets
+from evermoe.planning.recovery import Lagging
+from evermoe.recovery.report import Outcome
+from evermoe.selection import LossLedger, most_at_risk
+from evermoe.snapshot.bundles import Bundle
+from evermoe.snapshot.window_plan import WindowPlanner
+from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.stages import Seat, StageState
+
+logger = logging.getLogger(__name__)
+
+
+def one_by_one(planned: Sequence[Bundle], experts: Collection[str]) -> list[Bundle]:
+    """Gives each expert a bundle of its own, after one of all else that had the same holders; none is without units.
+
+        >>> [bundle.units for bundle in one_by_one([Bundle((0, 1), ("a", "e.0", "e.1")), Bundle((1, 0), ("e.2",))],
+        ...                                        {"e.0", "e.1", "e.2"})]
+        [('a',), ('e.0',), ('e.1',), ('e.2',)]
+
+    Args:
+        planned: bundles.
+        experts: units.
+    """
+    found = []
+    for bundle in planned:
+        rest = tuple(unit for unit in bundle.units if unit not in experts)
+        alone = [(unit,) for unit in bundle.units if unit in experts]
+        found += [Bundle(bundle.holders, units) for units in (rest, *alone) if units]
+    return found
+
+
+class ChosenExperts:
+    """The choice of each version, the same on all ranks, and the ledger of this rank's stage.
+
+    Without a choice (`PipelineConfig.chooses_experts`) each version has all experts, and nothing is ever lost.
+
+    Args:
+        options: of the pipeline.
+        state: of the stage.
+        membership: all ranks.
+        planner: is told what does not travel, and knows what does in a step.
+    """
+
+    def __init__(
+        self, options: PipelineConfig, state: StageState, membership: Membership, planner: WindowPlanner
+    ) -> None:
+        self._options, self._state, self._membership, self._planner = options, state, membership, planner
+        self._are_chosen = options.chooses_experts
+        self._ledger = LossLedger(state, options.copy_options(), notes_copies=self._are_chosen)
+        self._numbers: dict[str, int] = {}
+        """By expert of all stages that others keep copies of, the number of its bundle."""
+        self._expert_bytes = self._all_bytes = self._other_bytes = 0
+        """What the copies of the largest expert, of all experts and of all else take on their way in a version."""
+
+    @property
+    def lagging(self) -> Lagging:
+        """Whether a recovery may take experts at older versions: where no version has all units."""
+        return "if needed" if self._are_chosen else "never"
+
+    def arrange(self, planned: Sequence[Bundle]) -> list[Bundle]:
+        """The bundles of a plan with one for each expert; all without a choice stays as it is planned."""
+        if not self._are_chosen:
+            return list(planned)
+        catalog = self._state.catalog
+        found, experts = one_by_one(planned, catalog.experts()), {*catalog.experts()}
+        self._numbers = {
+            bundle.units[0]: number
+            for number, bundle in enumerate(found)
+            if bundle.units[0] in experts and len(bundle.holders) > 1
+        }
+        nbytes = [(len(each.holders) - 1) * sum(catalog.by_name[unit].nbytes for unit in each.units) for each in found]
+        sent = [nbytes[number] for number in self._numbers.values()]
+        self._expert_bytes, self._all_bytes = max(sent, default=0), sum(sent)
+        self._other_bytes = sum(nbytes) - self._all_bytes
+        self._planner.optional = frozenset(self._numbers.values())
+        return found
+
+    def taken(self, step: int, *, is_repeated: bool) -> None:
+        """So many steps are taken: counts the tokens of the last one.
+
+        `is_repeated`: it was taken before, and is only sent again: its tokens come with the state that follows.
+        """
+        if not self._are_chosen:
+            return
+        if not is_repeated:
+            self._ledger.add(step)
+        elif self._state.is_of_version:
+            self._ledger.resume(step, {}, is_new=True)
+
+    def choose(self, version: int) -> Collection[int]:
+        """Numbers of the bundles that stay with their primaries in a version, which begins now. Collective.
+
+        Raises:
+            PeerLost: a rank is gone.
+        """
+        if not self._numbers:
+            return ()
+        ledger, layers = self._ledger.selection, self._state.layers
+        rows = [] if ledger is None else ledger.at_risk.tolist()
+        mine = {path: row[: layer.num_experts] for row, (path, layer) in zip(rows, layers.items(), strict=True)}
+        at_risk: dict[str, list[int]] = {}
+        for told in gather_json(self._membership.trainer_group, mine):
+            at_risk |= told
+        budget = self._budget()
+        chosen = {*self._numbers}
+        if budget < self._all_bytes:  # else all of them: what got no token has other bits, too, after an update
+            chosen = most_at_risk(at_risk, budget, self._expert_bytes)
+        self._note(chosen, version)
+        stays = frozenset(number for unit, number in self._numbers.items() if unit not in chosen)
+        self._planner.leave_out(stays)
+        return stays
+
+    def protected(self, version: int) -> None:
+        """All copies of a recovery's plan are whole, as of this version."""
+        if self._are_chosen:
+            self._note(self._numbers, version)
+
+    def _note(self, units: Collection[str], version: int) -> None:
+        mine = self._state.own.experts()
+        self._ledger.copied([unit for unit in mine if unit in units], version)
+        self._ledger.copied_locally(mine, version)
+
+    def _budget(self) -> int:
+        """Bytes that experts may take in a version: bandwidth × time of its steps (MoEtion, Algorithm 1).
+
+        As measured, without what is no expert; but always room for one. Before that, as `budgets` has it.
+        """
+        steps, given = self._planner.version_steps, self._options.remote_bytes_per_step
+        if given is not None:
+            return given * steps
+        measured = self._planner.budgets.remote
+        if measured is None:
+            return budgets.remote_bytes_per_step(self._expert_bytes, self._all_bytes) * steps
+        return max(self._expert_bytes, measured * steps - self._other_bytes)
+
+    def count_losses(self, seats: Sequence[Seat], outcome: Outcome, before: int | None) -> None:
+        """Counts in an outcome the tokens that its stale experts have lost. Collective.
+
+        Args:
+            seats: by rank.
+            outcome: of the recovery that is under way.
+            before: version of this rank's state before it; None where that was of no running job.
+
+        Raises:
+            PeerLost: a rank is gone.
+        """
+        if not self._are_chosen:
+            return
+        ledger, lost = self._ledger, dict[str, int]()
+        if self._state.layers:
+            stale = {unit: at for unit, at in outcome.stale.items() if unit in self._state.own.by_name}
+            lost = ledger.agree_on_lost(self._membership.side_group, stale, outcome.version, before)
+        portions_L = (ledger.lost_LE.sum(1) / np.maximum(ledger.total_LE.sum(1), 1)).tolist()
+        told = gather_json(self._membership.trainer_group, [lost, portions_L])
+        firsts = {seat.stage: rank for rank, seat in reversed(list(enumerate(seats)))}
+        of_stages = [told[rank] for _, rank in sorted(firsts.items())]
+        outcome.lost_tokens = {unit: tokens for found, _ in of_stages for unit, tokens in found.items()}
+        portions = [portion for _, found in of_stages for portion in found]
+        outcome.mtl = float(sum(portions))
+        outcome.plt = outcome.mtl / max(1, len(portions))
+        if outcome.stale and self._membership.trainer_group.rank == 0:
+            logger.warning(
+                "%s went back to older copies, and lost %s; of the run so far %.3g %% of the tokens are lost",
+                count(len(outcome.stale), "expert"),
+                count(sum(outcome.lost_tokens.values()), "token"),
+                100 * outcome.plt,
+            )
