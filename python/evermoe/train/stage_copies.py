@@ -51,8 +51,6 @@ class StageCopies:
         self.version: int | None = None
         """The version that is on its way, or has come last; of a sparse one that of its first slice. None: there is
         none."""
-        self.captured_bytes = 0
-        """Bytes that this rank captured last, of a version or a slice of one."""
 
     def protect(self, seats: Sequence[Seat], version: int, generation: int, copies: KeptCopies) -> None:
         """Copies all units as of `version` to holders that lack them; on return the copies are whole everywhere.
@@ -102,10 +100,6 @@ class StageCopies:
         if self.version is None:
             return
         due = self._windows.due(version - self.version)
-        own = [kept for kept in self._store.own if due is None or kept.number in due]
-        self.captured_bytes = sum(
-            self._store.state.catalog.by_name[unit].nbytes for kept in own for unit in kept.bundle.units
-        )
         self._round = SnapshotRound(self._store, version, self._courier, due, self._emit).start()
 
     def wait(self) -> bool:

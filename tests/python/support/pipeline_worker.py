@@ -24,6 +24,7 @@ import evermoe
 from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
 from evermoe.comm.vote import Ballot
+from evermoe.state.version import step_of
 
 ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
@@ -315,13 +316,23 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
 
 
 def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) -> None:
-    """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step."""
+    """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step.
+
+    Of the parts of a version, or of a slice of one, only the last is written. Before it votes on a version, or copies
+    one after a recovery, the worker may die or stop.
+    """
     if isinstance(event, evermoe.events.Chunk):
         kept["sent"] = event.sent
-    elif not isinstance(event, evermoe.events.Published):
+        if event.sent < event.total:
+            return
+    if not isinstance(event, evermoe.events.Published):
         write(options, event.name, **event.fields())
-        if isinstance(event, evermoe.events.Protocol) and "sums" in (said := json.loads(event.said)):
+    if isinstance(event, evermoe.events.Protocol):
+        if "sums" in (said := json.loads(event.said)):
             kept["squares"] = Ballot.from_bits(said["sums"]).squares
+        for command in json.loads(event.commands):
+            if command["command"] in ("vote", "protect"):
+                reach(options, f"{command['command']} {step_of(command['version'])}")
 
 
 def train(options: Options) -> None:
@@ -400,7 +411,6 @@ def train(options: Options) -> None:
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
                 copied=copies._driver.version_pace.begun,
-                captured=copies._driver.copies.captured_bytes,
                 sent=Counter(each.when for each in list(copies._driver.courier.sent)),
             )
         except (evermoe.PeerLost, RuntimeError) as error:
