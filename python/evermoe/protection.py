@@ -36,6 +36,7 @@ from evermoe.protection_inputs import (
     covered,
     covered_now,
     has_room,
+    in_order_of_risk,
     missing_bytes,
     unit_infos,
     without,
@@ -156,13 +157,9 @@ class Protection:
         self._selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
-        self.plan = plan_protection(
-            self.options.preset,
-            infos,
-            ranks,
-            copies=self.options.copies,
-            budget=self.options.copy_budget,
-        )
+        preset, nodes, budget = self.options.preset, self.options.copies, self.options.copy_budget
+        plan = plan_protection(preset, infos, ranks, copies=nodes, budget=budget)
+        self.plan = in_order_of_risk(plan, infos, ranks, copies)
         kept = self.plan.units
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
         self._behind = self._followed - {info.name for info in infos if info.replayable}

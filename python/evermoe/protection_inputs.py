@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from evermoe.comm.membership import Membership
 from evermoe.events import Covered
 from evermoe.keeper import Assignment, CopyOptions
 from evermoe.planning.placement import spread_over
-from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, fatal_losses, survival
+from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, fatal_losses, riskiest_first, survival
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.part import parts_of
 from evermoe.replay.replicas import Replicas
@@ -67,6 +68,29 @@ def unit_infos(
 def _gradient_bytes(unit: Unit) -> int:
     """Bytes of the gradients of a unit's parameters, at most: those of its tensors without the optimizer's."""
     return sum(parameter.nbytes for parameter, *_ in parts_of(unit))
+
+
+def in_order_of_risk(
+    plan: ProtectionPlan, units: Sequence[UnitInfo], ranks: Sequence[RankInfo], copies: KeptCopies
+) -> ProtectionPlan:
+    """The plan with those units first that the fewest nodes have now; it is the same on all members.
+
+    Nodes that train a unit count, too: before they send anything, their optimizer state has arrived. All tokens of a
+    step need what is no expert, so of units on as many nodes it comes before experts.
+
+    Args:
+        plan: says who keeps copies.
+        units: all of them, and who trains them.
+        ranks: all ranks.
+        copies: those that members have of the state now.
+    """
+    holders = {unit.name: {*unit.active} for unit in units}
+    for rank in range(len(ranks)):
+        for name in copies.at(rank):
+            holders[name].add(rank)
+    tokens = {unit.name: unit.tokens if unit.may_lag else math.inf for unit in units}
+    order = riskiest_first(holders, tokens, [info.node for info in ranks])
+    return ProtectionPlan([plan.by_unit[name] for name in order], plan.summary)
 
 
 def without(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> ProtectionPlan:

@@ -108,6 +108,11 @@ class Transfer:
     def __init__(self, transport: Transport, name: str, transfer: _native.Transfer) -> None:
         self._transport, self._name, self._transfer = transport, name, transfer
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the tensor was sent or has arrived, now; where that has failed, `wait` says so."""
+        return self._transfer.wait(0) is None
+
     def wait(self, limit: timedelta | None = None) -> None:
         """Waits until the tensor was sent or has arrived, as long as the transport's limit unless `limit` says more.
 

@@ -84,6 +84,7 @@ class ProtectionPlan:
     """How all units are protected."""
 
     units: list[UnitProtection]
+    """In the order in which their first copies are made."""
     summary: str
     """One sentence for the user."""
     by_unit: dict[str, UnitProtection] = field(default_factory=dict)
@@ -154,7 +155,7 @@ def survival(
     Example: three nodes, each unit on two of them: (1.0, 0.0) if each pair of nodes shares a unit.
     """
     held = {tuple(sorted({*active[each.unit], *each.holders})) for each in plan.units}
-    domains = _node_numbers(ranks)
+    domains = _node_numbers([info.node for info in ranks])
     nodes = [f"{domain:06d}" for domain in domains]
     found = [
         planning.copy_recovery_probability(sorted(held), failures, nodes=nodes).probability
@@ -189,8 +190,31 @@ def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -
     return {" + ".join(sorted(each)): lost[each] for each in found[:MOST_FATAL]}
 
 
-def _node_numbers(ranks: Sequence[RankInfo]) -> list[int]:
+def riskiest_first(
+    holders: Mapping[str, Collection[int]], tokens: Mapping[str, float], nodes: Sequence[str]
+) -> list[str]:
+    """Units in the order in which copies of them that are missing are made: those on the fewest nodes come first.
+
+    Of units on as many nodes, those with the most tokens come first; of these, the order is that of their names.
+
+        >>> riskiest_first(
+        ...     {"a": [0, 1], "b": [2], "c": [1], "d": [1, 2], "e": [0, 2]},  # b, c and d are on y alone
+        ...     {"a": 4.0, "b": 5.0, "c": 9.0, "d": 9.0, "e": 4.0},
+        ...     ["x", "y", "y"],
+        ... )
+        ['c', 'd', 'b', 'a', 'e']
+
+    Args:
+        holders: by unit, the ranks that have all of it.
+        tokens: by unit, those that it gets in a step.
+        nodes: node of each rank; where all are on one, each rank is one of its own (`planning.failure_domains`).
+    """
+    number = _node_numbers(nodes)
+    return sorted(holders, key=lambda unit: (len({number[rank] for rank in holders[unit]}), -tokens[unit], unit))
+
+
+def _node_numbers(nodes: Sequence[str]) -> list[int]:
     """Number of each rank's node, as `planning.failure_domains` counts them."""
-    found = planning.failure_domains([info.node for info in ranks])
+    found = planning.failure_domains(nodes)
     number = {rank: place for place, ranks in enumerate(found) for rank in ranks}
-    return [number[rank] for rank in range(len(ranks))]
+    return [number[rank] for rank in range(len(nodes))]

@@ -20,6 +20,7 @@ from torch import Tensor
 from evermoe._native import RECORD_HEADER_BYTES, digest
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
+from evermoe.comm.transport import Transfer
 from evermoe.errors import PeerLost, ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.profile.memory import return_freed_memory
@@ -67,7 +68,7 @@ class ReplayExchange:
 
     Args:
         state: this member's units.
-        kept: those that are replayed, the same list on all members.
+        kept: those that are replayed, the same list on all members; replicas begin in this order.
         rank: this member.
         arithmetic: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
         log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
@@ -89,8 +90,12 @@ class ReplayExchange:
     ) -> None:
         self.state, self.keeps_previous = state, keeps_previous
         kept = list(kept)
-        self._to = _by_peer((holder, each.unit) for each in kept if each.primary == rank for holder in each.holders)
-        self._from = _by_peer((each.primary, each.unit) for each in kept if rank in each.holders)
+        self._holders = {each.unit: each.holders for each in kept if each.primary == rank}
+        """Of each unit that is sent from here; in the order in which replicas begin."""
+        self._primaries = {each.unit: each.primary for each in kept if rank in each.holders}
+        """Of each unit that is kept here, likewise."""
+        self._to = _by_peer((holder, unit) for unit, holders in self._holders.items() for holder in holders)
+        self._from = _by_peer((primary, unit) for unit, primary in self._primaries.items())
         mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
         theirs = [state.catalog.by_name[unit] for units in self._from.values() for unit in units]
         self._outgoing_frames = {peer: self._frame(units) for peer, units in self._to.items()}
@@ -106,6 +111,8 @@ class ReplayExchange:
         ]
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
         self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
+        self._freed_bytes = 0
+        """Of states that were taken over, since their memory went back to the system."""
         self._previous: dict[tuple[str, int], CaughtUp] = {}
         """What `stored` has found of the step before the newest, which the replica itself has left behind since."""
 
@@ -126,7 +133,8 @@ class ReplayExchange:
     def begin_with(self, courier: Courier, step: int, copies: KeptCopies) -> ExchangeResult:
         """Brings all replicas to the state after a step; in a thread of the courier.
 
-        A replica begins with the bytes that its member has already, or with those that the trainer sends.
+        A replica begins with the bytes that its member has already, or with those that the trainer sends: in the order
+        of the plan, and as soon as they have come, also while this member sends others.
 
         Args:
             courier: whose connections are used.
@@ -140,34 +148,41 @@ class ReplayExchange:
         mine = copies.here
         arriving = deque(
             (data, courier.receive(Message(data, peer, REPLAY_TAIL)))
-            for peer, units in self._from.items()
-            for unit in units
+            for unit, peer in self._primaries.items()
             if unit not in mine
             for data in self._room_for(unit)
         )
         for unit in self.units:
             if unit in mine:
                 self._begin_here(unit, step, copies.data(unit), result)
-        for unit in {unit for units in self._to.values() for unit in units}:
+        for unit in self._holders:
             self.sender.follow(unit)
+        lacking = ((unit, [p for p in holders if unit not in copies.at(p)]) for unit, holders in self._holders.items())
         result.sent_bytes = courier.send(
-            Message(torch.from_numpy(record), peer, REPLAY_TAIL)
-            for peer, units in self._to.items()
-            for unit in units
-            if unit not in copies.at(peer)
-            for _, record in self.sender.full_state_messages(step, [unit])
+            (
+                Message(torch.from_numpy(record), peer, REPLAY_TAIL)
+                for unit, peers in lacking
+                for _, record in self.sender.full_state_messages(step, [unit] if peers else [])
+                for peer in peers
+            ),
+            lambda sent: self._take_states(courier, arriving, result, waits=False),
         )
-        freed = 0
-        while arriving:
+        self._take_states(courier, arriving, result, waits=True)
+        return result
+
+    def _take_states(
+        self, courier: Courier, arriving: deque[tuple[Tensor, Transfer]], result: ExchangeResult, *, waits: bool
+    ) -> None:
+        """Takes over the states that have arrived, in their order; all of them if it `waits`."""
+        while arriving and (waits or arriving[0][1].has_ended):
             data, transfer = arriving.popleft()
             courier.wait_received(transfer)
             self._take(data, result)
-            freed += data.nbytes
+            self._freed_bytes += data.nbytes
             del data, transfer
-            if freed >= FREED_BYTES:  # else what has come would take its memory a second time
+            if self._freed_bytes >= FREED_BYTES:  # else what has come would take its memory a second time
                 return_freed_memory()
-                freed = 0
-        return result
+                self._freed_bytes = 0
 
     def _room_for(self, unit: str) -> Iterator[Tensor]:
         """Memory for the records with a unit's full state; pages that nothing has come to yet take none."""

@@ -28,17 +28,24 @@ class Bundle:
         return Bundle(tuple(rank for rank in self.holders if rank not in ranks), self.units)
 
 
-def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bundle]:
+def bundles(
+    units: Sequence[str], holders: Sequence[Sequence[int]], periods: Sequence[int] | None = None
+) -> list[Bundle]:
     """Groups units by the ranks that keep their copies, in order of first appearance; `session` stays alone.
 
     Its tensors are on the CPU wherever the model is.
 
+    Args:
+        units: their names; a bundle has the place of the first of its units.
+        holders: of each unit, its primary first.
+        periods: steps between two copies of each unit, where they differ: those of a bundle are copied together.
+
     Example: holders [[0, 1], [2, 3], [0, 1]] of units a, b, c → (0, 1): a, c and (2, 3): b.
     """
-    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-    for unit, ranks in zip(units, holders, strict=True):
-        grouped.setdefault((tuple(ranks), unit == SESSION), []).append(unit)
-    return [Bundle(ranks, tuple(names)) for (ranks, _), names in grouped.items()]
+    grouped: dict[tuple[tuple[int, ...], int, bool], list[str]] = {}
+    for unit, ranks, period in zip(units, holders, periods or [1] * len(units), strict=True):
+        grouped.setdefault((tuple(ranks), period, unit == SESSION), []).append(unit)
+    return [Bundle(ranks, tuple(names)) for (ranks, *_), names in grouped.items()]
 
 
 class ArenaRoom(NamedTuple):

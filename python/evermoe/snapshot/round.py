@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from evermoe._native import Capture
 from evermoe.comm.courier import Courier, Message, Sent
 from evermoe.comm.task import Task
+from evermoe.comm.transport import Transfer
 from evermoe.errors import CaptureCancelled, CorruptCopy
 from evermoe.events import Chunk, Listener, Published
 from evermoe.snapshot.segments import Segment
@@ -21,6 +23,8 @@ from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.unit import read_tensors
 from evermoe.state.version import step_of
 
+Arriving = dict[int, deque[Transfer]]
+"""By number of a bundle that is not visible yet, its messages that have not come, in order."""
 RESERVED_AT_ONCE = 64 << 20
 """Bytes of an arena that are reserved before there is progress: tens of milliseconds."""
 
@@ -28,7 +32,9 @@ RESERVED_AT_ONCE = 64 << 20
 class SnapshotRound:
     """One version on its way into the memories of all holders, in the thread of a courier.
 
-    Nothing becomes visible before it is whole, and the version before it stays until then.
+    No bundle becomes visible before it is whole, and the version before it stays until then. Bundles are captured and
+    sent in the order of the plan, and each becomes visible at its holder by itself, also while that one sends others.
+    Within a bundle the order is of no use: all of it becomes visible at once, with the digests that are sent last.
 
     Args:
         store: the arenas.
@@ -178,16 +184,33 @@ class SnapshotRound:
         self._read.set()
         for kept in self._peers:
             kept.index = kept.arena.begin(self.version)
-        arriving = [self._courier.receive(message) for message in self._messages(self._receives, self._peers)]
+        arriving: Arriving = {kept.number: deque() for kept in self._peers}
+        for segment, message in zip(self._receives, self._messages(self._receives, self._peers), strict=True):
+            arriving[segment.bundle].append(self._courier.receive(message))
         for kept in self._peers:
             self._copy_here(kept)
-        self._courier.send(self._captured(), self._note_sent)
+        are_whole: list[bool] = []
+
+        def on_sent(sent: Sent) -> None:
+            self._note_sent(sent)
+            are_whole.extend(self._publish(arriving, waits=False))
+
+        self._courier.send(self._captured(), on_sent)
         for capture in self._captures:
             if capture is not None:
                 capture.wait()
-        for transfer in arriving:
-            self._courier.wait_received(transfer)
-        return all([self._is_whole(kept) for kept in self._peers])
+        are_whole.extend(self._publish(arriving, waits=True))
+        return all(are_whole)
+
+    def _publish(self, arriving: Arriving, *, waits: bool) -> Iterator[bool]:
+        """Makes peers' bundles visible that have arrived, or all if it `waits`; yields of each whether it is whole."""
+        for kept in self._peers:
+            transfers = arriving.get(kept.number)
+            while transfers and (waits or transfers[0].has_ended):
+                self._courier.wait_received(transfers.popleft())
+            if transfers is not None and not transfers:
+                del arriving[kept.number]
+                yield self._is_whole(kept)
 
     def _copy_here(self, kept: BundleArena) -> None:
         """Copies what this member has already; bytes that cannot be read any more do not match their digest."""

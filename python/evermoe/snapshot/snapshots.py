@@ -64,11 +64,8 @@ def planned_bundles(
     """
     if not options.copies:
         return [], []
-    snapshots = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
-    found = []
-    for period in sorted({kept.period for kept in snapshots}):
-        some = [kept for kept in snapshots if kept.period == period]
-        found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
+    some = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
+    found = bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some], [k.period for k in some])
     spread = spread_over(membership.nodes, membership.domains, options.copies)
     return found, local_bundles(assignment, spread, options)
 

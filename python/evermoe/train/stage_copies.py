@@ -60,8 +60,6 @@ class StageCopies:
         """Whether copies came damaged or found no room, and have not been whole since."""
         self._stays: Collection[int] = ()
         """Numbers of the bundles that stay with their primaries in that version."""
-        self.captured_bytes = 0
-        """Bytes that this rank captured last, of a version or a slice of one."""
 
     def protect(self, seats: Sequence[Seat], version: int, generation: int, copies: KeptCopies, *, waits: bool) -> bool:
         """Copies all units as of `version` to holders that lack them; says whether the copies are whole on return.
@@ -144,10 +142,6 @@ class StageCopies:
         if self.version is None:
             return
         due = self._windows.due(version - self.version)
-        own = [kept for kept in self._store.own if due is None or kept.number in due]
-        self.captured_bytes = sum(
-            self._store.state.catalog.by_name[unit].nbytes for kept in own for unit in kept.bundle.units
-        )
         self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, stays=self._stays).start()
 
     def wait(self) -> bool:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import signal
+
 import pytest
 import torch
 
 import evermoe
-from support.harness import PATIENCE
+from evermoe._native import Arena
+from evermoe.state.version import step_of
+from support.flips import BIT
+from support.harness import PATIENCE, wait_until
 from support.pipeline_worker import MICROBATCHES
 from support.pipelines import BORDER_BYTES, RANKS, Pipeline, run_undisturbed
 
@@ -127,6 +133,76 @@ def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide):
     assert [each["forwards"] for each in done[:3]] == [forwards(STEPS)] * 2 + [forwards(STEPS - 4)]
 
 
+def test_a_peer_in_the_middle_of_a_replay_does_not_pass_for_whole(start_job, wide):
+    """Both ranks of a stage have two of three slices when one of them is lost again: both load all of them anew."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, copies=SPARSE)
+    started = [pipeline.start(rank, kill_in_step=8 if rank >= 2 else None) for rank in range(RANKS)]
+    for each in started[2:]:
+        pipeline.lose(each)
+    second = [pipeline.start(rank, kill_in_step=5 if rank == 3 else None) for rank in (2, 3)]
+    pipeline.lose(second[1])
+    last = pipeline.start(3)
+    done = pipeline.finish()
+    check(done, wide)
+    assert recovered_at(started[0]) == recovered_at(started[1]) == [0, 4, 4]
+    assert recovered_at(second[0]) == [4, 4]
+    assert recovered_at(last) == [4]
+
+
+def has_voted(worker, step):
+    """Whether a rank has its own copies of so many steps, and those that it keeps, and votes on the next one."""
+    commands = [each for event in worker.events("protocol") for each in json.loads(event["commands"])]
+    return any(each["command"] == "vote" and step_of(each["version"]) == step for each in commands)
+
+
+def damage_windows(folder, stage):
+    """Flips a bit of all that a node keeps of the windows of a stage, but not of what its copies began with."""
+    damaged = 0
+    for path in sorted(folder.glob("*.arena")):
+        arena = Arena.open(str(path))
+        for index in (index for index, version in arena.versions() if step_of(version)):
+            for name, offset, nbytes in arena.units():
+                if name.startswith(f"stage{stage}."):
+                    arena.buffer(index)[offset + nbytes // 2] ^= BIT
+                    damaged += 1
+    return damaged
+
+
+def test_where_a_window_is_damaged_all_go_back_to_older_whole_copies(start_job, deep):
+    """The first window is whole, and the copies of before it are there still, when a stage is lost."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    started = [pipeline.start(rank, stop_at=f"vote {SLICES}" if rank == 1 else None) for rank in range(RANKS)]
+    started[1].wait_for("stops")
+    for each in started:
+        wait_until(lambda each=each: has_voted(each, SLICES), f"{each.name} has its copies")
+    assert damage_windows(pipeline.job.node_memory("n0"), 1)
+    started[1].signal(signal.SIGKILL)
+    pipeline.lose(started[1])
+    newcomer = pipeline.start(1)
+    done = pipeline.finish()
+    check(done, deep)
+    assert recovered_at(started[0]) == [0, 0]
+    assert recovered_at(newcomer) == [0]
+
+
+def test_a_window_that_was_fetched_outlives_its_holder_before_there_are_new_copies(start_job, deep):
+    """The rank that keeps a lost stage's copies is lost as well, once the newcomer has fetched them."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    plans = {0: {"kill_at": "protect 4"}, 1: {"kill_in_step": 8}}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
+    pipeline.lose(started[1])
+    second = pipeline.start(1)
+    pipeline.lose(started[0])
+    last = pipeline.start(0)
+    done = pipeline.finish()
+    check(done, deep)
+    said = [json.loads(event["said"]) for event in second.events("protocol")]
+    assert [step_of(each["version"]) for each in said if each.get("event") == "restored"] == [4, 4], "in one recovery"
+    assert recovered_at(second) == recovered_at(last) == [4]
+    assert second.events("recovered")[0]["sources"]["peer"] == 0
+    assert recovered_at(started[2]) == [0, 4]
+
+
 def test_two_stages_are_lost_at_once(start_job, deep):
     """Neither has a log; each gets from its neighbours what these have sent, and from the other what that computes."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
@@ -221,7 +297,8 @@ def test_a_step_captures_a_slice_and_the_weights_of_those_to_come(start_job, dee
     check(done, deep)
     for rank, each in enumerate(pipeline.ranks):
         events = each.events("step")
-        captured = [event["captured"] for event in events]
+        sent = {event["step"]: event["total"] for event in each.events("chunk")}
+        captured = [sent[step] for step in range(1, STEPS + 1)]
         whole, weights = done[rank]["state_bytes"], done[rank]["state_bytes"] / 3
         assert captured[:SLICES] * (STEPS // SLICES) == captured, "the same in each window"
         assert sum(captured[:SLICES]) >= whole

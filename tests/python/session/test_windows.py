@@ -62,6 +62,18 @@ def test_bytes_travel_in_windows(start_job, preset, size):
         assert "a version takes 1 step" in worker.events("paced")[-1]["summary"]
 
 
+@pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "beside")])
+def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_beside_compute(start_job, share, when):
+    """What one worker owns goes to another one as a state, where the optimizer's steps cannot be repeated."""
+    session = {"dense": "sharded", "window_share": share}
+    workers, traces = run(start_job, "moetion", 3, steps=20, session=session, optimizer="masters")
+    for worker, trace in zip(workers, traces, strict=True):
+        assert (check_in_windows(trace) > 0) == (when == "window")
+        planned = [chunk["when"] for chunk in worker.events("chunk") if 3 <= chunk["step"] < 20]
+        assert when in planned
+        assert set(planned) <= {when, "vote"}
+
+
 def most_at_once(trace):
     """Messages that were under way at the same time, at most."""
     copies = events(trace, "copy")

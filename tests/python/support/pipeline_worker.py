@@ -350,13 +350,23 @@ def about_experts(copies: evermoe.PipelineSession, tokens: Tokens) -> dict[str, 
 
 
 def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) -> None:
-    """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step."""
+    """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step.
+
+    Of the parts of a version, or of a slice of one, only the last is written. Before it votes on a version, or copies
+    one after a recovery, the worker may die or stop.
+    """
     if isinstance(event, evermoe.events.Chunk):
         kept["sent"] = event.sent
-    elif not isinstance(event, evermoe.events.Published):
+        if event.sent < event.total:
+            return
+    if not isinstance(event, evermoe.events.Published):
         write(options, event.name, **event.fields())
-        if isinstance(event, evermoe.events.Protocol) and "sums" in (said := json.loads(event.said)):
+    if isinstance(event, evermoe.events.Protocol):
+        if "sums" in (said := json.loads(event.said)):
             kept["squares"] = Ballot.from_bits(said["sums"]).squares
+        for command in json.loads(event.commands):
+            if command["command"] in ("vote", "protect"):
+                reach(options, f"{command['command']} {step_of(command['version'])}")
 
 
 def tell_recovery(options: Options, copies: evermoe.PipelineSession, kept: dict[str, Any], tokens: Tokens) -> None:
@@ -449,7 +459,6 @@ def train(options: Options) -> None:
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
                 copied=copies._driver.version_pace.begun,
-                captured=copies._driver.copies.captured_bytes,
                 sent=Counter(each.when for each in list(copies._driver.courier.sent)),
                 **(about_experts(copies, tokens) if options.tells_experts else {}),
             )

@@ -112,6 +112,8 @@ class Options:
     """Whether no checkpoint is late: it waits before each step until one that is under way is written."""
     lineage: bool = False
     """Records what `support.lineage` needs to tell which steps each expert has seen."""
+    states: bool = False
+    """Records what `support.states` tells of the copies with which replicas begin."""
     parts: int = 1
     """Parts of a share, whose gradients add up."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -217,6 +219,10 @@ class Recorder:
             tokens = {path: layer.tokens_E.tolist() for path, layer in self.session._state.layers.items()}
             more = {"after": self._last, "tokens": tokens, **self._state()}
         self.write(name, **fields, **more)
+        if name == "arranged" and self._options.states:
+            from support.states import watch  # this file also runs by itself, without the others
+
+            watch(self)
         with self._has_copied:
             if name == "copy":
                 self._copied_step = fields["step"]

@@ -1,0 +1,73 @@
+"""Which ways back a rank sees where versions are sparse: whole versions, and windows of which all was copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evermoe.snapshot.bundles import Bundle
+from evermoe.snapshot.store import SnapshotStore
+from evermoe.state.version import version_of
+from evermoe.train.kept_loop import KeptLoop
+from evermoe.train.localised import LocalisedRecovery
+from evermoe.train.loss_scale import LossScale
+from evermoe.train.sparse_windows import SparseWindows
+from evermoe.train.stages import Seat, StageState
+from support.ranks import run_ranks
+
+BEGUN = version_of(1, 4)
+SLICES = 2
+
+
+def make(folder):
+    """A stage on its only rank, its arenas, and its windows."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    state = StageState(module, optimizer, 0, KeptLoop(optimizer, None, LossScale(None)), 1, slices=SLICES)
+    store = SnapshotStore(Path(folder) / "arenas", state)
+    localised = LocalisedRecovery(state, [*module.parameters()], 0, is_on=True, is_spread=False)
+    windows = SparseWindows(state, store, localised, SLICES)
+    windows.learn([Seat(0, 0, "n0", state.own.layout, state.own.sizes(), [], windows.weights())])
+    names = tuple(unit.name for unit in state.own.units)
+    store.create_arenas(windows.arrange([Bundle((0,), names)]), 1, "m", 0)
+    return state, store, windows
+
+
+def capture(state, store, windows, step):
+    """Captures a slice, of a window, as of its step."""
+    for kept in store.own:
+        if kept.number in windows.due(step):
+            store.capture(kept, state.tensors(kept.bundle.units), BEGUN + step).wait()
+
+
+def ways_back(group, folder):
+    """What a rank goes back to, and whether there is another way, as more and more of a window is copied."""
+    state, store, windows = make(folder)
+    units = state.held()
+
+    def look():
+        windows.look(group, BEGUN + 1)
+        first = "window" if windows.needed(units) != units else "whole"
+        return [first, *(["window" if windows.needed(units) != units else "whole"] if windows.turn() else [])]
+
+    capture(state, store, windows, 0)
+    found = {"a slice is not copied": look()}
+    capture(state, store, windows, 1)
+    found["all is copied"] = look()
+    state.is_of_version = False  # as in the middle of a replay
+    found["the rank is not whole"] = look()
+    store.engine.shutdown()
+    return found
+
+
+def test_a_window_is_of_copies_and_what_is_trained_is_whole(tmp_path):
+    """The rank trains the last slice at its version: that does not make the window whole, as it has no copy."""
+    (found,) = run_ranks(tmp_path, 1, ways_back, str(tmp_path))
+    assert found == {
+        "a slice is not copied": ["whole"],
+        "all is copied": ["whole", "window"],
+        "the rank is not whole": ["window"],
+    }
