@@ -143,17 +143,15 @@ def write(options: Options, event: str, **fields: Any) -> None:
         file.write(json.dumps({"event": event, **fields}) + "\n")
 
 
-def die_if(options: Options, condition: bool, step: int) -> None:
+def die_if(options: Options, condition: bool, where: int | str) -> None:
     if condition:
-        write(options, "dies", step=step)
+        write(options, "dies", where=where)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reach(options: Options, point: str) -> None:
     """The worker may die or stop here."""
-    if point == options.kill_at:
-        write(options, "dies", point=point)
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_if(options, point == options.kill_at, point)
     if point == options.stop_at:
         options.stop_at = None
         write(options, "stops", point=point)
@@ -495,7 +493,7 @@ def train(options: Options) -> None:
 def main(options: Options) -> None:
     """As a child of the tests' fork server: what is printed goes to a file."""
     log = os.open(Path(options.folder) / f"{options.name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for stream in (1, 2):
+        os.dup2(log, stream)
     torch.set_num_threads(1)
     train(options)
