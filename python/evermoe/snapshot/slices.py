@@ -14,7 +14,7 @@ too. After n steps all is at version v + n.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -100,6 +100,30 @@ def even_slices(units: Sequence[UnitBytes], steps: int) -> list[int]:
     return fill_slices(units, high) or []
 
 
+MOST_SLICES = 8
+"""More would save little: a step captures the weights in any case, and a loss goes back by as many steps more."""
+
+
+def slices_needed(units: Sequence[UnitBytes], most_bytes: int) -> int:
+    """The fewest slices of which no step has more bytes than a limit, such as that of a step's bubbles.
+
+        >>> units = [UnitBytes(4, 8)] * 6  # 72 bytes at once; in two slices 36 + 12, then 36
+        >>> [slices_needed(units, limit) for limit in (72, 71, 36, 20)]
+        [1, 2, 3, 8]
+
+    Args:
+        units: of a rank.
+        most_bytes: of a step.
+
+    Returns:
+        1 where a version is no sparse one; `MOST_SLICES` where as many are not enough.
+    """
+    for steps in range(1, MOST_SLICES):
+        if max(bytes_per_step(units, even_slices(units, steps), steps), default=0) <= most_bytes:
+            return steps
+    return MOST_SLICES
+
+
 # ---- what must be kept
 
 
@@ -117,6 +141,16 @@ def parts_of(unit: str, place: int) -> Iterator[tuple[str, int]]:
     for step in range(place):
         yield weights_of(unit, step), step
     yield unit, place
+
+
+def slices_of(names: Iterable[str]) -> int:
+    """Slices of the windows whose parts have these names; 0 if none has weights alone.
+
+    >>> slices_of(["a", "b@0", "b@1", "b"])
+    3
+    """
+    steps = [int(step) for unit, mark, step in (name.rpartition("@") for name in names) if mark and step.isdecimal()]
+    return max(steps, default=-2) + 2
 
 
 def newest_dense(held: Collection[tuple[str, int]], units: Collection[str]) -> int | None:

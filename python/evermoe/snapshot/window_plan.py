@@ -104,7 +104,8 @@ class WindowPlanner:
         policy: ChunkPolicy | None,
         fixed_steps: int | None = 1,
     ) -> None:
-        self._fixed_steps = fixed_steps
+        self.fixed_steps = fixed_steps
+        """Steps over which a version is sent from the next change of members on; None: as few as windows need."""
         self.version_steps = fixed_steps or 1
         """Steps over which the next version is sent; the same on all members."""
         self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
@@ -115,7 +116,7 @@ class WindowPlanner:
         self._recorded: tuple[list[TimedStep], Windows | None] = [], None
         self._is_settled = False
         """Whether the plan is that of a whole profile of these members."""
-        self._knows_pace = False
+        self.knows_pace = False
         """Whether the latest windows are those of a whole profile."""
         self._latest: dict[tuple[bool, str], Windows] = {}
         """The latest windows, also of earlier members, by `until_vote` and this member's role."""
@@ -167,7 +168,7 @@ class WindowPlanner:
         self._until_vote = until_vote
         self._base, self._reports, self.windows, self._is_settled = step, [], None, False
         self._left_out = ()
-        self.version_steps, self.budgets = self._fixed_steps or 1, Budgets()
+        self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
         self._store.segments = None
         self._pacer.expect({})
         self._pacer.record(0)
@@ -216,7 +217,7 @@ class WindowPlanner:
         changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
         if self._reports and not changed and (self._is_settled or not is_whole):
             return
-        self._is_settled = self._knows_pace = is_whole
+        self._is_settled = self.knows_pace = is_whole
         if reports[self._group.rank].windows:
             mine = Windows.from_json(reports[self._group.rank].windows)
             idle = [window.seconds for window in mine.windows if window.resource == "network"]
@@ -280,8 +281,8 @@ class WindowPlanner:
         `paces`: the steps of a version are chosen anew, too.
         """
         rank, reports = self._group.rank, self._reports
-        if self._fixed_steps is None and paces:
-            is_known = self._knows_pace and bool(reports[rank].windows)
+        if self.fixed_steps is None and paces:
+            is_known = self.knows_pace and bool(reports[rank].windows)
             needed = self._without(self.optional)
             alone = plan_of(rank, needed, policy, self._memory, None).reason.steps_per_version if is_known else 1
             self.version_steps = max(gather_json(self._group, alone))

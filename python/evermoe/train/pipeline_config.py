@@ -74,7 +74,8 @@ class PipelineConfig(Options):
     sparse: bool = option(False, shared=True)
     """Whether a version is *sparse*: of `snapshot_every` slices, of which each step captures one, with the weights of
     those to come. No step captures all of the state; a lost stage gets a dense one by computing the steps since again,
-    from what its neighbours have logged. Needs `snapshot_every` of 2 or more, and `localised`."""
+    from what its neighbours have logged. With `snapshot_every=None` of as many slices, up to 8, as have room in the
+    bubbles, once these are known: for that all ranks meet once as after a loss. Needs `localised`."""
     seed: int = option(0, least=0, shared=True)
     """Of random numbers: torch's generator is seeded from it, the step and the rank when a step begins, and in
     `step.run` for each microbatch, so that one which is computed again draws the same."""
@@ -104,9 +105,10 @@ class PipelineConfig(Options):
                 "sparse=True needs localised=True: a slice is of another step than the others, and becomes a state by "
                 "computing the steps between again, from what the neighbours of a stage have logged"
             )
-        if self.sparse and (self.snapshot_every or 1) < 2:
+        if self.sparse and self.snapshot_every == 1:
             raise ValueError(
-                f"sparse=True: expected snapshot_every of 2 or more, the slices of a version, got {self.snapshot_every}"
+                "sparse=True: expected snapshot_every of 2 or more, the slices of a version, or None for as many as "
+                "the bubbles need, got 1"
             )
 
     @property
@@ -124,9 +126,9 @@ class PipelineConfig(Options):
         return self.data_parallel if self.expert_parallel else None
 
     @property
-    def slices(self) -> int:
-        """Slices of a version: 1 unless versions are sparse."""
-        return (self.snapshot_every or 1) if self.sparse else 1
+    def slices(self) -> int | None:
+        """Slices of a version: 1 unless versions are sparse; None for as many as the bubbles need."""
+        return self.snapshot_every if self.sparse else 1
 
     @property
     def rank(self) -> int:

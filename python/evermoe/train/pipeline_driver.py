@@ -35,6 +35,7 @@ from evermoe.train.loss_scale import LossScale
 from evermoe.train.lost_members import LostMembers
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
+from evermoe.train.slice_choice import SliceChoice
 from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stage_copies import StageCopies
 from evermoe.train.stage_target import StageTarget
@@ -83,7 +84,7 @@ class PipelineDriver(Driver):
         self.localised = LocalisedRecovery(
             state, [*on_all, *alone], options.stage, is_on=options.localised, is_spread=options.expert_parallel
         )
-        self.windows = SparseWindows(state, store, self.localised, options.slices)
+        self.windows = SparseWindows(state, store, self.localised, SliceChoice(options.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
         self.copies = StageCopies(options, store, membership, self.windows, self.experts, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
@@ -246,6 +247,7 @@ class PipelineDriver(Driver):
         """After the vote on a step: plans the next windows."""
         try:
             self.window_planner.after(step)
+            self.windows.choice.consider(self.window_planner, self._group, self.seats)
         except PeerLost as lost:  # the step itself is taken; the next vote finds the group broken
             self._group.drop(str(lost))
 
@@ -278,9 +280,8 @@ class PipelineDriver(Driver):
     def _meet(self) -> None:
         """Who sits where."""
         own, options = self._state.own, self._options
-        alone = self._state.alone()
-        node, weights = self._membership.node, self.windows.weights()
-        mine = Seat(options.stage, options.data_parallel, node, own.layout, own.sizes(), alone, weights)
+        node, told = self._membership.node, (self._state.alone(), self.windows.weights(), self.windows.choice.told())
+        mine = Seat(options.stage, options.data_parallel, node, own.layout, own.sizes(), *told)
         self.seats = _seats(self._group, mine, options.data_parallel_size, options.size)
         self.windows.learn(self.seats)
         self._store.check()
@@ -329,7 +330,7 @@ class PipelineDriver(Driver):
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
         """Begins to make the copies that are missing; they are whole on return, or by the next vote."""
         is_whole = self.copies.protect(self.seats, version, generation, self.outcome.copies, waits=waits)
-        self.window_planner.numbers = self.windows.numbers
+        self.window_planner.cut(self.windows.numbers, self.windows.steps)
         self.version_pace.restart(step_of(version))
         self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": is_whole}

@@ -26,13 +26,14 @@ from evermoe._native import digest
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.snapshot.bundles import Bundle
-from evermoe.snapshot.slices import UnitBytes, even_slices, newest_dense, newest_window, parts_of, weights_of
+from evermoe.snapshot.slices import even_slices, newest_dense, newest_window, parts_of, weights_of
 from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.unit import TensorSpec, Unit
 from evermoe.state.version import step_of
 from evermoe.train.localised import LocalisedRecovery
-from evermoe.train.stages import Seat, StageState, loop_unit, stage_primaries
+from evermoe.train.slice_choice import SliceChoice, units_to_slice
+from evermoe.train.stages import Seat, StageState
 
 
 def slice_places(seats: Sequence[Seat], steps: int) -> dict[str, int]:
@@ -48,17 +49,10 @@ def slice_places(seats: Sequence[Seat], steps: int) -> dict[str, int]:
         seats: by rank; stage by stage.
         steps: of a window; 1 where versions are not sparse.
     """
-    width = sum(seat.stage == 0 for seat in seats)
     found: dict[str, int] = {}
-    for first in range(0, len(seats), width):
-        seat = seats[first]
-        weights = seat.weights or [nbytes for _, nbytes in seat.units]
-        sizes = {name: UnitBytes(w, nbytes - w) for (name, nbytes), w in zip(seat.units, weights, strict=True)}
-        primaries = stage_primaries(seats, range(first, first + width))
-        for rank in range(first, first + width):
-            mine = [name for name, primary in primaries.items() if primary == rank]
-            mine.sort(key=lambda name: not name.startswith(loop_unit(seat.stage)))
-            found |= zip(mine, even_slices([sizes[name] for name in mine], steps), strict=True)
+    for rank in range(len(seats)):
+        units = units_to_slice(seats, rank)
+        found |= zip(units, even_slices([*units.values()], steps), strict=True)
     return found
 
 
@@ -94,11 +88,13 @@ class SparseWindows:
         state: of the stage.
         store: this node's arenas.
         localised: says whether this rank's state is needed still.
-        steps: of a window.
+        choice: of the number of slices.
     """
 
-    def __init__(self, state: StageState, store: SnapshotStore, localised: LocalisedRecovery, steps: int) -> None:
-        self._state, self._store, self._localised, self.steps = state, store, localised, steps
+    def __init__(
+        self, state: StageState, store: SnapshotStore, localised: LocalisedRecovery, choice: SliceChoice
+    ) -> None:
+        self._state, self._store, self._localised, self.choice = state, store, localised, choice
         self._places: dict[str, int] = {}
         self._dense = self._all = state.catalog
         """Units alone, and with the weights that windows have of them."""
@@ -118,6 +114,11 @@ class SparseWindows:
         """By bundle, the step of a window in which it is captured; empty where versions are not sparse."""
 
     @property
+    def steps(self) -> int:
+        """Steps of a window."""
+        return self.choice.steps
+
+    @property
     def are_used(self) -> bool:
         """Whether versions are sparse."""
         return self.steps > 1
@@ -127,12 +128,22 @@ class SparseWindows:
     def weights(self) -> list[int]:
         """What this rank tells of its stage's units: see `Seat.weights`."""
         units = self._state.own.units
-        return [unit.nbytes - unit.state_nbytes for unit in units] if self.are_used else []
+        return [unit.nbytes - unit.state_nbytes for unit in units] if self.choice.may_be_sparse else []
 
     def learn(self, seats: Sequence[Seat]) -> None:
         """What units the stages have; cuts them into slices, alike on all ranks."""
+        self.choice.agree(seats)
         self._state.learn(seats)
-        self._places, self._dense = slice_places(seats, self.steps), self._state.catalog
+        self._dense = self._state.catalog
+        self._cut(seats)
+
+    def change(self, seats: Sequence[Seat]) -> None:
+        """Cuts units into as many slices as were chosen last, unless the copies that follow are of a window."""
+        if not self._is_window and self.choice.change():
+            self._cut(seats)
+
+    def _cut(self, seats: Sequence[Seat]) -> None:
+        self._places, self.numbers = slice_places(seats, self.steps), []
         names = {weights_of(unit, step): unit for unit, n in self._places.items() for step in range(n)}
         own = self._state.own.by_name
         mine = self._state.name_weights({name: unit for name, unit in names.items() if unit in own})

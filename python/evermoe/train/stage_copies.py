@@ -81,6 +81,7 @@ class StageCopies:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         self._drop_before()
+        self._windows.change(seats)
         planned = stage_bundles(self._options.preset, seats, self._options.copies)
         bundles = self._windows.arrange(self._experts.arrange(planned))
         may_wait = waits or self._windows.are_used or self._failed

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
 from evermoe.profile import Profiler
 from evermoe.snapshot.bundles import Bundle, bundles
-from evermoe.snapshot.rank_plan import COPIES
+from evermoe.snapshot.rank_plan import COPIES, plan_of
 from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.expert_load import ExpertLoad
@@ -31,6 +31,20 @@ from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.kept_tokens import KeptTokens
 
 PipelinePreset = Literal["baft", "moetion"]
+
+
+class SlicesTold(NamedTuple):
+    """What a rank knows of the number of slices of a version; 0 where it knows nothing."""
+
+    now: int = 0
+    """As the ranks that run have it."""
+    stored: int = 0
+    """Of the windows in this node's memory."""
+    wanted: int = 0
+    """From the next copies on."""
+
+
+NOTHING_TOLD = SlicesTold()
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,8 @@ class Seat:
     """Of these, experts that this rank alone holds; the ranks of the stage hold all but each other's."""
     weights: list[int] = field(default_factory=list)
     """Of each unit the bytes without those that only an update needs; empty unless versions are sparse."""
+    slices: SlicesTold = NOTHING_TOLD
+    """What is known of the slices of a version, where their number is chosen."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -58,7 +74,8 @@ class Seat:
     def from_bytes(cls, data: bytes) -> Seat:
         """The inverse of `to_bytes`."""
         fields = json.loads(data)
-        return cls(**fields | {"units": [(name, nbytes) for name, nbytes in fields["units"]]})
+        fields |= {"units": [(name, nbytes) for name, nbytes in fields["units"]]}
+        return cls(**fields | {"slices": SlicesTold(*fields["slices"])})
 
 
 def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
@@ -176,7 +193,8 @@ class StageState(TrainingState):
         loop: what else survives with it.
         ranks: of the stage.
         place: this rank's among them, where each of them is to hold some experts of each MoE layer; None: all hold all.
-        slices: of a sparse version, each of whole units, which then are not cut; 1 where versions are not sparse.
+        slices: of a sparse version, each of whole units, which then are not cut; 1 where versions are not sparse, None
+            where their number is chosen.
         keeps_tokens: whether the tokens that experts got are a unit, too.
 
     Raises:
@@ -191,7 +209,7 @@ class StageState(TrainingState):
         loop: KeptLoop,
         ranks: int,
         place: int | None = None,
-        slices: int = 1,
+        slices: int | None = 1,
         keeps_tokens: bool = False,
     ) -> None:
         self.device = next(module.parameters()).device
@@ -213,8 +231,8 @@ class StageState(TrainingState):
         self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
         self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""
-        if slices > 1:  # memory that was left with other slices is not this job's
-            self.own = self.catalog = UnitCatalog(self.own.units, f"{self.own.layout} in {slices} slices")
+        if slices != 1:  # memory that was left with other slices is not this job's
+            self.own = self.catalog = UnitCatalog(self.own.units, f"{self.own.layout} in {slices or 'some'} slices")
         self._weights_of: dict[str, str] = {}
         """By the name that a unit's weights have as a unit, the one whose they are."""
         self.window: dict[str, Tensor] = {}
@@ -315,6 +333,26 @@ class StageWindowPlanner(WindowPlanner):
     """
 
     profiler: Profiler
+
+    @property
+    def bubble_bytes(self) -> int:
+        """Of what this member sends in a version, all bundles, the bytes that a step's windows have room for."""
+        mine = self._reports[self._group.rank] if self._reports else None
+        if self._policy is None or mine is None or not mine.windows:
+            return 0
+        plan = plan_of(self._group.rank, self._reports, self._policy, self._memory, 1)
+        return sum(chunk.bytes for chunk in plan.chunks if chunk.window is not None)
+
+    def cut(self, numbers: Sequence[int], steps: int) -> None:
+        """From the next `restart` on versions are of slices.
+
+        Args:
+            numbers: as `WindowPlanner.numbers`.
+            steps: of a window.
+        """
+        if numbers or self.numbers:
+            self.fixed_steps = steps if numbers else None
+        self.numbers = numbers
 
     def _carry_over(self, policy: ChunkPolicy) -> None:
         """Does nothing: a rank's windows are those of its own place, which a newcomer cannot take from another one."""

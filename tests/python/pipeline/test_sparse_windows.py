@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import evermoe
 from evermoe._native import Arena
+from evermoe.snapshot.slices import MOST_SLICES
 from evermoe.state.version import step_of
 from support.flips import BIT
 from support.harness import PATIENCE, wait_until
@@ -69,6 +71,30 @@ def test_a_lost_stage_is_made_dense_by_replay(start_job, deep, slices, step, beg
     assert again in begun
     assert {each["forwards"] for rank, each in enumerate(done) if rank != 1} == {forwards(STEPS)}
     assert done[1]["forwards"] == forwards(STEPS - again)
+
+
+def test_slices_are_as_many_as_the_bubbles_need(start_job, tmp_path):
+    """Ranks meet once for it and lose nothing, compute nothing again; then a stage is lost, and comes from a window."""
+    small = {"profile_steps": 4, "copy_buffer_bytes": 1 << 9}
+    common = COMMON | DEEP | {"steps": 24, "width": 128}
+    expected, _ = run_undisturbed(tmp_path, **common, copies=WHOLE)
+    pipeline = Pipeline(start_job(RANKS), **common, copies=WHOLE | small | {"sparse": True})
+    started = [pipeline.start(rank, kill_in_step=18 if rank == 1 else None) for rank in range(RANKS)]
+    pipeline.lose(started[1])
+    newcomer = pipeline.start(1)
+    done = pipeline.finish()
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    lost = started[0].events("lost")
+    summaries = [event["summary"] for event in started[0].events("step")]
+    cut = {int(found[1]) for each in summaries if (found := re.match(r"of (\d) slices", each))}
+    assert len(cut) == 1
+    assert cut <= {*range(2, MOST_SLICES + 1)}
+    again = recovered_at(newcomer)[0]
+    assert 18 - 2 * MOST_SLICES <= again < 18
+    assert len(lost) == len(recovered_at(started[0])) - 1 >= 2
+    assert {each["forwards"] for rank, each in enumerate(done) if rank != 1} == {forwards(24)}
+    assert done[1]["forwards"] == forwards(24 - again)
 
 
 def test_losses_of_several_stages_while_others_replay(start_job, deep):

@@ -13,6 +13,7 @@ from evermoe.state.version import version_of
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.localised import LocalisedRecovery
 from evermoe.train.loss_scale import LossScale
+from evermoe.train.slice_choice import SliceChoice
 from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stages import Seat, StageState
 from support.ranks import run_ranks
@@ -29,7 +30,7 @@ def make(folder):
     state = StageState(module, optimizer, 0, KeptLoop(optimizer, None, LossScale(None)), 1, slices=SLICES)
     store = SnapshotStore(Path(folder) / "arenas", state)
     localised = LocalisedRecovery(state, [*module.parameters()], 0, is_on=True, is_spread=False)
-    windows = SparseWindows(state, store, localised, SLICES)
+    windows = SparseWindows(state, store, localised, SliceChoice(SLICES, store))
     windows.learn([Seat(0, 0, "n0", state.own.layout, state.own.sizes(), [], windows.weights())])
     names = tuple(unit.name for unit in state.own.units)
     store.create_arenas(windows.arrange([Bundle((0,), names)]), 1, "m", 0)

@@ -1,0 +1,109 @@
+"""How many slices a sparse version of a pipeline has: as is said, or as many as the bubbles of a step need."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.snapshot.slices import UnitBytes, slices_needed, slices_of
+from evermoe.snapshot.store import SnapshotStore
+from evermoe.train.stages import Seat, SlicesTold, StageWindowPlanner, loop_unit, stage_primaries
+
+logger = logging.getLogger(__name__)
+
+
+def units_to_slice(seats: Sequence[Seat], rank: int) -> dict[str, UnitBytes]:
+    """The units of which a rank makes copies, in the order in which they are cut: the training loop's state first.
+
+    Args:
+        seats: by rank; stage by stage.
+        rank: of one.
+    """
+    width = sum(seat.stage == 0 for seat in seats)
+    first = rank - rank % width
+    seat = seats[first]
+    weights = seat.weights or [nbytes for _, nbytes in seat.units]
+    sizes = {name: UnitBytes(w, nbytes - w) for (name, nbytes), w in zip(seat.units, weights, strict=True)}
+    primaries = stage_primaries(seats, range(first, first + width))
+    mine = [name for name, primary in primaries.items() if primary == rank]
+    mine.sort(key=lambda name: not name.startswith(loop_unit(seat.stage)))
+    return {name: sizes[name] for name in mine}
+
+
+class SliceChoice:
+    """The number, the same on all ranks. A choice is in use from the copies of a recovery on, which it asks for.
+
+    All processes that end while those copies are made leave windows of which the number is no longer known.
+
+    Args:
+        given: the number, 1 where versions are not sparse; None: it is chosen.
+        store: this node's arenas.
+    """
+
+    def __init__(self, given: int | None, store: SnapshotStore) -> None:
+        self._is_chosen, self._store = given is None, store
+        self.steps = given or 1
+        """Slices of a version, and steps of a window; 1 where versions are not sparse."""
+        self.may_be_sparse = given != 1
+        """Whether versions are sparse, or may become so."""
+        self._has_run = False
+        self._wanted = 0
+        self._plans = 0
+
+    def told(self) -> SlicesTold:
+        """What this rank tells the others."""
+        if not self._is_chosen:
+            return SlicesTold()
+        stored = 0 if self._has_run else slices_of(each.unit for each in self._store.stored())
+        return SlicesTold(self.steps if self._has_run else 0, stored, self._wanted)
+
+    def agree(self, seats: Sequence[Seat]) -> None:
+        """Takes the number of those ranks that run, else that of the windows in memory; the same on all ranks."""
+        if self._is_chosen:
+            told = [seat.slices for seat in seats]
+            self._wanted = max(each.wanted for each in told)
+            self._use(max(each.now for each in told) or max(each.stored for each in told) or 1)
+
+    def change(self) -> bool:
+        """Takes the number that was chosen last; whether it is another one."""
+        if not self._wanted:
+            return False
+        self._use(self._wanted)
+        self._wanted = 0
+        return True
+
+    def _use(self, steps: int) -> None:
+        self.steps, self._has_run = steps, True
+
+    def consider(self, planner: StageWindowPlanner, group: Group, seats: Sequence[Seat]) -> None:
+        """Chooses anew after a whole profile; drops the group where that changes something. Collective.
+
+        Args:
+            planner: of windows; knows the bubbles.
+            group: all ranks.
+            seats: by rank.
+
+        Raises:
+            PeerLost: a rank is gone.
+        """
+        plans, self._plans = self._plans, planner.plans
+        if not self._is_chosen or plans == planner.plans or not planner.knows_pace:
+            return
+        needed = max(gather_json(group, self._needed(planner, seats, group.rank)))
+        if self.steps // 2 < needed <= self.steps:  # fewer would fit: another loss of time for little
+            return
+        self._wanted = needed
+        reason = f"versions are cut into {needed} slices from now on, as the bubbles of a step have no room for more"
+        if needed == 1:
+            reason = "versions are whole from now on, as the bubbles of a step have room for them"
+        if group.rank == 0:
+            logger.info("%s; all ranks meet for that as after a loss", reason)
+        group.drop(reason)
+
+    def _needed(self, planner: StageWindowPlanner, seats: Sequence[Seat], rank: int) -> int:
+        peers = max((len(kept.bundle.holders) - 1 for kept in self._store.own), default=0)
+        if not peers:
+            return 1
+        return slices_needed([*units_to_slice(seats, rank).values()], planner.bubble_bytes // peers)
