@@ -153,6 +153,7 @@ fn send_all(table: &Table, peer: usize, mut stream: &TcpStream, queue: &Receiver
         let result = match next {
             Ok(((_, tag, number), item)) => {
                 if !item.begin() {
+                    sender.abandon();
                     under_way.fail(peer, "its connection has ended");
                     return table.lose(peer, "a message that it waits for was given up");
                 }
@@ -168,6 +169,7 @@ fn send_all(table: &Table, peer: usize, mut stream: &TcpStream, queue: &Receiver
             Err(RecvTimeoutError::Disconnected) => sender.wait(LAST_LOOK).map_err(explain),
         };
         if let Err(error) = result {
+            sender.abandon();
             under_way.fail(peer, &error.to_string());
             return table.lose(peer, &error.to_string());
         }

@@ -7,10 +7,12 @@
 use std::io::{Error, ErrorKind, Result, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes of a call: of more, some would have to be copied where few pages may be locked.
 const CALL_BYTES: usize = 1 << 20;
+/// Time for the last notices of a connection that was shut.
+const LAST_NOTICES: Duration = Duration::from_millis(200);
 /// Shorter messages are copied, which costs less than to lock their pages.
 const LEAST_BYTES: usize = 64 << 10;
 // Of `linux/errqueue.h`: who has made a notice, and what it says.
@@ -82,7 +84,15 @@ impl<'a> ZeroCopy<'a> {
             Some(libc::EINTR) => Ok(0),
             Some(libc::ENOBUFS) => {
                 let mut stream = self.stream;
-                stream.write(bytes)
+                match stream.write(bytes) {
+                    Err(error) if error.kind() == ErrorKind::Interrupted => Ok(0),
+                    result => result,
+                }
+            }
+            // Memory that cannot be locked, such as a driver's, or a connection that does not know this.
+            Some(libc::EFAULT | libc::EINVAL | libc::EOPNOTSUPP) => {
+                self.is_on = false;
+                Ok(0)
             }
             _ => Err(error),
         }
@@ -105,12 +115,40 @@ impl<'a> ZeroCopy<'a> {
         if result < 0 && Error::last_os_error().kind() != ErrorKind::Interrupted {
             return Err(Error::last_os_error());
         }
-        let before = self.ended;
         self.look()?;
-        if self.ended == before && poll.revents & (libc::POLLHUP | libc::POLLNVAL) != 0 {
-            return Err(ErrorKind::BrokenPipe.into());
+        let is_shut = poll.revents & (libc::POLLHUP | libc::POLLNVAL) != 0;
+        let deadline = Instant::now() + LAST_NOTICES;
+        while is_shut && !self.has_ended(self.calls) {
+            if Instant::now() > deadline {
+                return Err(ErrorKind::BrokenPipe.into());
+            }
+            std::thread::sleep(Duration::from_millis(1)); // what the other side has may be told of a little later
+            self.look()?;
         }
         Ok(())
+    }
+
+    /// Ends the connection at once, so that the kernel sends nothing more of what is under way, and reads none of it.
+    pub(super) fn abandon(&mut self) {
+        if self.has_ended(self.calls) {
+            return;
+        }
+        // SAFETY: all of its fields may be zero.
+        let mut nowhere: libc::sockaddr = unsafe { std::mem::zeroed() };
+        nowhere.sa_family = libc::AF_UNSPEC as libc::sa_family_t;
+        // SAFETY: an address of this length, which lives through the call. To connect to nowhere is to disconnect: what
+        // waits to be sent is given up.
+        unsafe {
+            libc::connect(
+                self.stream.as_raw_fd(),
+                &raw const nowhere,
+                size_of::<libc::sockaddr>() as libc::socklen_t,
+            )
+        };
+        let deadline = Instant::now() + LAST_NOTICES;
+        while !self.has_ended(self.calls) && self.look().is_ok() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Reads what the kernel has told of.
@@ -234,6 +272,15 @@ mod tests {
         assert!(!sender.has_ended(0));
         sender.ended = 1;
         assert!(sender.has_ended(1) && !sender.has_ended(3));
+    }
+
+    #[test]
+    fn what_is_abandoned_is_sent_no_further() {
+        let (here, mut there) = pair();
+        let mut sender = ZeroCopy::new(&here);
+        sender.calls = 1; // a call whose notice never comes
+        sender.abandon();
+        assert_eq!(there.read(&mut [0; 8]).unwrap_err().kind(), ErrorKind::ConnectionReset);
     }
 
     #[test]

@@ -130,9 +130,12 @@ def abort_nccl() -> None:
     found = _nccl_groups()
     if found:
         found[0]._group_start()  # in one NCCL group, or the aborts of two communicators wait for each other
-        for nccl in found:
-            nccl.abort()
-        found[0]._group_end()
+        try:
+            for nccl in found:
+                with suppress(RuntimeError):  # the others are to end all the same
+                    nccl.abort()
+        finally:
+            found[0]._group_end()
 
 
 def has_nccl_failed() -> bool:

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,8 +39,9 @@ class TransferFollower:
     def _run(self) -> None:
         while (each := self._reached.get()) is not None:
             event, tell = each
-            event.synchronize()
-            tell(time.perf_counter_ns())
+            with suppress(RuntimeError):  # the GPU has failed: who computes on it is told
+                event.synchronize()
+                tell(time.perf_counter_ns())
 
     def close(self) -> None:
         """Ends the thread, once all events are reached."""

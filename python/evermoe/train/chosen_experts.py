@@ -97,6 +97,10 @@ class ChosenExperts:
         self._planner.optional = frozenset(self._numbers.values())
         return found
 
+    def keep(self, kept: Sequence[Bundle]) -> None:
+        """Which bundles have room, as `SnapshotStore.replace_arenas` returns them: others are on no other node."""
+        self._numbers = {unit: number for unit, number in self._numbers.items() if len(kept[number].holders) > 1}
+
     def taken(self, step: int, *, is_repeated: bool) -> None:
         """So many steps are taken: counts the tokens of the last one.
 

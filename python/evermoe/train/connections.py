@@ -52,7 +52,16 @@ class TorchConnections:
         self.uses_host = False
         """Whether what stages exchange goes through host memory."""
         self._is_dropped = False
-        self._group.linked.append(self)
+        self._lost = threading.Event()
+        """Whether nobody is to wait for a rank in the store of torch's groups."""
+        self._links = self._group.linked, membership.side_group.linked
+        for linked in self._links:
+            linked.append(self)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether what stages exchange travels over NCCL, for whose failures no call on the host waits."""
+        return self._device.type == "cuda" and not self.uses_host
         self._watching: Task[None] | None = None
         """Whether the next rank lives while torch connects its groups."""
         self._store: WatchedStore | None = None
@@ -61,6 +70,7 @@ class TorchConnections:
     def made(self) -> Iterator[None]:
         """See `PipelineSession.connecting`."""
         lost, limit = threading.Event(), timedelta(seconds=self._hang_limit)
+        self._lost = lost
         backend = self._backend()
         watch = self._watching = self._courier.submit(functools.partial(self._watch, lost))
         self._store = WatchedStore(self._membership.store, lost, limit)
@@ -89,7 +99,8 @@ class TorchConnections:
 
     def drop_alone(self, reason: str) -> None:
         """A rank is lost: ends all waits in torch's groups; in any thread."""
-        self._is_dropped = True
+        self._lost.set()
+        self._is_dropped = dist.is_initialized()
         interrupt_torch_groups()
 
     def check(self) -> None:
@@ -104,7 +115,8 @@ class TorchConnections:
 
     def leave(self) -> None:
         """Leaves torch's groups to the script."""
-        self._group.linked.remove(self)
+        for linked in self._links:
+            linked.remove(self)
         self._courier.close()
 
     def connect_peers(self, layers: Iterable[Experts], stage: int, peers: int) -> None:

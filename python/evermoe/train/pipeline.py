@@ -277,6 +277,8 @@ class PipelineSession:
         if self._current is not None:
             self._current.is_open = False
         self._protocol.lose("this rank recovers")
+        if self._connections.uses_nccl:  # the host ran ahead of kernels that may have ended with half of their work
+            self._driver.localised.log.drop_unfinished()
         self._driver.localised.log.interrupt()
         self._driver.interrupt()
         while not self._protocol.is_ready:

@@ -35,7 +35,8 @@ def units_to_slice(seats: Sequence[Seat], rank: int) -> dict[str, UnitBytes]:
 class SliceChoice:
     """The number, the same on all ranks. A choice is in use from the copies of a recovery on, which it asks for.
 
-    All processes that end while those copies are made leave windows of which the number is no longer known.
+    Until these are whole a loss goes back to windows of the number before. If all processes end meanwhile, it is no
+    longer known.
 
     Args:
         given: the number, 1 where versions are not sparse; None: it is chosen.
@@ -49,7 +50,8 @@ class SliceChoice:
         self.may_be_sparse = given != 1
         """Whether versions are sparse, or may become so."""
         self._has_run = False
-        self._wanted = 0
+        self._wanted = self._before = self._changes = 0
+        """The number that was chosen last; that of the copies of before, until the new ones are whole; how often."""
         self._plans = 0
 
     def told(self) -> SlicesTold:
@@ -57,25 +59,32 @@ class SliceChoice:
         if not self._is_chosen:
             return SlicesTold()
         stored = 0 if self._has_run else slices_of(each.unit for each in self._store.stored())
-        return SlicesTold(self.steps if self._has_run else 0, stored, self._wanted)
+        wanted = self._wanted or (self.steps if self._before else 0)
+        return SlicesTold((self._before or self.steps) if self._has_run else 0, stored, wanted, self._changes)
 
     def agree(self, seats: Sequence[Seat]) -> None:
-        """Takes the number of those ranks that run, else that of the windows in memory; the same on all ranks."""
+        """Takes the number of those ranks that run, else that of the windows in memory; the same on all ranks.
+
+        Where some know already that copies of another number are whole, and the others do not, they are.
+        """
         if self._is_chosen:
             told = [seat.slices for seat in seats]
-            self._wanted = max(each.wanted for each in told)
-            self._use(max(each.now for each in told) or max(each.stored for each in told) or 1)
+            newest = max(told, key=lambda each: (each.now > 0, each.changes))
+            self.steps = newest.now or max(each.stored for each in told) or 1
+            self._wanted = max(each.wanted for each in told if each.changes == newest.changes)
+            self._before, self._changes, self._has_run = 0, newest.changes, True
 
     def change(self) -> bool:
-        """Takes the number that was chosen last; whether it is another one."""
+        """Takes the number that was chosen last; whether it is another one. `settle` must follow."""
         if not self._wanted:
             return False
-        self._use(self._wanted)
-        self._wanted = 0
+        self._before, self.steps, self._wanted = self.steps, self._wanted, 0
         return True
 
-    def _use(self, steps: int) -> None:
-        self.steps, self._has_run = steps, True
+    def settle(self) -> None:
+        """The copies that are cut so are whole everywhere: those of before are not needed."""
+        if self._before:
+            self._before, self._changes = 0, self._changes + 1
 
     def consider(self, planner: StageWindowPlanner, group: Group, seats: Sequence[Seat]) -> None:
         """Chooses anew after a whole profile; drops the group where that changes something. Collective.

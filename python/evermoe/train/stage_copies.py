@@ -89,7 +89,8 @@ class StageCopies:
         self._before = copies, generation, version
         is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
         reserves = is_on_gpu or not is_beside  # the driver page-locks what is there
-        self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
+        kept = self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
+        self._experts.keep(kept)
         self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
         if is_beside and copies:
             self.version, self._stays = version, ()
@@ -108,6 +109,7 @@ class StageCopies:
         if self._before is not None:
             _, generation, version = self._before
             self._experts.protected(version)
+            self._windows.choice.settle()
             self._drop_before()
             self._store.prune(generation)
 
@@ -148,7 +150,7 @@ class StageCopies:
     def wait(self) -> bool:
         """Waits for the version that is on its way; whether it is whole here."""
         if self._round is None:
-            return True
+            return not self._failed
         is_done = self._courier.wait(self._round.task, self._group)
         self._failed = is_done and not self._round.task.result
         return is_done and bool(self._round.task.result)

@@ -37,11 +37,13 @@ class SlicesTold(NamedTuple):
     """What a rank knows of the number of slices of a version; 0 where it knows nothing."""
 
     now: int = 0
-    """As the ranks that run have it."""
+    """As the ranks that run have it: of the copies that are whole."""
     stored: int = 0
     """Of the windows in this node's memory."""
     wanted: int = 0
     """From the next copies on."""
+    changes: int = 0
+    """How often the number was another one, and its copies whole."""
 
 
 NOTHING_TOLD = SlicesTold()

@@ -72,3 +72,26 @@ def test_a_window_is_of_copies_and_what_is_trained_is_whole(tmp_path):
         "all is copied": ["whole", "window"],
         "the rank is not whole": ["window"],
     }
+
+
+def meet(choices, **wanted):
+    """All ranks tell each other what they know of the number of slices; the numbers that they take."""
+    seats = [Seat(0, rank, "n", "", [], slices=each.told()._replace(**wanted)) for rank, each in enumerate(choices)]
+    for each in choices:
+        each.agree(seats)
+    return [each.steps for each in choices]
+
+
+def test_a_chosen_number_of_slices_counts_once_its_copies_are_whole(tmp_path):
+    _, store, _ = make(tmp_path)
+    choices = [SliceChoice(None, store) for _ in range(2)]
+    assert meet(choices) == [1, 1], "whole versions at first"
+    assert meet(choices, wanted=4) == [1, 1]
+    assert [each.change() for each in choices] == [True, True]
+    assert [each.steps for each in choices] == [4, 4]
+    assert meet(choices) == [1, 1], "a loss before the copies are whole"
+    assert [each.change() for each in choices] == [True, True], "it is not forgotten"
+    choices[0].settle()
+    assert meet(choices) == [4, 4], "one knows that they are, and may have dropped those of before"
+    assert [each.change() for each in choices] == [False, False]
+    assert meet([*choices, SliceChoice(None, store)]) == [4, 4, 4], "a newcomer learns it"
