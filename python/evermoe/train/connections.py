@@ -57,14 +57,14 @@ class TorchConnections:
         self._links = self._group.linked, membership.side_group.linked
         for linked in self._links:
             linked.append(self)
+        self._watching: Task[None] | None = None
+        """Whether the next rank lives while torch connects its groups."""
+        self._store: WatchedStore | None = None
 
     @property
     def uses_nccl(self) -> bool:
         """Whether what stages exchange travels over NCCL, for whose failures no call on the host waits."""
         return self._device.type == "cuda" and not self.uses_host
-        self._watching: Task[None] | None = None
-        """Whether the next rank lives while torch connects its groups."""
-        self._store: WatchedStore | None = None
 
     @contextmanager
     def made(self) -> Iterator[None]:
