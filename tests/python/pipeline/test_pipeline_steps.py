@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import evermoe
-from support.pipeline_worker import PEERS, STAGES, Stage, batch, counted_rows, mean_loss, sum_loss
+from support.pipeline_worker import PEERS, STAGES, Stage, batch, counted_rows, sum_loss
 from support.pipelines import RANKS, Pipeline
 
 STEPS, RATE, WIDTH = 9, 1e-3, 96
@@ -37,7 +37,7 @@ def plain(attempts, parts=1, scaler=None, copies=None, factor=1.0, chunks=1):
         if attempts == "counts":
             loss = sum_loss(model(inputs), target) / counted_rows(target).sum()
         else:
-            loss = mean_loss(model(inputs), target)
+            loss = nn.functional.mse_loss(model(inputs), target)
         optimizer.zero_grad()
         scaling.scale(loss * factor).backward()
         scaling.unscale_(optimizer)

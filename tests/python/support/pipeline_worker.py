@@ -76,6 +76,8 @@ class Options:
     tells_experts: bool = False
     """Whether it writes, after each step, the tokens that experts got, and what its node's memory has of experts."""
     trace: bool = False
+    verifies: bool = False
+    """Whether all copies are compared after each recovery; then they are whole."""
     attempts: str | None = None
     """How steps are written in `with session.begin()`: `means` or `counts`, or a mistake; None for begin and commit."""
     device: str = "cpu"
@@ -156,6 +158,12 @@ def reach(options: Options, point: str) -> None:
         options.stop_at = None
         write(options, "stops", point=point)
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def connected(options: Options, copies: evermoe.PipelineSession) -> None:
+    if options.verifies:
+        copies.verify()
+    reach(options, "connected")
 
 
 def linger(options: Options) -> None:
@@ -243,9 +251,6 @@ def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList,
     return float(torch.stack(losses).mean().detach()) if losses else 0.0
 
 
-mean_loss = functools.partial(nn.functional.mse_loss, reduction="mean")
-
-
 def counted_rows(target: torch.Tensor) -> torch.Tensor:
     """Rows `[n]` that are not padding: other numbers of them on each peer."""
     return target[:, 0] > 0.3
@@ -300,19 +305,16 @@ def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
 def loss_function(options: Options, copies: evermoe.PipelineSession) -> Any:
     """What the schedule computes losses by."""
     if options.attempts in (None, "no loss function"):
-        return mean_loss
-    compute = sum_loss if options.attempts == "counts" else mean_loss
+        return nn.functional.mse_loss
+    compute = sum_loss if options.attempts == "counts" else nn.functional.mse_loss
     return copies.loss_function(lambda output, target: compute(output, target) * options.factor)
 
 
 def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     """Dies where a copy of a version is sent, if the options say so."""
     copies._driver.courier.sent = killer = Killer(maxlen=4096)
-
-    def mark(*_: Any) -> None:
-        killer.marked = copies.step == options.kill_in_copy
-
-    copies.optimizer.register_step_post_hook(mark)
+    is_marked = lambda *_: setattr(killer, "marked", copies.step == options.kill_in_copy)  # noqa: E731
+    copies.optimizer.register_step_post_hook(is_marked)
 
 
 Tokens = dict[int, dict[tuple[int, int], list[int]]]
@@ -348,13 +350,13 @@ def about_experts(copies: evermoe.PipelineSession, tokens: Tokens) -> dict[str, 
 
 
 def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) -> None:
-    """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step.
+    """Writes an event. Keeps how many bytes were sent of each version, and the gradient's squares of the step.
 
     Of the parts of a version, or of a slice of one, only the last is written. Before it votes on a version, or copies
     one after a recovery, the worker may die or stop.
     """
     if isinstance(event, evermoe.events.Chunk):
-        kept["sent"] = event.sent
+        kept.setdefault("sent", {})[event.step] = event.sent
         if event.sent < event.total:
             return
     if not isinstance(event, evermoe.events.Published):
@@ -380,11 +382,8 @@ def tell_recovery(options: Options, copies: evermoe.PipelineSession, kept: dict[
         sources=dict(outcome.sources),
         undone=outcome.steps_undone,
         far_bytes=outcome.far_bytes,
-        sent=kept.get("sent", 0),
         stale={unit: step_of(version) for unit, version in outcome.stale.items()},
-        lost_tokens=outcome.lost_tokens,
-        plt=outcome.plt,
-        mtl=outcome.mtl,
+        **{name: getattr(outcome, name) for name in ("lost_tokens", "plt", "mtl")},
         **({"digests": digests(copies)} if options.tells_experts else {}),
     )
 
@@ -434,7 +433,7 @@ def train(options: Options) -> None:
                 with copies.connecting():
                     schedule, peers = connect(options, chunks, loss_function(options, copies))
                     reach(options, "all groups")
-                reach(options, "connected")
+                connected(options, copies)
             if options.attempts:
                 kept["attempt"] = copies.step
                 with copies.begin() as attempt:
@@ -482,6 +481,7 @@ def train(options: Options) -> None:
         forwards=sum(chunk.forwards for chunk in chunks),
         backwards=sum(chunk.backwards for chunk in chunks),
         sent_bytes=copies._driver.courier.sent_bytes,
+        sent=kept.get("sent", {}),
         tokens=copies._state.expert_load.tokens[0].tolist(),
         expert_bytes=max((unit.nbytes for unit in copies._state.own.units if unit.layer is not None), default=0),
         state_bytes=sum(unit.nbytes for unit in copies._state.own.units),
