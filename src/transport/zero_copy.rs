@@ -115,17 +115,21 @@ impl<'a> ZeroCopy<'a> {
         if result < 0 && Error::last_os_error().kind() != ErrorKind::Interrupted {
             return Err(Error::last_os_error());
         }
-        self.look()?;
         let is_shut = poll.revents & (libc::POLLHUP | libc::POLLNVAL) != 0;
+        if is_shut && !self.all_end()? { Err(ErrorKind::BrokenPipe.into()) } else { self.look() }
+    }
+
+    /// Whether all has ended soon after the connection was shut: of what the other side has the kernel may tell a little
+    /// later.
+    fn all_end(&mut self) -> Result<bool> {
         let deadline = Instant::now() + LAST_NOTICES;
-        while is_shut && !self.has_ended(self.calls) {
-            if Instant::now() > deadline {
-                return Err(ErrorKind::BrokenPipe.into());
-            }
-            std::thread::sleep(Duration::from_millis(1)); // what the other side has may be told of a little later
+        loop {
             self.look()?;
+            if self.has_ended(self.calls) || Instant::now() > deadline {
+                return Ok(self.has_ended(self.calls));
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
-        Ok(())
     }
 
     /// Ends the connection at once, so that the kernel sends nothing more of what is under way, and reads none of it.
@@ -145,10 +149,8 @@ impl<'a> ZeroCopy<'a> {
                 size_of::<libc::sockaddr>() as libc::socklen_t,
             )
         };
-        let deadline = Instant::now() + LAST_NOTICES;
-        while !self.has_ended(self.calls) && self.look().is_ok() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        // Nothing is left to be done where it fails, or something does not end.
+        let _ended = self.all_end();
     }
 
     /// Reads what the kernel has told of.

@@ -122,9 +122,14 @@ def leave_failures_to_us() -> None:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
 
 
+def has_given_up(nccl: Any) -> bool:
+    """Whether torch's NCCL group has failed."""
+    return bool(nccl.get_error().name != "SUCCESS")
+
+
 def _has_failed(nccl: Any) -> bool:
     """Whether NCCL has failed or was aborted; its own `errored` would wait for all streams of the device."""
-    return nccl._errored is not None or nccl._pg._get_backend(torch.device("cuda")).get_error().name != "SUCCESS"
+    return nccl._errored is not None or has_given_up(nccl._pg._get_backend(torch.device("cuda")))
 
 
 def _first_line(error: Exception) -> str:
@@ -179,7 +184,7 @@ class Group:
         self.on_wait: OnWait = _ignore_wait
         """Callback before each collective, and after it."""
         self.linked: list[Linked] = []
-        """What is dropped with this group: others."""
+        """What is dropped with this group: other groups, for example."""
         self.transport: Transport | None = None
         """Messages of other threads, which are dropped with this group, too."""
         self.on_begin: Callable[[str], None] = _ignore

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm.group import connect_limit, end_waits
+from evermoe.comm.group import connect_limit, end_waits, has_given_up
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost
 
@@ -140,7 +140,7 @@ def abort_nccl() -> None:
 
 def has_nccl_failed() -> bool:
     """Whether NCCL has failed in some group of `torch.distributed`."""
-    return any(nccl.get_error().name != "SUCCESS" for nccl in _nccl_groups())
+    return any(map(has_given_up, _nccl_groups()))
 
 
 def _nccl_groups() -> list[Any]:

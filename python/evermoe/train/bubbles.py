@@ -19,6 +19,9 @@ from evermoe.profile.clocks import Event
 from evermoe.profile.recorder import OpenSpan
 from evermoe.train.stages import StageWindowPlanner
 
+CLOSE_SECONDS = 5.0
+"""Time for a GPU to reach the last transfers."""
+
 
 class TransferFollower:
     """A thread that says when transfers on a GPU's streams begin and are over: the host runs ahead of them."""
@@ -44,9 +47,9 @@ class TransferFollower:
                 tell(time.perf_counter_ns())
 
     def close(self) -> None:
-        """Ends the thread, once all events are reached."""
+        """Ends the thread, once all events are reached; waits for that for a while, as a GPU may never reach them."""
         self._reached.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
 
 
 class Bubbles:

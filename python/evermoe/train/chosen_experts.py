@@ -81,25 +81,27 @@ class ChosenExperts:
 
     def arrange(self, planned: Sequence[Bundle]) -> list[Bundle]:
         """The bundles of a plan with one for each expert; all without a choice stays as it is planned."""
-        if not self._are_chosen:
-            return list(planned)
-        catalog = self._state.catalog
-        found, experts = one_by_one(planned, catalog.experts()), {*catalog.experts()}
-        self._numbers = {
-            bundle.units[0]: number
-            for number, bundle in enumerate(found)
-            if bundle.units[0] in experts and len(bundle.holders) > 1
-        }
-        nbytes = [(len(each.holders) - 1) * sum(catalog.by_name[unit].nbytes for unit in each.units) for each in found]
-        sent = [nbytes[number] for number in self._numbers.values()]
-        self._expert_bytes, self._all_bytes = max(sent, default=0), sum(sent)
-        self._other_bytes = sum(nbytes) - self._all_bytes
-        self._planner.optional = frozenset(self._numbers.values())
-        return found
+        return one_by_one(planned, self._state.catalog.experts()) if self._are_chosen else list(planned)
 
     def keep(self, kept: Sequence[Bundle]) -> None:
-        """Which bundles have room, as `SnapshotStore.replace_arenas` returns them: others are on no other node."""
-        self._numbers = {unit: number for unit, number in self._numbers.items() if len(kept[number].holders) > 1}
+        """Chooses from now on among the experts that have room elsewhere.
+
+        Args:
+            kept: bundles, as `SnapshotStore.replace_arenas` returns them.
+        """
+        if not self._are_chosen:
+            return
+        catalog = self._state.catalog
+        experts, travels = {*catalog.experts()}, {n: each for n, each in enumerate(kept) if len(each.holders) > 1}
+        self._numbers = {each.units[0]: n for n, each in travels.items() if each.units[0] in experts}
+        nbytes = {
+            n: (len(each.holders) - 1) * sum(catalog.by_name[unit].nbytes for unit in each.units)
+            for n, each in travels.items()
+        }
+        sent = [nbytes[number] for number in self._numbers.values()]
+        self._expert_bytes, self._all_bytes = max(sent, default=0), sum(sent)
+        self._other_bytes = sum(nbytes.values()) - self._all_bytes
+        self._planner.optional = frozenset(self._numbers.values())
 
     def taken(self, step: int, *, is_repeated: bool) -> None:
         """So many steps are taken: counts the tokens of the last one.

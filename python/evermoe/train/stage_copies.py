@@ -84,8 +84,8 @@ class StageCopies:
         self._windows.change(seats)
         planned = stage_bundles(self._options.preset, seats, self._options.copies)
         bundles = self._windows.arrange(self._experts.arrange(planned))
-        may_wait = waits or self._windows.are_used or self._failed
-        is_beside = not self._group.all_reduce(torch.tensor([int(may_wait)]))
+        must_wait = waits or self._windows.are_used or self._failed
+        is_beside = not self._group.all_reduce(torch.tensor([int(must_wait)]))
         self._before = copies, generation, version
         is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
         reserves = is_on_gpu or not is_beside  # the driver page-locks what is there

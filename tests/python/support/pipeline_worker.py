@@ -313,8 +313,7 @@ def loss_function(options: Options, copies: evermoe.PipelineSession) -> Any:
 def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     """Dies where a copy of a version is sent, if the options say so."""
     copies._driver.courier.sent = killer = Killer(maxlen=4096)
-    is_marked = lambda *_: setattr(killer, "marked", copies.step == options.kill_in_copy)  # noqa: E731
-    copies.optimizer.register_step_post_hook(is_marked)
+    copies.optimizer.register_step_post_hook(lambda *_: setattr(killer, "marked", copies.step == options.kill_in_copy))
 
 
 Tokens = dict[int, dict[tuple[int, int], list[int]]]
