@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
-from evermoe.persist import checkpoint_folder, persister
+from evermoe.persist import checkpoint_folder
+from evermoe.persist import folder as partial_folder
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 SPANS = {  # of the training thread, between two events of the session
@@ -195,7 +196,7 @@ def limit_writes(rate):
         return write_slowly
 
     checkpoint_folder.write_units = limited(checkpoint_folder.write_units, lambda unit: len(unit[1]))
-    persister.write_tensors = limited(persister.write_tensors, lambda tensor: tensor.nbytes)
+    partial_folder.write_tensors = limited(partial_folder.write_tensors, lambda tensor: tensor.nbytes)
 
 
 class Worker:
