@@ -1,11 +1,11 @@
 # Builds the kernels for the CPU:  make -f build.mk OUT=folder [KERNELS=folder] [CHECKED=1] [DRIVER=1]
 # OUT/kernels.so, with CHECKED=1 one that finds races and the like; with DRIVER=1 OUT/libcuda.so, the stand-in driver
-# and, for a process that preloads it, the stand-in of CUDA's runtime.
+# and, for a process that preloads it, the stand-ins of CUDA's runtime and NCCL.
 # Each .cu is built with a list of its kernels behind it, found by the marks that cuda_on_cpu.h leaves for __global__.
 HERE := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 KERNELS ?= $(HERE)../../kernels
 SOURCES := $(wildcard $(abspath $(KERNELS))/*.cu)
-PARTS := emulator $(if $(CHECKED),checks) $(if $(DRIVER),fake_driver fake_runtime streams)
+PARTS := emulator $(if $(CHECKED),checks) $(if $(DRIVER),fake_driver fake_nccl fake_runtime streams)
 LIBRARY := $(OUT)/$(if $(DRIVER),libcuda.so,kernels.so)
 OBJECTS := $(SOURCES:$(abspath $(KERNELS))/%.cu=$(OUT)/%.kernels.o) $(PARTS:%=$(OUT)/%.o)
 CXX := g++

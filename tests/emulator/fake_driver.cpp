@@ -8,12 +8,14 @@
 #include "emulator.h"
 #include "streams.h"
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -118,16 +120,17 @@ int default_stream_call(const void* handle) {
     }
   return 0;
 }
-int put(void* handle, std::function<int()> work, streams::HostRange host = {}) {
+int put(void* handle, std::function<int()> work, streams::HostRange host = {}, std::function<bool()> ready = {}) {
   streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   if (const int error = default_stream_call(handle)) return error;
   if (Capture* const capture = capture_of(handle)) {
     if (capture->is_broken) return kCaptureInvalidated;
+    if (ready) return spoil(*capture, "a collective in a graph is not in this stand-in");
     capture->graph->works.push_back(std::move(work));
     return kSuccess;
   }
-  streams::ask(stream, std::move(work), host);
+  streams::ask(stream, std::move(work), host, std::move(ready));
   return status();
 }
 int copy(uintptr_t to, uintptr_t from, size_t bytes, void* stream, streams::HostRange host = {}) {
@@ -170,6 +173,34 @@ int unpin(void* place) {
   LOCKED;                                                                             \
   if (!current()) return failed(kInvalidContext, "this thread has no context"); \
   if (status()) return status()
+// Lets other threads put works and run them.
+static void pause_driver() {
+  mutex.unlock();
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+  mutex.lock();
+}
+// Runs what collectives wait for, whether or not a thread of the host waits: other processes need it.
+static void run_collectives(std::vector<streams::Point>& awaited, bool& ended) {
+  for (;; std::this_thread::sleep_for(std::chrono::microseconds(200))) {
+    LOCKED;
+    if (ended) return;
+    awaited.erase(std::remove_if(awaited.begin(), awaited.end(), streams::try_until), awaited.end());
+  }
+}
+// Work that waits for other processes.
+int fake_driver_wait_on_stream(void* stream, std::function<bool()> ready, std::function<int()> work) {
+  static auto& awaited = *new std::vector<streams::Point>;
+  static bool ended = false, begun = false;
+  IN_CONTEXT;
+  if (const int error = put(stream, std::move(work), {}, std::move(ready))) return error;
+  awaited.push_back(streams::end_of(streams::of_handle(stream, current())));
+  if (!std::exchange(begun, true)) {
+    streams::set_pause(pause_driver);
+    std::thread([] { run_collectives(awaited, ended); }).detach();
+    atexit([] { LOCKED; ended = true; });
+  }
+  return status();
+}
 static int launches;  // of kernels
 // Whether a stream is of a context; each has a default stream.
 static bool is_of(const void* stream, void* context) {

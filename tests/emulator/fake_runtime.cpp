@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
 #include <map>
@@ -117,6 +118,7 @@ int cudaGetDeviceProperties(unsigned char* properties, int) {
   const size_t memory = size_t(1) << 34;
   memset(properties, 0, 640);
   strcpy(reinterpret_cast<char*>(properties), "stand-in");
+  if (const char* const own = getenv("CUDA_VISIBLE_DEVICES")) put(256, atoi(own) + 1);  // the UUID
   memcpy(properties + 288, &memory, sizeof memory);
   put(308, 32);    // warpSize
   put(320, 1024);  // maxThreadsPerBlock

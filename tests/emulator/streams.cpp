@@ -14,6 +14,7 @@ struct Work {
   std::function<int()> run;
   HostRange host;
   Point after;
+  std::function<bool()> ready;
 };
 }  // namespace
 struct Stream {
@@ -30,6 +31,7 @@ std::map<const void*, int> errors;         // of contexts
 uint64_t num_asked;
 int chosen_policy, works_to_fault;
 std::mt19937 random_numbers;
+void (*pause_of_driver)() = [] {};
 
 Stream* default_stream(const void* context) {
   for (const auto& stream : all)
@@ -38,7 +40,11 @@ Stream* default_stream(const void* context) {
   all.back()->context = context;
   return all.back().get();
 }
-bool can_run(const Stream& stream) { return !stream.works.empty() && is_passed(stream.works.front().after); }
+bool can_run(const Stream& stream) {
+  if (stream.works.empty() || !is_passed(stream.works.front().after)) return false;
+  const auto& ready = stream.works.front().ready;
+  return !ready || errors[stream.context] || ready();
+}
 void run_first(Stream& stream) {
   const Work work = std::move(stream.works.front());
   stream.works.pop_front();
@@ -54,7 +60,7 @@ void put(Stream* stream, Work work) {
   stream->last_asked = ++num_asked;
 }
 void put_wait(Stream* stream, Point point) {
-  if (!is_passed(point)) put(stream, {nullptr, {}, point});
+  if (!is_passed(point)) put(stream, {nullptr, {}, point, {}});
 }
 // The default stream waits for the others, and they for it, where they are not said not to.
 void join(Stream* stream) {
@@ -64,13 +70,9 @@ void join(Stream* stream) {
   for (const auto& other : all)
     if (other.get() != first && other->context == first->context && other->waits_for_default) put_wait(first, {other.get(), other->asked});
 }
-// What the point needs, and no more. A work waits for such as were asked before it, so that this ends.
+// What the point needs, and no more. Others may put and run works in a pause.
 void run_needed(Point point) {
-  while (!is_passed(point)) {
-    const Point after = point.stream->works.front().after;
-    run_needed(after);
-    run_first(*point.stream);
-  }
+  while (!try_until(point)) pause_of_driver();
 }
 // Whatever can run without a work of `but`, the stream that was asked last first.
 void run_others(const Stream* but) {
@@ -85,9 +87,10 @@ void run_others(const Stream* but) {
   }
 }
 void run_at_random(Point point) {
-  while (!is_passed(point)) {
+  for (size_t tries = 0; !is_passed(point); ++tries) {
     Stream& stream = *all[random_numbers() % all.size()];
-    if (can_run(stream)) run_first(stream);
+    if (can_run(stream)) run_first(stream), tries = 0;
+    if (tries > 4 * all.size()) pause_of_driver(), tries = 0;  // what is left waits for another process
   }
 }
 }  // namespace
@@ -115,9 +118,9 @@ Stream* of_handle(void* handle, const void* context) {
     if (stream.get() == handle && stream->is_open) return stream.get();
   return nullptr;
 }
-void ask(Stream* stream, std::function<int()> work, HostRange host) {
+void ask(Stream* stream, std::function<int()> work, HostRange host, std::function<bool()> ready) {
   join(stream);
-  put(stream, {std::move(work), host, {}});
+  put(stream, {std::move(work), host, {}, std::move(ready)});
 }
 void ask_to_wait(Stream* stream, Point point) { put_wait(stream, point); }
 Point end_of(Stream* stream) {
@@ -127,6 +130,16 @@ Point end_of(Stream* stream) {
 int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 int64_t passed_at(Point point) { return point.position ? point.stream->ran_at[point.position - 1] : 0; }
 bool is_passed(Point point) { return !point.stream || point.stream->ran >= point.position; }
+void set_pause(void (*pause)()) { pause_of_driver = pause; }
+// A work waits for such as were asked before it, so that this ends.
+bool try_until(Point point) {
+  while (!is_passed(point)) {
+    const Point after = point.stream->works.front().after;
+    if (!try_until(after) || !can_run(*point.stream)) return false;
+    run_first(*point.stream);
+  }
+  return true;
+}
 void run_until(Point point) {
   if (is_passed(point)) return;
   if (chosen_policy == kEarly) run_others(point.stream);
@@ -135,7 +148,7 @@ void run_until(Point point) {
 }
 void run_one(Stream* stream) {
   if (can_run(*stream)) return run_first(*stream);
-  if (!stream->works.empty()) run_one(stream->works.front().after.stream);
+  if (!stream->works.empty() && !is_passed(stream->works.front().after)) run_one(stream->works.front().after.stream);
 }
 void run_all(const void* context) {
   if (chosen_policy != kLate) run_others(nullptr);

@@ -33,12 +33,15 @@ Stream* create(const void* context, bool waits_for_default);
 bool waits_for_default(const void* handle);
 void destroy(Stream* stream);          // its work still runs
 Stream* of_handle(void* handle, const void* context);  // null if there is none: null and 1 are the context's default stream
-void ask(Stream* stream, std::function<int()> work, HostRange host = {});
+// A work with `ready` waits at the front of its stream until that says so: it is called whenever the work might run.
+void ask(Stream* stream, std::function<int()> work, HostRange host = {}, std::function<bool()> ready = {});
 void ask_to_wait(Stream* stream, Point point);
 Point end_of(Stream* stream);           // with what the default stream makes it wait for
 bool is_passed(Point point);
 int64_t now();                         // nanoseconds of a clock
 int64_t passed_at(Point point);        // of a point that is passed, on the same clock; 0 if no work is before it
+void set_pause(void (*pause)());       // what is called between two looks whether a work is ready
+bool try_until(Point point);           // as `run_until`, but it ends at a work that is not ready; returns whether all has run
 void run_until(Point point);
 void run_one(Stream* stream);          // if there is work that need not wait
 void run_all(const void* context);

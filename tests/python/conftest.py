@@ -97,6 +97,16 @@ def cuda():
 
 
 @pytest.fixture
+def own_gpus(cuda):
+    """`own_gpus(number)`: the environment of a process to which one GPU alone is visible, another one for each number."""
+    from support import stand_in
+
+    if torch.cuda.device_count() < 4 and stand_in.DRIVER is None:
+        pytest.skip("needs four GPUs")
+    return lambda number: {"CUDA_VISIBLE_DEVICES": str(number)}
+
+
+@pytest.fixture
 def persisted(tmp_path):
     """Where members persist units."""
     return tmp_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -20,6 +20,8 @@ from evermoe.errors import PeerLost
 T = TypeVar("T")
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
 """Seconds from one look for a key to the next one: soon at first, as most are there at once."""
+_BATCH_SECONDS = 1.0
+"""How long a thread may take to ask NCCL for all sends and receives of a batch."""
 _GLOO_PATIENCE = 5
 """Gloo waits so many times its limit for a peer to connect."""
 
@@ -118,6 +120,7 @@ def end_torch_groups() -> None:
     Gloo's sockets would stay open while a schedule or an exception still refers to them; a wait that times out closes
     them.
     """
+    close_batches()
     if not dist.is_initialized():
         c10d._world.group_count = 0  # groups are named by number, and a first one that failed has taken its own
         return
@@ -126,7 +129,14 @@ def end_torch_groups() -> None:
 
 
 def abort_nccl() -> None:
-    """Aborts the NCCL communicators of all groups of `torch.distributed`: kernels that wait for a peer end."""
+    """Aborts the NCCL communicators of all groups of `torch.distributed`: kernels that wait for a peer end.
+
+    Not while another thread is asking for a batch of sends and receives, which NCCL would then begin in a communicator
+    that is gone.
+    """
+    deadline = time.monotonic() + _BATCH_SECONDS
+    while c10d._world.pg_coalesce_state and time.monotonic() < deadline:
+        time.sleep(_FIRST_LOOK)
     found = _nccl_groups()
     if found:
         found[0]._group_start()  # in one NCCL group, or the aborts of two communicators wait for each other
@@ -138,6 +148,19 @@ def abort_nccl() -> None:
             found[0]._group_end()
 
 
+def close_batches() -> None:
+    """Ends the batches of sends and receives that have failed in this thread while it asked NCCL for them.
+
+    Torch leaves them open, and whatever else the thread asks NCCL for would wait for their end: in groups that are made
+    later, too.
+    """
+    for group in list(c10d._world.pg_coalesce_state):
+        for nccl in _nccl_parts([group]):
+            with suppress(RuntimeError):  # its communicator is gone
+                nccl._group_end()
+        del c10d._world.pg_coalesce_state[group]
+
+
 def has_nccl_failed() -> bool:
     """Whether NCCL has failed in some group of `torch.distributed`."""
     return any(map(has_given_up, _nccl_groups()))
@@ -145,11 +168,16 @@ def has_nccl_failed() -> bool:
 
 def _nccl_groups() -> list[Any]:
     """The NCCL part of each group that has one, in torch's order of ending them: the newest group first."""
+    names = dict(c10d._world.pg_names)
+    return _nccl_parts(sorted(names, key=lambda each: names[each], reverse=True))
+
+
+def _nccl_parts(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
+    """The NCCL part of each group that has one."""
     if not dist.is_nccl_available():
         return []
-    names = dict(c10d._world.pg_names)
     found = []
-    for group in sorted(names, key=lambda each: names[each], reverse=True):
+    for group in groups:
         with suppress(RuntimeError):  # no backend for GPUs
             found.append(group._get_backend(torch.device("cuda")))
     return [each for each in found if isinstance(each, dist.ProcessGroupNCCL)]

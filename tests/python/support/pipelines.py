@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 from support import pipeline_worker
@@ -17,19 +18,25 @@ PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "copies"
 class Rank(Worker):
     """One rank; what it writes is read as `Worker` does."""
 
-    def __init__(self, options):
+    def __init__(self, options, environment):
         self.options, self.name = options, options.name
-        self.process = SERVER.Process(target=pipeline_worker.main, args=(options,), daemon=True)
+        self.process = SERVER.Process(target=_run, args=(options, environment), daemon=True)
         self.process.start()
         self.pid = self.process.pid
         self._read_bytes, self._events = 0, []
 
 
+def _run(options, environment):
+    os.environ |= environment
+    pipeline_worker.main(options)
+
+
 class Pipeline:
     """A job of pipeline ranks, each on a node of its own, or with others on one."""
 
-    def __init__(self, job: Job, ranks_per_node=1, **options):
+    def __init__(self, job: Job, ranks_per_node=1, environment=lambda rank: {}, **options):
         self.job, self.ranks_per_node, self.options = job, ranks_per_node, options
+        self.environment = environment
         self.ranks = []
 
     def node(self, rank):
@@ -42,7 +49,7 @@ class Pipeline:
         copies |= everything.pop("copies", {})
         name = f"r{rank}-{len(self.ranks)}"
         made = Options(name, str(self.job.folder), self.job.address, rank, copies=copies, **everything)
-        self.ranks.append(Rank(made))
+        self.ranks.append(Rank(made, self.environment(rank)))
         self.job.workers.append(self.ranks[-1])
         return self.ranks[-1]
 

@@ -1,0 +1,34 @@
+"""Members that have a GPU each: NCCL is at work between them, and what it leaves when one of them is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.harness import FEWEST
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+SLOW = 120.0
+"""Seconds for workers that open a GPU each."""
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
+@pytest.mark.parametrize("point", ["forward", "reduce"])
+def test_survivors_of_a_kill_go_on(start_job, own_gpus, preset, point):
+    """The GPU of a survivor waits for the lost one until its communicator is aborted."""
+    job = start_job(3, preset=preset, hang_limit=60.0, **FEWEST)
+    faults = {"b": [Fault(point, 4)]}
+    workers = [
+        job.start(name, *faults.get(name, []), device="cuda", steps=10, environment=own_gpus(number))
+        for number, name in enumerate("abc")
+    ]
+    assert workers[1].join(SLOW) == -9
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    check_history(workers)
+    if preset != "moetion":
+        check_recovered(workers, workers[0])
+    for each in (workers[0], workers[2]):
+        assert each.events("done")[0]["backends"] == ["cpu", "cuda"], "NCCL is what they used"
+        assert each.events("recovered")[-1]["digests_mismatched"] == 0
