@@ -98,12 +98,21 @@ def cuda():
 
 @pytest.fixture
 def own_gpus(cuda):
-    """`own_gpus(number)`: the environment of a process to which one GPU alone is visible, another one for each number."""
+    """`own_gpus(number)`: the environment of a process that sees one GPU alone, another one for each number."""
     from support import stand_in
 
     if torch.cuda.device_count() < 4 and stand_in.DRIVER is None:
         pytest.skip("needs four GPUs")
     return lambda number: {"CUDA_VISIBLE_DEVICES": str(number)}
+
+
+@pytest.fixture
+def stands_in(cuda):
+    """For what no GPU does when it is asked to: the stand-ins of driver, runtime and NCCL must be at work."""
+    from support import stand_in
+
+    if stand_in.DRIVER is None:
+        pytest.skip("needs the stand-in of NCCL")
 
 
 @pytest.fixture

@@ -33,9 +33,11 @@ CASES = {
     "every op": (EARLY, ["ops", "test_optim.py"], f"not ({ELSEWHERE} or {STILL_RUNS})"),
     "sessions": (LATE, ["session/test_one_gpu.py"], ""),
     "pipelines": (RANDOM, ["pipeline/test_pipeline_on_gpu.py"], ""),
-    "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "1F1B or digests or host or told"),
+    "groups over NCCL": (RANDOM, ["comm/test_nccl_groups.py"], ""),
+    "sessions over NCCL": (LATE, ["session/test_several_gpus.py"], ""),
+    "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "(1F1B and under_way) or digests or host or told"),
 }
-IN_LONG = ("copies late", "copies in any order", "every op", "sessions", "pipelines")
+IN_LONG = ("copies late", "copies in any order", "every op", "sessions", "sessions over NCCL", "pipelines")
 
 
 @pytest.mark.timeout(400)

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 ABORT_ALONE = "2"
 """What torch does where NCCL fails, as TORCH_NCCL_ASYNC_ERROR_HANDLING has it: it aborts the communicator, and leaves
 the process to us. Its default ends the process."""
+DUMP_MILLISECONDS = "100"
+"""How long torch may write its record of what NCCL was asked for when that fails, as
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC has it. No group can be left before: with torch's default, a minute later."""
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
 
@@ -120,6 +123,7 @@ def leave_failures_to_us() -> None:
     """Has NCCL groups that are made from now on leave this process alive when they fail; what a user has set stays."""
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets its default
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", DUMP_MILLISECONDS)
 
 
 def has_given_up(nccl: Any) -> bool:

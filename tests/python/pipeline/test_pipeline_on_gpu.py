@@ -1,4 +1,4 @@
-"""Pipelines whose stages are on a GPU: on one that all ranks share, where gloo takes the place of NCCL, or on one each."""
+"""Pipelines whose stages are on a GPU: one that all ranks share, where gloo takes the place of NCCL, or one each."""
 
 from __future__ import annotations
 

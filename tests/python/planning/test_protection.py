@@ -49,7 +49,7 @@ def test_each_copy_is_on_another_rank(preset, copies, replicas):
         assert len(nodes & {*each.holders}) == min(replicas, len(each.holders)), each
 
 
-@pytest.mark.parametrize("trainers, copies, is_sharded", itertools.product([2, 3, 4, 5], [2, 3], [False, True]))
+@pytest.mark.parametrize("trainers, copies, is_sharded", list(itertools.product([2, 3, 4, 5], [2, 3], [False, True])))
 def test_moetion_copies_what_peers_lack_to_all_of_them_alike(trainers, copies, is_sharded):
     """As ZeRO has it: parts of the state that one rank alone has, or what all have anyway."""
     everyone = tuple(range(trainers))

@@ -37,12 +37,14 @@ BENCHES = {
 }
 TESTS = (
     "comm/test_courier.py",
+    "comm/test_nccl_groups.py",
     "ops",
     "pipeline/test_pipeline_on_gpu.py",
     "profile/test_profiler.py",
     "replay",
     "session/test_gradients.py",
     "session/test_one_gpu.py",
+    "session/test_several_gpus.py",
     "snapshot/test_gpu_source.py",
     "state/test_gpu_digests.py",
     "test_host_waits.py",

@@ -163,6 +163,8 @@ def install() -> list[Any]:
 
     def copy_(keys: Any, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if _is_plain_copy(to, source):
+            if to.is_cuda != source.is_cuda and not (non_blocking and (source if to.is_cuda else to).is_pinned()):
+                wait([to, source])  # what the copy waits for, without Python's lock, which torch does not hold either
             copy.call_boxed(keys, to, source, non_blocking)
         else:
             wait([to, source])

@@ -1,0 +1,154 @@
+"""Groups whose members have a GPU each: torch's NCCL connects them, and what becomes of its failures."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evermoe.comm import torch_groups
+from evermoe.comm.group import Group, has_given_up, leave_failures_to_us, share_a_gpu
+from evermoe.errors import PeerLost
+from support.harness import PATIENCE, wait_until
+from support.ranks import run_ranks
+
+LIMIT = timedelta(seconds=PATIENCE)
+
+
+def on_own_gpu(group, folder, environment):
+    """A group of the same members that connects their GPUs, too."""
+    os.environ |= environment[group.rank]
+    found = Group()
+    store = dist.FileStore(f"{folder}/nccl", group.size)
+    found.rebuild(store, group.rank, group.size, torch.device("cuda", 0), LIMIT)
+    assert sorted(found._groups) == ["cpu", "cuda"]
+    return found
+
+
+def collectives(group, folder, environment):
+    found = on_own_gpu(group, folder, environment)
+    assert not share_a_gpu(found, torch.device("cuda", 0))
+    mine = torch.arange(3.0, device="cuda") + 10 * found.rank
+    first, other = [1, 2][found.rank], [2, 1][found.rank]
+    came = found.all_to_all(mine, [first, other], [first, other])
+    total = found.all_reduce(mine.clone())
+    assert found.is_whole()
+    found.check()
+    return {"sum": total.cpu(), "rows": found.all_gather(mine).cpu(), "came": came.cpu()}
+
+
+@pytest.mark.gpu
+def test_collectives_between_gpus(tmp_path, own_gpus):
+    done = run_ranks(tmp_path, 2, collectives, str(tmp_path), [own_gpus(rank) for rank in range(2)])
+    for each in done:
+        assert each["sum"].tolist() == [10.0, 12.0, 14.0]
+        assert each["rows"].tolist() == [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
+    assert [each["came"].tolist() for each in done] == [[0.0, 10.0, 11.0], [1.0, 2.0, 12.0]]
+
+
+def silence(group, folder, environment):
+    """Rank 1 does not come; rank 0 waits for it in a read of the result, as a step does, until the watch has seen."""
+    found = on_own_gpu(group, folder, environment)
+    found.all_reduce(torch.zeros(1, device="cuda"))  # connects
+    torch.cuda.synchronize()
+    if found.rank == 1:
+        group.all_reduce(torch.zeros(1))  # until rank 0 has given up
+        return {}
+    total = torch.zeros(1, device="cuda")
+    found.all_reduce(total)  # which puts it into a stream
+    assert found.broken is None
+    watch = threading.Timer(0.2, found.drop, ["rank 1 is silent"])
+    watch.start()
+    total.cpu()
+    watch.join()
+    assert not found.is_whole()
+    with pytest.raises(PeerLost, match="rank 1 is silent"):
+        found.check()
+    group.all_reduce(torch.zeros(1))
+    return {"ended": torch.ones(1)}
+
+
+@pytest.mark.gpu
+def test_a_read_of_what_a_silent_member_lacks_ends_when_the_group_is_dropped(tmp_path, own_gpus):
+    done = run_ranks(tmp_path, 2, silence, str(tmp_path), [own_gpus(rank) for rank in range(2)])
+    assert "ended" in done[0]
+
+
+def told(group, folder, environment):
+    """Rank 1 ends its communicator; that of rank 0 tells of it, as between machines."""
+    os.environ["EVERMOE_TEST_NCCL"] = "tells"
+    found = on_own_gpu(group, folder, environment)
+    found.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+    group.all_reduce(torch.zeros(1))
+    if found.rank == 1:
+        found.drop("it leaves")
+        group.all_reduce(torch.zeros(1))
+        return {}
+    group.all_reduce(torch.zeros(1))
+    total = torch.zeros(1, device="cuda")
+    found.all_reduce(total)
+    wait_until(lambda: has_given_up(found._groups["cuda"]._pg._get_backend(total.device)), "NCCL has noticed")
+    with pytest.raises(PeerLost, match="NCCL has given up"):
+        found.check()
+    total.cpu()  # which the GPU would wait for still
+    return {"ended": torch.ones(1)}
+
+
+@pytest.mark.gpu
+def test_what_nccl_tells_of_a_loss_fails_the_step(tmp_path, own_gpus, stands_in):
+    done = run_ranks(tmp_path, 2, told, str(tmp_path), [own_gpus(rank) for rank in range(2)])
+    assert "ended" in done[0]
+
+
+def failed_batch(group, folder, environment):
+    """A batch of sends fails as torch's groups are aborted; those that are made afterwards work."""
+    os.environ |= environment[group.rank]
+    leave_failures_to_us()
+    torch.cuda.set_device(0)
+    found = torch.zeros(1)
+    for attempt in range(2):
+        store = dist.FileStore(f"{folder}/torch{attempt}", group.size)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=group.rank, world_size=group.size)
+        peer, rows = 1 - group.rank, torch.ones(4, device="cuda")
+        ops = [dist.P2POp(dist.isend, rows, peer), dist.P2POp(dist.irecv, torch.empty_like(rows), peer)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        found = rows + group.rank
+        dist.all_reduce(found)
+        found = found.cpu()
+        group.all_reduce(torch.zeros(1))
+        if attempt == 0:
+            torch_groups.interrupt_torch_groups()  # as the watch's thread does
+            with pytest.raises(RuntimeError, match="abort"):
+                dist.batch_isend_irecv(ops)
+        torch_groups.end_torch_groups()
+    return {"sum": found}
+
+
+@pytest.mark.gpu
+def test_a_batch_that_failed_holds_up_nothing_that_comes_later(tmp_path, own_gpus):
+    done = run_ranks(tmp_path, 2, failed_batch, str(tmp_path), [own_gpus(rank) for rank in range(2)])
+    assert [each["sum"].tolist() for each in done] == [[3.0] * 4] * 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("2", "2"), ("3", "3")])
+def test_failures_are_left_to_us_unless_a_user_says_otherwise(monkeypatch, before, after):
+    """1 is what torchrun sets, and is torch's default: it would end the process."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+    patience = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+    monkeypatch.setenv(patience, "")
+    monkeypatch.delenv(patience)
+    leave_failures_to_us()
+    assert os.environ[name] == after
+    assert int(os.environ[patience]) < 1000
+    os.environ[patience] = "5000"
+    leave_failures_to_us()
+    assert os.environ[patience] == "5000"
