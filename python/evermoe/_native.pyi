@@ -34,7 +34,7 @@ def arrange(
     name: str,
     copying: str,
     units: Sequence[tuple[int, int, Sequence[int], float, bool, bool]],
-    ranks: Sequence[tuple[str, int, bool, float | None, float | None, int, tuple[float, float] | None]],
+    ranks: Sequence[tuple[str, int, bool, float | None, float | None, int, tuple[float, float] | None, float | None]],
     copies: int,
     budget: float,
 ) -> tuple[list[tuple[Literal["active", "replayed", "snapshot"], int, int, list[int]]], str]: ...

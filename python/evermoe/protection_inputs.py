@@ -38,6 +38,7 @@ def about_member(membership: Membership, planner: WindowPlanner, options: CopyOp
         planner.network_seconds,
         options.replay_log_bytes,
         planner.link,
+        planner.host_speed or None,
     )
 
 

@@ -78,6 +78,8 @@ pub struct SessionRank {
     pub log_bytes: u64,
     /// Measured link; none before there was enough to measure.
     pub link: Option<Link>,
+    /// Measured bytes per second from where the state is to host memory; none before a snapshot was made.
+    pub host_speed: Option<f64>,
 }
 
 /// Protection of one unit beside its active holders.
@@ -135,7 +137,7 @@ pub struct SessionRequest<'a> {
 /// use evermoe::protection::{CopyKind, Copying, SessionRank, SessionRequest, SessionUnit, arrange};
 /// let rank = |node: &str| SessionRank {
 ///     node: node.into(), free_bytes: 1 << 30, trains: true, step_seconds: None, network_seconds: None,
-///     log_bytes: 1 << 30, link: None,
+///     log_bytes: 1 << 30, link: None, host_speed: None,
 /// };
 /// let unit = |active: &[usize], may_lag| SessionUnit {
 ///     state_bytes: 1200, gradient_bytes: 400, active: active.to_vec(), tokens: 64.0, replayable: may_lag, may_lag,
@@ -270,7 +272,7 @@ impl SessionRequest<'_> {
             units: &units,
             nodes: &nodes,
             network: self.network(),
-            host_link: DEFAULT_LINK,
+            host_link: self.host_link(),
             step_seconds: self.step_seconds(),
             copies: self.copies,
             budget: self.budget,
@@ -320,6 +322,12 @@ impl SessionRequest<'_> {
         let slowest =
             |one: Link, two: Link| Link { alpha: one.alpha.max(two.alpha), beta: one.beta.min(two.beta) };
         self.ranks.iter().filter_map(|rank| rank.link).reduce(slowest).unwrap_or(DEFAULT_LINK)
+    }
+
+    /// The slowest way from state to host memory that was measured: 50 GB/s from a GPU, and a tenth in a processor.
+    fn host_link(&self) -> Link {
+        let slowest = self.ranks.iter().filter_map(|rank| rank.host_speed).reduce(f64::min);
+        Link { beta: slowest.unwrap_or(DEFAULT_LINK.beta), ..DEFAULT_LINK }
     }
 
     /// Step seconds of the slowest training member; so long that nothing is too slow until all were profiled.

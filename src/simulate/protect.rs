@@ -124,6 +124,7 @@ impl Job<'_> {
             network_seconds: Some(step * self.scenario.model.network_idle),
             log_bytes: session.replay_log_bytes,
             link: Some(self.link()),
+            host_speed: None,
         };
         domain.into_iter().map(rank).collect()
     }

@@ -57,6 +57,8 @@ class RankInfo:
     """Capacity of its log of gradients, for the units that it keeps by repeating their steps."""
     link: tuple[float, float] | None = None
     """Measured latency of a message, in seconds, and bytes per second; None before there was enough to measure."""
+    host_speed: float | None = None
+    """Measured bytes per second from its model to host memory; None before a snapshot was made."""
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RankInfo:
@@ -129,6 +131,7 @@ def plan_protection(
                 info.network_seconds,
                 info.log_bytes,
                 info.link,
+                info.host_speed,
             )
             for info in ranks
         ],

@@ -20,8 +20,8 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// State bytes, gradient bytes, active ranks, tokens, replayable, may lag.
 type SessionUnitRow = (u64, u64, Vec<usize>, f64, bool, bool);
 
-/// Node, free bytes, trains, step seconds, network seconds, log bytes, link.
-type SessionRankRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f64, f64)>);
+/// Node, free bytes, trains, step seconds, network seconds, log bytes, link, host speed.
+type SessionRankRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f64, f64)>, Option<f64>);
 
 /// Kind, period, primary, holders.
 type KeptRow = (&'static str, usize, usize, Vec<usize>);
@@ -49,7 +49,7 @@ fn arrange(
         may_lag,
     };
     let rank =
-        |(node, free_bytes, trains, step_seconds, network_seconds, log_bytes, link): SessionRankRow| {
+        |(node, free_bytes, trains, step_seconds, network_seconds, log_bytes, link, host_speed): SessionRankRow| {
             let link = link.map(|(alpha, beta)| Link { alpha, beta });
             protection::SessionRank {
                 node,
@@ -59,6 +59,7 @@ fn arrange(
                 network_seconds,
                 log_bytes,
                 link,
+                host_speed,
             }
         };
     let units: Vec<_> = units.into_iter().map(unit).collect();

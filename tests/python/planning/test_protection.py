@@ -117,6 +117,21 @@ def test_auto_computes_with_the_slowest_measured_link():
     assert max(period for _, period in planned(fast, slow, None)) == 2
 
 
+def test_auto_computes_with_the_slowest_measured_host_link():
+    def planned(*speeds):
+        ranks = [
+            RankInfo(f"node{rank}", 1 << 40, True, 0.1, 0.1, link=(1e-5, 1e10), host_speed=speed)
+            for rank, speed in enumerate(speeds)
+        ]
+        units = [UnitInfo(f"e{e}", 300_000_000, 10_000, (e % 3,), 10.0, False) for e in range(3)]
+        plan = plan_protection("auto", units, ranks, copies=2, budget=0.01)
+        return max(each.period for each in plan.units)
+
+    assert planned(5e10, 5e10, 5e10) == 1  # 300 MB take 6 ms of a step of 100
+    assert planned(None, None, None) == planned(1e9, 1e9, 1e9) == 3  # 300 ms, as is assumed before one is measured
+    assert planned(5e10, 1e9, None) == 3
+
+
 @pytest.mark.parametrize("replayable", [False, True])
 def test_what_one_rank_has_and_nothing_goes_on_without_is_copied_whatever_it_costs(replayable):
     """An owner's unit: an expert in its place would be left without a copy where there is no time for any."""
