@@ -102,8 +102,9 @@ def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(sta
         check_blocked(each)
 
 
-def test_windows_that_are_too_short_are_said_with_the_frequency_that_loses_least(start_job):
-    workers, _ = run(start_job, "gemini", session={"window_share": 0.002})
+def test_where_versions_of_one_step_are_asked_for_the_frequency_that_loses_least_is_said(start_job):
+    """What is given stays: it is advice then."""
+    workers, _ = run(start_job, "gemini", session={"window_share": 0.002, "snapshot_every": 1})
     for worker in workers:
         summary = worker.events("paced")[-1]["summary"]
         assert re.search(r"have no window and delay a step by .*; a version in \d+ steps would delay training", summary)
