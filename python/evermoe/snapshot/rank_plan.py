@@ -100,7 +100,7 @@ def plan_of(
     ends = []
     for peer in sorted(peers_of(reports[rank].outgoing)):
         if reports[peer].windows:
-            ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
+            ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
     link, most = Link(*reports[rank].link), MOST_VERSION_STEPS
@@ -109,7 +109,8 @@ def plan_of(
     )
 
 
-def _lead(sender: RankReport, receiver: RankReport) -> float:
+def lead(sender: RankReport, receiver: RankReport) -> float:
+    """Seconds by which the receiver's steps begin later than the sender's."""
     return statistics.median(b - a for a, b in zip(sender.starts, receiver.starts, strict=True))
 
 
