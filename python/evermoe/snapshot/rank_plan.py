@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evermoe.comm.pacer import ANY_TIME, TimedStep
 from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
@@ -42,6 +42,13 @@ class RankReport:
     outgoing: list[Outgoing]
     host_speed: float = 0.0
     """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> RankReport:
+        """The fields as JSON returns them, which has lists alone."""
+        alpha, beta = fields["link"]
+        outgoing = [Outgoing(*each) for each in fields["outgoing"]]
+        return RankReport(**fields | {"link": (alpha, beta), "outgoing": outgoing})
 
 
 def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:

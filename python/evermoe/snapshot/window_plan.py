@@ -260,10 +260,7 @@ class WindowPlanner:
         if link != self._default:
             self.link = link.alpha, link.beta
         mine = RankReport(windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed)
-        everyone = gather_json(self._group, asdict(mine))
-        return [
-            RankReport(**fields | {"outgoing": [Outgoing(*each) for each in fields["outgoing"]]}) for fields in everyone
-        ]
+        return [RankReport.from_json(fields) for fields in gather_json(self._group, asdict(mine))]
 
     def _outgoing(self) -> list[Outgoing]:
         found = []
