@@ -148,7 +148,6 @@ def has_changed(
 def plan_chunks(
     pieces: list[tuple[str, int, list[int]]],
     windows: Windows,
-    resource: str,
     receivers: list[tuple[int, Windows, float]],
     link: tuple[float, float],
     memory: tuple[int, int, tuple[float, float] | None],
@@ -165,7 +164,6 @@ def copy_period(
     most: int,
 ) -> tuple[int, float, float]: ...
 def snapshot_places(free_bytes: int, nbytes: list[int], reserve: int) -> list[str]: ...
-def unit_shares(nbytes: list[int], ranks: int, share: str) -> list[int]: ...
 def chrome_trace(
     steps: Sequence[_Step],
     windows: Windows | None,

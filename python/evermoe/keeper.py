@@ -55,7 +55,8 @@ class CopyOptions(Options):
     """Order in which `pec` copies experts: those with the most tokens at risk, or each in its turn."""
     snapshot_every: int | None = option(None, shared=True, least=1)
     """Steps between the versions that `gemini` and `baft` copy, each over so many steps, and between the snapshots of
-    `pec`. None: as few as the idle windows need for a version, once they are known, and 1 until then; `pec` 1."""
+    `pec`. None: as few as the idle windows need for a version, or where these have too little room, as many as lose the
+    least time to delays and failures; 1 until windows are known. `pec`: 1."""
     plt_limit: float = option(1.0, shared=True, above=0, most=1)
     """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
     save_every: int = option(1, shared=True, least=1)

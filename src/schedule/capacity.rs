@@ -2,6 +2,7 @@
 
 use super::pace::Pace;
 use super::request::{Receiver, Request};
+use super::span::Resource;
 use std::collections::HashMap;
 
 /// A part of one of the sender's windows, in seconds from the sender's step's start.
@@ -38,7 +39,7 @@ impl Work {
     pub(super) fn new(request: &Request<'_>) -> Self {
         let own: Vec<Interval> = request
             .windows
-            .of(request.resource)
+            .of(Resource::Network)
             .map(|(window, found)| Interval { window, start: found.start, end: found.end() })
             .collect();
         let mut intervals = vec![own];
@@ -96,7 +97,7 @@ impl Work {
 fn theirs(receiver: &Receiver, request: &Request<'_>) -> Vec<(f64, f64)> {
     let period = request.windows.step_seconds;
     let offset = receiver.clock_offset.rem_euclid(period);
-    let found: Vec<_> = receiver.windows.of(request.resource).map(|(_, window)| window).collect();
+    let found: Vec<_> = receiver.windows.of(Resource::Network).map(|(_, window)| window).collect();
     let shifted = |shift: f64| found.iter().map(move |window| (window.start + shift, window.end() + shift));
     let mut all: Vec<(f64, f64)> = shifted(offset - period).chain(shifted(offset)).collect();
     all.sort_by(|a, b| a.0.total_cmp(&b.0));

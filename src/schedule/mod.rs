@@ -25,7 +25,7 @@ mod windows;
 
 pub use change::{Change, has_changed};
 pub use knapsack::{Item, best_subset};
-pub use memory::{Place, Share, snapshot_places, unit_shares};
+pub use memory::{Place, snapshot_places};
 pub use period::{Period, copy_period};
 pub use plan::{Chunk, ChunkPlan, Reason, plan_chunks, version_steps};
 pub(crate) use request::MOST_STEPS;

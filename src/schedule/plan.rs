@@ -3,6 +3,7 @@
 use super::capacity::{Load, Work};
 use super::pace::{Pace, total};
 use super::request::{MOST_CHUNKS, MOST_STEPS, Policy, Request};
+use super::span::Resource;
 use super::stream::{Filled, stream};
 use super::{auto, baft};
 use crate::ensure;
@@ -104,7 +105,6 @@ pub struct ChunkPlan {
 /// let request = Request {
 ///     pieces: &[CopyItem { unit: "expert".into(), bytes: 50, destinations: vec![1] }],
 ///     windows: &windows,
-///     resource: Resource::Network,
 ///     receivers: &[],
 ///     link: Link { alpha: 1.0, beta: 10.0 }, // 3 seconds for a chunk of 20 bytes
 ///     memory: Memory { bytes: 40, buffers: 2, drain: None },
@@ -167,7 +167,7 @@ impl Filled {
 /// let request = |bytes| [CopyItem { unit: "expert".into(), bytes, destinations: vec![1] }];
 /// let windows = find_windows(&[step], &options)?; // two of 3 seconds, each for a chunk of 20 bytes
 /// let steps = |bytes, most| version_steps(&Request {
-///     pieces: &request(bytes), windows: &windows, resource: Resource::Network, receivers: &[],
+///     pieces: &request(bytes), windows: &windows, receivers: &[],
 ///     link: Link { alpha: 1.0, beta: 10.0 }, memory: Memory { bytes: 40, buffers: 2, drain: None },
 ///     policy: Policy::Gemini, max_steps: 1, version_steps: 1,
 /// }, most);
@@ -240,7 +240,7 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Fille
 
 /// Seconds of the sender's windows in a step.
 fn window_seconds(request: &Request<'_>) -> f64 {
-    total(request.windows.of(request.resource).map(|(_, window)| window.seconds))
+    total(request.windows.of(Resource::Network).map(|(_, window)| window.seconds))
 }
 
 /// Seconds of delay a step where what has no window runs beside compute, which hides what it lasts long enough for.

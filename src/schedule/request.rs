@@ -1,6 +1,5 @@
 //! Inputs of a chunk plan.
 
-use super::span::Resource;
 use super::windows::Windows;
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -114,10 +113,8 @@ impl FromStr for Policy {
 pub struct Request<'a> {
     /// Units to copy.
     pub pieces: &'a [CopyItem],
-    /// The sender's windows.
+    /// The sender's windows; those of the network are used, at both ends.
     pub windows: &'a Windows,
-    /// Resource whose windows are used, at both ends.
-    pub resource: Resource,
     /// Destinations whose windows count too; the others take a chunk at any time.
     pub receivers: &'a [Receiver],
     /// The way to the destinations.

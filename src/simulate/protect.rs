@@ -7,12 +7,12 @@ use super::units::active;
 use super::world::Flow;
 use crate::error::Result;
 use crate::protection::{
-    CopyKind, Copying, LOG_STEPS, OWN_VERSIONS, SessionRank, SessionRequest, SessionUnit,
+    CopyKind, Copying, FAILURE, LOG_STEPS, OWN_VERSIONS, SessionRank, SessionRequest, SessionUnit,
 };
 use crate::protocol::Event;
 use crate::schedule::{
     CopyItem, Kind, Link, Memory, Receiver, Request, Resource, Span, StepProfile, WindowOptions, Windows,
-    find_windows,
+    copy_period, find_windows,
 };
 use std::collections::BTreeMap;
 
@@ -251,7 +251,6 @@ impl Job<'_> {
         let request = Request {
             pieces: &pieces,
             windows: &windows,
-            resource: Resource::Network,
             receivers: &receivers,
             link: self.link(),
             memory: Memory { bytes: BUFFERS * buffer, buffers: BUFFERS, drain: None },
@@ -262,10 +261,23 @@ impl Job<'_> {
         let steps = match (self.scenario.session.snapshot_every, &self.turns) {
             (_, Some(_)) => 1, // experts that take turns have versions of their own
             (Some(steps), None) => steps,
-            (None, None) => self.planners.version_steps(&request, MOST_VERSION_STEPS)?,
+            (None, None) => self.version_steps(&request)?,
         };
         let plan = self.planners.plan_chunks(&Request { version_steps: steps, ..request })?;
         Ok((plan.reason.delay_seconds, steps as u64))
+    }
+
+    /// Steps over which a version is sent: as few as windows need, or where it delays training, as lose the least time.
+    fn version_steps(&self, request: &Request<'_>) -> Result<usize> {
+        let steps = self.planners.version_steps(request, MOST_VERSION_STEPS)?;
+        let found = self.planners.plan_chunks(&Request { version_steps: steps, ..*request })?.reason;
+        if found.delay_seconds == 0.0 {
+            return Ok(steps);
+        }
+        let [windows, all] =
+            [found.used_seconds / steps as f64, found.used_seconds + found.delay_seconds * steps as f64];
+        let (step, retrieve) = (request.windows.step_seconds, found.bytes as f64 / request.link.beta);
+        Ok(copy_period(step, windows, all, retrieve, FAILURE, MOST_VERSION_STEPS)?.steps)
     }
 
     /// Windows of a step in which computing and collectives take turns, as in each layer's forward and backward.

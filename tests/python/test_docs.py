@@ -131,6 +131,37 @@ def test_readme_shows_every_folder_of_the_code(room):
     assert shown and set(re.findall(r"^  (\w+)/", shown[1], re.M)) == there
 
 
+def mechanisms(page: Path) -> list[tuple[str, str]]:
+    """The mechanisms of a page's tables, and what the last column says shows them."""
+    tables = re.findall(r"^\| mechanism \|.*\n\|[-|]+\n((?:\|.*\n)*)", page.read_text(encoding="utf-8"), re.M)
+    cells = [re.split(r" \| ", row.strip("| ")) for table in tables for row in table.splitlines()]
+    return [(row[0], row[-1]) for row in cells]
+
+
+def shown_by(text: str) -> list[tuple[Path, list[str]]]:
+    """The files that a text names, and of each the tests whose names follow it."""
+    found: list[tuple[Path, list[str]]] = []
+    for word in re.findall(r"`([^`]+)`", text):
+        if "/" in word or word.endswith(".py"):
+            in_root = word.startswith(("tests/", "benches/"))
+            found.append((ROOT / word if in_root else ROOT / "tests" / "python" / word, []))
+        elif word.startswith(("test_", "check_")):
+            found[-1][1].append(word.partition("[")[0])
+    return found
+
+
+def test_every_mechanism_of_the_papers_names_tests_that_are_there():
+    rows = mechanisms(ROOT / "docs" / "papers.md")
+    assert len(rows) > 60
+    for mechanism, text in rows:
+        files = shown_by(text)
+        assert any(path.name.startswith("test_") or path.suffix == ".rs" for path, _ in files), mechanism
+        for path, tests in files:
+            assert path.is_file(), f"{mechanism}: {path}"
+            missing = [test for test in tests if f"def {test}(" not in path.read_text(encoding="utf-8")]
+            assert not missing, f"{mechanism}: {missing} in {path}"
+
+
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}

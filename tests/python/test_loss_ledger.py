@@ -103,6 +103,19 @@ def test_the_same_copy_costs_only_what_came_since_it_was_last_gone_back_to(ledge
     assert ledger.plt == pytest.approx(135 / 165)
 
 
+def test_an_expert_that_lost_tokens_counts_a_tenth_more_until_it_has_got_as_many_again(ledger):
+    ledger.take(1, 5, 50)
+    ledger.copied([FIRST, SECOND], at(1))
+    ledger.take(2, 7, 70)
+    assert ledger.boosted() == {}
+    assert recover(ledger, 2, {FIRST: 1}) == {FIRST: 7}
+    for step, tokens in ((3, 6), (4, 0)):
+        ledger.take(step, tokens, 100)
+        assert ledger.boosted() == {"experts": [1.1, 1.0]}, "6 of 7 tokens have come again"
+    ledger.take(5, 1, 0)
+    assert ledger.boosted() == {}
+
+
 def test_copies_of_steps_that_were_undone_are_forgotten(ledger):
     ledger.take(1, 5, 50)
     ledger.take(2, 7, 70)

@@ -55,8 +55,7 @@ impl Case {
     ) -> Request<'a> {
         let Self { pieces, link, memory, max_steps, .. } = self;
         let (link, memory, max_steps, version_steps) = (*link, *memory, *max_steps, 1);
-        let resource = Resource::Network;
-        Request { pieces, windows, resource, receivers, link, memory, policy, max_steps, version_steps }
+        Request { pieces, windows, receivers, link, memory, policy, max_steps, version_steps }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Where snapshots lie, and how units are shared among ranks.
+//! Where snapshots lie.
 
 use evermoe::schedule::*;
 use proptest::prelude::*;
@@ -14,17 +14,5 @@ proptest! {
         let room = free.saturating_sub(reserve);
         prop_assert!(used <= room);
         prop_assert!(of(Place::Host).iter().all(|&unit| used + nbytes[unit] > room), "{places:?}");
-    }
-
-    #[test]
-    fn shares_by_bytes_are_even_to_within_a_unit(nbytes in prop::collection::vec(0_u64..50, 0..20), ranks in 1_usize..6) {
-        let mut loads = vec![0; ranks];
-        for (unit, rank) in unit_shares(&nbytes, ranks, Share::Bytes).unwrap().into_iter().enumerate() {
-            loads[rank] += nbytes[unit];
-        }
-        let spread = loads.iter().max().unwrap() - loads.iter().min().unwrap();
-        prop_assert!(spread <= nbytes.iter().copied().max().unwrap_or(0), "{loads:?}");
-        let modulo: Vec<usize> = (0..nbytes.len()).map(|unit| unit % ranks).collect();
-        prop_assert_eq!(unit_shares(&nbytes, ranks, Share::Modulo).unwrap(), modulo);
     }
 }

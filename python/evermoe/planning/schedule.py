@@ -11,13 +11,12 @@ from typing import Literal, NamedTuple, get_args
 
 from evermoe import _native
 from evermoe.planning._arguments import choice, count, counts, names, number
-from evermoe.planning.windows import RESOURCES, Resource, Windows, native_windows
+from evermoe.planning.windows import Windows, native_windows
 
 ChunkPolicy = Literal["gemini", "baft", "moetion", "auto"]
 CHUNK_POLICIES: tuple[ChunkPolicy, ...] = get_args(ChunkPolicy)
 """Policies of `plan_chunks`."""
 Place = Literal["device", "host"]
-Share = Literal["modulo", "bytes"]
 
 
 class Link(NamedTuple):
@@ -170,7 +169,6 @@ def plan_chunks(
     memory: Memory,
     *,
     policy: ChunkPolicy = "auto",
-    resource: Resource = "network",
     receivers: Sequence[Receiver] = (),
     max_steps: int = 64,
     version_steps: int | None = 1,
@@ -209,11 +207,10 @@ def plan_chunks(
 
     Args:
         pieces: what to copy; sent in this order.
-        windows: the sender's.
+        windows: the sender's; those of the network are used, at both ends.
         link: the way to the destinations.
         memory: what chunks pass through.
         policy: how windows are filled.
-        resource: whose windows, at both ends.
         receivers: destinations whose windows count too; "baft" needs all of them.
         max_steps: steps that a version of "auto" may take, 1 to 4096, or of any policy with `version_steps=None`.
         version_steps: steps over which the other policies send a version (BAFT's n iterations); None: as few as delay
@@ -240,7 +237,6 @@ def plan_chunks(
         _native.plan_chunks(
             rows,
             native_windows("windows", windows),
-            choice("resource", resource, RESOURCES),
             ends,
             _link("link", link),
             (count("memory.bytes", memory.bytes), count("memory.buffers", memory.buffers), drain),
@@ -310,22 +306,6 @@ def snapshot_places(free_bytes: int, nbytes: Sequence[int], *, reserve: int = 0)
         count("free_bytes", free_bytes), counts("nbytes", nbytes), count("reserve", reserve)
     )
     return found  # type: ignore[return-value]
-
-
-def unit_shares(nbytes: Sequence[int], ranks: int, share: Share = "modulo") -> list[int]:
-    """For each unit that all ranks of a data-parallel group hold, the one that copies it.
-
-        >>> unit_shares([9, 1, 1, 1], ranks=2)  # 10 and 2 bytes
-        [0, 1, 0, 1]
-        >>> unit_shares([9, 1, 1, 1], ranks=2, share="bytes")  # 9 and 3
-        [0, 1, 1, 1]
-
-    Args:
-        nbytes: size of each unit.
-        ranks: size of the group, D.
-        share: "modulo", unit i is rank i mod D's (BAFT); "bytes", largest first to the rank with the fewest bytes.
-    """
-    return _native.unit_shares(counts("nbytes", nbytes), count("ranks", ranks), choice("share", share, get_args(Share)))
 
 
 def _link(name: str, value: Link) -> tuple[float, float]:

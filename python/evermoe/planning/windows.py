@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from evermoe import _native
 from evermoe.planning._arguments import names, number
 
 Kind = Literal["forward", "backward", "optimizer", "collective", "send", "receive", "copy"]
 Resource = Literal["compute", "network", "host_link"]
-RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
 class Span(NamedTuple):

@@ -1,27 +1,58 @@
-"""How often snapshots would lose the least time, where the idle windows of a step are too short; for the log."""
+"""How often versions are made where the idle windows of a step are too short: so that the least time is lost. Pure."""
 
 from __future__ import annotations
 
 from evermoe.planning.protection import FAILURE
-from evermoe.planning.schedule import ChunkReason, Link, copy_period
+from evermoe.planning.schedule import ChunkReason, CopyPeriod, Link, copy_period
+from evermoe.snapshot.rank_plan import MOST_VERSION_STEPS
 
 
-def lowered(reason: ChunkReason, step_seconds: float, link: Link) -> str:
-    """What a plan's summary says of a lower frequency; empty where a step's windows have room for a version.
+def steps_of(reason: ChunkReason, step_seconds: float, link: Link) -> int:
+    """Steps over which a version is sent: as few as windows need, or where it delays training, as lose the least time.
 
     Args:
-        reason: of the plan.
+        reason: of a plan over as few steps as delay none, of `plan_chunks(version_steps=None)`.
         step_seconds: of a step.
         link: the way to the destinations.
     """
-    if reason.fits or not step_seconds:
+    period = _period(reason, step_seconds, link)
+    return reason.steps_per_version if period is None else period.steps
+
+
+def lowered(reason: ChunkReason, step_seconds: float, link: Link, *, is_done: bool) -> str:
+    """What a plan's summary says of a lower frequency; empty where versions do not delay training.
+
+    Args:
+        reason: of the plan that is in use.
+        step_seconds: of a step.
+        link: the way to the destinations.
+        is_done: whether versions are as frequent as `steps_of` says; else it is advice.
+    """
+    period = _period(reason, step_seconds, link)
+    if period is None:
         return ""
-    steps = reason.steps_per_version
-    windows, copy = reason.available_seconds / steps, reason.used_seconds + reason.delay_seconds * steps
-    period = copy_period(step_seconds, windows, copy, reason.bytes / link.beta, FAILURE)
-    if period.steps <= steps:
+    failures = f"a failure in {1 / FAILURE:.0f} steps"
+    if is_done:
+        return (
+            f"; so there is a version every {reason.steps_per_version} steps, which loses the least time to delays and "
+            f"to {failures} (Gemini's Eq. 1)"
+        )
+    if period.steps <= reason.steps_per_version:
         return ""
     return (
-        f"; a version in {period.steps} steps would delay training by {period.delay_seconds:.6f} s, and a failure in "
-        f"{1 / FAILURE:.0f} steps would waste {period.wasted_seconds:.6f} s (Gemini's Eq. 1): the least loss"
+        f"; a version in {period.steps} steps would delay training by {period.delay_seconds:.6f} s, and {failures} "
+        f"would waste {period.wasted_seconds:.6f} s (Gemini's Eq. 1): the least loss"
     )
+
+
+def _period(reason: ChunkReason, step_seconds: float, link: Link) -> CopyPeriod | None:
+    """The pace that loses the least time; None where a plan delays nothing.
+
+    Windows that are too short for a version are used as far as its messages fit into them, and carry no more.
+    """
+    if not reason.delay_seconds or not step_seconds:
+        return None
+    steps = reason.steps_per_version
+    windows, copy = reason.used_seconds / steps, reason.used_seconds + reason.delay_seconds * steps
+    retrieve = reason.bytes / link.beta
+    return copy_period(step_seconds, windows, copy, retrieve, FAILURE, most=MOST_VERSION_STEPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evermoe.comm.pacer import ANY_TIME, TimedStep
 from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
@@ -42,6 +42,13 @@ class RankReport:
     outgoing: list[Outgoing]
     host_speed: float = 0.0
     """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> RankReport:
+        """The fields as JSON returns them, which has lists alone."""
+        alpha, beta = fields["link"]
+        outgoing = [Outgoing(*each) for each in fields["outgoing"]]
+        return RankReport(**fields | {"link": (alpha, beta), "outgoing": outgoing})
 
 
 def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
@@ -100,7 +107,7 @@ def plan_of(
     ends = []
     for peer in sorted(peers_of(reports[rank].outgoing)):
         if reports[peer].windows:
-            ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
+            ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
     link, most = Link(*reports[rank].link), MOST_VERSION_STEPS
@@ -109,7 +116,8 @@ def plan_of(
     )
 
 
-def _lead(sender: RankReport, receiver: RankReport) -> float:
+def lead(sender: RankReport, receiver: RankReport) -> float:
+    """Seconds by which the receiver's steps begin later than the sender's."""
     return statistics.median(b - a for a, b in zip(sender.starts, receiver.starts, strict=True))
 
 

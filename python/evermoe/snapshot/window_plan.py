@@ -29,7 +29,7 @@ from evermoe.planning.schedule import DEFAULT_LINK, ChunkPlan, ChunkPolicy, Link
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
-from evermoe.snapshot.frequency import lowered
+from evermoe.snapshot.frequency import lowered, steps_of
 from evermoe.snapshot.link import measure_link
 from evermoe.snapshot.rank_plan import (
     Outgoing,
@@ -260,10 +260,7 @@ class WindowPlanner:
         if link != self._default:
             self.link = link.alpha, link.beta
         mine = RankReport(windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed)
-        everyone = gather_json(self._group, asdict(mine))
-        return [
-            RankReport(**fields | {"outgoing": [Outgoing(*each) for each in fields["outgoing"]]}) for fields in everyone
-        ]
+        return [RankReport.from_json(fields) for fields in gather_json(self._group, asdict(mine))]
 
     def _outgoing(self) -> list[Outgoing]:
         found = []
@@ -282,9 +279,10 @@ class WindowPlanner:
         """
         rank, reports = self._group.rank, self._reports
         if self.fixed_steps is None and paces:
-            is_known = self.knows_pace and bool(reports[rank].windows)
-            needed = self._without(self.optional)
-            alone = plan_of(rank, needed, policy, self._memory, None).reason.steps_per_version if is_known else 1
+            alone = 1
+            if self.knows_pace and self.windows is not None:
+                needed = plan_of(rank, self._without(self.optional), policy, self._memory, None)
+                alone = steps_of(needed.reason, self.windows.step_seconds, Link(*reports[rank].link))
             self.version_steps = max(gather_json(self._group, alone))
         plans = self._divide(policy)
         self._courier.link = Link(*reports[rank].link)
@@ -292,7 +290,9 @@ class WindowPlanner:
         if self.windows is not None and rank in plans:
             self._pacer.expect(places_of(self.windows))
             reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
-            words = f"{reason}{lowered(reason, self.windows.step_seconds, Link(*reports[rank].link))}"
+            is_done = self.fixed_steps is None and self.knows_pace
+            said = lowered(reason, self.windows.step_seconds, Link(*reports[rank].link), is_done=is_done)
+            words = f"{reason}{said}"
             if self.numbers:
                 words = f"of {len(plans[rank])} slices, each as a version in a step, the largest: {reason}"
             mine = [reason.delay_seconds, reason.steps_per_version, f"{words} (rank {rank})"]

@@ -17,7 +17,7 @@ from evermoe.comm.pacer import Pacer
 from evermoe.profile import Profiler
 from evermoe.profile.clocks import Event
 from evermoe.profile.recorder import OpenSpan
-from evermoe.train.stages import StageWindowPlanner
+from evermoe.train.stage_windows import StageWindowPlanner
 
 CLOSE_SECONDS = 5.0
 """Time for a GPU to reach the last transfers."""
@@ -72,7 +72,8 @@ class Bubbles:
         self.profiler = self._new_profiler()
 
     def restart(self, step: int) -> None:
-        """Every recovery begins a new profile, as all ranks must have recorded the same steps."""
+        """Every recovery begins a new profile, as all ranks must have recorded the same steps; until then windows are
+        those of before."""
         self.profiler.detach()
         self.profiler = self._new_profiler()
         self.profiler.attach()

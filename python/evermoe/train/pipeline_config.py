@@ -37,8 +37,9 @@ class PipelineConfig(Options):
     copies: int = option(2, least=0)
     """Nodes that are to hold each unit, those that train on it included (`moetion`; `baft` has one beside)."""
     snapshot_every: int | None = option(None, least=1)
-    """Steps between two versions that are copied, each over so many steps; None: as few as the bubbles need for it, and
-    1 until they are known. A failure goes back by twice as many, less one, at most."""
+    """Steps between two versions that are copied, each over so many steps; None: as few as the bubbles need for it, or
+    where these have too little room, as many as lose the least time; 1 until they are known. A failure goes back by
+    twice as many, less one, at most."""
     snapshot_memory: SnapshotMemory = "host"
     """Where a snapshot of a stage on a GPU is made: as of `Session`."""
     node: str | None = option(None, is_name=True)

@@ -39,7 +39,8 @@ from evermoe.train.slice_choice import SliceChoice
 from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stage_copies import StageCopies
 from evermoe.train.stage_target import StageTarget
-from evermoe.train.stages import Seat, StageState, StageWindowPlanner
+from evermoe.train.stage_windows import StageWindowPlanner
+from evermoe.train.stages import Seat, StageState
 
 
 class PipelineDriver(Driver):
@@ -78,6 +79,7 @@ class PipelineDriver(Driver):
         self.window_planner = StageWindowPlanner(
             self.pacer, self.courier, store, membership, windows, schedule, options.snapshot_every
         )
+        self.window_planner.stages = options.stages
         self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps, state.device)
         on_all, alone = state.parameters()

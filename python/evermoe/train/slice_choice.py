@@ -9,7 +9,8 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.snapshot.slices import UnitBytes, slices_needed, slices_of
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.train.stages import Seat, SlicesTold, StageWindowPlanner, loop_unit, stage_primaries
+from evermoe.train.stage_windows import StageWindowPlanner
+from evermoe.train.stages import Seat, SlicesTold, loop_unit, stage_primaries
 
 logger = logging.getLogger(__name__)
 

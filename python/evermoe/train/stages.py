@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from evermoe import planning
 from evermoe.errors import UnsupportedState
 from evermoe.experts import expert_layers
-from evermoe.planning.schedule import ChunkPolicy
-from evermoe.planning.windows import StepProfile
-from evermoe.profile import Profiler
 from evermoe.snapshot.bundles import Bundle, bundles
-from evermoe.snapshot.rank_plan import COPIES, plan_of
-from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.expert_load import ExpertLoad
 from evermoe.state.training_state import TrainingState
@@ -325,70 +320,3 @@ class StageState(TrainingState):
             Unit(name, tuple(spec for spec in self.own.by_name[unit].specs if not spec.is_state))
             for name, unit in names.items()
         ]
-
-
-class StageWindowPlanner(WindowPlanner):
-    """Finds windows in what the profiler of a pipeline has seen of all ranks.
-
-    A rank that waits for a peer has an idle network: a transfer keeps it busy from when both ends had begun until it is
-    known here to be over, as that is when the pacer learns of it.
-    """
-
-    profiler: Profiler
-
-    @property
-    def bubble_bytes(self) -> int:
-        """Of what this member sends in a version, all bundles, the bytes that a step's windows have room for."""
-        mine = self._reports[self._group.rank] if self._reports else None
-        if self._policy is None or mine is None or not mine.windows:
-            return 0
-        plan = plan_of(self._group.rank, self._reports, self._policy, self._memory, 1)
-        return sum(chunk.bytes for chunk in plan.chunks if chunk.window is not None)
-
-    def cut(self, numbers: Sequence[int], steps: int) -> None:
-        """From the next `restart` on versions are of slices.
-
-        Args:
-            numbers: as `WindowPlanner.numbers`.
-            steps: of a window.
-        """
-        if numbers or self.numbers:
-            self.fixed_steps = steps if numbers else None
-        self.numbers = numbers
-
-    def _carry_over(self, policy: ChunkPolicy) -> None:
-        """Does nothing: a rank's windows are those of its own place, which a newcomer cannot take from another one."""
-
-    def _consider(self, step: int, policy: ChunkPolicy, *, is_whole: bool) -> None:
-        with self.profiler.unseen():  # most steps have none of this
-            super()._consider(step, policy, is_whole=is_whole)
-
-    def _profile(self) -> tuple[list[StepProfile], list[float]]:
-        gathered = self.profiler.gather_windows(self._group)
-        met = gathered.steps[self._group.rank]
-        recorded = self.profiler.recorded[-len(met) :]
-        steps = [known_busy(local.step, both) for local, both in zip(recorded, met, strict=True)]
-        return steps, [local.start for local in recorded]
-
-
-def known_busy(local: StepProfile, met: StepProfile) -> StepProfile:
-    """The transfers of a step from when both ends had begun until it is known here that they are over.
-
-    What is waited for before the vote is the last: from then on the network counts as busy until the step ends.
-
-        >>> from evermoe.planning.windows import Span
-        >>> mine = StepProfile(9.0, [Span("receive from 0", "receive", "network", 1.0, 5.0, 64, [0])])
-        >>> both = StepProfile(9.0, [Span("receive from 0", "receive", "network", 4.0, 1.5, 64, [0])])
-        >>> known_busy(mine, both).spans[0][3:5]
-        (4.0, 2.0)
-
-    Args:
-        local: as this rank saw it alone.
-        met: the same, from `evermoe.profile.meet`.
-    """
-    spans = []
-    for mine, both in zip(local.spans, met.spans, strict=True):
-        if mine.resource == "network":
-            end = local.seconds if mine.name == COPIES else mine.start + mine.seconds
-            spans.append(mine._replace(start=both.start, seconds=max(0.0, end - both.start)))
-    return StepProfile(local.seconds, spans)

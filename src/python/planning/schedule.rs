@@ -12,7 +12,6 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan_chunks, module)?)?;
     module.add_function(wrap_pyfunction!(copy_period, module)?)?;
     module.add_function(wrap_pyfunction!(snapshot_places, module)?)?;
-    module.add_function(wrap_pyfunction!(unit_shares, module)?)?;
     module.add_function(wrap_pyfunction!(chrome_trace, module)?)?;
     module.add_function(wrap_pyfunction!(merge_traces, module)?)?;
     module.add_class::<Windows>()?;
@@ -194,7 +193,6 @@ fn plan_chunks(
     py: Python<'_>,
     pieces: Vec<(String, u64, Vec<usize>)>,
     windows: &Windows,
-    resource: &str,
     receivers: Vec<(usize, PyRef<'_, Windows>, f64)>,
     link: (f64, f64),
     memory: (u64, u64, Option<(f64, f64)>),
@@ -217,7 +215,6 @@ fn plan_chunks(
     let request = Request {
         pieces: &pieces,
         windows: &windows.0,
-        resource: resource.parse()?,
         receivers: &receivers,
         link: link_of(link),
         memory: Memory { bytes, buffers, drain: drain.map(link_of) },
@@ -256,11 +253,6 @@ fn copy_period(
 #[pyfunction]
 fn snapshot_places(free_bytes: u64, nbytes: Vec<u64>, reserve: u64) -> Vec<&'static str> {
     schedule::snapshot_places(free_bytes, &nbytes, reserve).into_iter().map(schedule::Place::name).collect()
-}
-
-#[pyfunction]
-fn unit_shares(nbytes: Vec<u64>, ranks: usize, share: &str) -> PyResult<Vec<usize>> {
-    Ok(schedule::unit_shares(&nbytes, ranks, share.parse()?)?)
 }
 
 #[pyfunction]

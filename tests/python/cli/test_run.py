@@ -256,6 +256,19 @@ def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the
 
 
 @pytest.mark.timeout(100)
+def test_what_asks_for_another_machine_is_called_once_for_a_loss(start, tmp_path):
+    """A command of the user's, with what it is told in its environment."""
+    dies = 'if os.environ["LOCAL_RANK"] == "1" and step.number == 2: os.kill(os.getpid(), 9)'
+    body = SCRIPT.replace("copies=1)", "copies=2)").replace("    with step:\n", f"    {dies}\n    with step:\n")
+    (tmp_path / "dies.py").write_text(body)
+    note = f"echo $EVERMOE_LOST_KEY $EVERMOE_LOST_KIND >> {tmp_path}/asked"
+    code, said = start("--workers", "3", "--on-lost", note, "dies.py", "8", "10").end()
+    assert said.count("ended at 10") == 2, said
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert re.fullmatch(r"\S+-\d+ process", asked)
+    assert code == 128 + signal.SIGKILL or code == 0, said
+
+
 def test_a_spare_that_nobody_needed_ends_with_the_job(start, tmp_path):
     code, said = start("--workers", "2", "--spare", "1", "train.py", "8", "10").end()
     assert code == 0, said

@@ -34,3 +34,20 @@ def test_windows_are_known_from_the_third_step_to_the_end(tmp_path, preset):
     result = json.loads((tmp_path / "out.json").read_text())
     assert sum(result["messages"].values()) == sum(map(len, by_worker.values()))
     assert f"{result['messages']['window']} messages in idle windows" in " ".join(done.stdout.split())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("preset", ["gemini", "baft"])
+def test_nine_of_ten_messages_are_sent_in_windows(tmp_path, preset):
+    """With the demo's defaults, a kill and a join; those of recoveries, while training waits anyway, do not count."""
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    run = ["--preset", preset, "--baseline-steps", "0", "--memory-dir", str(memory), "--json", "out.json"]
+    done = evermoe("demo", *run, folder=tmp_path, limit=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["episodes"], "a worker was killed"
+    sent = result["messages"]
+    others = sum(count for when, count in sent.items() if when not in ("window", "recovery"))
+    assert sent["window"] > 9 * others, sent

@@ -104,6 +104,21 @@ def test_a_whole_stage_is_lost(start_job, uninterrupted, preset):
         assert recovered["sources"] == {"local memory": 0, "peer": len(digests[0])}
 
 
+def test_without_copies_a_lost_rank_is_served_by_its_data_parallel_peer(start_job):
+    """All that its newcomer has can only have come from there."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2}, steps=5)
+    started = [pipeline.start(rank, kill_in_step=2 if rank == RANKS - 1 else None) for rank in range(RANKS)]
+    pipeline.lose(started[-1])
+    newcomer = pipeline.start(RANKS - 1)
+    done = pipeline.finish()
+    assert [each["sent_bytes"] for each in done] == [0] * RANKS, "there are no copies"
+    recovered = newcomer.events("recovered")[0]
+    assert recovered["step"] == 2
+    assert recovered["sources"] == {"local memory": 0, "peer": len(done[0]["digests"])}
+    assert done[-1]["digests"] == done[-2]["digests"]
+    assert [each["different"] for each in done] == [[]] * RANKS
+
+
 def test_a_node_with_two_stages_is_lost(start_job):
     """Its stages' copies are on the other node, one on each rank, although the stage before was beside one of them."""
     pipeline = Pipeline(start_job(RANKS), ranks_per_node=2, stages=RANKS, peers=1, steps=40, copies=PRESETS["baft"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from evermoe import _native
-from evermoe.planning import schedule
 from support import absurd
 
 TESTS = Path(__file__).parents[1]
@@ -19,11 +18,6 @@ def test_random_nonsense_is_refused():
     done = subprocess.run(command, check=False, cwd=TESTS, capture_output=True, text=True, timeout=120)
     last = done.stdout.splitlines()[-1:]
     assert done.returncode == 0, f"after {last}: exit {done.returncode}\n{done.stderr[-3000:]}"
-
-
-@pytest.mark.parametrize("ranks", [1 << 24, 1 << 31, 1 << 35, 1 << 62, (1 << 64) - 1])
-def test_more_ranks_than_memory_share_a_few_units(ranks):
-    assert schedule.unit_shares([5, 1, 1], ranks, "bytes") == [0, 1, 2]
 
 
 def test_a_plan_of_endless_steps_is_refused():

@@ -13,7 +13,6 @@ from evermoe.planning.schedule import (
     Receiver,
     plan_chunks,
     snapshot_places,
-    unit_shares,
 )
 from evermoe.planning.trace import SentChunk, chrome_trace, merge_traces
 from evermoe.planning.windows import Span, StepProfile, Windows, find_windows, has_changed
@@ -114,15 +113,9 @@ def test_json_comes_back():
     assert repr(plan).startswith("ChunkPlan(")
 
 
-def test_the_host_link_has_windows_too():
-    plan = plan_chunks(pieces(), windows(), LINK, MEMORY, resource="host_link")
-    assert {windows().windows[chunk.window].resource for chunk in plan.chunks} == {"host_link"}
-
-
-def test_memory_and_shares():
+def test_snapshots_go_where_there_is_room():
     assert snapshot_places(10, [5, 6, 5]) == ["host", "device", "host"]
     assert snapshot_places(10, [5, 6, 5], reserve=11) == ["host"] * 3
-    assert unit_shares([4, 4, 8], 2, "bytes") == [1, 1, 0]
 
 
 def events(trace, kind):
@@ -237,7 +230,6 @@ SPAN = Span("a", "send", "network", 0.0, 1.0)
         (lambda: plan(memory=Memory(8, 2, Link(0, -1))), r"memory\.drain\.beta: expected"),
         (lambda: plan(memory=Memory(1, 1), pieces=pieces(1 << 40)), r"memory: sub-buffers of 1 bytes make 439804651"),
         (lambda: plan(policy="moon"), r"policy: expected one of gemini, baft, moetion, auto, got 'moon'"),
-        (lambda: plan(resource="disk"), r"resource: expected one of compute, network, host_link, got 'disk'"),
         (lambda: plan(max_steps=0), r"max_steps: expected 1 to 4096, got 0"),
         (lambda: plan(pieces=[*pieces(), *pieces()]), r"pieces: unit \"expert0\" is there twice"),
         (lambda: plan(pieces=pieces(destinations=[])), r"pieces: unit \"expert0\" has no destination"),
@@ -256,8 +248,6 @@ SPAN = Span("a", "send", "network", 0.0, 1.0)
         (lambda: merge_traces(["{}"]), r"traces: number 0 is no trace of a rank: traceEvents is missing"),
         (lambda: merge_traces(["x"]), r"traces: number 0 is no trace of a rank: expected value"),
         (lambda: merge_traces([chrome_trace([step()])] * 2), r"traces: numbers 0 and 1 are both of rank 0"),
-        (lambda: unit_shares([1], 0), r"ranks: expected 1 or more, got 0"),
-        (lambda: unit_shares([1], 1, "half"), r"share: expected one of modulo, bytes, got 'half'"),
         (lambda: snapshot_places(-1, []), r"free_bytes: expected an integer"),
     ],
 )

@@ -62,6 +62,20 @@ def test_all_processes_crash_and_the_job_resumes_from_shared_memory(start_job):
     assert job.arenas() == []
 
 
+def test_moetion_resumes_from_the_memory_of_its_own_nodes(start_job):
+    """After a failure of software alone: each node has snapshots of what it trains."""
+    job = start_job(preset="moetion", local_bytes_per_step=1 << 30, **FEWEST)
+    run_until_crash(job)
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    check_history(job.workers, undone=True)
+    for each in again:
+        recovered = each.events("recovered")[0]
+        assert CRASH - 1 <= recovered["step"] <= CRASH
+        assert recovered["sources"]["local memory"] > 0
+        assert recovered["sources"].get("disk", 0) == recovered["digests_mismatched"] == 0
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.02])
 @pytest.mark.few(1)
 def test_all_processes_crash_in_the_middle_of_anything(start_job, delay):

@@ -62,3 +62,20 @@ def test_windows_that_are_too_short_for_a_version_share_it_out(start_job):
         found = [step for step in versions(worker) if step > planned + 1]
         assert {b - a for a, b in pairwise(found[:-1])} == {steps}  # the last one is that of the job's end
         assert (Path(worker.options.folder) / f"{worker.name}.session.json").exists()
+
+
+def test_windows_that_take_nothing_make_versions_as_rare_as_loses_the_least_time(start_job):
+    """By the formula of Gemini, which weighs delays against what failures would waste: done, not only said."""
+    job = start_job(2, preset="gemini", profile_steps=4, profile_every=1000, window_share=1e-4)
+    workers = job.start_all({}, "ab", steps=80, slow=0.05)
+    assert [each.join() for each in workers] == [0, 0], workers[0].log()
+    check_history(workers)
+    paced = workers[0].events("paced")
+    assert paced[-1]["summary"] == workers[1].events("paced")[-1]["summary"]
+    steps = int(re.search(r"so there is a version every (\d+) steps, which loses the least", paced[-1]["summary"])[1])
+    assert 1 < steps < 64
+    planned = next(event["step"] for event in paced if event["plans"] == paced[-1]["plans"])
+    for worker in workers:
+        found = [step for step in versions(worker) if step > planned + 1]
+        assert len(found) > 2
+        assert {b - a for a, b in pairwise(found[:-1])} == {steps}

@@ -89,6 +89,19 @@ def test_messages_are_under_way_at_a_time_as_there_are_buffers(start_job, buffer
         assert buffers == 1 or most_at_once(trace) > 2, "more than the two of the default"
 
 
+def test_a_buffer_for_a_whole_bundle_and_one_alone_is_one_message_for_each(start_job):
+    """Gemini's naive interleaving: what is copied is not cut, and nothing else is under way with it."""
+    job = start_job(2, preset="gemini", profile_steps=0, copy_buffer_bytes=1 << 28, copy_buffers=1)
+    workers = job.start_all({}, "ab", steps=8)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    for each, peer in (workers, workers[::-1]):
+        for step in range(1, 8):
+            messages, bundles = each.events("chunk", step=step), peer.events("published", step=step)
+            assert len(messages) == 2 * len(bundles) > 0, "what a bundle has in one, and its digests in another"
+            assert messages[-1]["sent"] == messages[-1]["total"]
+
+
 def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(start_job):
     for trace in run(start_job, "gemini", session={"window_share": 0.25, "snapshot_every": 1})[1]:
         assert check_in_windows(trace) > 0
@@ -102,8 +115,9 @@ def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(sta
         check_blocked(each)
 
 
-def test_windows_that_are_too_short_are_said_with_the_frequency_that_loses_least(start_job):
-    workers, _ = run(start_job, "gemini", session={"window_share": 0.002})
+def test_where_versions_of_one_step_are_asked_for_the_frequency_that_loses_least_is_said(start_job):
+    """What is given stays: it is advice then."""
+    workers, _ = run(start_job, "gemini", session={"window_share": 0.002, "snapshot_every": 1})
     for worker in workers:
         summary = worker.events("paced")[-1]["summary"]
         assert re.search(r"have no window and delay a step by .*; a version in \d+ steps would delay training", summary)
@@ -194,5 +208,6 @@ def test_presets_that_send_gradients_profile_for_their_next_arrangement(start_jo
         assert last["plans"] >= 1
         assert last["seconds"] > 0
         assert last["budgets"] == workers[0].events("paced")[-1]["budgets"]
-        assert preset == "auto" or min(last["budgets"]) > last["seconds"] * 1e6  # both from measured speeds
+        if preset == "moetion":
+            assert all(budget is None or budget > last["seconds"] * 1e6 for budget in last["budgets"])
         assert events(trace, "collective")

@@ -107,7 +107,6 @@ class Draw:
         return _native.plan_chunks(
             self.few(lambda: (self.name(), self.size(), self.sizes())),
             self.windows(),
-            self.word("network", "host_link"),
             self.few(lambda: (self.size(), self.windows(), self.real()), 3),
             link,
             memory,
@@ -235,7 +234,6 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
         draw.real(), draw.real(), draw.real(), draw.real(), draw.real(), draw.size()
     ),
     "snapshot_places": lambda draw: _native.snapshot_places(draw.size(), draw.sizes(), draw.size()),
-    "unit_shares": lambda draw: _native.unit_shares(draw.sizes(), draw.size(), draw.word("modulo", "bytes")),
     "Windows.from_json": lambda draw: _native.Windows.from_json(draw.damaged(WINDOWS.to_json())).rows,
     "ChunkPlan.from_json": lambda draw: _native.chrome_trace(
         STEPS, WINDOWS, _native.ChunkPlan.from_json(draw.damaged(PLAN.to_json())), [], draw.size(), draw.real()
@@ -257,9 +255,7 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
 }
 STEPS = [(8.0, [("s", "send", "network", start, 1.0, 64, [1]) for start in (0.0, 4.0)])] * 2
 WINDOWS = _native.find_windows(STEPS, 0.0, 1.0, [])
-PLAN = _native.plan_chunks(
-    [("a", 50, [1]), ("b", 9, [1])], WINDOWS, "network", [], (1.0, 10.0), (40, 2, None), "auto", 4, 1
-)
+PLAN = _native.plan_chunks([("a", 50, [1]), ("b", 9, [1])], WINDOWS, [], (1.0, 10.0), (40, 2, None), "auto", 4, 1)
 
 
 def main(seed: int, seconds: float) -> None:

@@ -62,9 +62,11 @@ def wait_until(what: Callable[[], Any], why: str, limit: float = PATIENCE) -> An
 class Worker:
     """One process, and what it has written so far."""
 
+    main = staticmethod(worker.main)
+
     def __init__(self, options: Options) -> None:
         self.options, self.name = options, options.name
-        self.process = SERVER.Process(target=worker.main, args=(options,), daemon=True)
+        self.process = SERVER.Process(target=self.main, args=(options,), daemon=True)
         self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
@@ -139,11 +141,18 @@ class Job:
         self.workers: list[Worker] = []
         self.open_gate(worker.EVERYTHING)
 
-    def start(self, name: str, *faults: Fault, session: dict[str, Any] | None = None, **options: Any) -> Worker:
+    def start(
+        self,
+        name: str,
+        *faults: Fault,
+        session: dict[str, Any] | None = None,
+        kind: type[Worker] = Worker,
+        **options: Any,
+    ) -> Worker:
         """A worker on the node `name`."""
         arguments = {"folder": str(self.folder), "lighthouse": self.address} | options
         fields = {"node": name} | self.session | (session or {})
-        self.workers.append(Worker(Options(name=name, faults=list(faults), session=fields, **arguments)))
+        self.workers.append(kind(Options(name=name, faults=list(faults), session=fields, **arguments)))
         return self.workers[-1]
 
     def start_all(self, faults: dict[str, list[Fault]], names: str = "abc", **options: Any) -> list[Worker]:

@@ -218,6 +218,11 @@ class Recorder:
             assert self.session is not None
             tokens = {path: layer.tokens_E.tolist() for path, layer in self.session._state.layers.items()}
             more = {"after": self._last, "tokens": tokens, **self._state()}
+        if name == "arranged":
+            protection = self.session._protection  # type: ignore[union-attr]
+            kept = protection.plan.units
+            more = {"holders": {each.unit: [each.kind, each.primary, each.holders] for each in kept}}
+            more["active"] = protection.active
         self.write(name, **fields, **more)
         if name == "arranged" and self._options.states:
             from support.states import watch  # this file also runs by itself, without the others

@@ -1,0 +1,132 @@
+"""When the copies of a pipeline's stages travel: in windows of what the profilers of all ranks have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from evermoe.comm.gather import share_json
+from evermoe.planning.schedule import ChunkPolicy
+from evermoe.planning.windows import StepProfile
+from evermoe.profile import Profiler
+from evermoe.profile.bubble_time import BubbleTime, bubble_time
+from evermoe.snapshot.rank_plan import COPIES, RankReport, lead, plan_of
+from evermoe.snapshot.window_plan import WARM_UP, WindowPlanner
+
+
+class _Known(NamedTuple):
+    """What all ranks know of one."""
+
+    windows: str
+    """`Windows.to_json`; empty where nothing is known."""
+    lead: float
+    """Seconds by which its steps begin later than those of rank 0."""
+
+
+_UNKNOWN = _Known("", 0.0)
+
+
+class StageWindowPlanner(WindowPlanner):
+    """Finds windows in what the profiler of a pipeline has seen of all ranks.
+
+    A rank that waits for a peer has an idle network: a transfer keeps it busy from when both ends had begun until it is
+    known here to be over, as that is when the pacer learns of it.
+    """
+
+    profiler: Profiler
+    stages = 1
+    """Of the pipeline."""
+    bubbles: BubbleTime | None = None
+    """Of the rank that has the most of them, by the latest profile; the same on all ranks."""
+    _known: Sequence[_Known] = ()
+    """What the latest plan was made of, by rank; empty on a newcomer. The same on all others."""
+
+    @property
+    def bubble_bytes(self) -> int:
+        """Of what this member sends in a version, all bundles, the bytes that a step's windows have room for."""
+        mine = self._reports[self._group.rank] if self._reports else None
+        if self._policy is None or mine is None or not mine.windows:
+            return 0
+        plan = plan_of(self._group.rank, self._reports, self._policy, self._memory, 1)
+        return sum(chunk.bytes for chunk in plan.chunks if chunk.window is not None)
+
+    def cut(self, numbers: Sequence[int], steps: int) -> None:
+        """From the next `restart` on versions are of slices.
+
+        Args:
+            numbers: as `WindowPlanner.numbers`.
+            steps: of a window.
+        """
+        if numbers or self.numbers:
+            self.fixed_steps = steps if numbers else None
+        self.numbers = numbers
+
+    def _carry_over(self, policy: ChunkPolicy) -> None:
+        """Plans by the windows of before; a newcomer takes those of its predecessor, which all others remember.
+
+        Ranks run the same schedule as before, so windows lie between the same transfers.
+        """
+        mine = self._known[self._group.rank] if self._known else _UNKNOWN
+        reports = self._exchange(mine.windows, [mine.lead])
+        missing = [rank for rank, report in enumerate(reports) if not report.windows]
+        if len(missing) == len(reports):
+            return
+        source = next(rank for rank, report in enumerate(reports) if report.windows)
+        told = None
+        if self._group.rank == source:
+            told = [self.knows_pace, self.bubbles, [self._known[rank] for rank in missing]]
+        self.knows_pace, bubbles, rows = share_json(self._group, told, source)
+        self.bubbles = None if bubbles is None else BubbleTime(*bubbles)
+        for rank, row in zip(missing, rows, strict=True):
+            known = _Known(*row)
+            reports[rank] = replace(reports[rank], windows=known.windows, starts=[known.lead])
+        self._remember(reports)
+        self._adopt(reports, policy, self._base, "; by the windows of before", paces=True)
+
+    def _remember(self, reports: Sequence[RankReport]) -> None:
+        self._known = [_Known(report.windows, lead(reports[0], report)) for report in reports]
+
+    def _consider(self, step: int, policy: ChunkPolicy, *, is_whole: bool) -> None:
+        plans = self.plans
+        with self.profiler.unseen():  # most steps have none of this
+            super()._consider(step, policy, is_whole=is_whole)
+        if self.plans != plans:
+            self._remember(self._reports)
+
+    def _plan(self, policy: ChunkPolicy, *, paces: bool) -> None:
+        super()._plan(policy, paces=paces)
+        if self.bubbles is not None:
+            self.summary += f"; {self.bubbles}"
+
+    def _profile(self) -> tuple[list[StepProfile], list[float]]:
+        gathered = self.profiler.gather_windows(self._group)
+        times = [bubble_time(gathered.steps, gathered.starts, rank, self.stages) for rank in range(gathered.size)]
+        self.bubbles = max((each for each in times if each is not None), default=None)
+        met = gathered.steps[self._group.rank]
+        recorded = self.profiler.recorded[-len(met) :]
+        found = [each for each in zip(recorded, met, strict=True) if each[0].number >= WARM_UP]
+        return [known_busy(local.step, both) for local, both in found], [local.start for local, _ in found]
+
+
+def known_busy(local: StepProfile, met: StepProfile) -> StepProfile:
+    """The transfers of a step from when both ends had begun until it is known here that they are over.
+
+    What is waited for before the vote is the last: from then on the network counts as busy until the step ends.
+
+        >>> from evermoe.planning.windows import Span
+        >>> mine = StepProfile(9.0, [Span("receive from 0", "receive", "network", 1.0, 5.0, 64, [0])])
+        >>> both = StepProfile(9.0, [Span("receive from 0", "receive", "network", 4.0, 1.5, 64, [0])])
+        >>> known_busy(mine, both).spans[0][3:5]
+        (4.0, 2.0)
+
+    Args:
+        local: as this rank saw it alone.
+        met: the same, from `evermoe.profile.meet`.
+    """
+    spans = []
+    for mine, both in zip(local.spans, met.spans, strict=True):
+        if mine.resource == "network":
+            end = local.seconds if mine.name == COPIES else mine.start + mine.seconds
+            spans.append(mine._replace(start=both.start, seconds=max(0.0, end - both.start)))
+    return StepProfile(local.seconds, spans)
