@@ -1,10 +1,12 @@
 """Messages between two members, against iperf3 and torch's gloo on the same link, in turns in one run.
 
 What is sent lies in memory, as the copies of units do, and is received into memory; iperf3 sends one small buffer again
-and again, and keeps nothing. "GIL" is the share of the time in which another thread of the sender waits for Python's
-lock, by gilknocker. Needs iperf3 (a package of most systems).
+and again, and keeps nothing. "UCX" is the same with `transport="ucx"`, where there is UCX (`evermoe[ucx]`): on loopback
+that is UCX's own TCP. "GIL" is the share of the time in which another thread of the sender waits for Python's lock, by
+gilknocker. Needs iperf3 (a package of most systems).
 """
 
+import importlib.util
 import os
 import shutil
 import socket
@@ -47,6 +49,7 @@ def main():
         return
     columns = {
         "MiB": "4d",
+        "carrier": "7s",
         "GB/s": "6.2f",
         "of iperf3": "9.2f",
         "of gloo": "8.2f",
@@ -81,31 +84,40 @@ def start_iperf3():
             return server, port
 
 
+def carriers():
+    """TCP, and UCX where its package is installed or EVERMOE_UCX names its library."""
+    has_ucx = "EVERMOE_UCX" in os.environ or importlib.util.find_spec("libucx") is not None
+    return ("tcp", "ucx") if has_ucx else ("tcp",)
+
+
 @contextmanager
 def pair(rank, folder):
-    """One of two members, connected: its group and what sends; they meet in the folder."""
+    """One of two members, connected: its group and what sends, by carrier; they meet in the folder."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    group, transport = Group("127.0.0.1"), Transport("127.0.0.1", "127.0.0.1")
+    group = Group("127.0.0.1")
+    transports = {carrier: Transport("127.0.0.1", "127.0.0.1", carrier=carrier) for carrier in carriers()}
     group.rebuild(dist.FileStore(f"{folder}/group", 2), rank, 2, torch.device("cpu"), LIMIT)
-    addresses = [address.decode() for address in group.all_gather_bytes(transport.address.encode())]
-    transport.connect(1, rank, addresses, LIMIT, LIMIT)
-    courier = Courier(transport, None, "courier")
+    for transport in transports.values():
+        addresses = [address.decode() for address in group.all_gather_bytes(transport.address.encode())]
+        transport.connect(1, rank, addresses, LIMIT, LIMIT)
+    couriers = {carrier: Courier(transport, None, "courier") for carrier, transport in transports.items()}
     try:
-        yield group, courier
+        yield group, couriers
     finally:
-        courier.close()
-        transport.close()
+        for carrier, courier in couriers.items():
+            courier.close()
+            transports[carrier].close()
 
 
 def timed_once(members, nbytes):
     """Seconds until so many bytes have come to the other member, in messages of a recovery's size."""
-    group, courier = members
+    group, couriers = members
     parts = torch.ones(nbytes, dtype=torch.uint8).split(MESSAGE_BYTES)
     group.all_reduce(torch.zeros(1))
     start = time.perf_counter()
-    by_courier(courier, group.rank, parts)
+    by_courier(couriers["tcp"], group.rank, parts)
     group.all_reduce(torch.zeros(1))
     return time.perf_counter() - start
 
@@ -116,47 +128,50 @@ def run(rank, folder, port, arguments):
         measure(*members, folder, port, arguments)
 
 
-def measure(group, courier, folder, port, arguments):
+def measure(group, couriers, folder, port, arguments):
     """All sizes, of all that is compared."""
     rank = group.rank
     memory = torch.ones(MEMORY_BYTES, dtype=torch.uint8).share_memory_()
     knocker = gilknocker.KnockKnock(1000)
     rows = []
     for mib in arguments.mib:
-        found = {"mine": [], "gloo": [], "iperf3": [], "gil": []}
+        found = {name: [] for name in ("gloo", "iperf3", *couriers, *(f"gil {carrier}" for carrier in couriers))}
         parts = memory.split(mib << 20)
         for _ in range(arguments.rounds):
-            knocker.start()
-            knocker.reset_contention_metric()
-            found["mine"].append(timed(group, arguments.seconds, partial(by_courier, courier, rank, parts), memory))
-            found["gil"].append(knocker.contention_metric)
-            knocker.stop()
+            for carrier, courier in couriers.items():
+                knocker.start()
+                knocker.reset_contention_metric()
+                send = partial(by_courier, courier, rank, parts)
+                found[carrier].append(timed(group, arguments.seconds, send, memory))
+                found[f"gil {carrier}"].append(knocker.contention_metric)
+                knocker.stop()
             found["gloo"].append(timed(group, arguments.seconds, partial(by_torch, rank, parts), memory))
             group.all_reduce(torch.zeros(1))
             if rank == 0:
                 found["iperf3"].append(by_iperf3(port, arguments.seconds))
             group.all_reduce(torch.zeros(1))
         if rank == 0:
-            rows.append(row(mib, found))
+            rows += [row(mib, carrier, found) for carrier in couriers]
     if rank == 0:
         torch.save(rows, f"{folder}/rows")
     group.all_reduce(torch.zeros(1))
 
 
-def row(mib, found):
-    """Medians of one size; ratios of turns that follow each other."""
+def row(mib, carrier, found):
+    """Medians of one size and carrier; ratios of turns that follow each other."""
 
     def ratio(to):
-        return statistics.median(a / b for a, b in zip(found["mine"], found[to], strict=True))
+        return statistics.median(a / b for a, b in zip(found[carrier], found[to], strict=True))
 
     return {
         "MiB": mib,
-        "GB/s": statistics.median(found["mine"]),
+        "carrier": carrier.upper(),
+        "GB/s": statistics.median(found[carrier]),
         "of iperf3": ratio("iperf3"),
         "of gloo": ratio("gloo"),
         "iperf3 GB/s": statistics.median(found["iperf3"]),
         "gloo GB/s": statistics.median(found["gloo"]),
-        "GIL": statistics.median(found["gil"]),
+        "GIL": statistics.median(found[f"gil {carrier}"]),
     }
 
 

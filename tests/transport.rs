@@ -1,20 +1,52 @@
 //! Messages between members: each arrives whole, in the order of its tag; who is gone or a stranger costs its own alone.
 
 use evermoe::secret::Secret;
-use evermoe::transport::{Links, Peers, Port, Transfer};
-use std::io::{Read, Write};
+use evermoe::transport::{Carrier, Links, Peers, Port, Transfer};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(20);
 /// Time for what must not happen.
 const MOMENT: Duration = Duration::from_millis(200);
 
+/// Tests of both carriers. UCX's is passed over where there is no library, unless `EVERMOE_UCX` says where it is.
+macro_rules! on_both {
+    ($($(#[$meta:meta])* fn $name:ident($carrier:ident: &Carrier) $body:block)*) => {
+        mod tcp {
+            $(#[test] fn $name() { super::$name(&super::Carrier::Tcp); })*
+        }
+        mod ucx {
+            $(#[test] fn $name() {
+                if let Some(carrier) = super::ucx_carrier() {
+                    super::$name(&carrier);
+                }
+            })*
+        }
+        $($(#[$meta])* fn $name($carrier: &Carrier) $body)*
+    };
+}
+
+fn ucx_carrier() -> Option<Carrier> {
+    let named = std::env::var("EVERMOE_UCX").ok();
+    let carrier = Carrier::Ucx { libraries: vec![named.clone().unwrap_or("libucp.so.0".into())] };
+    match Port::open(None, None, &carrier) {
+        Ok(_) => Some(carrier),
+        Err(error) if named.is_some() => panic!("{error}"),
+        Err(error) => {
+            eprintln!("passed over: {error}");
+            None
+        }
+    }
+}
+
 /// Ports of some members, and their addresses.
-fn ports(secrets: &[Option<&str>]) -> (Vec<Port>, Vec<String>) {
+fn ports(carrier: &Carrier, secrets: &[Option<&str>]) -> (Vec<Port>, Vec<String>) {
     let open = |secret: &Option<&str>| {
         let secret = secret.map(|text| Secret::new(text).unwrap());
-        Port::open(Some("127.0.0.1".parse().unwrap()), secret.as_ref()).unwrap()
+        Port::open(Some("127.0.0.1".parse().unwrap()), secret.as_ref(), carrier).unwrap()
     };
     let ports: Vec<Port> = secrets.iter().map(open).collect();
     let addresses = ports.iter().map(|port| format!("127.0.0.1:{}", port.port())).collect();
@@ -27,8 +59,8 @@ fn begin(port: &Port, group: u64, rank: usize, addresses: &[String]) -> Links {
 }
 
 /// Members of one group, and their ports.
-fn group(size: usize) -> (Vec<Port>, Vec<Links>) {
-    let (ports, addresses) = ports(&vec![None; size]);
+fn group(carrier: &Carrier, size: usize) -> (Vec<Port>, Vec<Links>) {
+    let (ports, addresses) = ports(carrier, &vec![None; size]);
     let links = ports.iter().enumerate().map(|(rank, port)| begin(port, 1, rank, &addresses)).collect();
     (ports, links)
 }
@@ -47,9 +79,9 @@ fn reason(transfer: &Transfer) -> String {
     transfer.wait(LIMIT).expect("it is over").expect_err("it has failed")
 }
 
-#[test]
-fn long_messages_may_be_changed_as_soon_as_they_are_over() {
-    let (_ports, links) = group(2);
+on_both! {
+fn long_messages_may_be_changed_as_soon_as_they_are_over(carrier: &Carrier) {
+    let (_ports, links) = group(carrier, 2);
     let mut room = vec![vec![0; 3 << 20]; 12];
     let come: Vec<Transfer> = room.iter_mut().map(|each| receive(&links[1], each, 0, 7)).collect();
     let mut data = vec![vec![0; 3 << 20]; 2];
@@ -58,7 +90,9 @@ fn long_messages_may_be_changed_as_soon_as_they_are_over() {
         first[0].fill(number + 1);
         second[0].fill(number + 2);
         let sent = [send(&links[0], &mut first[0], 1, 7), send(&links[0], &mut second[0], 1, 7)];
-        assert!(sent.iter().all(|each| each.wait(LIMIT) == Some(Ok(3 << 20))));
+        for each in &sent {
+            assert_eq!(each.wait(LIMIT), Some(Ok(3 << 20)));
+        }
     }
     assert!(come.iter().all(|each| each.wait(LIMIT) == Some(Ok(3 << 20))));
     for (number, each) in room.iter().enumerate() {
@@ -66,9 +100,8 @@ fn long_messages_may_be_changed_as_soon_as_they_are_over() {
     }
 }
 
-#[test]
-fn messages_of_a_tag_keep_their_order_whoever_is_first() {
-    let (_ports, links) = group(2);
+fn messages_of_a_tag_keep_their_order_whoever_is_first(carrier: &Carrier) {
+    let (_ports, links) = group(carrier, 2);
     let mut data: Vec<Vec<u8>> = (0..40u8).map(|each| vec![each; 1 + 1000 * usize::from(each)]).collect();
     let mut room = vec![vec![255; 40_000]; 40];
     let (mut sent, mut come) = (Vec::new(), Vec::new());
@@ -93,9 +126,8 @@ fn messages_of_a_tag_keep_their_order_whoever_is_first() {
     }
 }
 
-#[test]
-fn a_message_that_nobody_expects_holds_up_no_other() {
-    let (_ports, links) = group(2);
+fn a_message_that_nobody_expects_holds_up_no_other(carrier: &Carrier) {
+    let (_ports, links) = group(carrier, 2);
     let (mut large, mut small, mut room) = (vec![1; 8 << 20], [2], [0]);
     let unexpected = send(&links[0], &mut large, 1, 7);
     for _ in 0..10 {
@@ -106,9 +138,8 @@ fn a_message_that_nobody_expects_holds_up_no_other() {
     assert_eq!((room, unexpected.wait(MOMENT)), ([2], None));
 }
 
-#[test]
-fn a_lost_member_costs_its_own_messages_alone() {
-    let (_ports, mut links) = group(3);
+fn a_lost_member_costs_its_own_messages_alone(carrier: &Carrier) {
+    let (_ports, mut links) = group(carrier, 3);
     let [mut to_lost, mut from_lost, mut kept, mut room] = [[1], [0], [3], [0]];
     let waits = [send(&links[0], &mut to_lost, 2, 1), receive(&links[0], &mut from_lost, 2, 1)];
     drop(links.pop());
@@ -121,9 +152,8 @@ fn a_lost_member_costs_its_own_messages_alone() {
     assert_eq!((sent.wait(LIMIT), come.wait(LIMIT), room), (Some(Ok(1)), Some(Ok(1)), [3]));
 }
 
-#[test]
-fn ended_links_fail_everything_on_both_sides() {
-    let (_ports, links) = group(2);
+fn ended_links_fail_everything_on_both_sides(carrier: &Carrier) {
+    let (_ports, links) = group(carrier, 2);
     let [mut data, mut room, mut late] = [[1], [0], [0]];
     let (sent, come) = (send(&links[0], &mut data, 1, 1), receive(&links[1], &mut room, 0, 2));
     links[0].end("enough");
@@ -133,9 +163,8 @@ fn ended_links_fail_everything_on_both_sides() {
     assert_eq!(reason(&receive(&links[0], &mut late, 1, 1)), "enough");
 }
 
-#[test]
-fn a_message_that_is_longer_than_its_room_is_an_error_on_both_sides() {
-    let (_ports, links) = group(2);
+fn a_message_that_is_longer_than_its_room_is_an_error_on_both_sides(carrier: &Carrier) {
+    let (_ports, links) = group(carrier, 2);
     let (mut data, mut room) = ([7; 9], [0; 8]);
     let (sent, come) = (send(&links[0], &mut data, 1, 5), receive(&links[1], &mut room, 0, 5));
     assert_eq!(reason(&sent), "rank 1: a message of 9 bytes with tag 5: rank 1 expects 8 at most");
@@ -143,9 +172,8 @@ fn a_message_that_is_longer_than_its_room_is_an_error_on_both_sides() {
     assert_eq!(room, [0; 8]);
 }
 
-#[test]
-fn memory_is_given_back_half_way() {
-    let (_ports, links) = group(2);
+fn memory_is_given_back_half_way(carrier: &Carrier) {
+    let (_ports, links) = group(carrier, 2);
     let mut data = vec![1; 64 << 20];
     let mut room = vec![0; 64 << 20];
     let (sent, come) = (send(&links[0], &mut data, 1, 5), receive(&links[1], &mut room, 0, 5));
@@ -155,9 +183,8 @@ fn memory_is_given_back_half_way() {
     assert_eq!(room, before, "somebody still writes");
 }
 
-#[test]
-fn connections_come_before_the_group_and_not_after_it() {
-    let (ports, addresses) = ports(&[None, None]);
+fn connections_come_before_the_group_and_not_after_it(carrier: &Carrier) {
+    let (ports, addresses) = ports(carrier, &[None, None]);
     let quick = begin(&ports[0], 8, 0, &addresses);
     let slow = begin(&ports[1], 7, 1, &addresses);
     let (mut data, mut room, mut old) = ([4], [0], [0]);
@@ -172,11 +199,10 @@ fn connections_come_before_the_group_and_not_after_it() {
     assert_eq!((sent.wait(LIMIT), come.wait(LIMIT), room), (Some(Ok(1)), Some(Ok(1)), [4]));
 }
 
-#[test]
-fn a_member_without_the_secret_gets_nothing() {
+fn a_member_without_the_secret_gets_nothing(carrier: &Carrier) {
     let right = "correct horse battery";
     for wrong in [None, Some("another secret of a job")] {
-        let (ports, addresses) = ports(&[Some(right), wrong, Some(right)]);
+        let (ports, addresses) = ports(carrier, &[Some(right), wrong, Some(right)]);
         let links: Vec<Links> =
             ports.iter().enumerate().map(|(rank, port)| begin(port, 1, rank, &addresses)).collect();
         let [mut data, mut same, mut room, mut kept] = [[9], [9], [0], [0]];
@@ -189,16 +215,18 @@ fn a_member_without_the_secret_gets_nothing() {
     }
 }
 
-#[test]
-fn strangers_are_closed() {
-    let (ports, addresses) = ports(&[None, None]);
+fn strangers_are_closed(carrier: &Carrier) {
+    let (ports, addresses) = ports(carrier, &[None, None]);
     let links: Vec<Links> = (0..2).map(|rank| begin(&ports[rank], 1, rank, &addresses)).collect();
-    let hello = |rank: u64| [*b"evermoe1", 1u64.to_le_bytes(), rank.to_le_bytes(), [0; 8]].concat();
+    let by_ucx = u64::from(matches!(carrier, Carrier::Ucx { .. }));
+    let hello = |rank: u64| {
+        [*b"evermoe2", 1u64.to_le_bytes(), rank.to_le_bytes(), by_ucx.to_le_bytes(), [0; 8]].concat()
+    };
     for (what, bytes, answer) in [
-        ("no member", vec![b'G'; 32], 0),
-        ("a rank that is none", hello(2), 8),
-        ("the member's own rank", hello(0), 8),
-        ("a rank beyond all", hello(u64::MAX), 8),
+        ("no member", vec![b'G'; 40], 0),
+        ("a rank that is none", hello(2), 16),
+        ("the member's own rank", hello(0), 16),
+        ("a rank beyond all", hello(u64::MAX), 16),
     ] {
         let mut stranger = TcpStream::connect(&addresses[0]).unwrap();
         stranger.set_read_timeout(Some(LIMIT)).unwrap();
@@ -212,16 +240,15 @@ fn strangers_are_closed() {
     assert_eq!((sent.wait(LIMIT), come.wait(LIMIT), room), (Some(Ok(1)), Some(Ok(1)), [4]));
 }
 
-#[test]
-fn wrong_ranks_are_refused() {
-    let (_ports, links) = group(2);
+fn wrong_ranks_are_refused(carrier: &Carrier) {
+    let (_ports, links) = group(carrier, 2);
     let mut data = [0];
     for peer in [0, 2] {
         // SAFETY: nothing begins.
         let error = unsafe { links[0].send(data.as_mut_ptr(), 1, peer, 1) }.unwrap_err();
         assert_eq!(error.to_string(), format!("peer: expected a rank below 2 that is not 0, got {peer}"));
     }
-    let (ports, addresses) = ports(&[None]);
+    let (ports, addresses) = ports(carrier, &[None]);
     for (rank, streams) in [(1, 1), (0, 0)] {
         let peers = Peers { group: 1, rank, addresses: addresses.clone(), streams, limit: LIMIT };
         assert!(
@@ -231,4 +258,119 @@ fn wrong_ranks_are_refused() {
                 .starts_with("Links: expected a rank below 1")
         );
     }
+}
+
+fn a_member_that_is_killed_half_way_fails_its_message_and_nobody_touches_the_memory(carrier: &Carrier) {
+    for sends in [true, false] {
+        // On a busy machine all may have come before the kill: then once more.
+        assert!((0..5).any(|_| is_killed_half_way(carrier, sends)), "sends: {sends}");
+    }
+}
+
+fn a_member_may_give_up_at_any_moment(carrier: &Carrier) {
+    for round in 0..40 {
+        let (_ports, links) = group(carrier, 2);
+        let (mut data, mut room) = (vec![1; 4 << 20], vec![0; 4 << 20]);
+        let sent = send(&links[0], &mut data, 1, 5);
+        let come = receive(&links[1], &mut room, 0, 5);
+        thread::sleep(Duration::from_micros(200 * round));
+        drop(come);
+        links[1].end("enough");
+        let before = room.clone();
+        // It has sent all, perhaps, before it learns.
+        sent.wait(LIMIT).expect("it is over").unwrap_or_default();
+        assert!(room == before, "somebody still writes");
+    }
+}
+
+fn members_that_move_bytes_in_other_ways_say_so(carrier: &Carrier) {
+    let Some(ucx) = ucx_carrier() else { return };
+    let other = if matches!(carrier, Carrier::Tcp) { &ucx } else { &Carrier::Tcp };
+    let all = [carrier, other].map(|carrier| ports(carrier, &[None]));
+    let addresses: Vec<String> = all.iter().flat_map(|(_, addresses)| addresses.clone()).collect();
+    let links = [0, 1].map(|rank| begin(&all[rank].0[0], 1, rank, &addresses));
+    let (mut data, mut room) = ([4], [0]);
+    let (sent, come) = (send(&links[0], &mut data, 1, 1), receive(&links[1], &mut room, 0, 1));
+    let (sent, come) = (reason(&sent), reason(&come));
+    assert!(sent.starts_with("rank 1: its transport is ") && sent.contains("expected the same"), "{sent}");
+    assert!(come.starts_with("rank 0: its transport is ") && come.contains("expected the same"), "{come}");
+}
+}
+
+/// Bytes of a message that takes long enough to be in the middle of it.
+const HALF_WAY_BYTES: usize = 256 << 20;
+
+/// Kills the other member in the middle of a message, and looks at what is left: false if it was too late for that.
+fn is_killed_half_way(carrier: &Carrier, sends: bool) -> bool {
+    let (ports, mut addresses) = ports(carrier, &[None]);
+    let (mut other, address) = start_member(carrier, &addresses[0], !sends);
+    addresses.push(address);
+    let links = begin(&ports[0], 1, 0, &addresses);
+    let mut memory = vec![u8::from(sends); HALF_WAY_BYTES];
+    let transfer = if sends { send(&links, &mut memory, 1, 5) } else { receive(&links, &mut memory, 1, 5) };
+    if !sends {
+        wait_for_bytes(memory.as_ptr());
+        other.kill().unwrap();
+    }
+    let ended = other.wait().unwrap();
+    let start = Instant::now();
+    let result = transfer.wait(LIMIT).expect("it is over");
+    assert!(start.elapsed() < LIMIT / 4 && !ended.success(), "{ended:?}");
+    let before = memory.clone();
+    thread::sleep(MOMENT);
+    assert!(memory == before, "somebody still writes");
+    result.is_err()
+}
+
+/// Starts `member_of_another_process`, with rank 1; returns its address, too.
+fn start_member(carrier: &Carrier, address: &str, sends: bool) -> (Child, String) {
+    let carrier = if matches!(carrier, Carrier::Tcp) { "tcp" } else { "ucx" };
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "member_of_another_process", "--nocapture"])
+        .envs([("MEMBER_CARRIER", carrier), ("MEMBER_OF", address), ("MEMBER_SENDS", &sends.to_string())])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let said = lines.map(Result::unwrap).find_map(|line| line.split("address ").nth(1).map(str::to_owned));
+    (child, said.unwrap())
+}
+
+/// Not a test of its own: see `start_member`. Whoever receives ends in the middle of the message.
+#[test]
+fn member_of_another_process() {
+    let Ok(first) = std::env::var("MEMBER_OF") else { return };
+    let is_tcp = std::env::var("MEMBER_CARRIER").unwrap() == "tcp";
+    let (ports, own) = ports(&if is_tcp { Carrier::Tcp } else { ucx_carrier().unwrap() }, &[None]);
+    let links = begin(&ports[0], 1, 1, &[first, own[0].clone()]);
+    println!("address {}", own[0]);
+    let sends = std::env::var("MEMBER_SENDS").unwrap() == "true";
+    let mut memory = vec![u8::from(sends); HALF_WAY_BYTES];
+    if sends {
+        let _sent = send(&links, &mut memory, 0, 5).wait(LIMIT);
+        thread::sleep(LIMIT); // until it is killed
+    }
+    let _come = receive(&links, &mut memory, 0, 5);
+    wait_for_bytes(memory.as_ptr());
+    // SAFETY: it ends this process.
+    unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+}
+
+/// Waits until some bytes of a message of ones have come.
+fn wait_for_bytes(room: *const u8) {
+    let deadline = Instant::now() + LIMIT;
+    // SAFETY: within the room, whose bytes another thread writes: any value may be read.
+    while !(0..HALF_WAY_BYTES).step_by(1 << 20).any(|at| unsafe { room.add(at).read_volatile() } != 0) {
+        assert!(Instant::now() < deadline, "nothing has come");
+    }
+}
+
+#[cfg(not(feature = "ucx"))]
+#[test]
+fn a_build_without_ucx_says_so() {
+    let error = Port::open(None, None, &Carrier::Ucx { libraries: Vec::new() }).unwrap_err();
+    assert!(
+        error.to_string().starts_with("transport: \"ucx\" needs a build with the feature `ucx`"),
+        "{error}"
+    );
 }

@@ -699,13 +699,17 @@ class Port:
     Args:
         address: numeric address to listen on; None for all.
         secret: that of the job; those alone may connect that have it.
+        ucx: names or paths of UCX's library, of which the first is taken that fits; long messages then go by UCX. None:
+            all go by TCP.
 
     Raises:
         OSError: the system has no port or no thread left, or the address is not this machine's.
-        ValueError: the address is a name.
+        ValueError: the address is a name, or no such library fits.
     """
 
-    def __init__(self, address: str | None = None, secret: Secret | None = None) -> None: ...
+    def __init__(
+        self, address: str | None = None, secret: Secret | None = None, ucx: Sequence[str] | None = None
+    ) -> None: ...
     @property
     def port(self) -> int:
         """Its port."""

@@ -21,12 +21,13 @@ struct Port(transport::Port);
 #[pymethods]
 impl Port {
     #[new]
-    #[pyo3(signature = (address=None, secret=None))]
-    fn new(address: Option<&str>, secret: Option<&Secret>) -> PyResult<Self> {
+    #[pyo3(signature = (address=None, secret=None, ucx=None))]
+    fn new(address: Option<&str>, secret: Option<&Secret>, ucx: Option<Vec<String>>) -> PyResult<Self> {
         let wrong =
             |error| Error::Invalid(format!("Port: expected a numeric address, got {address:?}: {error}"));
         let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
-        Ok(Self(transport::Port::open(address, secret.map(Secret::get))?))
+        let carrier = ucx.map_or(transport::Carrier::Tcp, |libraries| transport::Carrier::Ucx { libraries });
+        Ok(Self(transport::Port::open(address, secret.map(Secret::get), &carrier)?))
     }
 
     #[getter]

@@ -1,18 +1,20 @@
 //! The threads of one connection: on the side that asks, and on the one that sends.
 
-use super::STACK_BYTES;
 use super::item::Item;
 use super::table::{Handover, Key, Table};
-use super::wire::{Hello, Request, Timed, explain, greet};
+use super::ucx::{self, Introduction, Receiver, Sender};
+use super::wire::{HAS_COME, Hello, Request, Timed, explain, greet};
 use super::zero_copy::ZeroCopy;
 use std::collections::VecDeque;
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{self, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// How long the other side may take to say where UCX reaches it.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Time between two looks whether the kernel still reads what was sent, while nothing else is to be sent.
 const PAUSE: Duration = Duration::from_micros(200);
 /// The same, once nothing ever will.
@@ -44,7 +46,8 @@ impl Asking {
             Stage::New => {
                 *stage = Stage::Connecting(vec![request]);
                 let (asking, inside) = (self.clone(), table.clone());
-                let thread = thread::Builder::new().stack_size(STACK_BYTES).name("evermoe-receive".into());
+                let thread =
+                    thread::Builder::new().stack_size(table.stack_bytes()).name("evermoe-receive".into());
                 thread.spawn(move || asking.run(&inside, peer)).err()
             }
         };
@@ -52,6 +55,12 @@ impl Asking {
         if let Some(error) = failure {
             table.lose(peer, &error.to_string());
         }
+    }
+
+    /// Says something once other threads have asked for what they ask for.
+    fn say(&self, mut stream: &TcpStream, what: Request) -> Result<()> {
+        let _stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        stream.write_all(&what.to_bytes())
     }
 
     fn run(&self, table: &Table, peer: usize) {
@@ -65,10 +74,12 @@ impl Asking {
         if !table.keep(peer, &stream) {
             return Ok(()); // whoever waited knows
         }
+        let mut by_ucx = table.ucx.map(|ucx| Receiver::new(ucx, &stream)).transpose()?;
         let mut stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Stage::Connecting(requests) = std::mem::replace(&mut *stage, Stage::Connected(stream.clone()))
         {
-            let bytes: Vec<u8> = requests.into_iter().flat_map(Request::to_bytes).collect();
+            let mut bytes = by_ucx.as_ref().map_or(Vec::new(), |receiver| receiver.introduction().to_vec());
+            bytes.extend(requests.into_iter().flat_map(Request::to_bytes));
             (&*stream).write_all(&bytes)?;
         }
         drop(stage);
@@ -86,7 +97,15 @@ impl Asking {
             }
             let nbytes = usize::try_from(nbytes).unwrap_or(usize::MAX);
             // SAFETY: `begin` has said yes, and there is room for so many.
-            let result = (&*stream).read_exact(unsafe { item.room(nbytes) }).map_err(explain);
+            let room = unsafe { item.room(nbytes) };
+            let result = match &mut by_ucx {
+                Some(receiver) if nbytes >= ucx::LEAST_BYTES => receiver
+                    .receive(&stream, room)
+                    .and_then(|()| self.say(&stream, Request { tag, number, room: HAS_COME }))
+                    .and_then(|()| receiver.confirm(&stream)),
+                _ => (&*stream).read_exact(room),
+            };
+            let result = result.map_err(explain);
             item.finish(result.as_ref().map(|()| nbytes).map_err(|error| format!("rank {peer}: {error}")));
             result?;
         }
@@ -107,7 +126,7 @@ fn connect(table: &Table, peer: usize) -> Result<TcpStream> {
         }
     }
     let stream = result?;
-    let hello = Hello { group: table.group, rank: table.rank as u64 };
+    let hello = Hello { group: table.group, rank: table.rank as u64, by_ucx: table.ucx.is_some() };
     let left = deadline.saturating_duration_since(Instant::now());
     Timed::talk(&stream, left, |stream| greet(stream, hello, table.secret.as_ref())).map_err(explain)?;
     Ok(stream)
@@ -119,29 +138,63 @@ pub(super) fn serve(table: &Arc<Table>, hello: Hello, stream: TcpStream) {
     if peer >= table.addresses.len() || peer == table.rank {
         return;
     }
+    let (come, has_come) = channel();
+    let by_ucx = match introduced(table, hello, &stream, has_come) {
+        Ok(by_ucx) => by_ucx,
+        Err(error) => return table.lose(peer, &error.to_string()),
+    };
     let stream = Arc::new(stream);
     if !table.keep(peer, &stream) {
         return;
     }
     let (thread, queue) = channel();
     let (inside, writing) = (table.clone(), stream.clone());
-    let builder = thread::Builder::new().stack_size(STACK_BYTES).name("evermoe-send".into());
-    let started = builder.spawn(move || send_all(&inside, peer, &writing, &queue));
-    let error = started.err().unwrap_or_else(|| read_all(table, peer, &stream, &thread));
+    let builder = thread::Builder::new().stack_size(table.stack_bytes()).name("evermoe-send".into());
+    let started = builder.spawn(move || send_all(&inside, peer, &writing, &queue, by_ucx));
+    let error = started.err().unwrap_or_else(|| read_all(table, peer, &stream, &thread, come));
     table.lose(peer, &error.to_string());
 }
 
-/// Reads requests until the connection ends; returns why.
-fn read_all(table: &Table, peer: usize, stream: &TcpStream, thread: &Handover) -> Error {
+/// What sends by UCX, where both sides do.
+fn introduced(
+    table: &Table,
+    hello: Hello,
+    stream: &TcpStream,
+    come: mpsc::Receiver<()>,
+) -> Result<Option<Sender>> {
+    Hello { by_ucx: table.ucx.is_some(), ..hello }.check_same(hello.by_ucx)?;
+    let Some(ucx) = table.ucx else { return Ok(None) };
+    let receiver = Timed::talk(stream, PATIENCE, Introduction::read).map_err(explain)?;
+    Ok(Some(Sender::new(ucx, receiver, come)))
+}
+
+/// Reads requests until the connection ends; returns why. With it ends `come`.
+fn read_all(
+    table: &Table,
+    peer: usize,
+    stream: &TcpStream,
+    thread: &Handover,
+    come: mpsc::Sender<()>,
+) -> Error {
     loop {
         match Request::read(stream) {
+            Ok(Request { room: HAS_COME, .. }) => {
+                // One that nobody waits for is a connection that ends.
+                let _heard = come.send(());
+            }
             Ok(request) => table.requested(peer, request, thread),
             Err(error) => return error,
         }
     }
 }
 
-fn send_all(table: &Table, peer: usize, mut stream: &TcpStream, queue: &Receiver<(Key, Arc<Item>)>) {
+fn send_all(
+    table: &Table,
+    peer: usize,
+    mut stream: &TcpStream,
+    queue: &mpsc::Receiver<(Key, Arc<Item>)>,
+    mut by_ucx: Option<Sender>,
+) {
     let mut sender = ZeroCopy::new(stream);
     let mut under_way = UnderWay::default();
     loop {
@@ -158,9 +211,16 @@ fn send_all(table: &Table, peer: usize, mut stream: &TcpStream, queue: &Receiver
                     return table.lose(peer, "a message that it waits for was given up");
                 }
                 let header = Request { tag, number, room: item.nbytes() as u64 };
-                let result = stream.write_all(&header.to_bytes());
                 // SAFETY: `begin` has said yes.
-                let result = result.and_then(|()| sender.send(unsafe { item.bytes() })).map_err(explain);
+                let bytes = unsafe { item.bytes() };
+                let result = stream.write_all(&header.to_bytes());
+                let result = result.and_then(|()| match &mut by_ucx {
+                    Some(by_ucx) if bytes.len() >= ucx::LEAST_BYTES => {
+                        by_ucx.send(stream, bytes).and(sender.send(&[]))
+                    }
+                    _ => sender.send(bytes),
+                });
+                let result = result.map_err(explain);
                 under_way.0.push_back((*result.as_ref().unwrap_or(&0), item));
                 result.map(|_| ())
             }

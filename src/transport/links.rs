@@ -28,9 +28,9 @@ pub struct Peers {
 /// The messages between one member and the others of a group.
 ///
 /// ```
-/// use evermoe::transport::{Links, Peers, Port};
+/// use evermoe::transport::{Carrier, Links, Peers, Port};
 /// use std::time::Duration;
-/// let (one, other) = (Port::open(None, None)?, Port::open(None, None)?);
+/// let (one, other) = (Port::open(None, None, &Carrier::Tcp)?, Port::open(None, None, &Carrier::Tcp)?);
 /// let addresses: Vec<String> = [&one, &other].map(|port| format!("127.0.0.1:{}", port.port())).into();
 /// let limit = Duration::from_secs(5);
 /// let peers = |rank| Peers { group: 7, rank, addresses: addresses.clone(), streams: 2, limit };
@@ -71,7 +71,7 @@ impl Links {
             rank < size && streams > 0,
             "Links: expected a rank below {size} and streams, got {rank} and {streams}"
         );
-        let table = Table::new(group, rank, addresses, limit, port.secret());
+        let table = Table::new(group, rank, addresses, limit, port.ways());
         port.admit_to(&table);
         Ok(Self { table, streams, asking: Mutex::default() })
     }

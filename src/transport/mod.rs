@@ -14,6 +14,8 @@
 //!
 //! Messages of one tag between two members are numbered, and keep their order. A connection that ends is a member that is
 //! lost: what was on its way between the two fails, what is on its way between others does not.
+//!
+//! With [`Carrier::Ucx`] the bytes of long messages go beside the connection, by [UCX](https://openucx.org): see `ucx/`.
 
 mod item;
 mod lane;
@@ -21,12 +23,16 @@ mod links;
 mod port;
 mod table;
 mod transfer;
+#[cfg_attr(not(feature = "ucx"), path = "no_ucx.rs")]
+mod ucx;
 mod wire;
 mod zero_copy;
 
 pub use links::{Links, Peers};
-pub use port::Port;
+pub use port::{Carrier, Port};
 pub use transfer::Transfer;
 
 /// Stack of a thread that sends or receives.
 const STACK_BYTES: usize = 128 << 10;
+/// Stack of one in which UCX works.
+const UCX_STACK_BYTES: usize = 1 << 20;

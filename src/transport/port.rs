@@ -3,6 +3,7 @@
 use super::STACK_BYTES;
 use super::lane::serve;
 use super::table::Table;
+use super::ucx::Ucx;
 use super::wire::{Hello, Timed, welcome};
 use crate::error::{Error, Result};
 use crate::reach::{listen, wake};
@@ -20,6 +21,19 @@ const MOST_UNKNOWN: usize = 4096;
 /// How long a connection may take to say whose it is.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// What carries the bytes of long messages: the same on all members.
+#[derive(Clone, Debug, Default)]
+pub enum Carrier {
+    /// The connections between members.
+    #[default]
+    Tcp,
+    /// UCX: RDMA where the network has it. Needs the feature `ucx`, and the library when a port is opened.
+    Ucx {
+        /// Names or paths of `libucp.so.0`, of which the first is taken that is there and new enough.
+        libraries: Vec<String>,
+    },
+}
+
 /// A port for the connections of all groups of a member, one after the other.
 #[derive(Debug)]
 pub struct Port {
@@ -30,6 +44,7 @@ pub struct Port {
 #[derive(Debug)]
 struct Gate {
     secret: Option<Secret>,
+    ucx: Option<&'static Ucx>,
     unknown: AtomicUsize,
     inside: Mutex<Inside>,
 }
@@ -46,12 +61,18 @@ impl Port {
     /// A free port of an address, or of all. With a secret it lets those alone connect that have it.
     ///
     /// # Errors
-    /// [`Error::Io`] when the system has no port or no thread, or the address is not this machine's.
-    pub fn open(address: Option<IpAddr>, secret: Option<&Secret>) -> Result<Self> {
+    /// [`Error::Io`] when the system has no port or no thread, or the address is not this machine's;
+    /// [`Error::Invalid`] when there is no such carrier here.
+    pub fn open(address: Option<IpAddr>, secret: Option<&Secret>, carrier: &Carrier) -> Result<Self> {
+        let ucx = match carrier {
+            Carrier::Tcp => None,
+            Carrier::Ucx { libraries } => Some(Ucx::open(libraries)?),
+        };
         let failed = |error| Error::io("opening a port for messages of other members", error);
         let (listener, address) = listen(address).map_err(failed)?;
         let gate = Arc::new(Gate {
             secret: secret.cloned(),
+            ucx,
             unknown: AtomicUsize::new(0),
             inside: Mutex::default(),
         });
@@ -92,8 +113,9 @@ impl Port {
         }
     }
 
-    pub(super) fn secret(&self) -> Option<Secret> {
-        self.gate.secret.clone()
+    /// What connections of this port need: the secret, and UCX.
+    pub(super) fn ways(&self) -> (Option<Secret>, Option<&'static Ucx>) {
+        (self.gate.secret.clone(), self.gate.ucx)
     }
 }
 
@@ -125,7 +147,9 @@ impl Gate {
     }
 
     fn talk(&self, stream: TcpStream) {
-        let hello = Timed::talk(&stream, PATIENCE, |stream| welcome(stream, self.secret.as_ref()));
+        let hello = Timed::talk(&stream, PATIENCE, |stream| {
+            welcome(stream, self.ucx.is_some(), self.secret.as_ref())
+        });
         self.unknown.fetch_sub(1, Ordering::SeqCst);
         // Whoever fails to introduce itself is closed: it may be anybody.
         let Ok(hello) = hello else { return };

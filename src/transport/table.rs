@@ -1,7 +1,9 @@
 //! The messages of a group that are under way, as the threads of its connections know them.
 
 use super::item::Item;
+use super::ucx::Ucx;
 use super::wire::Request;
+use super::{STACK_BYTES, UCX_STACK_BYTES};
 use crate::ensure;
 use crate::error::Result;
 use crate::secret::Secret;
@@ -19,6 +21,8 @@ pub(super) struct Table {
     pub(super) addresses: Vec<String>,
     pub(super) limit: Duration,
     pub(super) secret: Option<Secret>,
+    /// Moves the bytes of long messages, where all members have it do so.
+    pub(super) ucx: Option<&'static Ucx>,
     state: Mutex<State>,
 }
 
@@ -55,9 +59,14 @@ impl Table {
         rank: usize,
         addresses: Vec<String>,
         limit: Duration,
-        secret: Option<Secret>,
+        (secret, ucx): (Option<Secret>, Option<&'static Ucx>),
     ) -> Arc<Self> {
-        Arc::new(Self { group, rank, addresses, limit, secret, state: Mutex::default() })
+        Arc::new(Self { group, rank, addresses, limit, secret, ucx, state: Mutex::default() })
+    }
+
+    /// Stack of a thread that sends or receives here.
+    pub(super) fn stack_bytes(&self) -> usize {
+        if self.ucx.is_some() { UCX_STACK_BYTES } else { STACK_BYTES }
     }
 
     /// A message that is there to be sent to a member; the number of its transfer.

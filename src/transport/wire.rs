@@ -7,8 +7,9 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 /// What every connection begins with: the name and the version of what follows.
-const MAGIC: [u8; 8] = *b"evermoe1";
-const HELLO_BYTES: usize = 32;
+const MAGIC: [u8; 8] = *b"evermoe2";
+const HELLO_BYTES: usize = 40;
+const ANSWER_BYTES: usize = 16;
 
 /// Who connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +18,23 @@ pub(super) struct Hello {
     pub(super) group: u64,
     /// Rank of the member that connects, and that will receive.
     pub(super) rank: u64,
+    /// Whether it takes the bytes of long messages by UCX.
+    pub(super) by_ucx: bool,
+}
+
+impl Hello {
+    /// Fails where the other side moves bytes in another way.
+    pub(super) fn check_same(self, theirs: bool) -> std::io::Result<()> {
+        if self.by_ucx == theirs {
+            return Ok(());
+        }
+        let name = |by_ucx| if by_ucx { "ucx" } else { "tcp" };
+        let (mine, theirs) = (name(self.by_ucx), name(theirs));
+        let text = format!(
+            "its transport is {theirs:?} and this member's {mine:?}: expected the same on all members of a job"
+        );
+        Err(Error::new(ErrorKind::InvalidInput, text))
+    }
 }
 
 /// Introduces this member to the one that it has connected to.
@@ -26,22 +44,27 @@ pub(super) fn greet(
     secret: Option<&Secret>,
 ) -> std::io::Result<()> {
     let number = unforeseen();
-    let parts = [MAGIC, hello.group.to_le_bytes(), hello.rank.to_le_bytes(), number];
+    let by_ucx = u64::from(hello.by_ucx).to_le_bytes();
+    let parts = [MAGIC, hello.group.to_le_bytes(), hello.rank.to_le_bytes(), by_ucx, number];
     stream.write_all(&parts.concat())?;
-    let mut theirs = [0; 8];
+    let mut theirs = [0; ANSWER_BYTES];
     stream.read_exact(&mut theirs)?;
     if let Some(secret) = secret {
         check(stream, secret, "transport answer", &parts.concat(), &theirs)?;
         stream.write_all(&secret.tag("transport hello", &[&parts.concat(), &theirs]))?;
     }
-    Ok(())
+    hello.check_same(theirs[8..] != [0; 8])
 }
 
-/// Learns who has connected.
-pub(super) fn welcome(stream: &mut (impl Read + Write), secret: Option<&Secret>) -> std::io::Result<Hello> {
+/// Learns who has connected, and says whether this member moves bytes by UCX.
+pub(super) fn welcome(
+    stream: &mut (impl Read + Write),
+    by_ucx: bool,
+    secret: Option<&Secret>,
+) -> std::io::Result<Hello> {
     let mut said = [0; HELLO_BYTES];
     stream.read_exact(&mut said)?;
-    let [magic, group, rank] = [0, 8, 16].map(|at| {
+    let [magic, group, rank, theirs] = [0, 8, 16, 24].map(|at| {
         let mut word = [0; 8];
         word.copy_from_slice(&said[at..at + 8]);
         word
@@ -49,13 +72,13 @@ pub(super) fn welcome(stream: &mut (impl Read + Write), secret: Option<&Secret>)
     if magic != MAGIC {
         return Err(Error::new(ErrorKind::InvalidData, "it is no member of this version of evermoe"));
     }
-    let number = unforeseen();
+    let number = [unforeseen(), u64::from(by_ucx).to_le_bytes()].concat();
     stream.write_all(&number)?;
     if let Some(secret) = secret {
         stream.write_all(&secret.tag("transport answer", &[&said, &number]))?;
         check(stream, secret, "transport hello", &said, &number)?;
     }
-    Ok(Hello { group: u64::from_le_bytes(group), rank: u64::from_le_bytes(rank) })
+    Ok(Hello { group: u64::from_le_bytes(group), rank: u64::from_le_bytes(rank), by_ucx: theirs != [0; 8] })
 }
 
 fn check(
@@ -125,6 +148,9 @@ pub(super) struct Request {
     pub(super) number: u64,
     pub(super) room: u64,
 }
+
+/// In place of the room: no request, but word that a long message has come. No room is that large.
+pub(super) const HAS_COME: u64 = u64::MAX;
 
 /// Bytes of a request, and of the header of a message, which has its length in place of the room.
 const WORDS: usize = 24;

@@ -74,7 +74,7 @@ class Membership:
         interface = place.address or options.address
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
-        self.transport = Transport(place.host, place.address, secret)
+        self.transport = Transport(place.host, place.address, secret, options.transport)
         """Messages between all members, replica nodes included, of threads beside training."""
         self._with_replicas = Group(interface)
         self.side_group, self._has_side_group = Group(interface), has_side_group

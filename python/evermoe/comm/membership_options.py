@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evermoe.comm.lighthouse import split_addresses
+from evermoe.comm.transport import Carrier
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, check_name, option
 
 Role = Literal["train", "replica"]
@@ -52,6 +53,9 @@ class MembershipOptions(Options):
     leave_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
     """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM,
     and to no SIGUSR1, at which this process takes the other role."""
+    transport: Carrier = option("tcp", shared=True)
+    """Carries the bytes of copies and of recoveries between members' memories. `ucx`: by UCX, which uses RDMA where the
+    network and its library have it; the library is found by its name, in the package libucx-cu12, or at EVERMOE_UCX."""
     join_every: int = option(5, shared=True, least=1)
     """Steps between looks for new members, which no step waits for."""
     join_wait: float = option(0.0, shared=True, least=0, most=LONGEST_SECONDS)

@@ -1,9 +1,13 @@
-"""Messages between the threads of members, beside their collectives: over TCP, by `src/transport/`."""
+"""Messages between the threads of members, beside their collectives: over TCP or UCX, by `src/transport/`."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +18,13 @@ from evermoe.options import count
 
 STREAMS = 4
 """Connections on which messages come from one member: networks limit what one of them may carry."""
+
+
+UCX_LIBRARY = "libucp.so.0"
+"""Name of UCX's library in a system that has it."""
+
+Carrier = Literal["tcp", "ucx"]
+"""What carries the bytes of long messages."""
 
 
 class Transport:
@@ -27,10 +38,21 @@ class Transport:
         host: name or address by which others reach this machine.
         address: numeric address on which this member listens; None for all.
         secret: the job's, if it has one: only members that have it may connect.
+        carrier: of long messages, the same on all members.
+
+    Raises:
+        ValueError: there is no UCX here that fits.
     """
 
-    def __init__(self, host: str, address: str | None = None, secret: _native.Secret | None = None) -> None:
-        self._port: _native.Port | None = _native.Port(address, secret)
+    def __init__(
+        self,
+        host: str,
+        address: str | None = None,
+        secret: _native.Secret | None = None,
+        carrier: Carrier = "tcp",
+    ) -> None:
+        ucx = find_ucx() if carrier == "ucx" else None
+        self._port: _native.Port | None = _native.Port(address, secret, ucx)
         self.address = f"{host}:{self._port.port}"
         """Where others connect to."""
         self._links: _native.Links | None = None
@@ -164,6 +186,16 @@ class Channel:
         failure = transfer.wait(round(limit.total_seconds() * 1000))
         if failure is not None:
             raise PeerLost(f"{name} among {count(self._transport.size, 'member')} failed: {failure}")
+
+
+def find_ucx() -> list[str]:
+    """Where UCX may be: at EVERMOE_UCX alone if it is set; else the system's, which may have RDMA; or the package's."""
+    named = os.environ.get("EVERMOE_UCX")
+    if named:
+        return [named]
+    package = importlib.util.find_spec("libucx")
+    folders = [] if package is None else list(package.submodule_search_locations or ())
+    return [UCX_LIBRARY, *(str(Path(folder, "lib", UCX_LIBRARY)) for folder in folders)]
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -73,7 +73,7 @@ class Options:
     metadata: str | None = None
     """Folder that is searched first for the versions of packages."""
     model: str = ""
-    """One of transformers' models, of `support.hub`; otherwise `Model`, with a `balance` of a router or as it is."""
+    """One of transformers' models, of `support.hub`; otherwise `Model`: of a `balance`, `wide`, or as it is."""
     optimizer: str = "adamw"
     lr: float | None = None
     """Instead of the optimizer's own."""
@@ -133,11 +133,11 @@ class Options:
 class Model(nn.Module):
     """Two MoE layers of either kind between an embedding and a head, as small as they get."""
 
-    def __init__(self, balance_rate: float | None = None) -> None:
+    def __init__(self, balance_rate: float | None = None, hidden: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.first = evermoe.MoE(WIDTH, 16, 6, top_k=2)
+        self.first = evermoe.MoE(WIDTH, hidden, 6, top_k=2)
         if balance_rate:
             router = evermoe.Router(WIDTH, 6, 2, balance_rate=balance_rate)
             self.first = evermoe.MoE.of(router, evermoe.Experts(evermoe.Expert(WIDTH, 16), 6))
@@ -161,6 +161,8 @@ def dataset() -> torch.Tensor:
 def make_model(name: str) -> nn.Module:
     if name == "balance":
         return Model(balance_rate=0.01)
+    if name == "wide":
+        return Model(hidden=4096)
     if name:
         from support.hub import elastic  # transformers takes seconds to import
 
