@@ -1,7 +1,6 @@
 //! UCX itself: loaded when a member asks for it first, and kept until the process ends.
 
 use super::ffi::{self, Functions, Handle, Params, Status};
-use super::worker::Parts;
 use crate::error::{Error, Result};
 use std::ffi::{CStr, CString, c_uint};
 use std::ptr::null;
@@ -22,8 +21,6 @@ const CARDS: &str = "/sys/class/infiniband";
 pub(crate) struct Ucx {
     pub(super) call: Functions,
     pub(super) context: Handle,
-    /// Workers that no connection has now.
-    idle: Mutex<Vec<Parts>>,
 }
 
 // SAFETY: functions of a library that stays, and a context that is made for workers of several threads.
@@ -82,19 +79,7 @@ impl Ucx {
             return Err(format!("it is UCX {major}.{minor}.{patch}"));
         }
         let context = start(&call)?;
-        Ok(Self { call, context, idle: Mutex::default() })
-    }
-
-    /// A worker that no connection has now, and that fits.
-    pub(super) fn idle(&self, fits: impl Fn(&Parts) -> bool) -> Option<Parts> {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = idle.iter().position(fits)?;
-        Some(idle.swap_remove(place))
-    }
-
-    /// Keeps a worker, of which nothing is under way, for another connection.
-    pub(super) fn keep(&self, parts: Parts) {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(parts);
+        Ok(Self { call, context })
     }
 
     /// Fails with UCX's words for an error.

@@ -22,9 +22,12 @@ const SLEEP: Duration = Duration::from_millis(500);
 /// How long what was given up may take to end.
 const LAST_LOOKS: Duration = Duration::from_millis(500);
 
+/// Workers that no connection of this process has now.
+static IDLE: Mutex<Vec<Parts>> = Mutex::new(Vec::new());
+
 /// What a worker is made of, and what stays of it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Parts {
+struct Parts {
     handle: Handle,
     /// Becomes readable when there is something to be done.
     wake: c_int,
@@ -70,7 +73,7 @@ unsafe extern "C" fn ignore(_argument: *mut c_void, _endpoint: Handle, _status: 
 impl Worker {
     /// One that connects to another, and sends.
     pub(super) fn to(ucx: &'static Ucx, address: SocketAddr) -> Result<Self> {
-        let parts = ucx.idle(|parts| parts.listener.is_none());
+        let parts = Parts::idle(|parts| parts.listener.is_none());
         let mut worker = Self::of(ucx, parts.map_or_else(|| Parts::new(ucx), Ok)?);
         let address = to_c(address);
         worker.connect(&EpParams::to(&address, ignore))?;
@@ -80,7 +83,7 @@ impl Worker {
     /// One that others connect to at an address of this machine, and that receives.
     pub(super) fn at(ucx: &'static Ucx, ip: IpAddr) -> Result<Self> {
         let is_at = |parts: &Parts| parts.listener.is_some_and(|listener| listener.address.ip() == ip);
-        let parts = ucx.idle(is_at).map_or_else(|| Parts::new(ucx)?.listen(ucx, ip), Ok)?;
+        let parts = Parts::idle(is_at).map_or_else(|| Parts::new(ucx)?.listen(ucx, ip), Ok)?;
         Ok(Self::of(ucx, parts))
     }
 
@@ -273,7 +276,7 @@ impl Drop for Worker {
             unsafe { (ucx.call.ucp_request_free)(request) };
         }
         if is_over && is_closed {
-            ucx.keep(self.parts);
+            self.parts.keep();
         } else if !is_closed {
             // SAFETY: a live worker, of which nothing is used any more.
             unsafe { (ucx.call.ucp_worker_destroy)(self.parts.handle) };
@@ -282,6 +285,18 @@ impl Drop for Worker {
 }
 
 impl Parts {
+    /// Those that fit of a worker that no connection has now.
+    fn idle(fits: impl Fn(&Self) -> bool) -> Option<Self> {
+        let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = idle.iter().position(fits)?;
+        Some(idle.swap_remove(place))
+    }
+
+    /// Keeps them, while nothing is under way, for another connection.
+    fn keep(self) {
+        IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+    }
+
     fn new(ucx: &Ucx) -> Result<Self> {
         let (params, mut handle, mut wake) = (WorkerParams::serialized(), null_mut(), -1);
         // SAFETY: a live context; the field in the mask is set; room for a handle.
