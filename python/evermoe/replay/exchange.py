@@ -29,7 +29,7 @@ from evermoe.replay.part import part_name, parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replica import CaughtUp, Replica
 from evermoe.replay.sender import GradientSender, Row
-from evermoe.replay.source import state_record
+from evermoe.replay.source import Numbers, state_record
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import TensorSpec
@@ -221,8 +221,8 @@ class ReplayExchange:
         heads = [
             courier.receive(Message(frame.data, peer, REPLAY_HEAD)) for peer, frame in self._incoming_frames.items()
         ]
-        make = self.sender.next_step_messages
-        outgoing = self._outgoing(selected, lambda unit: [message for _, message in make(step, [unit])])
+        make, numbers = self.sender.next_step_messages, Numbers()
+        outgoing = self._outgoing(selected, lambda unit: [message for _, message in make(step, [unit], numbers)])
         tails: list[Message] = []
         result.sent_bytes = courier.send(self._head(peer, messages, tails) for peer, messages in outgoing)
         for transfer in heads:

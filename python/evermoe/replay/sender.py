@@ -12,7 +12,8 @@ from torch import Tensor
 from evermoe.errors import NotReplayable
 from evermoe.optim import HALF
 from evermoe.replay.calibrate import Arithmetic, calibrate
-from evermoe.replay.source import Bytes, Row, Rule, Source
+from evermoe.replay.source import Bytes, Numbers, Row, Rule, Source
+from evermoe.replay.step_counts import StepCounts
 from evermoe.state.unit import Unit
 
 __all__ = ["FUSED_ROW", "GradientSender", "Row"]
@@ -53,7 +54,10 @@ class GradientSender:
     ) -> None:
         self._optimizer = optimizer
         self._arithmetic = self._calibrate() if arithmetic is None and is_hooked else arithmetic
-        self._units = {unit: [Source(unit, name, of) for name, of in named.items()] for unit, named in units.items()}
+        self._counts = counts = StepCounts(optimizer)
+        self._units = {
+            unit: [Source(unit, name, of, counts) for name, of in named.items()] for unit, named in units.items()
+        }
         self._sources = [source for sources in self._units.values() for source in sources]
         names = {source.record_name for source in self._sources}
         if len(names) < len(self._sources):
@@ -104,6 +108,7 @@ class GradientSender:
         """
         if step < 0:
             raise ValueError(f"step: expected 0 or more, got {step}")
+        self._counts.forget()
         if (self._last_step is not None and step != self._last_step + 1) or self._num_steps > 1:
             self.request_full_state()
         self._last_step = step
@@ -112,7 +117,9 @@ class GradientSender:
         self._num_steps, self._was_skipped = 0, False
         return made
 
-    def next_step_messages(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, Bytes]]:
+    def next_step_messages(
+        self, step: int, units: Iterable[str] | None = None, numbers: Numbers | None = None
+    ) -> Iterator[tuple[str, Bytes]]:
         """Messages for `Replica.receive(hold=True)` of the next step, with the current gradients.
 
         The gradients may still be clipped before the optimizer sees them: `Replica.release` takes the factor. A unit
@@ -122,6 +129,7 @@ class GradientSender:
         Args:
             step: number of the next step.
             units: which; None for all.
+            numbers: those of the step that were computed for units before, for a caller that asks unit by unit.
 
         Returns:
             Unit and message, uint8. The memory of a message is used again by the next step's.
@@ -130,7 +138,9 @@ class GradientSender:
             KeyError: there is no such unit.
             UnsupportedState: as of `layouts`.
         """
-        numbers: dict[tuple[int, int], list[float]] = {}
+        numbers = {} if numbers is None else numbers
+        if not numbers:
+            self._counts.forget()
         for unit in self._units if units is None else units:
             for source in self._units[unit]:
                 source.draft = None
@@ -143,7 +153,7 @@ class GradientSender:
                     if source.sent is not None:
                         source.is_told = True
                         source.pending, source.draft = source.draft, None
-                        yield unit, source.record(step, source.pending, source.count(self._optimizer))
+                        yield unit, source.record(step, source.pending, source.count())
 
     def take_digests(self, steps: int) -> None:
         """Reads some of the state, and remembers digests: the next messages have them, for replicas to compare.
@@ -177,6 +187,7 @@ class GradientSender:
         Raises:
             KeyError, UnsupportedState: as of `next_step_messages`.
         """
+        self._counts.forget()
         for unit in self._units if units is None else units:
             for source in self._units[unit]:
                 yield unit, source.full_state(self._optimizer, step)
@@ -195,13 +206,14 @@ class GradientSender:
 
         What those left out is sent in full next: torch's fused SGD does not count up the versions of what it writes.
         """
+        self._counts.forget()
         for source in self._sources:
             source.digest = None
             if not source.is_told:
                 source.sent = None
             elif source.pending is not None:
                 source.draft, source.pending = source.pending, None
-                source.check_step(self._optimizer, was_skipped)
+                source.check_step(was_skipped)
                 source.draft = None
                 source.sent = source.sent and source.stamp(self._optimizer)
             source.is_told = False
@@ -214,10 +226,11 @@ class GradientSender:
     # ---- hooks
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], options: dict[str, Any]) -> None:
+        self._counts.forget()
         has_closure = any(value is not None for value in (*args[1:], *options.values()))
         scale = getattr(optimizer, "grad_scale", None)
         loss_scale = 1.0 if scale is None else float(scale)
-        numbers: dict[tuple[int, int], list[float]] = {}
+        numbers: Numbers = {}
         for source in self._sources:
             source.draft = None
             if source.rule is None:
@@ -227,7 +240,7 @@ class GradientSender:
             else:
                 self._draft(source, numbers, loss_scale)
 
-    def _draft(self, source: Source, numbers: dict[tuple[int, int], list[float]], loss_scale: float) -> None:
+    def _draft(self, source: Source, numbers: Numbers, loss_scale: float) -> None:
         if source.rule is None or source.parameter.grad is None:
             return
         t = source.next_step(self._optimizer)
@@ -239,6 +252,7 @@ class GradientSender:
         source.encode(t, numbers[key])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._counts.forget()
         self._num_steps += 1
         found = getattr(optimizer, "found_inf", None)
         self._was_skipped = found is not None and bool(found)
@@ -246,7 +260,7 @@ class GradientSender:
             if source.rule is None and source.parameter.grad is not None:
                 source.sent = None
             elif source.rule is not None and source.sent is not None:
-                source.check_step(optimizer, self._was_skipped)
+                source.check_step(self._was_skipped)
                 source.sent = source.sent and source.stamp(optimizer)
 
     # ---- what can be repeated

@@ -15,9 +15,12 @@ from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, s
 from evermoe.errors import UnsupportedState
 from evermoe.optim import HALF, MASTER
 from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.step_counts import StepCounts
 from evermoe.state.unit import TensorSpec
 
 Bytes = NDArray[np.uint8]
+Numbers = dict[tuple[int, int], list[float]]
+"""What a step's arithmetic needs beside the gradients, by the optimizer's group and the number of the step."""
 PROOF_BYTES = 8
 """Bytes of a proof after its header."""
 
@@ -57,8 +60,8 @@ class Draft:
 class Source:
     """One parameter of a unit, or a row of one, on the trainer."""
 
-    def __init__(self, unit: str, name: str, of: Tensor | Row) -> None:
-        self.name = name
+    def __init__(self, unit: str, name: str, of: Tensor | Row, counts: StepCounts) -> None:
+        self.name, self._counts = name, counts
         self.record_name = f"{unit}/{name}"
         self.parameter = of.parameter if isinstance(of, Row) else of
         self.row = of.index if isinstance(of, Row) else None
@@ -98,16 +101,16 @@ class Source:
         tensors = [self.parameter, *(v for v in self._kept(optimizer).values() if isinstance(v, Tensor))]
         return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
 
-    def count(self, optimizer: torch.optim.Optimizer) -> int:
+    def count(self) -> int:
         """Steps that the parameter has taken."""
-        step = self._kept(optimizer).get("step")
-        return self._num_steps if step is None else int(step)
+        counted = self._counts.of(self.parameter)
+        return self._num_steps if counted is None else counted
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """The step that it takes next, from 1, as far as its numbers depend on it."""
         if self.rule is not None and self.rule.arithmetic.rule == "sgd":
             return 1 if self._kept(optimizer).get("momentum_buffer") is None else 2
-        return self.count(optimizer) + 1
+        return self.count() + 1
 
     def encode(self, t: int, numbers: list[float]) -> None:
         """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
@@ -126,14 +129,14 @@ class Source:
         bits = values.view(torch.int16).numpy().view(np.uint16) if values.dtype == torch.bfloat16 else values.numpy()
         self.draft = Draft(t, numbers, encode_gradient(bits, numbers, self._record))
 
-    def check_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
+    def check_step(self, was_skipped: bool) -> None:
         """After the optimizer's step: counts it; where the optimizer's count is another one, the full state is next."""
         took = self.draft is not None and not was_skipped
         if took:
             self._num_steps += 1
-        step = self._kept(optimizer).get("step")
-        if took and self.draft is not None and step is not None and int(step) != self.draft.t:
-            self.sent = None
+            counted = self._counts.of(self.parameter)
+            if self.draft is not None and counted is not None and counted != self.draft.t:
+                self.sent = None
 
     def message(self, optimizer: torch.optim.Optimizer, step: int, was_skipped: bool) -> Bytes:
         """The record of a step, or the full state."""
@@ -144,7 +147,7 @@ class Source:
             return self.full_state(optimizer, step)
         if was_skipped or self.rule is None:
             draft = None
-        return self.record(step, draft, self.count(optimizer), "skip_all" if was_skipped else "no_step")
+        return self.record(step, draft, self.count(), "skip_all" if was_skipped else "no_step")
 
     def record(self, step: int, draft: Draft | None, count: int, otherwise: str = "no_step") -> Bytes:
         """The record of a step; where nothing was drafted, of this other kind, after `count` steps."""
@@ -208,7 +211,7 @@ class Source:
         """Everything, as of after a step."""
         self.sent = self.stamp(optimizer)
         tensors = list(self._tensors(optimizer).values())
-        return state_record(self.record_name, tensors, step, self.count(optimizer))
+        return state_record(self.record_name, tensors, step, self.count())
 
 
 def state_record(name: str, tensors: Sequence[Tensor], step: int, count: int) -> Bytes:

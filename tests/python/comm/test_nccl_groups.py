@@ -100,7 +100,8 @@ def told(group, folder, environment):
 
 
 @pytest.mark.gpu
-def test_what_nccl_tells_of_a_loss_fails_the_step(tmp_path, own_gpus, stands_in):
+@pytest.mark.usefixtures("stands_in")
+def test_what_nccl_tells_of_a_loss_fails_the_step(tmp_path, own_gpus):
     done = run_ranks(tmp_path, 2, told, str(tmp_path), [own_gpus(rank) for rank in range(2)])
     assert "ended" in done[0]
 
