@@ -25,15 +25,15 @@ def test_no_gpu_is_no_failure(what):
 
 @pytest.mark.parametrize("name", on_gpu.BENCHES)
 def test_the_options_of_the_benches_exist(tmp_path, name):
-    options = ["--device", "cuda", *on_gpu.BENCHES[name], "--json", "unused"]
-    ran = script(ROOT / "benches" / f"bench_{name}.py", *options, folder=tmp_path)
+    options = ["--device", "cuda", *on_gpu.BENCHES[name][1], "--json", "unused"]
+    ran = script(ROOT / "benches" / f"bench_{name.partition('-')[0]}.py", *options, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "skipped" in ran.stdout
 
 
 def test_the_limits_keep_each_command_under_eight_minutes():
     assert on_gpu.TEST_SECONDS + len(on_gpu.CHECKS) * on_gpu.CHECK_SECONDS < 480
-    assert len(on_gpu.BENCHES) * on_gpu.BENCH_SECONDS < 480
+    assert sum(seconds for seconds, _ in on_gpu.BENCHES.values()) < 480
 
 
 @pytest.mark.long
