@@ -184,12 +184,15 @@ class Experts(HeldInPart):
         if exchange.starts_R is not None:
             row_ids, positions_TK = exchange.pad(positions_TK)
         if self.fp8_dispatch:
-            arrived_NH = moe_fp8.send(sent_TH, row_ids, positions_TK, exchange, self.group)
+            rows_NH = moe_fp8.send(sent_TH, row_ids, positions_TK, exchange, self.group)
         else:
             rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
-            arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
-        outputs_NH = self._run_experts(arrived_NH, exchange)
-        returned_NH = all_to_all(outputs_NH, exchange.received_R, exchange.sent_R, self.group)
+            rows_NH = exchange.by_expert(all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group))
+        if len(self.ids) == 0:
+            outputs_NH = self._take_part(rows_NH)
+        else:
+            outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype), exchange.ends_e)
+        returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
@@ -277,17 +280,6 @@ class Experts(HeldInPart):
         tokens_RE = self.group.all_gather(counts_E)
         self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
         return tokens_RE
-
-    def _run_experts(self, rows_NH: Tensor, exchange: Exchange) -> Tensor:
-        """Rows ordered by (source rank, expert) → the experts' outputs in the same order."""
-        if len(self.ids) == 0:
-            return self._take_part(rows_NH)
-        counts_Re = exchange.receive_Re
-        is_mixed = min(counts_Re.shape) > 1  # else both orders are the same
-        if is_mixed:
-            rows_NH = ops.regroup(rows_NH, counts_Re)
-        outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype), exchange.ends_e)
-        return ops.regroup(outputs_NH, counts_Re, inverse=True) if is_mixed else outputs_NH
 
     def _take_part(self, rows_NH: Tensor) -> Tensor:
         """No rows, but in the graph: a rank without experts takes part in the backward exchange."""

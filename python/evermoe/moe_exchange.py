@@ -113,6 +113,19 @@ class Exchange:
             starts_R=padding.starts_R,
         )
 
+    def by_expert(self, rows: Tensor) -> Tensor:
+        """Brings rows from the order of (source rank, local expert) into that of (expert, source); differentiable."""
+        return ops.regroup(rows, self.receive_Re) if self._is_mixed else rows
+
+    def by_source(self, rows: Tensor) -> Tensor:
+        """The inverse of `by_expert`."""
+        return ops.regroup(rows, self.receive_Re, inverse=True) if self._is_mixed else rows
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether the two orders differ: they are the same for a single source, and for a single expert."""
+        return min(self.receive_Re.shape) > 1
+
     def pad(self, positions_TK: Tensor) -> tuple[Tensor, Tensor]:
         """The plan of what is sent, with each rank's rows at the start of its part.
 
