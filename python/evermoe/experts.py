@@ -22,7 +22,7 @@ from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
 from evermoe.moe_copies import HeldInPart
-from evermoe.moe_exchange import Exchange, Padding
+from evermoe.moe_exchange import Exchange, HostMemory, Padding
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
@@ -117,6 +117,7 @@ class Experts(HeldInPart):
         self.top_k = 0
         self.on_load: Callable[[NDArray[np.int64]], None] | None = None
         self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
+        self._host = HostMemory()
         self._name = moe_ops.register(self)
         self.reset_parameters()
 
@@ -231,7 +232,10 @@ class Experts(HeldInPart):
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
         """Gathers and counts the load, and plans the exchange on the host; collective.
 
-        It is the step's only extra exchange, and the layer's only wait for a GPU.
+        It is the step's only extra exchange, and the layer's only wait for a GPU: the host reads the counts of all
+        ranks once, since it must know how many rows it sends and receives, and plans both from them. That is why it
+        plans `balanced`, too, which finds one way for tokens to a rank with room after the other
+        (`src/dispatch/flow.rs`): each depends on those before, so that the threads of a GPU could not share them out.
         """
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
@@ -240,10 +244,10 @@ class Experts(HeldInPart):
                 "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
                 "max_tokens, and bfloat16 experts whose matrices have rows of whole 16 bytes"
             )
-        on_host_RE = tokens_RE.cpu()
+        on_host_RE = self._host.read(tokens_RE)
         self.group.check()  # a GPU may have been let go without the counts
-        self.count.add(on_host_RE.sum(0).numpy(), is_counted=self.training and not _is_recomputing())
-        tokens_ER = np.ascontiguousarray(on_host_RE.numpy().T)
+        self.count.add(on_host_RE.sum(0), is_counted=self.training and not _is_recomputing())
+        tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE, *planned, self.ids)
 
