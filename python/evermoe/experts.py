@@ -5,29 +5,24 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import CheckpointFunction
 
 from evermoe import moe_fp8, moe_ops, ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
+from evermoe.moe_checkpoint import is_recomputing
 from evermoe.moe_copies import HeldInPart
 from evermoe.moe_exchange import Exchange, HostMemory, Padding
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
-
-REENTRANT = "CheckpointFunction.backward"
-"""What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
 
 
 class Experts(HeldInPart):
@@ -246,7 +241,7 @@ class Experts(HeldInPart):
             )
         on_host_RE = self._host.read(tokens_RE)
         self.group.check()  # a GPU may have been let go without the counts
-        self.count.add(on_host_RE.sum(0), is_counted=self.training and not _is_recomputing())
+        self.count.add(on_host_RE.sum(0), is_counted=self.training and not is_recomputing())
         tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE, *planned, self.ids)
@@ -282,7 +277,7 @@ class Experts(HeldInPart):
         """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
-        self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
+        self.count.add(tokens_RE.sum(0), is_counted=self.training and not is_recomputing())
         return tokens_RE
 
     def _take_part(self, rows_NH: Tensor) -> Tensor:
@@ -322,26 +317,6 @@ def _mixes_rows(module: nn.Module | None) -> str | None:
     """The class of torch's norm over rows that a module is or contains, if there is one."""
     parts = [] if module is None else module.modules()
     return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
-
-
-def _is_recomputing() -> bool:
-    """Whether this forward repeats one for its backward, as activation checkpointing does.
-
-    Raises:
-        UnsupportedState: it is the reentrant kind, whose first forward left no graph for `balance_loss`.
-    """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is CheckpointFunction.backward.__code__ or getattr(code, "co_qualname", "") == REENTRANT:
-            raise UnsupportedState(
-                "Experts: reentrant activation checkpointing around this layer leaves the router's balance_loss "
-                "without a gradient; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        frame = frame.f_back
-    return True
 
 
 def expert_layers(model: nn.Module) -> dict[str, Experts]:
