@@ -5,29 +5,24 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import CheckpointFunction
 
 from evermoe import moe_fp8, moe_ops, ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
+from evermoe.moe_checkpoint import is_recomputing
 from evermoe.moe_copies import HeldInPart
-from evermoe.moe_exchange import Exchange, Padding
+from evermoe.moe_exchange import Exchange, HostMemory, Padding
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
-
-REENTRANT = "CheckpointFunction.backward"
-"""What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
 
 
 class Experts(HeldInPart):
@@ -117,6 +112,7 @@ class Experts(HeldInPart):
         self.top_k = 0
         self.on_load: Callable[[NDArray[np.int64]], None] | None = None
         self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
+        self._host = HostMemory()
         self._name = moe_ops.register(self)
         self.reset_parameters()
 
@@ -184,12 +180,15 @@ class Experts(HeldInPart):
         if exchange.starts_R is not None:
             row_ids, positions_TK = exchange.pad(positions_TK)
         if self.fp8_dispatch:
-            arrived_NH = moe_fp8.send(sent_TH, row_ids, positions_TK, exchange, self.group)
+            rows_NH = moe_fp8.send(sent_TH, row_ids, positions_TK, exchange, self.group)
         else:
             rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
-            arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
-        outputs_NH = self._run_experts(arrived_NH, exchange)
-        returned_NH = all_to_all(outputs_NH, exchange.received_R, exchange.sent_R, self.group)
+            rows_NH = exchange.by_expert(all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group))
+        if len(self.ids) == 0:
+            outputs_NH = self._take_part(rows_NH)
+        else:
+            outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype), exchange.ends_e)
+        returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
@@ -228,7 +227,10 @@ class Experts(HeldInPart):
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
         """Gathers and counts the load, and plans the exchange on the host; collective.
 
-        It is the step's only extra exchange, and the layer's only wait for a GPU.
+        It is the step's only extra exchange, and the layer's only wait for a GPU: the host reads the counts of all
+        ranks once, since it must know how many rows it sends and receives, and plans both from them. That is why it
+        plans `balanced`, too, which finds one way for tokens to a rank with room after the other
+        (`src/dispatch/flow.rs`): each depends on those before, so that the threads of a GPU could not share them out.
         """
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
@@ -237,10 +239,10 @@ class Experts(HeldInPart):
                 "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
                 "max_tokens, and bfloat16 experts whose matrices have rows of whole 16 bytes"
             )
-        on_host_RE = tokens_RE.cpu()
+        on_host_RE = self._host.read(tokens_RE)
         self.group.check()  # a GPU may have been let go without the counts
-        self.count.add(on_host_RE.sum(0).numpy(), is_counted=self.training and not _is_recomputing())
-        tokens_ER = np.ascontiguousarray(on_host_RE.numpy().T)
+        self.count.add(on_host_RE.sum(0), is_counted=self.training and not is_recomputing())
+        tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE, *planned, self.ids)
 
@@ -275,19 +277,8 @@ class Experts(HeldInPart):
         """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
-        self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
+        self.count.add(tokens_RE.sum(0), is_counted=self.training and not is_recomputing())
         return tokens_RE
-
-    def _run_experts(self, rows_NH: Tensor, exchange: Exchange) -> Tensor:
-        """Rows ordered by (source rank, expert) → the experts' outputs in the same order."""
-        if len(self.ids) == 0:
-            return self._take_part(rows_NH)
-        counts_Re = exchange.receive_Re
-        is_mixed = min(counts_Re.shape) > 1  # else both orders are the same
-        if is_mixed:
-            rows_NH = ops.regroup(rows_NH, counts_Re)
-        outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype), exchange.ends_e)
-        return ops.regroup(outputs_NH, counts_Re, inverse=True) if is_mixed else outputs_NH
 
     def _take_part(self, rows_NH: Tensor) -> Tensor:
         """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
@@ -326,26 +317,6 @@ def _mixes_rows(module: nn.Module | None) -> str | None:
     """The class of torch's norm over rows that a module is or contains, if there is one."""
     parts = [] if module is None else module.modules()
     return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
-
-
-def _is_recomputing() -> bool:
-    """Whether this forward repeats one for its backward, as activation checkpointing does.
-
-    Raises:
-        UnsupportedState: it is the reentrant kind, whose first forward left no graph for `balance_loss`.
-    """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is CheckpointFunction.backward.__code__ or getattr(code, "co_qualname", "") == REENTRANT:
-            raise UnsupportedState(
-                "Experts: reentrant activation checkpointing around this layer leaves the router's balance_loss "
-                "without a gradient; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        frame = frame.f_back
-    return True
 
 
 def expert_layers(model: nn.Module) -> dict[str, Experts]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from evermoe import moe_checkpoint
 from evermoe.expert import Activation, Expert
 from evermoe.experts import Experts, expert_layers
 from evermoe.moe_load import TokenCount
@@ -41,7 +42,8 @@ class MoE(nn.Module):
         experts: the `Experts`.
         shared: what each token goes through beside its experts; None for nothing.
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
-            (token, k) slots routed to e and P_e this rank's mean router probability.
+            (token, k) slots routed to e and P_e this rank's mean router probability. To be added to the loss, times a
+            factor; its gradient also arrives under activation checkpointing of either kind.
 
     Raises:
         ValueError: a size or an option is out of its range; the message says which.
@@ -152,7 +154,8 @@ class MoE(nn.Module):
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
         share_E = self.experts.share_E.to(routes.probabilities_E)
-        self.balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
+        balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
+        y_TH, self.balance_loss = moe_checkpoint.carry(self, y_TH, balance_loss)
         return y_TH.reshape(x.shape)
 
 

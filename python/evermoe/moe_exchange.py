@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe import ops
@@ -113,6 +115,19 @@ class Exchange:
             starts_R=padding.starts_R,
         )
 
+    def by_expert(self, rows: Tensor) -> Tensor:
+        """Brings rows from the order of (source rank, local expert) into that of (expert, source); differentiable."""
+        return ops.regroup(rows, self.receive_Re) if self._is_mixed else rows
+
+    def by_source(self, rows: Tensor) -> Tensor:
+        """The inverse of `by_expert`."""
+        return ops.regroup(rows, self.receive_Re, inverse=True) if self._is_mixed else rows
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether the two orders differ: they are the same for a single source, and for a single expert."""
+        return min(self.receive_Re.shape) > 1
+
     def pad(self, positions_TK: Tensor) -> tuple[Tensor, Tensor]:
         """The plan of what is sent, with each rank's rows at the start of its part.
 
@@ -167,6 +182,32 @@ class Padding:
         """Whether padding costs less than it spares, and a GPU can split the tokens; the same on all ranks."""
         ranks = len(self.most_R)
         return ranks <= MOST_RANKS and ranks * max(self.most_R) * row_bytes <= PADDED_BYTES
+
+
+class HostMemory:
+    """Page-locked memory for what a layer's host reads of its GPU, kept for the next time."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[HostMemory], tuple[()]]:
+        """A copy of the layer gets memory of its own."""
+        return HostMemory, ()
+
+    def read(self, tensor: Tensor) -> NDArray[Any]:
+        """The values of a tensor: of one on a GPU by one copy on its current stream, for whose end the host waits.
+
+        Returns:
+            Of the tensor's shape and type. Those of a GPU are valid until the next read, those of the CPU are its own.
+        """
+        if not tensor.is_cuda:
+            return tensor.numpy()
+        if self._memory is None or self._memory.dtype != tensor.dtype or self._memory.numel() < tensor.numel():
+            self._memory = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+        found = self._memory[: tensor.numel()].view(tensor.shape)
+        found.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).record_event().synchronize()
+        return found.numpy()
 
 
 def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

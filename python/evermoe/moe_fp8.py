@@ -27,12 +27,13 @@ class _Send(torch.autograd.Function):
         rows = rows.narrow(0, 0, sum(exchange.sent_R))
         if group.size > 1:
             rows = group.all_to_all(rows, exchange.sent_R, exchange.received_R)
-        return ops.dequantize_rows(rows, x_TH.shape[1], x_TH.dtype)
+        return ops.dequantize_rows(exchange.by_expert(rows), x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (positions_TK,) = ctx.saved_tensors
-        rows_NH, exchange = gradients[0].contiguous(), ctx.exchange
+        exchange = ctx.exchange
+        rows_NH = exchange.by_source(gradients[0].contiguous())
         if ctx.group.size > 1:
             rows_NH = ctx.group.all_to_all(rows_NH, exchange.received_R, exchange.sent_R)
         return ops.unpermute(rows_NH, positions_TK), None, None, None, None
@@ -41,7 +42,8 @@ class _Send(torch.autograd.Function):
 def send(x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, exchange: Exchange, group: Group) -> Tensor:
     """The rows that come to this rank, of tokens that are rounded to 8 bits for the way; collective and differentiable.
 
-    The gradient takes no notice of the rounding, and comes back in the type of the tokens.
+    They are brought into the experts' order while they still have 8 bits. The gradient takes no notice of the rounding,
+    and comes back in the type of the tokens.
 
     Args:
         x_TH: float32, bfloat16 or float16.
@@ -51,7 +53,7 @@ def send(x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, exchange: Exchange
         group: all ranks.
 
     Returns:
-        `[N, H]`, dtype of `x_TH`, by source rank.
+        `[N, H]`, dtype of `x_TH`, by local expert, those of each by source rank.
     """
     return _Send.apply(x_TH, row_ids, positions_TK, exchange, group)
 

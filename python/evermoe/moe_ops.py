@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evermoe.comm.group import Group
+from evermoe.errors import UnsupportedState
 from evermoe.expert import Product
+from evermoe.moe_checkpoint import is_recomputing_reentrant
 from evermoe.moe_exchange import Exchange
 
 
@@ -67,7 +69,15 @@ def plan_exchange(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tens
     Returns:
         `share_E`, float32; `send_ER` and `receive_Re`, int64, on the device of the counts; `splits_2R`, int64 on the
         CPU: rows to each rank, and from each rank.
+
+    Raises:
+        UnsupportedState: reentrant checkpointing repeats the graph, which cannot take the gradient of a loss along.
     """
+    if is_recomputing_reentrant():
+        raise UnsupportedState(
+            "Experts: reentrant activation checkpointing around a compiled layer leaves the router's balance_loss "
+            "without a gradient; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
     exchange = _layers[int(layer)].plan_exchange(counts_E)
     splits_2R = torch.tensor([exchange.sent_R, exchange.received_R], device="cpu")
     return exchange.share_E.float(), exchange.send_ER, exchange.receive_Re, splits_2R

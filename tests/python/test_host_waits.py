@@ -1,5 +1,6 @@
 """How often a forward makes the host wait for a GPU: on the CPU counted with tensors that only say they are on one."""
 
+import copy
 import warnings
 from contextlib import contextmanager
 
@@ -7,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from evermoe import MoE
-from evermoe.moe_exchange import Exchange, Padding
+from evermoe import Expert, Experts, MoE, Router
+from evermoe.moe_exchange import Exchange, HostMemory, Padding
 from support.paper_gpu import PaperGpu
 from support.ranks import run_ranks
 from test_moe import hold
@@ -17,21 +18,36 @@ E, H = 4, 16
 PLACEMENTS = {1: [[1, 1, 1, 1]], 2: [[1, 1, 1, 0], [1, 0, 0, 1]]}
 
 
-def waits(group, matrix, gated, dtype, max_tokens):
+def pass_through(layer, x):
+    """A forward and a backward, and what they have computed."""
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    yield
+    (out.float().square().sum() + layer.balance_loss).backward()
+    yield {"out": out.detach(), "x": x.grad} | {name: each.grad for name, each in layer.named_parameters()}
+
+
+def waits(group, matrix, options):
     torch.manual_seed(0)
-    layer = MoE(H, 16, E, gated=gated, dtype=dtype, max_tokens=max_tokens)
+    layer = MoE(H, 16, E, **options)
     hold(layer, group, np.array(matrix))
-    x = torch.randn(9 + group.rank, H, dtype=dtype)
-    expected = layer(x).detach()
+    x = torch.randn(9 + group.rank, H, dtype=layer.router.weight.dtype)
+    _, expected = pass_through(layer, x)
     tokens_E = layer.tokens_E
-    with torch.no_grad(), PaperGpu() as gpu:
-        found = gpu.move(layer)(gpu.tensor(x))
-        seen = list(gpu.waits)
+    layer.zero_grad()
+    with PaperGpu() as gpu:
+        passes = pass_through(gpu.move(layer), gpu.tensor(x))
+        next(passes)
+        forward, backward = list(gpu.waits), gpu.waits
+        backward.clear()
+        found = {name: each.value for name, each in next(passes).items()}
+        backward = list(gpu.waits)
         gpu.waits.clear()
         counted = layer.load_E, layer.tokens_E
     return {
-        "waits": seen,
-        "out": found.value,
+        "forward": forward,
+        "backward": backward,
+        "found": found,
         "expected": expected,
         "tokens": tokens_E.tolist(),
         "total": counted[0].tolist(),
@@ -40,11 +56,12 @@ def waits(group, matrix, gated, dtype, max_tokens):
     }
 
 
-def run(tmp_path, ranks, *options):
-    for found in run_ranks(tmp_path, ranks, waits, PLACEMENTS[ranks], *options):
-        torch.testing.assert_close(found["out"], found["expected"])
+def run(tmp_path, ranks, **options):
+    for found in run_ranks(tmp_path, ranks, waits, PLACEMENTS[ranks], options):
+        torch.testing.assert_close(found["found"], found["expected"])
         assert found["total"] == [2 * tokens for tokens in found["tokens"]]
         assert found["last"] == found["tokens"]
+        assert found["backward"] == []
         yield found
 
 
@@ -52,23 +69,123 @@ def run(tmp_path, ranks, *options):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_wait_a_layer_and_none_if_alone(tmp_path, ranks, gated, dtype):
-    for found in run(tmp_path, ranks, gated, dtype, None):
+    for found in run(tmp_path, ranks, gated=gated, dtype=dtype):
         # In float32 experts are multiplied one by one, and the host must know their rows.
         is_quick = ranks == 1 and dtype == torch.bfloat16
-        assert found["waits"] == ([] if is_quick else ["aten::_to_copy from the GPU"])
+        assert found["forward"] == ([] if is_quick else ["synchronize"])
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_no_wait_where_the_most_tokens_are_known(tmp_path, ranks, gated):
-    for found in run(tmp_path, ranks, gated, torch.bfloat16, 12):
-        assert found["waits"] == []
+    for found in run(tmp_path, ranks, gated=gated, dtype=torch.bfloat16, max_tokens=12):
+        assert found["forward"] == []
         assert found["to read"] == ["aten::_to_copy from the GPU"] * 2
 
 
+@pytest.mark.parametrize("max_tokens", [None, 12])
+@pytest.mark.parametrize("ranks", PLACEMENTS)
+def test_tokens_in_8_bits_make_nobody_wait_once_more(tmp_path, ranks, max_tokens):
+    for found in run(tmp_path, ranks, dtype=torch.bfloat16, max_tokens=max_tokens, fp8_dispatch=True):
+        assert found["forward"] == ["synchronize"] * (ranks > 1 and max_tokens is None)
+
+
 def test_a_larger_exchange_has_exact_sizes(tmp_path):
-    for found in run(tmp_path, 2, False, torch.bfloat16, 1 << 21):
-        assert found["waits"] == ["aten::_to_copy from the GPU"]
+    for found in run(tmp_path, 2, dtype=torch.bfloat16, max_tokens=1 << 21):
+        assert found["forward"] == ["synchronize"]
+
+
+ROUTERS = {
+    "DeepSeek-V3": {"scores": "sigmoid", "groups": 2, "top_groups": 1, "scale": 2.0, "balance_rate": 0.1},
+    "noise, jitter": {"noise": 0.1, "jitter": 0.1, "bias": True},
+    "GPT-OSS": {"scores": "chosen"},
+    "identity experts": {"identity_experts": 2},
+    "hash": {"vocabulary": 11},
+    "Llama-4": {"scores": "sigmoid", "normalize": False},
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_no_router_makes_the_host_wait(kind):
+    options = ROUTERS[kind]
+    expert = Expert(H, 16, gated=True, weighted="inputs" if kind == "Llama-4" else "outputs")
+    layer = MoE.of(Router(H, E, 2, **options), Experts(expert, E, dtype=torch.bfloat16, post_norm=RMSNorm()))
+    x, tokens = torch.randn(9, H), torch.arange(9) if "vocabulary" in options else None
+    with PaperGpu() as gpu:
+        if layer.router.balance is not None:
+            layer.router.balance = gpu.tensor(layer.router.balance)
+        if layer.router.table is not None:
+            layer.router.table, tokens = gpu.tensor(layer.router.table), gpu.tensor(tokens)
+        out = gpu.move(layer)(gpu.tensor(x), tokens)
+        (out.square().sum() + layer.balance_loss).backward()
+        assert gpu.waits == []
+
+
+class RMSNorm(torch.nn.Module):
+    """Without weights."""
+
+    def forward(self, x_NH):
+        return x_NH * (x_NH.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+WAITS = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x[0] > 0),
+    "is_nonzero": lambda x: torch.is_nonzero(x[0]),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu", non_blocking=True),
+    "to another": lambda x: torch.zeros(3).copy_(x),
+    "from another": lambda x: x.copy_(torch.zeros(3)),
+    "bincount": lambda x: x.bincount(),
+    "unique": lambda x: x.unique(),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "mask, written": lambda x: x.index_put_([x > 0], x.clone()),
+    "index on the CPU": lambda x: torch.ops.aten.index(x, [torch.tensor([1])]),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "repeat_interleave": lambda x: x.repeat_interleave(x),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x.double(), x.double()),
+    "grouped_mm": lambda x: torch.nn.functional.grouped_mm(
+        x.float().repeat(4, 4), x.float().repeat(3, 12, 4), offs=x.cumsum(0).to(torch.int32)
+    ),
+    "an event": lambda x: torch.cuda.current_stream().record_event().synchronize(),
+    "a device": lambda x: torch.cuda.synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_makes_the_host_wait_is_noticed(name):
+    with PaperGpu() as gpu:
+        WAITS[name](gpu.tensor(torch.tensor([1, 2, 5])))
+    assert len(gpu.waits) >= 1
+
+
+def test_what_was_not_waited_for_is_not_there():
+    with PaperGpu() as gpu:
+        x = gpu.tensor(torch.arange(3))
+        to = torch.empty(3, dtype=torch.int64, pin_memory=True)
+        to.copy_(x, non_blocking=True)
+        event = torch.cuda.current_stream().record_event()
+        assert (to.tolist(), gpu.waits) == ([-1] * 3, [])
+        event.synchronize()
+        assert (to.tolist(), gpu.waits) == ([0, 1, 2], ["synchronize"])
+
+
+@pytest.mark.gpu
+def test_what_the_host_has_read_is_there():
+    memory, place = HostMemory(), 0
+    for numbers in (torch.arange(6).view(2, 3), torch.arange(7, 11), torch.rand(3)):
+        read = memory.read(numbers.cuda())
+        assert (read == numbers.numpy()).all()
+        assert read.dtype == numbers.numpy().dtype
+        assert (read.ctypes.data == place) == (numbers.shape == (4,)), "memory that is large enough is used again"
+        place = read.ctypes.data
+    twin = copy.deepcopy(memory)
+    assert twin.read(numbers.cuda()).ctypes.data != place
+    assert memory.read(numbers).ctypes.data == numbers.data_ptr(), "on the CPU it is read where it is"
 
 
 @contextmanager

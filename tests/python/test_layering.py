@@ -21,6 +21,7 @@ ROOMS = [
     "plotting",
     "comm",
     "expert",
+    "moe_checkpoint",
     "moe_exchange",
     "moe_fp8",
     "moe_load",

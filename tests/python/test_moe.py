@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evermoe import MoE, load_balancing_loss, moe_layers
 from evermoe._native import digest
@@ -162,6 +163,36 @@ def test_tokens_travel_in_8_bits(tmp_path, kind, max_tokens, name):
     check(run(tmp_path, kind, name), PLACEMENTS[name], expected)
     exact = reference(make(*kind[:3]), *inputs(sum(tokens)))
     assert 1e-4 < (exact["out"] - expected["out"]).abs().max() < 0.1, "they are rounded"
+
+
+class Regrouped(TorchDispatchMode):
+    """Types and bytes of a row of all that is brought into another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.evermoe.regroup.default:
+            self.found.append((str(args[0].dtype), args[0].shape[1] * args[0].element_size(), args[2]))
+        return func(*args, **kwargs or {})
+
+
+def regrouped(group, fp8_dispatch):
+    layer = MoE(256, 16, EXPERTS, fp8_dispatch=fp8_dispatch, dtype=torch.bfloat16)
+    hold(layer, group, np.array(PLACEMENTS["all on both"]))
+    with Regrouped() as forward:
+        out = layer(torch.randn(9, 256, dtype=torch.bfloat16, requires_grad=True))
+    with Regrouped() as backward:
+        out.float().sum().backward()
+    return {"forward": forward.found, "backward": backward.found}
+
+
+def test_tokens_in_8_bits_are_brought_into_order_before_they_are_longer_again(tmp_path):
+    there, back = ("torch.bfloat16", 512, False), ("torch.bfloat16", 512, True)
+    for fp8_dispatch, first in ((False, there), (True, ("torch.uint8", 256 + 16, False))):
+        for each in run_ranks(tmp_path, 2, regrouped, fp8_dispatch):
+            assert each == {"forward": [first, back], "backward": [there, back]}
 
 
 def test_more_tokens_than_the_layer_is_made_for():

@@ -126,27 +126,30 @@ def forward(model, x, **options):
     return model[1](model[0](x)) if not options else checkpoint(lambda y: model[1](model[0](y)), x, **options)
 
 
-def test_reentrant_checkpointing_is_refused(tmp_path):
+def test_a_balance_loss_apart_from_the_reentrantly_checkpointed_output_is_refused(tmp_path):
     model, optimizer = make()
-    with pytest.raises(UnsupportedState, match="use_reentrant=False"):
+    with pytest.raises(UnsupportedState, match="load_balancing_loss, to the loss and call backward once"):
         for step in session_of(model, optimizer, tmp_path).steps(1):
             with step:
                 x = torch.randn(8, 8, requires_grad=True)
-                step.backward(forward(model, x, use_reentrant=True).square().mean())
+                out, balance_loss = forward(model, x, use_reentrant=True), model[1].balance_loss
+                step.backward(out.square().mean())
+                step.backward(balance_loss)
 
 
-def test_checkpointing_of_the_other_kind_counts_the_load_once(tmp_path):
+def test_checkpointing_of_either_kind_counts_the_load_once(tmp_path):
     loads = []
-    for options in ({}, {"use_reentrant": False}):
+    for options in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
         model, optimizer = make()
         for step in session_of(model, optimizer, tmp_path).steps(1):
             with step:
                 torch.manual_seed(1)
-                loss = forward(model, torch.randn(8, 8), **options).square().mean()
+                loss = forward(model, torch.randn(8, 8, requires_grad=True), **options).square().mean()
                 step.backward(loss + model[1].balance_loss)
                 loads.append((model[1].load_E.tolist(), model[1].router.weight.grad.clone()))
-    assert loads[0][0] == loads[1][0]
-    assert torch.equal(loads[0][1], loads[1][1])
+    for load, gradient in loads[1:]:
+        assert load == loads[0][0]
+        assert torch.equal(gradient, loads[0][1])
 
 
 @pytest.mark.parametrize("job", ["", ".", "..", "../x", "a/b", "a\nb", "x/../../../dir", ".hidden", "a" * 101, "ü"])

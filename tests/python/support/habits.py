@@ -28,10 +28,11 @@ lr_scheduler = torch.optim.lr_scheduler
 class Model(nn.Module):
     """Two MoE layers between an embedding and a head that may be tied."""
 
-    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+    def __init__(self, tied: bool = False, use_reentrant: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.checkpointed = checkpointed
+        self.use_reentrant = use_reentrant
+        """The kind of checkpointing; None for none."""
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.first = evermoe.MoE(WIDTH, 8, 6, top_k=2)
         self.second = evermoe.MoE(WIDTH, 8, 4, top_k=1, gated=True)
@@ -45,8 +46,9 @@ class Model(nn.Module):
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
-        return self.head(x)
+        if self.use_reentrant is None:
+            return self.head(self.block(x))
+        return self.head(checkpoint(self.block, x, use_reentrant=self.use_reentrant))
 
 
 def dataset():
@@ -318,7 +320,8 @@ HABITS = {
             "cpu", init_scale=2.0**21, growth_factor=16.0, backoff_factor=1 / 16, growth_interval=2
         ),
     ),
-    "10: checkpointing": Habit(model=lambda: Model(checkpointed=True)),
+    "10: checkpointing": Habit(model=lambda: Model(use_reentrant=False)),
+    "10: reentrant checkpointing": Habit(model=lambda: Model(use_reentrant=True)),
     "11: EMA": Habit(ema=0.8),
     "12: IterableDataset": Habit(loader=lambda: torch.utils.data.DataLoader(Stream(), batch_size=12), step=samples),
     "12: loader with state": Habit(loader=StatefulLoader, step=samples),

@@ -1,15 +1,18 @@
-"""A GPU on paper: tensors that say they are on `cuda:0` and have their values on the CPU, and who waits for it.
+"""A GPU on paper: tensors that say they are on `cuda:0` and have their values on the CPU, and what waits for it.
 
-    with torch.no_grad(), PaperGpu() as gpu:
-        layer(gpu.tensor(x))
+    with PaperGpu() as gpu:
+        layer(gpu.tensor(x)).sum().backward()
     gpu.waits        # the ops for which the host would have waited
 
-Only without autograd, which asks CUDA itself for its streams.
+To autograd they are on the device `meta`, which has no streams.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda", 0)
-READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::unique_dim")
-"""Ops whose results depend on values, so that the host must have them."""
+OPS = {
+    "aten": """
+        _softmax _softmax_backward_data _to_copy add add_ addmm arange cat clamp clone cumsum detach div
+        empty_like expand gather ge index_select lt masked_fill mean mm mul neg new_empty new_zeros ones
+        ones_like pow randn_like remainder rsqrt rsub scalar_tensor scatter scatter_ scatter_add searchsorted
+        select sigmoid sigmoid_backward silu silu_backward slice slice_backward split_with_sizes squeeze stack
+        sub sum t take topk transpose unbind uniform_ unsqueeze view where zero_ zeros zeros_like
+    """,
+    "c10d": "allgather_ alltoall_base_",  # over NCCL
+    "evermoe": """dequantize_rows dispatch_plan expert_histogram invert_positions permute quantize_rows regroup
+        split_tokens unpermute unpermute_backward""",
+}
+SAFE = {f"{space}::{name}" for space, names in OPS.items() for name in names.split()}
+"""Ops for which no host waits, whatever is in their tensors. Copies, and ops with some cases that wait, are looked at
+one by one; any other op counts as a wait."""
 
 
 class PaperTensor(Tensor):
@@ -29,50 +45,84 @@ class PaperTensor(Tensor):
     @staticmethod
     def __new__(cls, value: Tensor) -> PaperTensor:
         found = Tensor._make_wrapper_subclass(
-            cls, value.size(), strides=value.stride(), dtype=value.dtype, device=DEVICE, requires_grad=False
+            cls, value.size(), strides=value.stride(), dtype=value.dtype, device="meta", requires_grad=False
         )
         found.value = value
         return found
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_meta = property(lambda self: False)  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} outside of PaperGpu")
 
-    def __repr__(self) -> str:
+    def tolist(self) -> Any:
+        """The values, read by the host."""
+        return self.cpu().tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"PaperTensor({self.value})"
 
 
+class PaperStream:
+    """The stream of the GPU; what it copies into page-locked memory is there once an event after it was waited for."""
+
+    def __init__(self, waits: list[str]) -> None:
+        self.copies: list[Callable[[], Any]] = []
+        self._waits = waits
+
+    def synchronize(self) -> None:
+        """Waits for all copies so far."""
+        self._waits.append("synchronize")
+        for copy in self.copies:
+            copy()
+        self.copies.clear()
+
+    def record_event(self) -> PaperStream:
+        """An event after the copies so far."""
+        event = PaperStream(self._waits)
+        event.copies = list(self.copies)
+        return event
+
+
 class PaperGpu(TorchDispatchMode):
-    """The GPU while it is there; notes what makes the host wait."""
+    """The GPU while it is there; notes what makes the host wait, and each op that is not in `SAFE`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self._stream = PaperStream(self.waits)
         self._pinned: set[int] = set()
         """Storages of page-locked memory."""
+        self._patches = ExitStack()
 
     def __enter__(self) -> PaperGpu:
-        self._start = torch.cuda._lazy_init
-        torch.cuda._lazy_init = lambda: None  # there is no driver to start
+        for name, stand_in in {
+            "_lazy_init": lambda: None,  # there is no driver to start
+            "current_stream": lambda device=None: self._stream,
+            "synchronize": lambda device=None: self._stream.synchronize(),
+        }.items():
+            self._patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        torch.cuda._lazy_init = self._start
+        self._patches.close()
 
     @staticmethod
     def tensor(value: Tensor) -> Tensor:
         """The tensor on the GPU."""
-        return PaperTensor(value.contiguous())
+        return PaperTensor(value.detach().contiguous())
 
     def move(self, model: nn.Module) -> nn.Module:
         """Moves a model there, in place."""
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(self.tensor(parameter.detach()), requires_grad=False))
+                setattr(module, name, nn.Parameter(self.tensor(parameter)))
         return model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,8 +131,10 @@ class PaperGpu(TorchDispatchMode):
         was_there = any(isinstance(each, PaperTensor) for each in flat)
         is_pinned = kwargs.pop("pin_memory", None)
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        goes_there = device.type == "cuda" if device is not None else was_there
-        self._note(func, args, kwargs, was_there, goes_there)
+        goes_there = device.type != "cpu" if device is not None else was_there
+        if func._schema.name == "aten::copy_":
+            return self._copy(*args, **kwargs)
+        self._note(func._schema.name, args, kwargs, was_there, goes_there)
         if device is not None:
             kwargs["device"] = torch.device("cpu")
         found = func(*tree_map(_value, args), **tree_map(_value, kwargs))
@@ -92,19 +144,39 @@ class PaperGpu(TorchDispatchMode):
             return next((each for each in flat if _value(each) is found), found)
         return tree_map(lambda each: PaperTensor(each) if isinstance(each, Tensor) and goes_there else each, found)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, was_there: bool, goes_there: bool) -> None:
-        name = func._schema.name
+    def _note(self, name: str, args: Any, kwargs: Any, was_there: bool, goes_there: bool) -> None:
         if name == "aten::_to_copy" and was_there != goes_there:
-            source = args[0]
-            at_leisure = not was_there and kwargs.get("non_blocking") and self._is_pinned(source)
+            at_leisure = not was_there and kwargs.get("non_blocking") and self._is_pinned(args[0])
             if not at_leisure:
                 self.waits.append(f"{name} {'from' if was_there else 'to'} the GPU")
-        crosses = name == "aten::copy_" and isinstance(args[0], PaperTensor) != isinstance(args[1], PaperTensor)
-        if crosses or (was_there and name in READS):
+        elif (was_there or goes_there) and name not in SAFE and not _is_quick(name, args):
             self.waits.append(name)
+
+    def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        copy = lambda: _value(to).copy_(_value(source))  # noqa: E731
+        crosses = _is_there(to) != _is_there(source)
+        if crosses and not (non_blocking and self._is_pinned(source if _is_there(to) else to)):
+            self.waits.append("aten::copy_")
+        elif crosses and _is_there(source):
+            to.fill_(-1)  # until it is waited for
+            self._stream.copies.append(copy)
+            return to
+        copy()
+        return to
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
+
+
+def _is_quick(name: str, args: Any) -> bool:
+    """Whether this call of an op, of which others wait, does not."""
+    if name == "aten::index":  # masks are counted, and indices on the CPU are copied
+        return all(each is None or (_is_there(each) and each.dtype == torch.int64) for each in args[1])
+    return name == "aten::_grouped_mm" and args[0].dtype == torch.bfloat16
+
+
+def _is_there(each: Any) -> bool:
+    return isinstance(each, PaperTensor)
 
 
 def _value(each: Any) -> Any:
