@@ -37,7 +37,7 @@ def test_the_changelogs_newest_release_is_this_version():
 def test_extras_that_are_named_anywhere_exist():
     [table] = said("pyproject.toml", r"^\[project\.optional-dependencies\]\n((?:.+\n)+)")
     extras = set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
-    assert extras == {"cli", "plot", "observe", "docs", "transformers", "test"}
+    assert extras == {"cli", "plot", "observe", "docs", "transformers", "test", "ucx"}
     files = [
         ROOT / "README.md",
         *ROOT.glob("docs/**/*.md"),
