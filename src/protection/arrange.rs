@@ -324,7 +324,7 @@ impl SessionRequest<'_> {
         self.ranks.iter().filter_map(|rank| rank.link).reduce(slowest).unwrap_or(DEFAULT_LINK)
     }
 
-    /// The slowest way from state to host memory that was measured: 50 GB/s from a GPU, and a tenth in a processor.
+    /// The slowest way from state to host memory that was measured.
     fn host_link(&self) -> Link {
         let slowest = self.ranks.iter().filter_map(|rank| rank.host_speed).reduce(f64::min);
         Link { beta: slowest.unwrap_or(DEFAULT_LINK.beta), ..DEFAULT_LINK }

@@ -34,7 +34,8 @@ ABORT_ALONE = "2"
 the process to us. Its default ends the process."""
 DUMP_MILLISECONDS = "100"
 """How long torch may write its record of what NCCL was asked for when that fails, as
-TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC has it. No group can be left before: with torch's default, a minute later."""
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC has it. No group can be left before: with torch's default that took more
+than 30 s behind the stand-in of NCCL."""
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
 
