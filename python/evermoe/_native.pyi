@@ -553,6 +553,20 @@ def encode_gradient(
 ) -> _Payload:
     """Write a gradient (float32, or bits of bfloat16) after a record's header; (encoding, bytes, digest)."""
 
+FRAME_HEAD_BYTES: int
+"""Bytes of a frame before the sizes of its records."""
+
+def fill_frame(
+    frame: NDArray[np.uint8],
+    most: int,
+    records: Sequence[NDArray[np.uint8] | tuple[str, int, int, list[float], NDArray[np.float32] | NDArray[np.uint16]]],
+    tail: NDArray[np.uint8],
+) -> tuple[int, int]:
+    """Write records, at most `most`, into a frame, those that do not fit into the tail; the bytes of both.
+
+    A record is its bytes, or name, step, the unit's own count of steps, numbers and the gradient, which is encoded.
+    """
+
 def seal_record(
     record: NDArray[np.uint8],
     *,
@@ -803,6 +817,12 @@ class ReplayLog:
 
         With `hold` a step counts only from `release` on, and `discard` takes it back.
         """
+    def hold_all(
+        self, records: NDArray[np.uint8], sizes: list[int]
+    ) -> tuple[int, tuple[str, int | None, str, NDArray[np.float32] | None] | None]:
+        """Hold records that lie one after the other, up to one that is more than logged; how many, and its fate."""
+    def waiting(self) -> list[int | None]:
+        """How many steps each unit's newest one is ahead of its state; None without a state."""
     def release(self, clip: float | None) -> None:
         """The held steps count; None: they change nothing, as the trainers have left them out."""
     def discard(self) -> None: ...

@@ -2,7 +2,10 @@
 
 use crate::cpu::Gradient;
 use crate::error::{Error, Result};
-use crate::replay::{self, Accepted, Encoded, Fault, HEADER_BYTES, Header, Kind, Rule, Stored};
+use crate::replay::{
+    self, Accepted, Draft, Encoded, FRAME_HEAD_BYTES, Fault, HEADER_BYTES, Header, Kind, Outgoing, Rule,
+    Stored,
+};
 use crate::snapshot::digest;
 use crate::torch::TorchPool;
 use half::bf16;
@@ -12,7 +15,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("RECORD_HEADER_BYTES", HEADER_BYTES)?;
+    module.add("FRAME_HEAD_BYTES", FRAME_HEAD_BYTES)?;
     module.add_function(wrap_pyfunction!(encode_gradient, module)?)?;
+    module.add_function(wrap_pyfunction!(fill_frame, module)?)?;
     module.add_function(wrap_pyfunction!(seal_record, module)?)?;
     module.add_function(wrap_pyfunction!(state_digest, module)?)?;
     module.add_class::<ReplayLog>()
@@ -33,6 +38,24 @@ enum AnyGradient<'py> {
     Bf16(PyReadonlyArray1<'py, u16>),
 }
 
+impl AnyGradient<'_> {
+    /// The values, and how many they are.
+    fn values(&self) -> Result<(Gradient<'_>, usize)> {
+        Ok(match self {
+            Self::F32(array) => {
+                let values = array.as_slice().map_err(|_| contiguous())?;
+                (Gradient::F32(values), values.len())
+            }
+            Self::Bf16(array) => {
+                let bits = array.as_slice().map_err(|_| contiguous())?;
+                // SAFETY: bfloat16 is its bits.
+                let values = unsafe { std::slice::from_raw_parts(bits.as_ptr().cast::<bf16>(), bits.len()) };
+                (Gradient::Bf16(values), values.len())
+            }
+        })
+    }
+}
+
 /// Writes a gradient into a record's memory, after the room for its header.
 #[pyfunction]
 fn encode_gradient(
@@ -41,18 +64,7 @@ fn encode_gradient(
     numbers: Vec<f32>,
     mut record: PyReadwriteArray1<'_, u8>,
 ) -> PyResult<Payload> {
-    let (gradient, len) = match &gradient {
-        AnyGradient::F32(array) => {
-            let values = array.as_slice().map_err(|_| contiguous())?;
-            (Gradient::F32(values), values.len())
-        }
-        AnyGradient::Bf16(array) => {
-            let bits = array.as_slice().map_err(|_| contiguous())?;
-            // SAFETY: bfloat16 is its bits.
-            let values = unsafe { std::slice::from_raw_parts(bits.as_ptr().cast::<bf16>(), bits.len()) };
-            (Gradient::Bf16(values), values.len())
-        }
-    };
+    let (gradient, len) = gradient.values()?;
     let bytes = record.as_slice_mut().map_err(|_| contiguous())?;
     let payload = bytes.get_mut(HEADER_BYTES..).filter(|rest| rest.len() >= replay::most_payload_bytes(len));
     let payload = payload.ok_or_else(|| {
@@ -62,6 +74,41 @@ fn encode_gradient(
     let Encoded { encoding, payload_bytes, digest } =
         py.detach(|| replay::encode_gradient(gradient, len, any_zero, payload, &TorchPool));
     Ok((encoding as u8, payload_bytes, digest))
+}
+
+/// A record: its bytes; or name, step, the unit's own count of steps, numbers, and gradient.
+#[derive(FromPyObject)]
+enum AnyRecord<'py> {
+    Whole(PyReadonlyArray1<'py, u8>),
+    Draft(String, u64, u64, Vec<f32>, AnyGradient<'py>),
+}
+
+impl AnyRecord<'_> {
+    fn outgoing(&self) -> Result<Outgoing<'_>> {
+        Ok(match self {
+            Self::Whole(array) => Outgoing::Whole(array.as_slice().map_err(|_| contiguous())?),
+            Self::Draft(name, step, t, numbers, gradient) => {
+                let (gradient, elements) = gradient.values()?;
+                let rule = rule(numbers)?;
+                Outgoing::Draft(Draft { unit: id(name), step: *step, t: *t, rule, elements, gradient })
+            }
+        })
+    }
+}
+
+/// Writes records into a frame and a tail; the bytes of both.
+#[pyfunction]
+fn fill_frame(
+    py: Python<'_>,
+    mut frame: PyReadwriteArray1<'_, u8>,
+    most: usize,
+    records: Vec<AnyRecord<'_>>,
+    mut tail: PyReadwriteArray1<'_, u8>,
+) -> PyResult<(usize, usize)> {
+    let records = records.iter().map(AnyRecord::outgoing).collect::<Result<Vec<_>>>()?;
+    let frame = frame.as_slice_mut().map_err(|_| contiguous())?;
+    let tail = tail.as_slice_mut().map_err(|_| contiguous())?;
+    Ok(py.detach(|| replay::fill_frame(frame, most, &records, tail, &TorchPool))?)
 }
 
 fn rule(numbers: &[f32]) -> Result<Rule> {
@@ -143,6 +190,19 @@ type Received<'py> = (&'static str, Option<usize>, String, Option<Bound<'py, PyA
 type Taken<'py> =
     (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize, bool);
 
+fn received(py: Python<'_>, accepted: std::result::Result<Accepted, (Option<usize>, Fault)>) -> Received<'_> {
+    match accepted {
+        Ok(Accepted::Logged { unit }) => ("ok", Some(unit), String::new(), None),
+        Ok(Accepted::Duplicate { unit }) => ("duplicate", Some(unit), String::new(), None),
+        Ok(Accepted::ApplyNow { unit }) => ("apply_now", Some(unit), String::new(), None),
+        Ok(Accepted::Proof { unit }) => ("proof", Some(unit), String::new(), None),
+        Ok(Accepted::State { unit, words }) => {
+            ("state", Some(unit), String::new(), Some(words.into_pyarray(py)))
+        }
+        Err((unit, fault)) => (code(&fault), unit, fault.to_string(), None),
+    }
+}
+
 impl ReplayLog {
     /// A panic in another thread leaves the log as it was between two calls, or with one record less.
     fn lock(&self) -> MutexGuard<'_, replay::Log> {
@@ -188,16 +248,35 @@ impl ReplayLog {
             true => self.lock().hold(bytes, &TorchPool),
             false => self.lock().accept(bytes, &TorchPool),
         });
-        Ok(match accepted {
-            Ok(Accepted::Logged { unit }) => ("ok", Some(unit), String::new(), None),
-            Ok(Accepted::Duplicate { unit }) => ("duplicate", Some(unit), String::new(), None),
-            Ok(Accepted::ApplyNow { unit }) => ("apply_now", Some(unit), String::new(), None),
-            Ok(Accepted::Proof { unit }) => ("proof", Some(unit), String::new(), None),
-            Ok(Accepted::State { unit, words }) => {
-                ("state", Some(unit), String::new(), Some(words.into_pyarray(py)))
+        Ok(received(py, accepted))
+    }
+
+    /// Holds records that lie one after the other, up to the first that is more than logged; how many, and its fate.
+    fn hold_all<'py>(
+        &self,
+        py: Python<'py>,
+        records: PyReadonlyArray1<'_, u8>,
+        sizes: Vec<usize>,
+    ) -> PyResult<(usize, Option<Received<'py>>)> {
+        let mut rest = records.as_slice().map_err(|_| contiguous())?;
+        let (expected, got) =
+            (sizes.iter().fold(0, |sum: usize, &size| sum.saturating_add(size)), rest.len());
+        if expected != got {
+            return Err(Error::Invalid(format!("records: expected {expected} bytes, got {got}")).into());
+        }
+        let (held, other) = py.detach(|| {
+            let mut log = self.lock();
+            for (held, &size) in sizes.iter().enumerate() {
+                let (record, after) = rest.split_at(size);
+                rest = after;
+                match log.hold(record, &TorchPool) {
+                    Ok(Accepted::Logged { .. }) => {}
+                    other => return (held, Some(other)),
+                }
             }
-            Err((unit, fault)) => (code(&fault), unit, fault.to_string(), None),
-        })
+            (sizes.len(), None)
+        });
+        Ok((held, other.map(|accepted| received(py, accepted))))
     }
 
     fn take<'py>(
@@ -259,6 +338,15 @@ impl ReplayLog {
 
     fn version(&self, py: Python<'_>, unit: usize) -> PyResult<Option<u64>> {
         self.with(py, unit, |log| log.version(unit))
+    }
+
+    /// How many steps each unit's newest one is ahead of its state; none without a state.
+    fn waiting(&self, py: Python<'_>) -> Vec<Option<u64>> {
+        py.detach(|| {
+            let log = self.lock();
+            let steps = |unit| Some(log.newest(unit)?.saturating_sub(log.version(unit)?));
+            (0..log.units()).map(steps).collect()
+        })
     }
 
     fn proof(&self, py: Python<'_>, unit: usize) -> PyResult<Option<u64>> {

@@ -1,6 +1,8 @@
 //! XXH3-64 of a payload or a state, piece by piece, while it is in the cache.
 
+use super::gradient::Plain;
 use crate::cpu::{Disjoint, Parallel};
+use std::mem::MaybeUninit;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// Bytes that are hashed at once; threads share a payload by pieces.
@@ -17,6 +19,29 @@ pub(super) fn of_hashes(hashes: &[u64]) -> u64 {
 
 /// Copies a payload and returns its digest: the source is read once.
 pub(super) fn copy(from: &[u8], to: &mut [u8], pool: &dyn Parallel) -> u64 {
+    // SAFETY: bytes are bytes that may not be set; `copy_pieces` sets all that it writes.
+    copy_pieces(from, unsafe { &mut *(std::ptr::from_mut(to) as *mut [MaybeUninit<u8>]) }, pool)
+}
+
+/// A payload as elements in memory of their own, whose last one is filled up with zeros, and its digest.
+///
+/// Nothing is written twice: what is logged is as large as what is trained.
+pub(super) fn copied<T: Plain>(from: &[u8], pool: &dyn Parallel) -> (Vec<T>, u64) {
+    let len = from.len().div_ceil(size_of::<T>());
+    let mut values = Vec::<T>::with_capacity(len);
+    let spare = &mut values.spare_capacity_mut()[..len];
+    if let Some(last) = spare.last_mut() {
+        *last = MaybeUninit::zeroed();
+    }
+    // SAFETY: memory for `len` elements, of which `from` has no more bytes.
+    let to = unsafe { std::slice::from_raw_parts_mut(spare.as_mut_ptr().cast(), from.len()) };
+    let digest = copy_pieces(from, to, pool);
+    // SAFETY: all bytes are set, the last element's by zeros first; every pattern of bits is a `T`.
+    unsafe { values.set_len(len) };
+    (values, digest)
+}
+
+fn copy_pieces(from: &[u8], to: &mut [MaybeUninit<u8>], pool: &dyn Parallel) -> u64 {
     assert_eq!(from.len(), to.len());
     let mut hashes = vec![0; from.len().div_ceil(PIECE_BYTES)];
     let (to, out) = (Disjoint::new(to), Disjoint::new(&mut hashes));
@@ -24,8 +49,7 @@ pub(super) fn copy(from: &[u8], to: &mut [u8], pool: &dyn Parallel) -> u64 {
         for piece in pieces {
             let range = piece * PIECE_BYTES..from.len().min((piece + 1) * PIECE_BYTES);
             // SAFETY: each piece is met once.
-            let part = unsafe { to.part(range.clone()) };
-            part.copy_from_slice(&from[range]);
+            let part = unsafe { to.part(range.clone()) }.write_copy_of_slice(&from[range]);
             // SAFETY: as above.
             unsafe { out.store(piece, xxh3_64(part)) };
         }
@@ -86,7 +110,7 @@ pub fn state_digest(parts: &[&[u8]], pool: &dyn Parallel) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{PIECE_BYTES, digest, state_digest};
+    use super::{PIECE_BYTES, copied, copy, digest, state_digest};
     use crate::cpu::Serial;
 
     #[test]
@@ -105,5 +129,20 @@ mod tests {
             assert_eq!(state_digest(&parts, &Serial), digest(&bytes, &Serial), "{cuts:?}");
         }
         assert_eq!(state_digest(&[], &Serial), digest(&[], &Serial));
+    }
+
+    #[test]
+    fn copies_are_the_bytes_and_the_last_element_is_filled_up() {
+        let bytes: Vec<u8> = (0..9001_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8 | 1).collect();
+        for len in [0, 1, 3, 4, PIECE_BYTES, PIECE_BYTES + 2, 9001] {
+            let mut to = vec![0; len];
+            assert_eq!(copy(&bytes[..len], &mut to, &Serial), digest(&bytes[..len], &Serial));
+            assert_eq!(to, bytes[..len]);
+            let (words, found) = copied::<f32>(&bytes[..len], &Serial);
+            assert_eq!((words.len(), found), (len.div_ceil(4), digest(&to, &Serial)));
+            to.resize(4 * words.len(), 0);
+            let words: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            assert_eq!(words, to);
+        }
     }
 }

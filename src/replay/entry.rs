@@ -1,10 +1,9 @@
 //! One logged step, whose bytes are known to be those that came.
 
 use super::checksum;
-use super::gradient::{Encoding, bytes_of, bytes_of_mut, expand};
+use super::gradient::{Encoding, bytes_of, expand};
 use super::record::{Fault, Header, Kind, Record, Rule};
 use crate::cpu::Parallel;
-use half::bf16;
 use xxhash_rust::xxh3::Xxh3;
 
 pub use super::gradient::Dense as Stored;
@@ -45,23 +44,19 @@ impl Gradient {
 
     /// A record's gradient in memory of its own.
     pub(super) fn store(record: &Record<'_>, pool: &dyn Parallel) -> Result<Self, Fault> {
-        let elements = record.header.elements;
         let (bytes, digest) = match record.header.encoding {
             _ if record.header.kind != Kind::Step => (Bytes::Zero, record.verify(pool)?),
             Encoding::Zero => (Bytes::Zero, record.verify(pool)?),
             Encoding::F32 => {
-                let mut values = vec![0.0_f32; elements];
-                let digest = record.copy_payload(bytes_of_mut(&mut values), pool)?;
+                let (values, digest) = record.copied_payload(pool)?;
                 (Bytes::Dense(Stored::F32(values)), digest)
             }
             Encoding::Bf16 => {
-                let mut values = vec![bf16::ZERO; elements];
-                let digest = record.copy_payload(bytes_of_mut(&mut values), pool)?;
+                let (values, digest) = record.copied_payload(pool)?;
                 (Bytes::Dense(Stored::Bf16(values)), digest)
             }
             Encoding::Blocks => {
-                let mut payload = vec![0; record.payload.len()];
-                let digest = record.copy_payload(&mut payload, pool)?;
+                let (payload, digest) = record.copied_payload(pool)?;
                 (Bytes::Blocks(payload), digest)
             }
         };

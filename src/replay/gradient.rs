@@ -64,9 +64,18 @@ pub struct Encoded {
     pub digest: u64,
 }
 
-/// Room that the payload of a gradient of `len` elements needs at most.
+/// Room that the payload of a gradient of `len` elements needs at most, in either dtype.
 pub fn most_payload_bytes(len: usize) -> usize {
     4 * len
+}
+
+/// Room that the payload of this gradient needs at most.
+pub(super) fn room_for(gradient: Gradient<'_>) -> usize {
+    match gradient {
+        Gradient::Zero => 0,
+        Gradient::F32(values) => size_of_val(values),
+        Gradient::Bf16(values) => size_of_val(values),
+    }
 }
 
 /// Bytes of the table of [`Encoding::Blocks`].
@@ -78,7 +87,7 @@ fn tag_bytes(len: usize) -> usize {
 /// less is not worth it). With `any_zero` a zero's sign is not kept in blocks of zeros.
 ///
 /// # Panics
-/// When the gradient has not `len` elements, or `payload` less than [`most_payload_bytes`].
+/// When the gradient has not `len` elements, or `payload` less room than it takes in its dtype.
 pub fn encode_gradient(
     gradient: Gradient<'_>,
     len: usize,
@@ -86,7 +95,7 @@ pub fn encode_gradient(
     payload: &mut [u8],
     pool: &dyn Parallel,
 ) -> Encoded {
-    assert!(payload.len() >= most_payload_bytes(len), "room for the gradient");
+    assert!(payload.len() >= room_for(gradient), "room for the gradient");
     let (tags, hashes) = match gradient {
         Gradient::Zero => (Vec::new(), Vec::new()),
         Gradient::F32(values) => {
@@ -333,14 +342,8 @@ pub(super) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-/// Bytes like those of [`bytes_of`], to be written.
-pub(super) fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
-    const { assert!(cfg!(target_endian = "little")) };
-    // SAFETY: as above; every pattern of bits is a `T`.
-    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
-}
-
-/// Floats: every pattern of bits is one, and they have no padding.
+/// Numbers: every pattern of bits is one, and they have no padding.
 pub(super) trait Plain: Copy {}
+impl Plain for u8 {}
 impl Plain for f32 {}
 impl Plain for bf16 {}

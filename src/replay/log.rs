@@ -9,7 +9,6 @@
 //! are the same are one entry.
 
 use super::entry::{self, Entry, Gradient, cost};
-use super::gradient::bytes_of_mut;
 use super::record::{Fault, Header, Kind, PROOF_BYTES, Record, Rule};
 use crate::cpu::Parallel;
 use crate::ensure;
@@ -347,9 +346,7 @@ impl Log {
         record: &Record<'_>,
         pool: &dyn Parallel,
     ) -> std::result::Result<Accepted, Fault> {
-        let bytes = record.header.payload_bytes;
-        let mut words = vec![0.0_f32; bytes.div_ceil(4)];
-        record.copy_payload(&mut bytes_of_mut(&mut words)[..bytes], pool)?;
+        let (words, _) = record.copied_payload(pool)?;
         self.forget(unit);
         let own = &mut self.units[unit];
         (own.newest, own.checksum) = (record.header.step, record.checksum());

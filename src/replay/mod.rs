@@ -14,16 +14,19 @@
 //! | `record` | one step, or one full state, as bytes; what can be wrong with them |
 //! | `gradient` | a gradient in the fewest bytes that give back its bits |
 //! | `checksum` | XXH3-64 of a payload, made while it is copied, and of a state |
+//! | `frame` | what one member sends another in a step: many records in one piece of memory |
 //! | `entry` | one logged step, and whether its bytes are those that came |
 //! | `log` | accepted records, in order, in bounded memory; batches of them |
 
 mod checksum;
 mod entry;
+mod frame;
 mod gradient;
 mod log;
 mod record;
 
 pub use checksum::state_digest;
+pub use frame::{Draft, FRAME_HEAD_BYTES, Outgoing, fill_frame};
 pub use gradient::{BLOCK, Encoded, Encoding, encode_gradient, most_payload_bytes};
 pub use log::{Accepted, Batch, Log, Stored};
 pub use record::{Fault, HEADER_BYTES, Header, Kind, PROOF_BYTES, Record, Rule, ignores_sign_of_zero};

@@ -17,7 +17,7 @@
 //! 02 01 00 00 00 00 00 00  03 00 00 00 00 00 00 00  02 00 00 00 00 00 00 00`, 56 zeros, and the checksum.
 
 use super::checksum;
-use super::gradient::{Encoding, is_payload};
+use super::gradient::{Encoding, Plain, is_payload};
 use crate::cpu::{AdamWStep, Arithmetic, Parallel, SgdStep};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -282,7 +282,7 @@ impl Header {
     }
 }
 
-/// A record whose header reads well; its checksum is looked at with [`Record::copy_payload`].
+/// A record whose header reads well; its checksum is looked at with [`Record::verify`].
 #[derive(Debug, Clone, Copy)]
 pub struct Record<'a> {
     /// All but the payload.
@@ -311,15 +311,14 @@ impl<'a> Record<'a> {
         self.checksum
     }
 
-    /// Copies the payload, and compares its checksum on the way; returns the payload's digest.
+    /// The payload as elements in memory of their own, whose last one is filled up with zeros, and its digest; compares the
+    /// checksum on the way.
     ///
     /// # Errors
-    /// [`Fault::Corrupt`] when the checksum is another one; what was copied is worth nothing then.
-    ///
-    /// # Panics
-    /// When `into` is not as long as the payload.
-    pub fn copy_payload(&self, into: &mut [u8], pool: &dyn Parallel) -> Result<u64, Fault> {
-        self.compare(checksum::copy(self.payload, into, pool))
+    /// [`Fault::Corrupt`] when the checksum is another one.
+    pub(super) fn copied_payload<T: Plain>(&self, pool: &dyn Parallel) -> Result<(Vec<T>, u64), Fault> {
+        let (values, digest) = checksum::copied(self.payload, pool);
+        Ok((values, self.compare(digest)?))
     }
 
     /// Compares the checksum; returns the payload's digest.

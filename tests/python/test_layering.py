@@ -83,6 +83,7 @@ RUST_TWINS = {
     "expert": "how its tokens are split, and what it is",
     "failures": "unlike: of real processes, in simulated time",
     "fp8": "ops, and their backends",
+    "frame": "what fills it, and its memory",
     "ledger": "planner, and its typed face",
     "load": "planner, and its typed face",
     "migrate": "planner, and its typed face",

@@ -8,36 +8,34 @@ known to all from the vote itself: they need no message.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe._native import RECORD_HEADER_BYTES, digest
+from evermoe._native import RECORD_HEADER_BYTES
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.comm.transport import Transfer
-from evermoe.errors import PeerLost, ReplicaBehind
+from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.profile.memory import return_freed_memory
 from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.frame import Frame
 from evermoe.replay.part import part_name, parts_of
 from evermoe.replay.repeater import Damage
-from evermoe.replay.replica import CaughtUp, Replica
+from evermoe.replay.replica import CaughtUp, Received, Replica
 from evermoe.replay.sender import GradientSender, Row
-from evermoe.replay.source import Numbers, state_record
+from evermoe.replay.source import Record, state_record, wait_for_gradients
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import TensorSpec
 
 HEAD_BYTES = 32 << 20
 """Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
-CHECKSUM_BYTES = 8
-"""Bytes of the checksum of the messages' sizes."""
 MOST_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
 PROOF_STEPS = 32
@@ -221,10 +219,9 @@ class ReplayExchange:
         heads = [
             courier.receive(Message(frame.data, peer, REPLAY_HEAD)) for peer, frame in self._incoming_frames.items()
         ]
-        make, numbers = self.sender.next_step_messages, Numbers()
-        outgoing = self._outgoing(selected, lambda unit: [message for _, message in make(step, [unit], numbers)])
         tails: list[Message] = []
-        result.sent_bytes = courier.send(self._head(peer, messages, tails) for peer, messages in outgoing)
+        outgoing = self._outgoing(step, selected)
+        result.sent_bytes = courier.send(self._head(peer, records, tails) for peer, records in outgoing)
         for transfer in heads:
             transfer.wait()
         for peer, frame in self._incoming_frames.items():
@@ -237,8 +234,11 @@ class ReplayExchange:
         for transfer in transfers:
             transfer.wait()
         for peer, frame in self._incoming_frames.items():
-            for message in frame.messages(arriving.get(peer)):
-                self._take(message, result)
+            for data, lengths in frame.parts(arriving.get(peer)):
+                held, others = self.replica.hold(data.numpy(), lengths)
+                result.held += held
+                for received in others:
+                    self._note(received, result)
         result.damages = self.replica.take_damages()
         for each in result.damages:
             result.problem = result.problem or each.reason
@@ -289,92 +289,40 @@ class ReplayExchange:
         """Ends the replica's thread."""
         self.replica.close()
 
-    def _frame(self, units: Sequence[str]) -> _Frame:
+    def _frame(self, units: Sequence[str]) -> Frame:
         parameters = [spec for unit in units for spec in _parameters(self.state, unit)]
         most = sum(spec.nbytes + RECORD_HEADER_BYTES for spec in parameters)
-        return _Frame(MOST_MESSAGES * len(parameters), min(most, HEAD_BYTES))
+        return Frame(MOST_MESSAGES * len(parameters), min(most, HEAD_BYTES), most if most > HEAD_BYTES else 0)
 
-    def _outgoing(
-        self, selected: Collection[str] | None, make: Callable[[str], list[NDArray[np.uint8]]]
-    ) -> Iterator[tuple[int, list[NDArray[np.uint8]]]]:
-        """Peers, and the messages for them."""
-        made: dict[str, list[NDArray[np.uint8]]] = {}
+    def _outgoing(self, step: int, selected: Collection[str] | None) -> Iterator[tuple[int, list[Record]]]:
+        """Peers, and the records of the next step for them."""
+        made: dict[str, list[Record]] = {}
+        self.sender.look()
         for peer, units in self._to.items():
             chosen = [unit for unit in units if selected is None or unit in selected]
             for unit in chosen:
                 if unit not in made:
-                    made[unit] = make(unit)
-            yield peer, [message for unit in chosen for message in made[unit]]
+                    made[unit] = list(self.sender.next_step_records(step, unit))
+            records = [record for unit in chosen for record in made[unit]]
+            wait_for_gradients(self.state.devices())
+            yield peer, records
 
-    def _head(self, peer: int, messages: list[NDArray[np.uint8]], tails: list[Message]) -> Message:
+    def _head(self, peer: int, records: Sequence[Record], tails: list[Message]) -> Message:
         """What goes to a peer at once; what does not fit into it is added to `tails`."""
-        head, tail = self._outgoing_frames[peer].fill(messages)
-        if tail:
-            tails.append(Message(torch.from_numpy(np.concatenate(tail)), peer, REPLAY_TAIL))
+        head, tail = self._outgoing_frames[peer].fill(records)
+        if len(tail):
+            tails.append(Message(tail, peer, REPLAY_TAIL))
         return Message(head, peer, REPLAY_HEAD)
 
     def _take(self, message: Tensor, result: ExchangeResult) -> None:
         received = self.replica.receive(message.numpy(), hold=True)
         result.held += received.code == "ok"
+        self._note(received, result)
+
+    def _note(self, received: Received, result: ExchangeResult) -> None:
         if received.needs_full_state:
             result.problem = result.problem or f"{received.code}: {received.reason}"
             result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
-
-
-class _Frame:
-    """Memory for what is sent to a peer, or comes from it: the sizes of all messages, then those that fit.
-
-    A checksum of the sizes comes first: they say how much to wait for. The messages have their own.
-    """
-
-    def __init__(self, most_messages: int, most_bytes: int) -> None:
-        self._start = CHECKSUM_BYTES + 8 * most_messages
-        self.data = torch.empty(self._start + most_bytes, dtype=torch.uint8)
-        self._checksum, sizes = self.data[:CHECKSUM_BYTES], self.data[CHECKSUM_BYTES : self._start]
-        self._sizes = sizes.view(torch.int64)
-
-    def _digest_of_sizes(self) -> bytes:
-        return digest(self.data[CHECKSUM_BYTES : self._start].numpy()).to_bytes(CHECKSUM_BYTES, "little")
-
-    def check(self, peer: int) -> None:
-        """Checks the sizes that a peer has sent.
-
-        Raises:
-            PeerLost: they are damaged.
-        """
-        if self._checksum.numpy().tobytes() != self._digest_of_sizes():
-            raise PeerLost(f"the sizes of the messages of member {peer} do not match their checksum: agree anew")
-
-    def fill(self, messages: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Sequence[NDArray[np.uint8]]]:
-        """The part of the memory that is to be sent, and the messages that are not in it."""
-        self._sizes.zero_()
-        self._sizes[: len(messages)] = torch.tensor([len(message) for message in messages], dtype=torch.int64)
-        self._checksum.copy_(torch.frombuffer(bytearray(self._digest_of_sizes()), dtype=torch.uint8))
-        fitting, end = self._fitting()
-        if fitting:
-            np.concatenate(messages[:fitting], out=self.data[self._start : end].numpy())
-        return self.data[:end], messages[fitting:]
-
-    def tail_bytes(self) -> int:
-        """Bytes of the messages that do not fit."""
-        return int(self._sizes.sum()) - (self._fitting()[1] - self._start)
-
-    def messages(self, tail: Tensor | None) -> Iterator[Tensor]:
-        """Yields all messages; `tail`: those that do not fit, one after the other."""
-        fitting, end = self._fitting()
-        sizes = [size for size in self._sizes.tolist() if size]
-        yield from self.data[self._start : end].split(sizes[:fitting])
-        if tail is not None:
-            yield from tail.split(sizes[fitting:])
-
-    def _fitting(self) -> tuple[int, int]:
-        """How many messages fit, and where the last of them ends."""
-        end, fitting = self._start, 0
-        for size in self._sizes.tolist():
-            if not size or end + size > len(self.data):
-                break
-            end, fitting = end + size, fitting + 1
-        return fitting, end
 
 
 def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:

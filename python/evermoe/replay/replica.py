@@ -22,7 +22,7 @@ with digests of what came and what was written, and now and then the state with 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,6 +40,10 @@ from evermoe.state.unit import Unit, digests_of
 
 KEPT_STEPS = 1
 """Newest steps that wait: members that survive a failure may differ by one, and a step is not undone."""
+
+
+_Accepted = tuple[str, int | None, str, NDArray[np.float32] | None]
+"""Fate of a record, by `ReplayLog`: code, unit, reason, full state."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,8 @@ class Replica:
             self._units[unit.name] = list(range(first, len(self._parts)))
         self._log = ReplayLog([(part.name, part.elements, part.layout.nbytes) for part in self._parts], log_bytes)
         self._repeater = Repeater(self._parts, self._log)
+        self._batches = [batch_steps(part.elements) + kept_steps for part in self._parts]
+        """Steps that are logged when a batch of them is applied."""
         self._waiting = threading.Condition()
         self._work: dict[int, None] = {}
         self._closed = False
@@ -124,7 +130,7 @@ class Replica:
         """Takes over one message; its memory is the caller's again afterwards. For one thread at a time.
 
         Args:
-            message: one of `GradientSender.messages` or `coming`.
+            message: one of `GradientSender.messages` or `next_step_messages`.
             hold: a step does not count before `release`, as the trainers have not agreed on it yet.
 
         Returns:
@@ -137,26 +143,35 @@ class Replica:
         if self._closed:
             raise ValueError("replica: it is closed")
         record = np.frombuffer(message, np.uint8)
-        while True:
-            before = self._log.nbytes  # the thread makes room, too
-            code, index, reason, state = self._log.accept(record, hold)
-            if code != "apply_now":
-                break
-            self._apply_some(self._log.fullest(), before)
-            if hold and self._log.nbytes >= before:
-                code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"
-                break
-        name = None if index is None else self._parts[index].unit.name
-        if index is not None and index in self._repeater.failures and code != "state":
-            return Received(name, "failed", self._repeater.failures[index])
-        if code == "state" and index is not None and state is not None:
-            self._install(index, state)
-        elif code == "ok" and index is not None and not hold:
-            self._wake(index)
-        elif code == "proof" and index is not None and self._log.version(index) == self._log.newest(index):
-            with self._parts[index].lock:
-                self._repeater.prove_locked(index)
-        return Received(name, "ok" if code in ("ok", "state", "duplicate", "proof") else code, reason)
+        return self._take(record, hold, self._log.accept(record, hold))
+
+    def hold(self, messages: NDArray[np.uint8], sizes: Sequence[int]) -> tuple[int, list[Received]]:
+        """Takes over messages of one step, like `receive` with `hold`.
+
+        Args:
+            messages: uint8, one after the other.
+            sizes: bytes of each.
+
+        Returns:
+            How many steps are held, and what became of all that was damaged, missing or reordered.
+
+        Raises:
+            ValueError: the replica is closed.
+        """
+        if self._closed:
+            raise ValueError("replica: it is closed")
+        held, others, number, start = 0, [], 0, 0
+        while number < len(sizes):
+            count, other = self._log.hold_all(messages[start:], list(sizes[number:]))
+            held, start, number = held + count, start + sum(sizes[number : number + count]), number + count
+            if other is not None:  # a record that is more than logged
+                end = start + sizes[number]
+                received = self._take(messages[start:end], True, other)
+                held += received.code == "ok"
+                if received.code != "ok":
+                    others.append(received)
+                start, number = end, number + 1
+        return held, others
 
     def release(self, *, clip: float | None = 1.0) -> None:
         """The held steps count from now on, with gradients multiplied by `clip` before the optimizer saw them.
@@ -164,8 +179,8 @@ class Replica:
         None: the optimizer left them out, so they count, and change nothing.
         """
         self._log.release(clip)
-        for index in range(len(self._parts)):
-            self._wake(index)
+        waiting = enumerate(self._log.waiting())
+        self._wake([index for index, steps in waiting if steps is not None and steps >= self._batches[index]])
 
     def discard(self) -> None:
         """The held steps will never be."""
@@ -264,20 +279,37 @@ class Replica:
 
     # ---- applying steps
 
-    def _install(self, index: int, words: NDArray[np.float32]) -> None:
-        with self._parts[index].lock:
-            self._parts[index].install(words)
-            self._log.installed(index)
-            self._repeater.failures.pop(index, None)
+    def _take(self, record: NDArray[np.uint8], hold: bool, accepted: _Accepted) -> Received:
+        code, index, reason, state = accepted
+        while code == "apply_now":
+            before = self._log.nbytes  # the thread makes room, too
+            code, index, reason, state = self._log.accept(record, hold)
+            if code != "apply_now":
+                break
+            self._apply_some(self._log.fullest(), before)
+            if hold and self._log.nbytes >= before:
+                code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"
+        name = None if index is None else self._parts[index].unit.name
+        if index is not None and index in self._repeater.failures and code != "state":
+            return Received(name, "failed", self._repeater.failures[index])
+        if code == "state" and index is not None and state is not None:
+            with self._parts[index].lock:
+                self._parts[index].install(state)
+                self._log.installed(index)
+                self._repeater.failures.pop(index, None)
+        elif code == "ok" and index is not None and not hold:
+            self._wake([index] if (self._log.waiting()[index] or 0) >= self._batches[index] else [])
+        elif code == "proof" and index is not None and self._log.version(index) == self._log.newest(index):
+            with self._parts[index].lock:
+                self._repeater.prove_locked(index)
+        return Received(name, "ok" if code in ("ok", "state", "duplicate", "proof") else code, reason)
 
-    def _wake(self, index: int) -> None:
-        newest, version = self._log.newest(index), self._log.version(index)
-        steps = batch_steps(self._parts[index].elements) + self._kept_steps
-        if newest is None or version is None or newest - version < steps:
-            return
-        with self._waiting:
-            self._work[index] = None
-            self._waiting.notify_all()
+    def _wake(self, due: Sequence[int]) -> None:
+        """Has the thread apply a batch of each of these parts."""
+        if due:
+            with self._waiting:
+                self._work |= dict.fromkeys(due)
+                self._waiting.notify_all()
 
     def _apply_in_background(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from torch import Tensor
 from evermoe.errors import NotReplayable
 from evermoe.optim import HALF
 from evermoe.replay.calibrate import Arithmetic, calibrate
-from evermoe.replay.source import Bytes, Numbers, Row, Rule, Source
+from evermoe.replay.source import Bytes, GradientRecord, Record, Row, Rule, Source, wait_for_gradients
 from evermoe.replay.step_counts import StepCounts
 from evermoe.state.unit import Unit
 
@@ -65,6 +65,8 @@ class GradientSender:
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for source in self._sources:
             self._set_rule(source, groups.get(id(source.parameter)))
+        self._numbers: dict[tuple[int, int], list[float]] = {}
+        """What a step's arithmetic needs beside the gradients, by the optimizer's group and the number of the step."""
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
@@ -117,9 +119,7 @@ class GradientSender:
         self._num_steps, self._was_skipped = 0, False
         return made
 
-    def next_step_messages(
-        self, step: int, units: Iterable[str] | None = None, numbers: Numbers | None = None
-    ) -> Iterator[tuple[str, Bytes]]:
+    def next_step_messages(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, Bytes]]:
         """Messages for `Replica.receive(hold=True)` of the next step, with the current gradients.
 
         The gradients may still be clipped before the optimizer sees them: `Replica.release` takes the factor. A unit
@@ -129,31 +129,51 @@ class GradientSender:
         Args:
             step: number of the next step.
             units: which; None for all.
-            numbers: those of the step that were computed for units before, for a caller that asks unit by unit.
 
         Returns:
-            Unit and message, uint8. The memory of a message is used again by the next step's.
+            Unit and message, uint8.
 
         Raises:
             KeyError: there is no such unit.
             UnsupportedState: as of `layouts`.
         """
-        numbers = {} if numbers is None else numbers
-        if not numbers:
-            self._counts.forget()
+        self.look()
         for unit in self._units if units is None else units:
-            for source in self._units[unit]:
-                source.draft = None
-                if source.sent is None or source.sent != source.stamp(self._optimizer):
-                    yield unit, source.full_state(self._optimizer, step - 1)
-                elif (proof := source.proof(step - 1)) is not None:
-                    yield unit, proof
-                if source.rule is not None:
-                    self._draft(source, numbers, 1.0)
-                    if source.sent is not None:
-                        source.is_told = True
-                        source.pending, source.draft = source.draft, None
-                        yield unit, source.record(step, source.pending, source.count())
+            for record in self.next_step_records(step, unit):
+                if isinstance(record, GradientRecord):
+                    wait_for_gradients({source.parameter.device for source in self._units[unit]})
+                    yield unit, record.encoded()
+                else:
+                    yield unit, record
+
+    def look(self) -> None:
+        """Reads the optimizer and its state anew with the next `next_step_records`."""
+        self._counts.forget()
+        self._numbers = {}
+
+    def next_step_records(self, step: int, unit: str) -> Iterator[Record]:
+        """`next_step_messages` of one unit, for a caller that encodes the gradients: `look` comes first.
+
+        Gradients from a GPU are whole after `wait_for_gradients`.
+        """
+        for source in self._units[unit]:
+            source.pending = None
+            if source.sent is None or source.sent != source.stamp():
+                yield source.full_state(self._optimizer, step - 1)
+            elif (proof := source.proof(step - 1)) is not None:
+                yield proof
+            if source.rule is None:
+                continue
+            record: Record | None = None
+            if source.parameter.grad is None:
+                record = source.record(step, None, source.count())
+            elif (gradient := source.gradient()) is not None:
+                t = source.next_step(self._optimizer)
+                record = GradientRecord(source.record_name, step, t, self._numbers_of(source.rule, t, source), gradient)
+                source.pending = t
+            if record is not None:
+                source.is_told = True
+                yield record
 
     def take_digests(self, steps: int) -> None:
         """Reads some of the state, and remembers digests: the next messages have them, for replicas to compare.
@@ -176,7 +196,8 @@ class GradientSender:
         A replica that has another state then asks for the full one. They are 104 bytes each, and cost the sender a
         look at the whole state.
         """
-        followed = [source for source in self._sources if source.sent and source.sent == source.stamp(self._optimizer)]
+        self._counts.forget()
+        followed = [source for source in self._sources if source.sent and source.sent == source.stamp()]
         for source in followed:
             source.take_digest(self._optimizer)
         return [proof for proof in (source.proof(step) for source in followed) if proof is not None]
@@ -198,8 +219,9 @@ class GradientSender:
         Raises:
             KeyError: there is no such unit.
         """
+        self._counts.forget()
         for source in self._units[unit]:
-            source.sent = source.stamp(self._optimizer)
+            source.sent = source.stamp()
 
     def on_step(self, *, was_skipped: bool = False) -> None:
         """The optimizer has taken, or all have skipped, the step of the last `next_step_messages`.
@@ -212,11 +234,10 @@ class GradientSender:
             if not source.is_told:
                 source.sent = None
             elif source.pending is not None:
-                source.draft, source.pending = source.pending, None
-                source.check_step(was_skipped)
-                source.draft = None
-                source.sent = source.sent and source.stamp(self._optimizer)
-            source.is_told = False
+                if not was_skipped:
+                    source.check_step(source.pending)
+                source.sent = source.sent and source.stamp()
+            source.is_told, source.pending = False, None
 
     def close(self) -> None:
         """Takes its hooks off the optimizer. Twice is fine."""
@@ -230,26 +251,23 @@ class GradientSender:
         has_closure = any(value is not None for value in (*args[1:], *options.values()))
         scale = getattr(optimizer, "grad_scale", None)
         loss_scale = 1.0 if scale is None else float(scale)
-        numbers: Numbers = {}
+        self._numbers = {}
         for source in self._sources:
             source.draft = None
             if source.rule is None:
                 continue
-            if has_closure or source.sent != source.stamp(optimizer):  # it computes other gradients than those here
+            if has_closure or source.sent != source.stamp():  # it computes other gradients than those here
                 source.sent = None
-            else:
-                self._draft(source, numbers, loss_scale)
+            elif source.parameter.grad is not None:
+                t = source.next_step(optimizer)
+                source.encode(t, self._numbers_of(source.rule, t, source, loss_scale))
 
-    def _draft(self, source: Source, numbers: Numbers, loss_scale: float) -> None:
-        if source.rule is None or source.parameter.grad is None:
-            return
-        t = source.next_step(self._optimizer)
-        key = source.rule.group, t
-        if key not in numbers:
-            group, device = self._optimizer.param_groups[source.rule.group], source.parameter.device
-            row = source.rule.arithmetic.numbers(group, t, device=device, loss_scale=loss_scale)
-            numbers[key] = row.tolist()
-        source.encode(t, numbers[key])
+    def _numbers_of(self, rule: Rule, t: int, source: Source, loss_scale: float = 1.0) -> list[float]:
+        if (rule.group, t) not in self._numbers:
+            group, device = self._optimizer.param_groups[rule.group], source.parameter.device
+            row = rule.arithmetic.numbers(group, t, device=device, loss_scale=loss_scale)
+            self._numbers[rule.group, t] = row.tolist()
+        return self._numbers[rule.group, t]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._counts.forget()
@@ -260,8 +278,9 @@ class GradientSender:
             if source.rule is None and source.parameter.grad is not None:
                 source.sent = None
             elif source.rule is not None and source.sent is not None:
-                source.check_step(self._was_skipped)
-                source.sent = source.sent and source.stamp(optimizer)
+                if source.draft is not None and not self._was_skipped:
+                    source.check_step(source.draft.t)
+                source.sent = source.sent and source.stamp()
 
     # ---- what can be repeated
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, s
 from evermoe.errors import UnsupportedState
 from evermoe.optim import HALF, MASTER
 from evermoe.replay.calibrate import Arithmetic
-from evermoe.replay.step_counts import StepCounts
+from evermoe.replay.step_counts import Stamp, StepCounts
 from evermoe.state.unit import TensorSpec
 
 Bytes = NDArray[np.uint8]
-Numbers = dict[tuple[int, int], list[float]]
-"""What a step's arithmetic needs beside the gradients, by the optimizer's group and the number of the step."""
 PROOF_BYTES = 8
 """Bytes of a proof after its header."""
 
@@ -48,6 +46,43 @@ class Rule:
         return ["momentum_buffer"] if optimizer.param_groups[self.group]["momentum"] else []
 
 
+class GradientRecord(NamedTuple):
+    """The record of a step whose gradient is encoded where it is sent from: see `fill_frame`."""
+
+    name: str
+    step: int
+    t: int
+    """Steps that the parameter has taken by then."""
+    numbers: list[float]
+    gradient: NDArray[np.float32] | NDArray[np.uint16]
+    """float32, or the bits of bfloat16; from a GPU it is whole after `wait_for_gradients`."""
+
+    def encoded(self) -> Bytes:
+        """The record, uint8, in memory of its own."""
+        elements = len(self.gradient)
+        record = np.empty(RECORD_HEADER_BYTES + 4 * elements, np.uint8)
+        payload = encode_gradient(self.gradient, self.numbers, record)
+        about: dict[str, Any] = {"name": self.name, "step": self.step, "elements": elements}
+        return record[: seal_record(record, kind="step", t=self.t, numbers=self.numbers, payload=payload, **about)]
+
+
+Record = Bytes | GradientRecord
+
+
+def most_bytes(record: Record) -> int:
+    """Bytes of a record at most."""
+    if isinstance(record, GradientRecord):
+        return RECORD_HEADER_BYTES + record.gradient.nbytes
+    return len(record)
+
+
+def wait_for_gradients(devices: Iterable[torch.device]) -> None:
+    """Waits until the gradients that this thread has begun to copy from devices are whole."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
 @dataclass
 class Draft:
     """The encoded gradient of a step that the optimizer is about to take."""
@@ -72,11 +107,11 @@ class Source:
         self.elements = self._own(self.parameter).numel()
         self.rule: Rule | None = None
         self.draft: Draft | None = None
-        self.pending: Draft | None = None
-        """Draft of the next step, sent by `GradientSender.next_step_messages` but not taken yet."""
+        self.pending: int | None = None
+        """Its own count of steps after the next one, if replicas were sent its gradient and it is not taken yet."""
         self.is_told = False
         """Whether replicas were sent a record of the next step."""
-        self.sent: tuple[Any, ...] | None = None
+        self.sent: Stamp | None = None
         """Stamp of the state that replicas can follow; None: the full state comes next."""
         self.digest: int | None = None
         """That of the state after the newest step, if replicas are to compare theirs with it."""
@@ -96,10 +131,9 @@ class Source:
     def _kept(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return optimizer.state.get(self.parameter, {})
 
-    def stamp(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    def stamp(self) -> Stamp:
         """Changes when the parameter or its state is written or replaced."""
-        tensors = [self.parameter, *(v for v in self._kept(optimizer).values() if isinstance(v, Tensor))]
-        return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+        return self._counts.stamp(self.parameter)
 
     def count(self) -> int:
         """Steps that the parameter has taken."""
@@ -112,36 +146,39 @@ class Source:
             return 1 if self._kept(optimizer).get("momentum_buffer") is None else 2
         return self.count() + 1
 
-    def encode(self, t: int, numbers: list[float]) -> None:
-        """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
+    def gradient(self) -> NDArray[np.float32] | NDArray[np.uint16] | None:
+        """The gradient for a record, on its way from a GPU until `wait_for_gradients`; None: full states are sent."""
         gradient = self.parameter.grad
         known = (self.parameter.dtype,) if self.has_master else (torch.float32, *HALF)
         if gradient is None or gradient.is_sparse or gradient.dtype not in known:
             self.sent = None
-            return
+            return None
         if gradient.dtype == torch.float16:
             gradient = gradient.float()
+        values = self._own(gradient).reshape(-1).to("cpu", non_blocking=True)  # to page-locked memory
+        return values.view(torch.int16).numpy().view(np.uint16) if values.dtype == torch.bfloat16 else values.numpy()
+
+    def encode(self, t: int, numbers: list[float]) -> None:
+        """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
+        gradient = self.gradient()
+        if gradient is None:
+            return
         if not len(self._record):
             self._record = np.empty(RECORD_HEADER_BYTES + 4 * self.elements, np.uint8)
-        values = self._own(gradient).reshape(-1).to("cpu", non_blocking=True)  # to page-locked memory
-        if gradient.is_cuda:
-            torch.cuda.current_stream(gradient.device).synchronize()
-        bits = values.view(torch.int16).numpy().view(np.uint16) if values.dtype == torch.bfloat16 else values.numpy()
-        self.draft = Draft(t, numbers, encode_gradient(bits, numbers, self._record))
+        wait_for_gradients([self.parameter.device])
+        self.draft = Draft(t, numbers, encode_gradient(gradient, numbers, self._record))
 
-    def check_step(self, was_skipped: bool) -> None:
-        """After the optimizer's step: counts it; where the optimizer's count is another one, the full state is next."""
-        took = self.draft is not None and not was_skipped
-        if took:
-            self._num_steps += 1
-            counted = self._counts.of(self.parameter)
-            if self.draft is not None and counted is not None and counted != self.draft.t:
-                self.sent = None
+    def check_step(self, t: int) -> None:
+        """Counts a step after the optimizer's; where its own count is not `t` then, the full state is next."""
+        self._num_steps += 1
+        counted = self._counts.of(self.parameter)
+        if counted is not None and counted != t:
+            self.sent = None
 
     def message(self, optimizer: torch.optim.Optimizer, step: int, was_skipped: bool) -> Bytes:
         """The record of a step, or the full state."""
         draft, self.draft = self.draft, None
-        if self.rule is None and self.sent != self.stamp(optimizer):
+        if self.rule is None and self.sent != self.stamp():
             self.sent = None
         if self.sent is None:
             return self.full_state(optimizer, step)
@@ -209,7 +246,7 @@ class Source:
 
     def full_state(self, optimizer: torch.optim.Optimizer, step: int) -> Bytes:
         """Everything, as of after a step."""
-        self.sent = self.stamp(optimizer)
+        self.sent = self.stamp()
         tensors = list(self._tensors(optimizer).values())
         return state_record(self.record_name, tensors, step, self.count())
 

@@ -1,17 +1,22 @@
-"""How many steps parameters have taken, as their optimizer counts them."""
+"""What is read of an optimizer between two steps: how many its parameters have taken, and which bytes are its state."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+Stamp = tuple[tuple[int, int], ...]
+"""Address and version of each tensor of a state."""
+
 
 class StepCounts:
-    """The optimizer's counts; those that lie on a GPU are read all at once, and kept until they are forgotten.
+    """The optimizer's counts, and the stamps of its state; read once, and kept until they are forgotten.
 
     A fused or capturable optimizer keeps a count on the GPU for each parameter, and to read one makes the host wait
-    until the GPU is there: with one wait for each parameter, or each expert, the host would never run ahead. Versions
-    of tensors do not tell that they have changed: such optimizers write without counting these up.
+    until the GPU is there: with one wait for each parameter, or each expert, the host would never run ahead. So all are
+    read at once. Versions of tensors do not tell of a step: such optimizers write without counting these up.
 
     Args:
         optimizer: whose state has them.
@@ -19,25 +24,40 @@ class StepCounts:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._known: dict[int, int] = {}
-        """By address of the tensor on a GPU."""
+        self._on_gpus: dict[int, int] = {}
+        self._counts: dict[int, int | None] = {}
+        self._stamps: dict[int, Stamp] = {}
 
     def forget(self) -> None:
-        """A step may have been taken: counts are read again."""
-        self._known = {}
+        """A step may have been taken, or the state been written: all is read again."""
+        self._on_gpus, self._counts, self._stamps = {}, {}, {}
 
     def of(self, parameter: Tensor) -> int | None:
         """Steps of a parameter; None where the optimizer does not count them."""
-        step = self._optimizer.state.get(parameter, {}).get("step")
+        if (known := id(parameter)) not in self._counts:
+            self._counts[known] = self._read(self._kept(parameter).get("step"))
+        return self._counts[known]
+
+    def stamp(self, parameter: Tensor) -> Stamp:
+        """Changes when the parameter or the optimizer's state of it is written or replaced."""
+        if (known := id(parameter)) not in self._stamps:
+            tensors = [parameter, *(value for value in self._kept(parameter).values() if isinstance(value, Tensor))]
+            self._stamps[known] = tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+        return self._stamps[known]
+
+    def _kept(self, parameter: Tensor) -> dict[str, Any]:
+        return self._optimizer.state.get(parameter, {})
+
+    def _read(self, step: Any) -> int | None:
         if step is None:
             return None
         if not isinstance(step, Tensor) or not step.is_cuda:
             return int(step)
-        if step.data_ptr() not in self._known:
-            self._known = self._read()
-        return self._known[step.data_ptr()]
+        if step.data_ptr() not in self._on_gpus:
+            self._on_gpus = self._read_gpus()
+        return self._on_gpus[step.data_ptr()]
 
-    def _read(self) -> dict[int, int]:
+    def _read_gpus(self) -> dict[int, int]:
         by_device: dict[torch.device, list[Tensor]] = {}
         for state in list(self._optimizer.state.values()):
             step = state.get("step")

@@ -11,6 +11,7 @@ from evermoe.errors import PeerLost
 from evermoe.planning.protection import UnitProtection
 from evermoe.replay import exchange
 from evermoe.replay.calibrate import calibrate
+from evermoe.replay.frame import Frame
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -144,7 +145,7 @@ def test_copies_are_found_again_by_the_next_recovery(tmp_path, keeps_previous):
 
 def test_damaged_sizes_of_messages_are_a_lost_peer_and_no_wait():
     messages = [np.full(size, size, np.uint8) for size in (3, 40, 60)]
-    sent, came = exchange._Frame(4, 50), exchange._Frame(4, 50)
+    sent, came = Frame(4, 50), Frame(4, 50)
     head, tail = sent.fill(messages)
     came.data[: len(head)] = head
     for bit in range(8 * (8 + 4 * 8)):
@@ -153,6 +154,6 @@ def test_damaged_sizes_of_messages_are_a_lost_peer_and_no_wait():
             came.check(5)
         came.data[bit // 8] ^= 1 << bit % 8
     came.check(5)
-    assert came.tail_bytes() == 60
-    found = list(came.messages(torch.from_numpy(np.concatenate(tail))))
+    assert came.tail_bytes() == len(tail) == 60
+    found = [each for data, sizes in came.parts(tail) for each in data.split(sizes)]
     assert [each.tolist() for each in found] == [each.tolist() for each in messages]

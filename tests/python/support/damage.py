@@ -35,7 +35,7 @@ from evermoe.persist.folder import find_persisted, prune, read_persisted, sweep
 from evermoe.persist.manifest import Manifest, as_bytes, read_manifest, read_units
 from evermoe.persist.owner import Owner
 from evermoe.recovery.survey import Holding, Inventory, Standing
-from evermoe.replay.exchange import _Frame
+from evermoe.replay.frame import Frame
 from evermoe.snapshot.store import SnapshotStore
 from support.stores import Arenas, Checkpoints, PersistedFolder, contents, model, names
 
@@ -195,7 +195,7 @@ def frames() -> Iterator[Case]:
 
     def case(draw: random.Random) -> bool:
         messages = [np.frombuffer(draw.randbytes(draw.randint(1, 40)), np.uint8) for _ in range(draw.randrange(5))]
-        sent, came = _Frame(6, 100), _Frame(6, 100)
+        sent, came = Frame(6, 100), Frame(6, 100)
         head, tail = sent.fill(messages)
         harmed = harm(draw, head.numpy().tobytes()[:56], bytes(56))[:56]
         came.data[: len(head)] = head
@@ -204,9 +204,9 @@ def frames() -> Iterator[Case]:
             came.check(1)
         except PeerLost:
             return True
-        assert came.tail_bytes() == sum(map(len, tail))
-        rest = torch.from_numpy(np.concatenate(tail)) if tail else None
-        assert [each.numpy().tobytes() for each in came.messages(rest)] == [each.tobytes() for each in messages]
+        assert came.tail_bytes() == len(tail)
+        found = [each for data, sizes in came.parts(tail) for each in data.split(sizes)]
+        assert [each.numpy().tobytes() for each in found] == [each.tobytes() for each in messages]
         return False
 
     yield case
