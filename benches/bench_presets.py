@@ -1,10 +1,14 @@
 """What keeping the state safe costs, preset by preset: step time, processor time, bytes, memory, recovery.
 
-    python benches/bench_presets.py [--presets auto gemini …] [--rounds 4] [--json PATH]
+    python benches/bench_presets.py [--presets auto gemini …] [--rounds 4] [--launches 1] [--json PATH]
 
 All candidates live at once, each with workers of its own, and train in turns of a few steps while the others wait for
 their line. Each turn has one of `none` right before or after it, and each ratio is the median over the rounds of its
-time over that turn's: a slow moment of the machine hits both. Beside the presets there are (all with copies=0):
+time over that turn's: a slow moment of the machine hits both. Processes have a bias of their own, which no number of
+rounds shows: with `--launches` all of them are started anew so often, and what is shown is over the launches' medians.
+
+A preset can have options: `auto+local_every=100` is `auto` with fewer snapshots in own memory, which says what doing
+less would cost. Beside the presets there are (all with copies=0):
 
     none        no copies
     again       the same once more: how far its ratio is from 1 is what chance does here
@@ -15,7 +19,8 @@ time over that turn's: a slow moment of the machine hits both. Beside the preset
     dcp-staged  the same with `DefaultStager` in a thread; the next update waits until the copy is whole
 
 Settings: `busy` has the workers' threads saturate the machine. In `idle` each worker waits `--delay-ms` before each
-step without its processor or network, as one does whose step runs on an accelerator, or whose data come late.
+step without its processor or network, as one does whose step runs on an accelerator, or whose data come late. `--pin`
+leaves a processor to the copies: all training runs on the others, of all candidates alike.
 """
 
 import argparse
@@ -53,10 +58,12 @@ class Candidate:
         options = [
             part for each, value in sizes.items() if value for part in (f"--{each.replace('_', '-')}", str(value))
         ]
+        preset, *more_options = name.split("+")
+        options += ["--pin"] * arguments.pin + [part for each in more_options for part in ("--option", each)]
         command = [
             sys.executable,
             str(Path(__file__).with_name("preset_worker.py")),
-            "none" if name == "again" else name,
+            "none" if preset == "again" else preset,
             "--folder",
             str(self.folder),
         ]
@@ -141,6 +148,13 @@ class Candidate:
 def main():
     arguments = parse()
     random.seed(0)
+    launches = [launch(arguments, number) for number in range(arguments.launches)]
+    names = [name for name in launches[0] if all(name in each for each in launches)]
+    show([[each[name] for each in launches] for name in names], arguments).write(arguments)
+
+
+def launch(arguments, number):
+    """The candidates by name, after all turns and kills, with the memory that they took; all are over."""
     names = ("none", "again", *arguments.baselines, *arguments.presets)
     started = []
     try:
@@ -148,23 +162,25 @@ def main():
             started.append(Candidate(name, arguments))
         alive = [candidate for candidate in started if works(candidate, candidate.start)]
         plain, *others = alive
-        for number in range(arguments.rounds):
+        for turn in range(arguments.rounds):
             for setting in arguments.settings:
                 for candidate in random.sample(others, len(others)):
                     if not works(candidate, candidate.pair, plain, setting):
                         others.remove(candidate)
-            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+            of = f"round {turn + 1} of {arguments.rounds}, launch {number + 1} of {arguments.launches}"
+            print(of, file=sys.stderr, flush=True)
         for candidate in others:
             plain.turns = {setting: plain.turns[setting] + candidate.beside[setting] for setting in SETTINGS}
         plain.beside = plain.turns
-        sizes = {candidate.name: candidate.sizes() for candidate in (plain, *others)}
+        for candidate in (plain, *others):
+            candidate.memory = candidate.sizes()
         for candidate in others:
             if candidate.name in arguments.presets and not arguments.no_kill:
                 works(candidate, candidate.kill)
     finally:
         for candidate in started:
             candidate.close()
-    show([plain, *others], sizes, arguments).write(arguments)
+    return {candidate.name: candidate for candidate in (plain, *others)}
 
 
 def works(candidate, function, *of):
@@ -182,12 +198,13 @@ def works(candidate, function, *of):
 def parser(doc, *, presets=PRESET_NAMES, rounds=4):
     """A parser with what a bench of presets needs."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(presets))
+    made.add_argument("--presets", nargs="+", type=preset_name, metavar="PRESET[+OPTION=VALUE]", default=list(presets))
     made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
     made.add_argument("--rounds", type=int, default=rounds, help="turns of each candidate and setting (%(default)s)")
     made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
     made.add_argument("--delay-ms", type=float, default=150.0, help="of the setting idle (%(default)s)")
+    made.add_argument("--pin", action="store_true", help="training leaves one processor to the copies")
     made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
     made.add_argument("--batch", type=int, default=16, help="samples of a step over all workers (%(default)s)")
     made.add_argument("--slots", type=int, help="expert replicas per worker and layer (the session's default)")
@@ -200,16 +217,25 @@ def parser(doc, *, presets=PRESET_NAMES, rounds=4):
     return made
 
 
+def preset_name(text):
+    """A preset, possibly with options of the session."""
+    name, *options = text.split("+")
+    if name not in PRESET_NAMES or not all("=" in each for each in options):
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PRESET_NAMES)}, then +option=value, got {text!r}")
+    return text
+
+
 def parse():
     made = parser(__doc__)
+    made.add_argument("--launches", type=int, default=1, help="times that all workers are started (%(default)s)")
     made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[1:]))
     made.add_argument("--no-kill", action="store_true", help="measure no recovery")
     return made.parse_args()
 
 
-def show(candidates, sizes, arguments):
-    """One row for each setting and candidate."""
-    about = candidates[0].about[0]
+def show(candidates, arguments):
+    """One row for each setting and candidate, which is there once a launch."""
+    about = candidates[0][0].about[0]
     print(
         f"{arguments.workers} workers, {about['parameters'] / 1e6:.1f} M parameters on each, of all experts "
         f"{about['expert_parameters'] / 1e6:.1f} M, {about['state_bytes'] / 1e6:.0f} MB of state; "
@@ -217,7 +243,7 @@ def show(candidates, sizes, arguments):
     )
     columns = {
         "setting": "<8",
-        "candidate": "<11",
+        "candidate": f"<{max(11, *(len(launched[0].name) + 1 for launched in candidates))}",
         "step ms": "8.0f",
         "ratio": "7.3f",
         "quartiles": "<13",
@@ -230,16 +256,36 @@ def show(candidates, sizes, arguments):
         "other MB": "9.1f",
         "repair s": "9.2f",
     }
-    table = Table("Each beside the same steps without copies; medians over the rounds", columns)
+    over = "launches' medians" if arguments.launches > 1 else "rounds"
+    table = Table(f"Each beside the same steps without copies; medians over the {over}", columns)
+    plain = candidates[0]
     for setting in arguments.settings:
-        for candidate in candidates:
-            row = figures(candidate.turns[setting], candidate.beside[setting])
+        for launched in candidates:
+            each = [figures(one.turns[setting], one.beside[setting]) for one in launched]
+            row = each[0] if len(each) == 1 else over_launches(each)
             row["bytes/param"] = row["sent"] * arguments.workers / about["expert_parameters"]
-            row |= {key: sizes[candidate.name][key] - sizes["none"][key] * (key == "other MB") for key in SIZES}
-            row |= {"repair s": candidate.recovery.get("next commit s"), "recovery": candidate.recovery}
-            row["about"] = candidate.about
-            table.add(setting=setting, candidate=candidate.name, turns=candidate.turns[setting], **row)
+            for key in SIZES:
+                here = [
+                    one.memory[key] - beside.memory[key] * (key == "other MB")
+                    for one, beside in zip(launched, plain, strict=True)
+                ]
+                row[key] = statistics.median(here)
+            repairs = [one.recovery["next commit s"] for one in launched if one.recovery]
+            row |= {"repair s": statistics.median(repairs) if repairs else None}
+            row |= {"recovery": [one.recovery for one in launched], "about": [one.about for one in launched]}
+            turns = [one.turns[setting] for one in launched]
+            table.add(setting=setting, candidate=launched[0].name, turns=turns, launches=each, **row)
     return table
+
+
+def over_launches(each):
+    """Medians of the launches' figures; quartiles and interval are of the launches' ratios."""
+    numbers = [key for key, value in each[0].items() if isinstance(value, float)]
+    row = {key: statistics.median(one[key] for one in each) for key in numbers}
+    found = sorted(one["ratio"] for one in each)
+    row["quartiles"] = "{0:.3f}–{2:.3f}".format(*statistics.quantiles(found, n=4, method="inclusive"))
+    row["95 %"] = "{:.3f}–{:.3f}".format(*interval(found))
+    return row
 
 
 def figures(turns, plain):
@@ -274,8 +320,12 @@ def ratios(turns, plain, what):
 
 
 def confidence(turns, plain, what):
-    """Between which ratios the true median is with 95 %, by the binomial law; the outermost if there are few."""
-    found = each_ratio(turns, plain, what)
+    """Between which ratios the true median is with 95 %."""
+    return interval(each_ratio(turns, plain, what))
+
+
+def interval(found):
+    """Between which ascending values their true median is with 95 %, by the binomial law; the outermost if few."""
     number, rank = len(found), 0
     while 2 * sum(math.comb(number, below) for below in range(rank + 1)) <= 0.05 * 2**number:
         rank += 1

@@ -6,6 +6,8 @@ pushed out of the caches, and fills the pipeline of copies that end a step later
 """
 
 import argparse
+import ast
+import contextlib
 import itertools
 import json
 import os
@@ -39,6 +41,7 @@ SPANS = {  # of the training thread, between two events of the session
 STAGING = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
 )
+PROCESSORS = os.sched_getaffinity(0)
 BASELINES = ("none", "blocking", "dcp", "dcp-staged")
 
 
@@ -177,6 +180,16 @@ def thread_times():
     return found
 
 
+def pin_threads():
+    """Leaves the last processor to evermoe's own threads, and all others to everything else of this process."""
+    *training, own = sorted(PROCESSORS)
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            name = names.get(int(task.name)) or (task / "comm").read_text().strip()
+            os.sched_setaffinity(int(task.name), [own] if name.startswith("evermoe") else training)
+
+
 def resident_bytes():
     """Anonymous memory of this process: without arenas, which are shared."""
     with open("/proc/self/status") as file:
@@ -212,6 +225,7 @@ class Worker:
         keeping = {"copies": 0} if options.name in BASELINES else {"preset": options.name}
         if options.name == "pec":
             keeping["checkpoint_dir"] = f"{options.folder}/checkpoints"
+        keeping |= {name: ast.literal_eval(value) for name, value in (each.split("=", 1) for each in options.option)}
         if options.checkpoint_dir:
             keeping |= {"checkpoint_dir": options.checkpoint_dir, "checkpoint_every": 1}
         if options.disk_rate:
@@ -270,6 +284,8 @@ class Turn:
         self._start_ns, self._sent_before = time.monotonic_ns(), worker.baseline.nbytes
         self._committed_at = []
         worker.clock.recovered = None
+        if worker.options.pin:
+            pin_threads()
 
     def is_over(self, number):
         return number == self.first + self.steps + 1
@@ -331,6 +347,8 @@ def main():
     made.add_argument("name", help="a preset, or one of " + ", ".join(BASELINES))
     made.add_argument("--folder", required=True, help="in memory, of all workers of this name")
     made.add_argument("--checkpoint-dir", help="writes a checkpoint here after each step")
+    made.add_argument("--option", action="append", default=[], help="one more of the session: NAME=VALUE")
+    made.add_argument("--pin", action="store_true", help="leaves a processor to the copies")
     made.add_argument("--disk-rate", type=float, help="bytes a second at which they are written, at most")
     for name in (*MODEL, "batch", "slots", "threads"):
         made.add_argument(f"--{name.replace('_', '-')}", type=int, required=name != "slots")
