@@ -93,30 +93,32 @@ def compare_spares(arguments):
 
 def replace_worker(has_spare, limit):
     """One run of three workers, of which one is killed."""
+    members = (0, 1, 3) if has_spare else (0, 1)
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{name}={size}" for name, size in SIZES.items()]
-        command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=10"]
+        command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
         job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})
         try:
             with job:
                 for index in range(3):
-                    _start(job, folder, index, *(["--die-at=7"] if index == 2 else []))
+                    _start(job, folder, index)
                 if has_spare:
-                    _wait_for(folder, 0, "commit", limit)
                     _start(job, folder, 3, role="spare")
                     _wait_for(folder, 3, "standsby", limit)
-                for worker in job.workers:
-                    worker.process.wait(limit)
+                _wait_for(folder, 0, "commit", limit, after=time.time())
+                job.workers[2].process.kill()
+                killed = time.time()
+                for index in members:
+                    _wait_for(folder, index, "recovered", limit, after=killed)
+                _wait_for(folder, 0, "commit", limit, after=killed)
         finally:
             job.forget()
-        killed = next(event["time"] for event in _events(folder, 2) if event["event"] == "killed")
-        members = (0, 1, 3) if has_spare else (0, 1)
         after = {index: [each for each in _events(folder, index) if each["time"] > killed] for index in members}
     recovered = [next(each for each in events if each["event"] == "recovered") for events in after.values()]
-    survivors = [next(each["time"] for each in after[index] if each["event"] == "commit") for index in (0, 1)]
+    commits = [each["time"] for each in after[0] if each["event"] == "commit"]
     row = {"spare": "yes" if has_spare else "no", "members": recovered[0]["members"]}
     row |= {phase: statistics.median(each["seconds"][phase] for each in recovered[:2]) for phase in PHASES[1:]}
-    row |= {"resumed": max(each["time"] for each in recovered) - killed, "next step": min(survivors) - killed}
+    row |= {"resumed": max(each["time"] for each in recovered) - killed, "next step": commits[0] - killed}
     return row | {"MB": sum(each["fetched_bytes"] for each in recovered) / 1e6}
 
 
@@ -131,9 +133,9 @@ def _events(folder, index):
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _wait_for(folder, index, name, limit):
+def _wait_for(folder, index, name, limit, after=0.0):
     end = time.monotonic() + limit
-    while not any(each["event"] == name for each in _events(folder, index)):
+    while not any(each["event"] == name and each["time"] > after for each in _events(folder, index)):
         if time.monotonic() > end:
             raise TimeoutError(f"no {name} of worker {index} within {limit:g} s")
         time.sleep(0.1)
