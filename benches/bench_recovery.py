@@ -1,10 +1,14 @@
 """Seconds from SIGKILL to the repeated step with much state, beside what the link alone would take.
 
-    python benches/bench_recovery.py [--rounds 5] [--json PATH]
+    python benches/bench_recovery.py [--rounds 5] [--spare] [--json PATH]
 
 Each round is a run of `evermoe demo` with three workers of 1.7 GB of state in all, one of which is killed in mid-step,
 and right after it one pair of members that send as many bytes as a survivor has fetched. The goal is 0.8 s and 1.5
 times what the pair takes.
+
+With `--spare` each round is two runs instead, in turns first: one in which a spare takes the killed worker's place, and
+one in which the other two go on without it. Printed are seconds from SIGKILL until the members resume, and until the
+first survivor has taken the next step, with the copies that it waits for.
 """
 
 import argparse
@@ -13,12 +17,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import uuid
 from pathlib import Path
 
 import torch.multiprocessing as mp
 
 from bench_transport import pair, timed_once
 from common import Table
+from evermoe.launch import LocalJob
 
 SIZES = {"layers": 4, "hidden": 512, "intermediate": 2048, "experts": 16, "batch": 6, "sequence": 64}
 PHASES = ("detect", "agree", "rebuild", "fetch", "verify")
@@ -30,8 +37,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (%(default)s)")
+    parser.add_argument("--spare", action="store_true", help="a spare takes the place, or none does")
+    parser.add_argument("--layers", type=int, default=SIZES["layers"], help="of the model (%(default)s)")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
+    SIZES["layers"] = arguments.layers
+    if arguments.spare:
+        compare_spares(arguments)
+        return
     columns = dict.fromkeys(PHASES, "8.3f")
     columns |= {"in all": "8.2f", "MB": "6.0f", "GB/s": "6.2f", "goal": "6.2f", "of goal": "8.2f", "repeat": "7.2f"}
     table = Table("Seconds of each part; the bytes that one survivor fetched, and the throughput of one pair", columns)
@@ -60,6 +73,72 @@ def measure(limit):
     goal = FIXED_SECONDS + SLOWER * seconds
     row |= {"in all": sum(row.values()), "MB": fetched / 1e6, "GB/s": fetched / seconds / 1e9, "goal": goal}
     return row | {"of goal": row["in all"] / goal, "repeat": parts["repeat"]}
+
+
+def compare_spares(arguments):
+    """Rounds of two runs each, with a spare and without."""
+    columns = {"spare": "<5", "members": "7", **dict.fromkeys(PHASES[1:], "8.3f")}
+    columns |= {"resumed": "8.2f", "next step": "9.2f", "MB": "6.0f"}
+    table = Table("Seconds of each part; since SIGKILL; bytes that all members fetched", columns)
+    for number in range(arguments.rounds):
+        for has_spare in (number % 2 == 0, number % 2 == 1):
+            table.add(**replace_worker(has_spare, arguments.limit))
+    for spare in ("yes", "no"):
+        rows = [row for row in table.rows if row["spare"] == spare]
+        for name in ("resumed", "next step", "MB"):
+            print(f"spare {spare}, {name}: median {statistics.median(row[name] for row in rows):.3f}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(table.rows, indent=2) + "\n")
+
+
+def replace_worker(has_spare, limit):
+    """One run of three workers, of which one is killed."""
+    members = (0, 1, 3) if has_spare else (0, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"--{name}={size}" for name, size in SIZES.items()]
+        command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
+        job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})
+        try:
+            with job:
+                for index in range(3):
+                    _start(job, folder, index)
+                if has_spare:
+                    _start(job, folder, 3, role="spare")
+                    _wait_for(folder, 3, "standsby", limit)
+                _wait_for(folder, 0, "commit", limit, after=time.time())
+                job.workers[2].process.kill()
+                killed = time.time()
+                for index in members:
+                    _wait_for(folder, index, "recovered", limit, after=killed)
+                _wait_for(folder, 0, "commit", limit, after=killed)
+        finally:
+            job.forget()
+        after = {index: [each for each in _events(folder, index) if each["time"] > killed] for index in members}
+    recovered = [next(each for each in events if each["event"] == "recovered") for events in after.values()]
+    commits = [each["time"] for each in after[0] if each["event"] == "commit"]
+    row = {"spare": "yes" if has_spare else "no", "members": recovered[0]["members"]}
+    row |= {phase: statistics.median(each["seconds"][phase] for each in recovered[:2]) for phase in PHASES[1:]}
+    row |= {"resumed": max(each["time"] for each in recovered) - killed, "next step": commits[0] - killed}
+    return row | {"MB": sum(each["fetched_bytes"] for each in recovered) / 1e6}
+
+
+def _start(job, folder, index, *more, role="train"):
+    with Path(folder, f"log-{index}").open("w") as log:
+        job.start(index, f"node-{index}", f"--events={folder}/{index}", *more, role=role, stdout=log, stderr=log)
+
+
+def _events(folder, index):
+    path = Path(folder, str(index))
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _wait_for(folder, index, name, limit, after=0.0):
+    end = time.monotonic() + limit
+    while not any(each["event"] == name and each["time"] > after for each in _events(folder, index)):
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {name} of worker {index} within {limit:g} s")
+        time.sleep(0.1)
 
 
 def _measure_pair(rank, folder, nbytes):

@@ -155,14 +155,13 @@ def plan_chunks(
     max_steps: int,
     version_steps: int | None,
 ) -> ChunkPlan: ...
-def copy_period(
+def version_pace(
+    plan: tuple[int, float, float, int],
     step_seconds: float,
-    window_seconds: float,
-    copy_seconds: float,
-    retrieve_seconds: float,
+    link: tuple[float, float],
     failures_per_step: float,
     most: int,
-) -> tuple[int, float, float]: ...
+) -> tuple[int, float, float] | None: ...
 def snapshot_places(free_bytes: int, nbytes: list[int], reserve: int) -> list[str]: ...
 def chrome_trace(
     steps: Sequence[_Step],
@@ -286,10 +285,18 @@ class Arena:
     """
 
     @staticmethod
-    def create(path: str | PathLike[str], meta: str, units: list[tuple[str, int]], *, reserves: bool = True) -> Arena:
+    def create(
+        path: str | PathLike[str],
+        meta: str,
+        units: list[tuple[str, int]],
+        *,
+        reserves: bool = True,
+        room: str | PathLike[str] | None = None,
+    ) -> Arena:
         """Make an arena of units (name, bytes) with all its space reserved, or left to `reserve`.
 
-        OSError if the path exists or there is too little space; nothing is left behind.
+        `room` is a file of zeros in the same folder, which becomes the arena's with the space that it has. OSError if
+        the path exists or there is too little space; nothing is left behind, `room` neither.
         """
     def reserve(self, most_bytes: int) -> bool:
         """Reserve at most so many bytes more of its space; return whether all of it is reserved.

@@ -255,6 +255,16 @@ class Joined(Event):
 
 
 @dataclass(frozen=True)
+class StandsBy(Event):
+    """This spare is ready: told once, and again when the members that it may replace have changed."""
+
+    connected: list[str]
+    """Names of the members to which it is connected, in the order of names: all, if they answer here."""
+    reserved_bytes: int
+    """Shared memory that it has reserved; 0 where it found no room, which a warning says."""
+
+
+@dataclass(frozen=True)
 class Covered(Event):
     """Which losses the copies that are complete would survive now: before a recovery makes those that are missing, and
     once all are complete."""

@@ -106,6 +106,43 @@ def keep_in_place(
     }
 
 
+def vacant_rows(before_RE: np.ndarray, now_RE: np.ndarray) -> list[list[int]]:
+    """Experts of each rank that is gone, if as many ranks are new; else nothing.
+
+    Args:
+        before_RE: the placement of before; its ranks may have had other numbers.
+        now_RE: what each rank runs now; nothing where it is new.
+
+    >>> vacant_rows(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]]), np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0]]))
+    [[1, 2]]
+    """
+    vacant = [np.flatnonzero(row).tolist() for row in before_RE]
+    for row in now_RE:
+        held = np.flatnonzero(row).tolist()
+        if held and held not in vacant:
+            return []
+        if held:
+            vacant.remove(held)
+    return vacant if len(vacant) == np.count_nonzero(~now_RE.any(axis=1)) else []
+
+
+def with_vacant(now_RE: np.ndarray, vacant: Sequence[Sequence[int]]) -> np.ndarray:
+    """What each rank runs now, and of those that run nothing what they take over from ranks that are gone.
+
+    Args:
+        now_RE: as of `vacant_rows`.
+        vacant: its result.
+
+    >>> with_vacant(np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0]]), [[1, 2]]).tolist()
+    [[1, 0, 1], [0, 1, 1], [1, 1, 0]]
+    """
+    taken = now_RE.copy()
+    new = np.flatnonzero(~now_RE.any(axis=1))
+    for rank, experts in zip(new, vacant, strict=False):
+        taken[rank, experts] = 1
+    return taken
+
+
 def should_rebalance(
     state: TrainingState,
     nodes: Sequence[str],

@@ -33,6 +33,7 @@ from evermoe.profile.memory import return_freed_memory
 from evermoe.protection_inputs import (
     about_member,
     about_units,
+    copies_are_late,
     covered,
     covered_now,
     has_room,
@@ -89,7 +90,7 @@ class Protection:
         arithmetic: Arithmetic | None,
         emit: Listener,
     ) -> None:
-        self.state, self.options, self._emit = state, options, emit
+        self.state, self.store, self.options, self._emit = state, store, options, emit
         self._membership, self.preset, self._directory = membership, options.choices, store.directory
         self.plan = ProtectionPlan([], "not arranged yet")
         self.active: dict[str, tuple[int, ...]] = {}
@@ -163,8 +164,7 @@ class Protection:
         kept = self.plan.units
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
         self._behind = self._followed - {info.name for info in infos if info.replayable}
-        is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in kept)
-        self.copies_late = self.options.copies > 0 and (self.preset.copies_late or is_followed_late)
+        self.copies_late = copies_are_late(plan, self.options)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies)
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.copies or any(each["failed"] for each in everyone)

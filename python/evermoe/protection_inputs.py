@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from evermoe.comm.membership import Membership
 from evermoe.events import Covered
 from evermoe.keeper import Assignment, CopyOptions
-from evermoe.planning.placement import spread_over
-from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, fatal_losses, riskiest_first, survival
+from evermoe.placement import PlacementOptions, place_layers
+from evermoe.planning.placement import FewerReplicas, spread_over
+from evermoe.planning.protection import (
+    ProtectionPlan,
+    RankInfo,
+    UnitInfo,
+    fatal_losses,
+    plan_protection,
+    riskiest_first,
+    survival,
+)
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.part import parts_of
 from evermoe.replay.replicas import Replicas
-from evermoe.snapshot.bundles import room_for
+from evermoe.snapshot.bundles import arena_sizes, room_for
 from evermoe.snapshot.snapshots import planned_bundles
 from evermoe.snapshot.window_plan import WindowPlanner
-from evermoe.state.stored import KeptCopies
+from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 
@@ -125,7 +137,7 @@ def has_room(
         directory: of the arenas.
     """
     nodes, rank, sizes = membership.nodes, membership.everyone.rank, dict(state.catalog.sizes())
-    found, local = planned_bundles(assignment, membership, options)
+    found, local = planned_bundles(assignment, nodes, membership.domains, options)
     arenas = room_for([*found, *local], rank, sizes, directory)
     if arenas.nbytes > arenas.free // nodes.count(nodes[rank]):
         return False
@@ -134,6 +146,55 @@ def has_room(
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     gradients = sum(p.nbytes for p in parameters if p.device.type == "cpu")
     return free is None or free > VERSIONS * sum(sizes[unit] for unit in kept) + gradients + arenas.nbytes
+
+
+def expected_arenas(
+    state: TrainingState,
+    options: CopyOptions,
+    placing: PlacementOptions,
+    nodes: Sequence[str],
+    trains: Sequence[bool],
+    is_replayable: Callable[[str], bool],
+) -> list[int]:
+    """Bytes of the arenas of the member that will have the most of them, as far as a process knows that is none as yet.
+
+    It takes experts for equally loaded, and all that nobody has measured for no limit.
+
+    Args:
+        state: of the process.
+        options: preset and copies.
+        placing: slots, replicas and policy.
+        nodes: of the ranks; replica nodes last.
+        trains: of the ranks, whether they train.
+        is_replayable: whether a unit's steps can be repeated.
+    """
+    training = nodes[: sum(trains)]
+    experts = {path: layer.num_experts for path, layer in state.layers.items()}
+    nothing = {path: np.zeros((len(training), number), np.int64) for path, number in experts.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FewerReplicas)
+        load = [[1.0] * number for number in experts.values()]
+        placement = place_layers(experts, load, nothing, training, placing, {})
+    owners = {unit: (number % len(training),) for number, unit in enumerate(state.owners.units)}
+    active = {
+        unit.name: owners.get(unit.name, tuple(range(len(training))))
+        if unit.layer is None
+        else tuple(np.flatnonzero(placement[unit.layer][:, unit.expert]).tolist())
+        for unit in state.catalog.units
+    }
+    infos = unit_infos(state, active, [(0.0, is_replayable(unit.name)) for unit in state.catalog.units])
+    ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
+    plan = plan_protection(options.preset, infos, ranks, copies=options.copies, budget=options.copy_budget)
+    assignment = Assignment(plan, active, 0, "", copies_are_late(plan, options), NO_COPIES)
+    planned = [each for part in planned_bundles(assignment, nodes, [""] * len(nodes), options) for each in part]
+    sizes = dict(state.catalog.sizes())
+    return max((arena_sizes(planned, rank, sizes) for rank in range(len(nodes))), key=sum)
+
+
+def copies_are_late(plan: ProtectionPlan, options: CopyOptions) -> bool:
+    """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+    is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in plan.units)
+    return options.copies > 0 and (options.choices.copies_late or is_followed_late)
 
 
 def covered_now(

@@ -226,7 +226,8 @@ impl SessionRequest<'_> {
         Ok(Arrangement { units, summary, delay_seconds: 0.0 })
     }
 
-    /// MoEtion: copies of what no peer holds already, replayed where that is exact.
+    /// MoEtion: copies of what no peer holds already, replayed where that is exact: with the nodes that train a unit it is
+    /// on `copies` of them.
     ///
     /// Ranks are data-parallel peers. What one of them trains alone, an expert or what it owns, is like a part of a ZeRO
     /// state: [`training_copy_holders`] says where it goes. What nothing goes on without is copied at each step.
@@ -239,13 +240,14 @@ impl SessionRequest<'_> {
         let are_peers = self.ranks.iter().all(|rank| rank.trains);
         let kept = self.units.iter().zip(primaries).zip(&holders).map(|((unit, primary), holders)| {
             let found = if are_peers && unit.active.len() == 1 { &own[primary] } else { holders };
-            let is_safe = distinct(unit.active.iter().map(|&rank| domains[rank])) >= wanted;
-            if is_safe || found.len() < 2 {
+            let missing = wanted.saturating_sub(distinct(unit.active.iter().map(|&rank| domains[rank])));
+            let holders: Vec<usize> = found[1..].iter().copied().take(missing).collect();
+            if holders.is_empty() {
                 return Kept::active(primary);
             }
             let is_replayed = unit.replayable || unit.may_lag;
             let kind = if is_replayed { CopyKind::Replayed } else { CopyKind::Snapshot { period: 1 } };
-            Kept { kind, primary, holders: found[1..].to_vec() }
+            Kept { kind, primary, holders }
         });
         let units: Vec<Kept> = kept.collect();
         let is_chosen =

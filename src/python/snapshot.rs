@@ -23,16 +23,21 @@ pub(super) struct Arena(pub(super) Arc<snapshot::Arena>);
 #[pymethods]
 impl Arena {
     #[staticmethod]
-    #[pyo3(signature = (path, meta, units, *, reserves = true))]
+    #[pyo3(signature = (path, meta, units, *, reserves = true, room = None))]
     fn create(
         py: Python<'_>,
         path: PathBuf,
         meta: &str,
         units: Vec<(String, usize)>,
         reserves: bool,
+        room: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let create = if reserves { snapshot::Arena::create } else { snapshot::Arena::create_unreserved };
-        Ok(Self(Arc::new(py.detach(|| create(&path, meta, &units))?)))
+        let create = || match room {
+            Some(room) => snapshot::Arena::create_in(&path, meta, &units, &room, !reserves),
+            None if reserves => snapshot::Arena::create(&path, meta, &units),
+            None => snapshot::Arena::create_unreserved(&path, meta, &units),
+        };
+        Ok(Self(Arc::new(py.detach(create)?)))
     }
 
     fn reserve(&self, py: Python<'_>, most_bytes: usize) -> PyResult<bool> {

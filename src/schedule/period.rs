@@ -1,5 +1,7 @@
 //! How often to copy where the idle windows of a step are too short for a version: Gemini's wasted time.
 
+use super::plan::Reason;
+use super::request::Link;
 use crate::error::{Error, Result};
 
 /// Steps between two versions, at most.
@@ -74,6 +76,24 @@ pub fn copy_period(
         }
     }
     Ok(best)
+}
+
+impl Reason {
+    /// How often a version is to be made, so that the least time is lost; none where the plan delays nothing.
+    ///
+    /// Windows that are too short for a version are used as far as its messages fit into them, and carry no more. A step of no
+    /// length says nothing.
+    ///
+    /// # Errors
+    /// Those of [`copy_period`].
+    pub fn pace(&self, step: f64, link: Link, failures: f64, most: usize) -> Result<Option<Period>> {
+        if self.delay_seconds == 0.0 || step == 0.0 {
+            return Ok(None);
+        }
+        let steps = self.steps_per_version as f64;
+        let (windows, copy) = (self.used_seconds / steps, self.used_seconds + self.delay_seconds * steps);
+        copy_period(step, windows, copy, self.bytes as f64 / link.beta, failures, most).map(Some)
+    }
 }
 
 fn at(steps: usize, step: f64, windows: f64, copy: f64, retrieve: f64) -> Period {

@@ -12,7 +12,7 @@ use crate::protection::{
 use crate::protocol::Event;
 use crate::schedule::{
     CopyItem, Kind, Link, Memory, Receiver, Request, Resource, Span, StepProfile, WindowOptions, Windows,
-    copy_period, find_windows,
+    find_windows,
 };
 use std::collections::BTreeMap;
 
@@ -271,13 +271,8 @@ impl Job<'_> {
     fn version_steps(&self, request: &Request<'_>) -> Result<usize> {
         let steps = self.planners.version_steps(request, MOST_VERSION_STEPS)?;
         let found = self.planners.plan_chunks(&Request { version_steps: steps, ..*request })?.reason;
-        if found.delay_seconds == 0.0 {
-            return Ok(steps);
-        }
-        let [windows, all] =
-            [found.used_seconds / steps as f64, found.used_seconds + found.delay_seconds * steps as f64];
-        let (step, retrieve) = (request.windows.step_seconds, found.bytes as f64 / request.link.beta);
-        Ok(copy_period(step, windows, all, retrieve, FAILURE, MOST_VERSION_STEPS)?.steps)
+        let pace = found.pace(request.windows.step_seconds, request.link, FAILURE, MOST_VERSION_STEPS)?;
+        Ok(pace.map_or(steps, |period| period.steps))
     }
 
     /// Windows of a step in which computing and collectives take turns, as in each layer's forward and backward.

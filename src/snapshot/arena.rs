@@ -39,7 +39,7 @@ impl Arena {
     /// units that cannot be laid out.
     pub fn create(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let layout = Layout::new(meta, units)?;
-        Ok(Self::new(path, mapping::create(path, &layout, false)?, layout))
+        Ok(Self::new(path, mapping::create(path, &layout, false, None)?, layout))
     }
 
     /// Makes an arena like [`create`](Self::create), whose space is only free so far: [`reserve`](Self::reserve), which
@@ -49,7 +49,24 @@ impl Arena {
     /// Those of [`create`](Self::create).
     pub fn create_unreserved(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let layout = Layout::new(meta, units)?;
-        Ok(Self::new(path, mapping::create(path, &layout, true)?, layout))
+        Ok(Self::new(path, mapping::create(path, &layout, true, None)?, layout))
+    }
+
+    /// Makes an arena whose file is the one at `room`, of the same file system, with the space that this has already: it
+    /// must be all zero. What it has too much goes back; what it has too little is reserved, or, with `later`, left to
+    /// [`reserve`](Self::reserve).
+    ///
+    /// # Errors
+    /// Those of [`create`](Self::create), and [`Error::Io`] when there is no such file.
+    pub fn create_in(
+        path: &Path,
+        meta: &str,
+        units: &[(String, usize)],
+        room: &Path,
+        later: bool,
+    ) -> Result<Self> {
+        let layout = Layout::new(meta, units)?;
+        Ok(Self::new(path, mapping::create(path, &layout, later, Some(room))?, layout))
     }
 
     fn new(path: &Path, (mapping, missing): (MmapRaw, Option<Space>), layout: Layout) -> Self {

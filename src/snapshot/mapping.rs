@@ -6,13 +6,19 @@ use memmap2::MmapRaw;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Makes the file under a temporary name, reserves all its space, writes the header and then gives it its name.
 ///
-/// With `later` only the header has its space, if all of it is free now; the rest is for [`Space::take`].
-pub(super) fn create(path: &Path, layout: &Layout, later: bool) -> Result<(MmapRaw, Option<Space>)> {
+/// With `later` only the header has its space, if all of it is free now; the rest is for [`Space::take`]. The file at `room`
+/// becomes the arena's, with the space that it has: its bytes are zero.
+pub(super) fn create(
+    path: &Path,
+    layout: &Layout,
+    later: bool,
+    room: Option<&Path>,
+) -> Result<(MmapRaw, Option<Space>)> {
     let doing = || format!("creating the arena {}", path.display());
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(parent);
@@ -23,23 +29,34 @@ pub(super) fn create(path: &Path, layout: &Layout, later: bool) -> Result<(MmapR
         return Err(Error::io(format!("{}: it exists; open it, or unlink it first", doing()), exists));
     }
     let temporary = Temporary::new(path)?;
-    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary.0);
-    let file = file.map_err(|error| Error::io(doing(), error))?;
+    let file = open_new(&temporary.0, room).map_err(|error| Error::io(doing(), error))?;
     let mut space = Space { file, bytes: layout.file_bytes(), taken: 0 };
+    space.shrink().map_err(|error| Error::io(doing(), error))?;
     space.check(path)?;
     if later {
         space.file.set_len(space.bytes as u64).map_err(|error| Error::io(doing(), error))?;
     } else {
-        space.reserve(path, space.bytes)?;
+        space.reserve(path, space.bytes - space.taken)?;
     }
     space.file.write_all_at(&layout.encode(), 0).map_err(|error| Error::io(doing(), error))?;
     let mapping = map(&space.file, path)?;
-    if !later {
-        populate(&mapping, 0, mapping.len());
-    }
+    populate(&mapping, 0, space.taken);
     // A hard link, unlike a rename, never replaces a file that another process has made meanwhile.
     fs::hard_link(&temporary.0, path).map_err(|error| Error::io(doing(), error))?;
     Ok((mapping, later.then_some(space)))
+}
+
+/// A new file, or the one that is at `room`, which loses that name.
+fn open_new(path: &Path, room: Option<&Path>) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    match room {
+        None => options.create_new(true).open(path),
+        Some(room) => {
+            fs::rename(room, path)?;
+            options.custom_flags(libc::O_NOFOLLOW).open(path)
+        }
+    }
 }
 
 /// Opens and checks a file that [`create`] made.
@@ -103,6 +120,18 @@ impl Space {
         Ok(self.taken == self.bytes)
     }
 
+    /// What the file has of its space already; it gives back what is more.
+    fn shrink(&mut self) -> io::Result<()> {
+        let found = self.file.metadata()?;
+        if found.len() > self.bytes as u64 {
+            self.file.set_len(self.bytes as u64)?;
+        }
+        let reserved = found.blocks().saturating_mul(512);
+        let is_whole = reserved >= found.len();
+        self.taken = if is_whole { self.bytes.min(usize::try_from(found.len()).unwrap_or(0)) } else { 0 };
+        Ok(())
+    }
+
     /// A full file system is an error here and never a SIGBUS at a later write.
     fn reserve(&mut self, path: &Path, bytes: usize) -> Result<()> {
         if bytes == 0 {
@@ -121,7 +150,7 @@ impl Space {
 
     /// Whether so much is free.
     fn check(&self, path: &Path) -> Result<()> {
-        if self.bytes as u64 > free_bytes(&self.file) {
+        if (self.bytes - self.taken) as u64 > free_bytes(&self.file) {
             return Err(self.refused(path, libc::ENOSPC));
         }
         Ok(())

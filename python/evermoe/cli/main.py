@@ -59,7 +59,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         "--spare",
         type=_processes,
         default=0,
-        help="processes on this machine that are ready to train, and take a lost one's place at once (%(default)s)",
+        help="processes on this machine that are ready to train, connected, with shared memory reserved, and take a "
+        "lost one's place at once (%(default)s)",
     )
     run.add_argument(
         "--members",

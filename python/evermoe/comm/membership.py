@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evermoe.comm.early_stores import EarlyStores
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
-from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, find_place
+from evermoe.comm.reach import LOOK_SECONDS, Reach, find_place
 from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
@@ -37,6 +38,8 @@ END_SECONDS = 5.0
 """Time in which the Lighthouse must pass on to spares that the job is over."""
 RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
+_NO_DEADLINE: float | None = None
+"""Until when the agreement that is under way must be reached, where none is."""
 
 
 class Membership:
@@ -63,8 +66,8 @@ class Membership:
         rank_key: str = "",
         has_side_group: bool = False,
     ) -> None:
-        self.id = f"{node}-{uuid.uuid4().hex[:8]}"
-        self.node, self.rank_key, self._domain = node, rank_key, options.domain or ""
+        self.id, self.node, self.rank_key = f"{node}-{uuid.uuid4().hex[:8]}", node, rank_key
+        self._domain, self._deadline = options.domain or "", _NO_DEADLINE
         secret, place = job_secret(), find_place(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
@@ -100,16 +103,15 @@ class Membership:
         self._heartbeat_limit, self._hang_limit = options.heartbeat_limit, timedelta(seconds=options.hang_limit)
         self._agree_limit, self._members = options.agree_limit, options.members or 1
         self._quorum_limit = max(30.0, 2 * options.hang_limit)
-        self._deadline: float | None = None
-        """Until when the agreement that is under way must be reached."""
         self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
         """What each member of the latest set of the Lighthouse has told, by id."""
-        self._inquiry = Inquiry(self.lighthouses, self.id)
-        self._stores, self.reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
+        self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reach(self.id, place, secret)
         """What this member can reach of the others."""
+        self.stores = EarlyStores(place, self._hang_limit, secret, self.reach)
+        """Where groups meet, and connections to those of others."""
         self.watch = Watch(
             self.reach,
             (self.trainer_group, self._with_replicas),
@@ -176,6 +178,7 @@ class Membership:
         heard = []
         for quorum in self._inquiry.take():
             asked = self.messages.read(quorum.participants, is_established=True)
+            self.stores.connect({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
             if self.id in {member.id for member in asked}:
                 heard.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
         return heard
@@ -231,7 +234,7 @@ class Membership:
             "role": self.role,
             "steps": self.steps,
             "rank_key": self.rank_key,
-            "store": self._stores.address,
+            "store": self.stores.address,
             "door": self.reach.address,
             "transport": self.transport.address,
             "unreachable": sorted(self.reach.unreachable),
@@ -261,8 +264,8 @@ class Membership:
             self._meeting = address = self.named[members[0]]["store"]
             doors = {each: self.named[each]["door"] for each in members if each != self.id}
             self.watch.begin(epoch, doors, members.index(self.id))
-            with self._stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
-                store = dist.PrefixStore(f"{epoch:016x}", self._stores.get(address))
+            with self.stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
+                store = dist.PrefixStore(f"{epoch:016x}", self.stores.get(address))
                 self.members = {member: self.named[member] for member in members}
                 self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
@@ -291,7 +294,7 @@ class Membership:
         if meeting is None:
             self.trainer_group.drop(reason)
         else:
-            self._stores.end(meeting)
+            self.stores.end(meeting)
 
     def _knock(self, members: list[str]) -> None:
         """Asks all other members for an answer, so that nobody waits for the silent ones."""

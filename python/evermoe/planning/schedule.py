@@ -91,6 +91,17 @@ class Chunk(NamedTuple):
     """Seconds of the transfer."""
 
 
+class CopyPeriod(NamedTuple):
+    """How often versions are made, and what that costs."""
+
+    steps: int
+    """Between two versions."""
+    delay_seconds: float
+    """That a version delays training."""
+    wasted_seconds: float
+    """That a failure wastes on average."""
+
+
 class ChunkReason(NamedTuple):
     """What a plan achieves; `str(reason)` is its summary."""
 
@@ -116,16 +127,32 @@ class ChunkReason(NamedTuple):
     def __str__(self) -> str:
         return self.summary
 
+    def pace(self, step_seconds: float, link: Link, failures_per_step: float, *, most: int = 64) -> CopyPeriod | None:
+        """How many steps between two versions lose the least time, to delays and to failures (Gemini, Eq. 1).
 
-class CopyPeriod(NamedTuple):
-    """How often versions are made, and what that costs."""
+        A version may use the windows of all steps until the next one, as far as its messages fit into them; what does
+        not delays training. A failure wastes the time of a version, half of the time between two, and the time to
+        retrieve one. None where the plan delays nothing, or a step takes no time.
 
-    steps: int
-    """Between two versions."""
-    delay_seconds: float
-    """That a version delays training."""
-    wasted_seconds: float
-    """That a failure wastes on average."""
+        A step takes 1 s and has 0.3 s of windows, a version takes 1 s to send; one failure in 10,000 steps:
+
+            >>> reason = ChunkReason(False, 1, None, 0.7, 0.3, 0.3, 100, 70, "")
+            >>> reason.pace(1.0, Link(0.0, 100.0), 1e-4)
+            CopyPeriod(steps=4, delay_seconds=0.0, wasted_seconds=7.0)
+
+        Args:
+            step_seconds: of a step without copies.
+            link: the way to the destinations, by which a recovery fetches a version, too.
+            failures_per_step: expected.
+            most: steps, 1 to 4096.
+
+        Raises:
+            ValueError: a time is below 0 or no number, or `most` is out of its range.
+        """
+        plan = self.steps_per_version, self.delay_seconds, self.used_seconds, self.bytes
+        seconds, failures = number("step_seconds", step_seconds), number("failures_per_step", failures_per_step)
+        found = _native.version_pace(plan, seconds, _link("link", link), failures, count("most", most))
+        return None if found is None else CopyPeriod(*found)
 
 
 class ChunkPlan:
@@ -243,48 +270,6 @@ def plan_chunks(
             choice("policy", policy, CHUNK_POLICIES),
             count("max_steps", max_steps),
             None if version_steps is None else count("version_steps", version_steps),
-        )
-    )
-
-
-def copy_period(
-    step_seconds: float,
-    window_seconds: float,
-    copy_seconds: float,
-    retrieve_seconds: float,
-    failures_per_step: float,
-    *,
-    most: int = 64,
-) -> CopyPeriod:
-    """How many steps between two versions lose the least time, to delays and to failures (Gemini, Eq. 1).
-
-    A version may use the windows of all steps until the next one; what does not fit into them delays training. A
-    failure wastes the time of a version, half of the time between two, and the time to retrieve one.
-
-    A step takes 1 s and has 0.3 s of windows, a version takes 1 s to send; one failure in 10,000 steps:
-
-        >>> copy_period(1.0, 0.3, 1.0, 1.0, 1e-4)
-        CopyPeriod(steps=4, delay_seconds=0.0, wasted_seconds=7.0)
-
-    Args:
-        step_seconds: of a step without copies.
-        window_seconds: idle time of the network in a step.
-        copy_seconds: that a version takes to send.
-        retrieve_seconds: that a recovery takes to fetch a version.
-        failures_per_step: expected.
-        most: steps, 1 to 4096.
-
-    Raises:
-        ValueError: a time is below 0 or no number, a step takes none, or `most` is out of its range.
-    """
-    return CopyPeriod(
-        *_native.copy_period(
-            number("step_seconds", step_seconds),
-            number("window_seconds", window_seconds),
-            number("copy_seconds", copy_seconds),
-            number("retrieve_seconds", retrieve_seconds),
-            number("failures_per_step", failures_per_step),
-            count("most", most),
         )
     )
 

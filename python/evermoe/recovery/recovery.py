@@ -155,7 +155,7 @@ class Recovery:
             except CorruptCopy as error:
                 raise PeerLost(f"what member {rank} told is damaged, so all agree anew: {error}") from None
         newest = newest_trainer(found)
-        found[newest].load = share_json(self.group, self.state.expert_load.mean_LE.tolist(), newest)
+        found[newest].load, found[newest].vacant = share_json(self.group, self.target.known(found), newest)
         return found
 
     def _note_copies(self, version: int, holdings: Sequence[Sequence[Holding]]) -> None:

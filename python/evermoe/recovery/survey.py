@@ -74,11 +74,13 @@ class Inventory:
     """Whether its model is deferred and has taken no step: then it counts as holding all units, as it can make them."""
     load: list[list[float]] = field(default_factory=list)
     """Average tokens of each expert in a step, layer by layer; empty but for the newest member that trains."""
+    vacant: dict[str, list[list[int]]] = field(default_factory=dict)
+    """By layer, the experts of each rank that is gone and whose place another one takes; told by the same member."""
 
     def to_bytes(self) -> bytes:
-        """JSON, after its checksum: of all but the load, which is as long for every member and needed of one."""
+        """JSON, after its checksum: of all but the load and what is vacant, which are needed of one member."""
         fields = asdict(self)
-        del fields["load"]
+        del fields["load"], fields["vacant"]
         text = json.dumps(fields, allow_nan=False).encode()
         return _checksum(text) + text
 

@@ -14,7 +14,14 @@ from evermoe import planning
 from evermoe.comm.group import Group
 from evermoe.options import count
 from evermoe.persist.place import Location
-from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers
+from evermoe.placement import (
+    LayerPlacements,
+    PlacementOptions,
+    keep_in_place,
+    place_layers,
+    vacant_rows,
+    with_vacant,
+)
 from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory, newest_trainer
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -40,6 +47,13 @@ class Target(Protocol):
 
     def nodes(self, size: int) -> list[str]:
         """The node of each of so many ranks."""
+
+    def known(self, inventories: Sequence[Inventory]) -> tuple[list[list[float]], dict[str, list[list[int]]]]:
+        """What this member knows beside what it brings: `load` and `vacant` of an `Inventory`.
+
+        Args:
+            inventories: of all members, by rank.
+        """
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """The new placement, for the state of a version; computed alike by all members.
@@ -101,11 +115,21 @@ class ExpertTarget:
         """The node of each rank; replica nodes are named by their ranks."""
         return [*self._nodes, *(f"replica node {rank}" for rank in range(len(self._nodes), size))]
 
+    def known(self, inventories: Sequence[Inventory]) -> tuple[list[list[float]], dict[str, list[list[int]]]]:
+        """The load of experts, and rows of the placement that no rank trains now, where as many come as are gone."""
+        version = inventories[self._group.rank].standing.version
+        now = self._rows(version, self._in_memory(version, inventories, ACTIVE)) if version else {}
+        vacant = {path: vacant_rows(self._state.layers[path].matrix_RE, rows) for path, rows in now.items()}
+        return self._state.expert_load.mean_LE.tolist(), vacant
+
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """A placement for the load as the newest member knows it; experts stay where they or copies are if they can."""
         experts = {path: layer.num_experts for path, layer in self._state.layers.items()}
-        previous = self._rows(version, self._in_memory(version, inventories, ACTIVE))
         newest = inventories[newest_trainer(inventories)]
+        previous = {
+            path: with_vacant(rows, newest.vacant.get(path, []))
+            for path, rows in self._rows(version, self._in_memory(version, inventories, ACTIVE)).items()
+        }
         boosts = newest.standing.boosts
         with warnings.catch_warnings():
             if self._group.rank > 0:  # one member says it for all

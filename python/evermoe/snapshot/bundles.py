@@ -12,6 +12,8 @@ from evermoe.state.unit import SESSION
 
 VERSIONS = 2
 """Versions for which an arena has room."""
+HEAD_BYTES = 1 << 16
+"""What an arena has beside its units, about: names and digests."""
 
 
 @dataclass(frozen=True)
@@ -67,5 +69,16 @@ def room_for(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int], dir
         directory: for the arenas.
     """
     nbytes = VERSIONS * sum(sizes[unit] for bundle in planned if rank in bundle.holders for unit in bundle.units)
+    return ArenaRoom(nbytes, free_bytes(directory))
+
+
+def free_bytes(directory: Path) -> int:
+    """What is free in a folder, which may be missing as yet."""
     there = next(each for each in (directory, *directory.parents) if each.exists())
-    return ArenaRoom(nbytes, shutil.disk_usage(there).free)
+    return shutil.disk_usage(there).free
+
+
+def arena_sizes(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int]) -> list[int]:
+    """About how many bytes each arena of a rank has."""
+    found = [sum(sizes[unit] for unit in bundle.units) for bundle in planned if rank in bundle.holders]
+    return [VERSIONS * nbytes + HEAD_BYTES for nbytes in found]

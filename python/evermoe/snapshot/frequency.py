@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evermoe.planning.protection import FAILURE
-from evermoe.planning.schedule import ChunkReason, CopyPeriod, Link, copy_period
+from evermoe.planning.schedule import ChunkReason, Link
 from evermoe.snapshot.rank_plan import MOST_VERSION_STEPS
 
 
@@ -15,7 +15,7 @@ def steps_of(reason: ChunkReason, step_seconds: float, link: Link) -> int:
         step_seconds: of a step.
         link: the way to the destinations.
     """
-    period = _period(reason, step_seconds, link)
+    period = reason.pace(step_seconds, link, FAILURE, most=MOST_VERSION_STEPS)
     return reason.steps_per_version if period is None else period.steps
 
 
@@ -28,7 +28,7 @@ def lowered(reason: ChunkReason, step_seconds: float, link: Link, *, is_done: bo
         link: the way to the destinations.
         is_done: whether versions are as frequent as `steps_of` says; else it is advice.
     """
-    period = _period(reason, step_seconds, link)
+    period = reason.pace(step_seconds, link, FAILURE, most=MOST_VERSION_STEPS)
     if period is None:
         return ""
     failures = f"a failure in {1 / FAILURE:.0f} steps"
@@ -43,16 +43,3 @@ def lowered(reason: ChunkReason, step_seconds: float, link: Link, *, is_done: bo
         f"; a version in {period.steps} steps would delay training by {period.delay_seconds:.6f} s, and {failures} "
         f"would waste {period.wasted_seconds:.6f} s (Gemini's Eq. 1): the least loss"
     )
-
-
-def _period(reason: ChunkReason, step_seconds: float, link: Link) -> CopyPeriod | None:
-    """The pace that loses the least time; None where a plan delays nothing.
-
-    Windows that are too short for a version are used as far as its messages fit into them, and carry no more.
-    """
-    if not reason.delay_seconds or not step_seconds:
-        return None
-    steps = reason.steps_per_version
-    windows, copy = reason.used_seconds / steps, reason.used_seconds + reason.delay_seconds * steps
-    retrieve = reason.bytes / link.beta
-    return copy_period(step_seconds, windows, copy, retrieve, FAILURE, most=MOST_VERSION_STEPS)

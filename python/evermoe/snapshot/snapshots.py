@@ -53,21 +53,21 @@ def local_bundles(assignment: Assignment, nodes: Sequence[str], options: CopyOpt
 
 
 def planned_bundles(
-    assignment: Assignment, membership: Membership, options: CopyOptions
+    assignment: Assignment, nodes: Sequence[str], domains: Sequence[str], options: CopyOptions
 ) -> tuple[list[Bundle], list[Bundle]]:
     """The bundles of a plan: those that others keep, too, and those that stay on their own nodes.
 
     Args:
         assignment: the plan.
-        membership: who takes part.
+        nodes: of the ranks.
+        domains: of the ranks, as of `spread_over`.
         options: preset and copies; without any there are none.
     """
     if not options.copies:
         return [], []
     some = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
     found = bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some], [k.period for k in some])
-    spread = spread_over(membership.nodes, membership.domains, options.copies)
-    return found, local_bundles(assignment, spread, options)
+    return found, local_bundles(assignment, spread_over(nodes, domains, options.copies), options)
 
 
 def _local_keepers(kept: UnitProtection, assignment: Assignment, nodes: Sequence[str], copies: int) -> list[int]:
@@ -154,11 +154,11 @@ class Snapshots(StateKeeper):
         self.missing, self.locked_bytes, self.problem = {}, 0, ""
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self.version_pace.is_used = self.copies_late
-        self._copies = assignment.copies
+        self._copies, at = assignment.copies, self._membership
         self._local_steps = self._fixed_steps or 1
         if not self._options.copies:
             return
-        found, local = planned_bundles(assignment, self._membership, self._options)
+        found, local = planned_bundles(assignment, at.nodes, at.domains, self._options)
         by_unit, planned = assignment.plan.by_unit, [*found, *local]
         share = share_of_host_bytes(self._membership.nodes, self._membership.everyone.rank)
         is_on_gpu = self._membership.device.type == "cuda"  # whose driver page-locks what is there

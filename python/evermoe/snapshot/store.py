@@ -24,10 +24,11 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
-from evermoe.snapshot.bundles import Bundle
+from evermoe.snapshot.bundles import VERSIONS, Bundle
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.snapshot.gpu_sources import GpuSources
 from evermoe.snapshot.segments import Segment, Segments
+from evermoe.snapshot.spare_room import SpareRoom, release_all
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
 
@@ -106,6 +107,8 @@ class SnapshotStore:
     """Arenas that other ranks fill."""
     segments: Segments | None = None
     """Segments of the bundles, as planned; None for even ones."""
+    room: SpareRoom | None = None
+    """What this member has reserved as a spare, for its first arenas."""
 
     def even_segments(self, copies: KeptCopies = NO_COPIES) -> Segments:
         """Messages of `chunk_bytes`, one bundle after the other, to any window; without what the holders have."""
@@ -191,11 +194,10 @@ class SnapshotStore:
         Raises:
             OSError: a job starts, and the shared memory is too small, even without the arenas that are there.
         """
-        everyone, member, problem = membership.everyone, membership.id, ""
-        try:
-            self.create_arenas(planned, generation, member, everyone.rank, reserves=reserves)
-        except OSError as error:
-            problem = str(error)  # the error itself would keep arenas mapped
+        everyone, member = membership.everyone, membership.id
+        problem = self._try_arenas(planned, generation, member, everyone.rank, reserves)
+        if problem and release_all(self.directory):
+            problem = self._try_arenas(planned, generation, member, everyone.rank, reserves)
         if everyone.all_reduce(torch.tensor([int(not problem)])) == everyone.size:
             return list(planned)
         copies.forget()
@@ -220,6 +222,18 @@ class SnapshotStore:
         ]
         self._keep_only(kept)
         return kept
+
+    def _try_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int, reserves: bool) -> str:
+        """Makes all arenas of this rank, or none; returns why, or nothing."""
+        try:
+            self.create_arenas(planned, generation, member, rank, reserves=reserves)
+        except OSError as error:
+            return str(error)  # the error itself would keep arenas mapped
+        finally:
+            if self.room is not None:
+                self.room.release()
+                self.room = None
+        return ""
 
     def _create_fitting(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> list[int]:
         """Makes the arenas that have room, those first that this rank fills; returns the numbers of the others."""
@@ -291,7 +305,8 @@ class SnapshotStore:
         path = self.directory / f"{generation:010d}-{number}-{member}.arena"
         meta = json.dumps({"generation": generation, "member": member, "layout": self.state.catalog.layout})
         units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
-        kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves))
+        room = None if self.room is None else self.room.take(VERSIONS * sum(nbytes for _, nbytes in units))
+        kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves, room=room))
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
     def capture(self, kept: BundleArena, tensors: Sequence[Sequence[Tensor]], version: int) -> Capture | None:
@@ -359,6 +374,8 @@ class SnapshotStore:
     def close(self, member: str) -> None:
         """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""
         self.release()
+        if self.room is not None:
+            self.room.release()
         for _, path in self._files():
             if path.name.endswith(f"-{member}.arena"):
                 path.unlink(missing_ok=True)

@@ -77,9 +77,8 @@ class PipelineDriver(Driver):
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
         self.window_planner = StageWindowPlanner(
-            self.pacer, self.courier, store, membership, windows, schedule, options.snapshot_every
+            self.pacer, self.courier, store, membership, windows, schedule, options.snapshot_every, options.stages
         )
-        self.window_planner.stages = options.stages
         self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps, state.device)
         on_all, alone = state.parameters()

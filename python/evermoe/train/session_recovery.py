@@ -34,6 +34,7 @@ from evermoe.train.lost_members import LostMembers
 from evermoe.train.measures import StepMeasures
 from evermoe.train.owners import DenseExchange
 from evermoe.train.script import Script
+from evermoe.train.standby import Standby
 from evermoe.train.step_calls import StepCalls
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class RecoveryDriver(Driver):
         if self._dense.late is not None:
             self._dense.late.attach(self._script.model)
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
+        store, is_replayable = self._protection.store, self._protection.replicas.is_replayable
+        self._standby = Standby(self._membership, self._state, store, self._config, is_replayable, self._emit)
         self.reports: list[Recovered] = []
         self.committed = -1
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
@@ -104,6 +107,7 @@ class RecoveryDriver(Driver):
 
     def leave(self) -> None:
         """Lets other jobs have the checkpoint folder, and leaves gradients to the script."""
+        self._standby.end()
         self._early.drop()
         self._dense.close()
         self._checkpointer.close()
@@ -131,9 +135,10 @@ class RecoveryDriver(Driver):
         self._clock.enter("agree")
 
     def waiting(self) -> None:
-        """Stops a process that came too late: it must not wait for members of a job that is over."""
+        """Stops a process that came too late: it must not wait for members of a job that is over. Readies a spare."""
         if is_marked(FINISHED):
             raise JobFinished(f"job {self._config.job} has committed all its steps")
+        self._standby.go_on()
 
     def interrupt(self) -> None:
         """Ends what is under way in the group."""
@@ -144,6 +149,7 @@ class RecoveryDriver(Driver):
     def connecting(self) -> None:
         """Times how long it takes to connect; surveys what this member has meanwhile."""
         self._clock.enter("rebuild")
+        self._standby.end()
         if self._trains:
             self._early.begin()
 

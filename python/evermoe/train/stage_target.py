@@ -42,6 +42,10 @@ class StageTarget:
         """The node of each rank."""
         return [seat.node for seat in self._seats]
 
+    def known(self, inventories: Sequence[Inventory]) -> tuple[list[list[float]], dict[str, list[list[int]]]]:
+        """Empty: a rank has its place by its number."""
+        return [], {}
+
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """Empty: no layer is spread over ranks."""
         self._version = version

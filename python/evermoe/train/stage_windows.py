@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from evermoe.comm.courier import Courier
 from evermoe.comm.gather import share_json
+from evermoe.comm.membership import Membership
+from evermoe.comm.pacer import Pacer
 from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
 from evermoe.profile import Profiler
 from evermoe.profile.bubble_time import BubbleTime, bubble_time
 from evermoe.snapshot.rank_plan import COPIES, RankReport, lead, plan_of
-from evermoe.snapshot.window_plan import WARM_UP, WindowPlanner
+from evermoe.snapshot.store import SnapshotStore
+from evermoe.snapshot.window_plan import WARM_UP, WindowOptions, WindowPlanner
 
 
 class _Known(NamedTuple):
@@ -32,15 +36,31 @@ class StageWindowPlanner(WindowPlanner):
 
     A rank that waits for a peer has an idle network: a transfer keeps it busy from when both ends had begun until it is
     known here to be over, as that is when the pacer learns of it.
+
+    Args:
+        pacer, courier, store, membership, options, policy, fixed_steps: as of `WindowPlanner`.
+        stages: of the pipeline.
     """
 
     profiler: Profiler
-    stages = 1
-    """Of the pipeline."""
     bubbles: BubbleTime | None = None
     """Of the rank that has the most of them, by the latest profile; the same on all ranks."""
     _known: Sequence[_Known] = ()
     """What the latest plan was made of, by rank; empty on a newcomer. The same on all others."""
+
+    def __init__(
+        self,
+        pacer: Pacer,
+        courier: Courier,
+        store: SnapshotStore,
+        membership: Membership,
+        options: WindowOptions,
+        policy: ChunkPolicy | None,
+        fixed_steps: int | None,
+        stages: int,
+    ) -> None:
+        super().__init__(pacer, courier, store, membership, options, policy, fixed_steps)
+        self._stages = stages
 
     @property
     def bubble_bytes(self) -> int:
@@ -101,7 +121,7 @@ class StageWindowPlanner(WindowPlanner):
 
     def _profile(self) -> tuple[list[StepProfile], list[float]]:
         gathered = self.profiler.gather_windows(self._group)
-        times = [bubble_time(gathered.steps, gathered.starts, rank, self.stages) for rank in range(gathered.size)]
+        times = [bubble_time(gathered.steps, gathered.starts, rank, self._stages) for rank in range(gathered.size)]
         self.bubbles = max((each for each in times if each is not None), default=None)
         met = gathered.steps[self._group.rank]
         recorded = self.profiler.recorded[-len(met) :]

@@ -10,7 +10,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(find_windows, module)?)?;
     module.add_function(wrap_pyfunction!(has_changed, module)?)?;
     module.add_function(wrap_pyfunction!(plan_chunks, module)?)?;
-    module.add_function(wrap_pyfunction!(copy_period, module)?)?;
+    module.add_function(wrap_pyfunction!(version_pace, module)?)?;
     module.add_function(wrap_pyfunction!(snapshot_places, module)?)?;
     module.add_function(wrap_pyfunction!(chrome_trace, module)?)?;
     module.add_function(wrap_pyfunction!(merge_traces, module)?)?;
@@ -229,25 +229,29 @@ fn plan_chunks(
     Ok(ChunkPlan(py.detach(plan)?))
 }
 
-/// Steps, delay and wasted seconds: see [`schedule::copy_period`].
+/// Steps, delay and wasted seconds of the pace that a plan's reason calls for: see [`schedule::Reason::pace`].
 #[pyfunction]
-fn copy_period(
+fn version_pace(
+    plan: (usize, f64, f64, u64),
     step_seconds: f64,
-    window_seconds: f64,
-    copy_seconds: f64,
-    retrieve_seconds: f64,
+    link: (f64, f64),
     failures_per_step: f64,
     most: usize,
-) -> PyResult<(usize, f64, f64)> {
-    let found = schedule::copy_period(
-        step_seconds,
-        window_seconds,
-        copy_seconds,
-        retrieve_seconds,
-        failures_per_step,
-        most,
-    )?;
-    Ok((found.steps, found.delay, found.wasted))
+) -> PyResult<Option<(usize, f64, f64)>> {
+    let (steps_per_version, delay_seconds, used_seconds, bytes) = plan;
+    let reason = schedule::Reason {
+        fits: false,
+        steps_per_version,
+        steps_in_windows: None,
+        delay_seconds,
+        used_seconds,
+        available_seconds: used_seconds,
+        bytes,
+        outside_bytes: bytes,
+    };
+    let link = schedule::Link { alpha: link.0, beta: link.1 };
+    let found = reason.pace(step_seconds, link, failures_per_step, most)?;
+    Ok(found.map(|period| (period.steps, period.delay, period.wasted)))
 }
 
 #[pyfunction]

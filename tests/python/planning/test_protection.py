@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from dataclasses import asdict
 
 import pytest
@@ -64,6 +65,25 @@ def test_moetion_copies_what_peers_lack_to_all_of_them_alike(trainers, copies, i
     assert set(received) == {(min(copies, trainers) - 1) * is_sharded}
     kinds = [each.kind for each in plan.units]
     assert kinds == (["snapshot", *["replayed"] * (trainers - 1)] if is_sharded else ["active"] * trainers)
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_moetion_sends_a_unit_to_as_many_nodes_as_it_lacks(copies, seed):
+    """Counted from who trains it: what peers hold anyway is not copied, and of a unit on two nodes of three one copy is
+    made, not two.
+    """
+    draw = random.Random(seed)
+    nodes = draw.randint(2, 6)
+    ranks = [RankInfo(f"node{rank % nodes}", 1 << 40) for rank in range(draw.randint(nodes, 2 * nodes))]
+    active = [tuple(sorted(draw.sample(range(len(ranks)), draw.randint(1, len(ranks))))) for _ in range(12)]
+    units = [UnitInfo(f"e{number}", 300, 100, held, 10.0, True) for number, held in enumerate(active)]
+    plan = plan_protection("moetion", units, ranks, copies=copies, budget=0.01)
+    for held, each in zip(active, plan.units, strict=True):
+        on = {ranks[rank].node for rank in held}
+        assert len(each.holders) == max(0, min(copies, nodes) - len(on)), each
+        assert len(on | {ranks[rank].node for rank in each.holders}) == max(len(on), min(copies, nodes))
+        assert (each.kind == "active") == (not each.holders)
 
 
 @pytest.mark.parametrize("fitting", [0, 1, 2])

@@ -23,6 +23,11 @@ def start_with_spares(job, faults, spares="d", names="abc"):
     return members, waiting
 
 
+def stands_by(worker):
+    """The event by which a spare says that it is ready."""
+    return worker.wait_for("standsby")
+
+
 def sizes(worker):
     """Members after each recovery."""
     return [event["members"] for event in worker.events("recovered")]
@@ -30,8 +35,13 @@ def sizes(worker):
 
 @pytest.mark.parametrize("preset", ["auto", "gemini"])
 def test_a_spare_takes_a_lost_members_place_in_the_same_recovery(start_job, preset):
-    job = start_job(3, preset=preset)
+    job = start_job(3, preset=preset, rebalance_every=0)
     (a, b, c), (spare,) = start_with_spares(job, {"b": [Fault("forward", 17)]})
+    ready = stands_by(spare)
+    assert len(ready["connected"]) == 3, "it has a connection to each member"
+    rooms = [*job.node_memory("d").glob("*.room")]
+    assert ready["reserved_bytes"] == sum(path.stat().st_size for path in rooms) > 0
+    assert sum(path.stat().st_blocks for path in rooms) * 512 >= ready["reserved_bytes"], "it has its pages"
     job.open_gate(EVERYTHING)
     assert b.join() == -9
     assert [each.join() for each in (a, c, spare)] == [0, 0, 0]
@@ -39,6 +49,9 @@ def test_a_spare_takes_a_lost_members_place_in_the_same_recovery(start_job, pres
     assert sizes(spare) == [3]
     check_history([a, b, c, spare])
     check_recovered([a, b, c, spare], a)
+    assert not [*job.node_memory("d").glob("*.room")], "what was not taken was given back"
+    assert [each.events("recovered")[-1]["fetched_units"] for each in (a, c)] == [0, 0], "experts of others stay"
+    assert spare.events("recovered")[0]["fetched_units"] > 0
 
 
 def test_two_losses_at_once_take_as_many_spares_as_there_are(start_job):
@@ -70,6 +83,24 @@ def test_members_do_not_notice_spares_that_are_not_needed_or_die(start_job):
     assert [each.join() for each in members] == [0, 0, 0]
     assert [sizes(each) for each in members] == [[3]] * 3
     check_history(members)
+
+
+@pytest.mark.long
+def test_a_spare_leaves_the_memory_that_trainers_of_its_node_need(start_job):
+    """Its node has room for what the trainers have there, but not for a spare's, too: it says so, and takes a place."""
+    job = start_job(2)
+    job.open_gate(HELD)
+    a, b = job.start_all({"b": [Fault("forward", 17)]}, "ab", gated=True, steps=STEPS)
+    a.wait_for("commit", step=HELD - 2)
+    kept = {path.name for path in job.node_memory("a").glob("*.arena")}
+    spare = job.start("d", session={"spare": True, "node": "a"}, gated=True, steps=STEPS, free_bytes=1 << 10)
+    assert stands_by(spare)["reserved_bytes"] == 0
+    assert "this spare reserves no memory: it would need" in spare.log()
+    assert {path.name for path in job.node_memory("a").glob("*")} >= kept
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in (a, b, spare)] == [0, -9, 0]
+    assert sizes(a) == [2, 2]
+    check_history([a, b, spare])
 
 
 def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):

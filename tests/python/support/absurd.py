@@ -230,8 +230,12 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
     "find_windows": lambda draw: _native.find_windows(draw.steps(), draw.real(), draw.real(), draw.few(draw.name)),
     "has_changed": lambda draw: _native.has_changed(draw.windows(), draw.steps(), draw.real()),
     "plan_chunks": lambda draw: draw.plan().rows,
-    "copy_period": lambda draw: _native.copy_period(
-        draw.real(), draw.real(), draw.real(), draw.real(), draw.real(), draw.size()
+    "version_pace": lambda draw: _native.version_pace(
+        (draw.size(), draw.real(), draw.real(), draw.size()),
+        draw.real(),
+        (draw.real(), draw.real()),
+        draw.real(),
+        draw.size(),
     ),
     "snapshot_places": lambda draw: _native.snapshot_places(draw.size(), draw.sizes(), draw.size()),
     "Windows.from_json": lambda draw: _native.Windows.from_json(draw.damaged(WINDOWS.to_json())).rows,
