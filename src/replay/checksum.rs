@@ -48,8 +48,13 @@ fn copy_pieces(from: &[u8], to: &mut [MaybeUninit<u8>], pool: &dyn Parallel) -> 
     pool.run(from.len().div_ceil(PIECE_BYTES), GRAIN, &|pieces| {
         for piece in pieces {
             let range = piece * PIECE_BYTES..from.len().min((piece + 1) * PIECE_BYTES);
-            // SAFETY: each piece is met once.
-            let part = unsafe { to.part(range.clone()) }.write_copy_of_slice(&from[range]);
+            let source = &from[range.clone()];
+            // SAFETY: each piece is met once, and all of its bytes are set before they are read.
+            let part = unsafe {
+                let part = to.part(range).as_mut_ptr().cast::<u8>();
+                part.copy_from_nonoverlapping(source.as_ptr(), source.len());
+                std::slice::from_raw_parts(part, source.len())
+            };
             // SAFETY: as above.
             unsafe { out.store(piece, xxh3_64(part)) };
         }
