@@ -1,6 +1,6 @@
 //! XXH3-64 of a payload or a state, piece by piece, while it is in the cache.
 
-use super::gradient::Plain;
+use super::bytes::Plain;
 use crate::cpu::{Disjoint, Parallel};
 use std::mem::MaybeUninit;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};

@@ -1,7 +1,8 @@
 //! One logged step, whose bytes are known to be those that came.
 
+use super::bytes::bytes_of;
 use super::checksum;
-use super::gradient::{Encoding, bytes_of, expand};
+use super::gradient::{Encoding, expand};
 use super::record::{Fault, Header, Kind, Record, Rule};
 use crate::cpu::Parallel;
 use xxhash_rust::xxh3::Xxh3;

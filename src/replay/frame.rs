@@ -12,7 +12,7 @@ use super::record::{HEADER_BYTES, Header, Kind, Rule, ignores_sign_of_zero};
 use crate::cpu::{Gradient, Parallel};
 use crate::ensure;
 use crate::error::Result;
-use crate::snapshot::digest;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// Bytes before the sizes of the records.
 pub const FRAME_HEAD_BYTES: usize = 8;
@@ -138,7 +138,7 @@ pub fn fill_frame(
         *(if fits { &mut end } else { &mut tail_end }) += bytes;
         size.copy_from_slice(&(bytes as u64).to_le_bytes());
     }
-    checksum.copy_from_slice(&digest(sizes).to_le_bytes());
+    checksum.copy_from_slice(&xxh3_64(sizes).to_le_bytes());
     Ok((start + end, tail_end))
 }
 
@@ -194,7 +194,7 @@ mod tests {
                 frame[8..64].as_chunks::<8>().0.iter().map(|size| u64::from_le_bytes(*size)).collect();
             assert_eq!(sizes[..5], each.iter().map(|bytes| bytes.len() as u64).collect::<Vec<_>>());
             assert_eq!(sizes[5..], [0, 0]);
-            assert_eq!(frame[..8], digest(&frame[8..64]).to_le_bytes());
+            assert_eq!(frame[..8], xxh3_64(&frame[8..64]).to_le_bytes());
         }
     }
 

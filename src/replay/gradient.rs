@@ -16,6 +16,7 @@
 //! The gradient is read once where its blocks are of one kind. Where they are mixed, those that are not `F32` are read a
 //! second time: only then it is known where they go.
 
+use super::bytes::bytes_of;
 use super::checksum::{self, GRAIN, PIECE_BYTES};
 use crate::cpu::{Disjoint, Gradient, Parallel};
 use half::bf16;
@@ -334,16 +335,3 @@ fn each_block(payload: &[u8], tags: &[u8], len: usize, mut body: impl FnMut(usiz
         }
     }
 }
-
-/// The bytes of floats, which are little-endian on every machine that this library runs on.
-pub(super) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
-    const { assert!(cfg!(target_endian = "little")) };
-    // SAFETY: `T` has no padding, any byte is a `u8`, and the length is that of the slice.
-    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
-}
-
-/// Numbers: every pattern of bits is one, and they have no padding.
-pub(super) trait Plain: Copy {}
-impl Plain for u8 {}
-impl Plain for f32 {}
-impl Plain for bf16 {}

@@ -12,12 +12,14 @@
 //! | file | what |
 //! |---|---|
 //! | `record` | one step, or one full state, as bytes; what can be wrong with them |
+//! | `bytes` | numbers as their bytes |
 //! | `gradient` | a gradient in the fewest bytes that give back its bits |
 //! | `checksum` | XXH3-64 of a payload, made while it is copied, and of a state |
 //! | `frame` | what one member sends another in a step: many records in one piece of memory |
 //! | `entry` | one logged step, and whether its bytes are those that came |
 //! | `log` | accepted records, in order, in bounded memory; batches of them |
 
+mod bytes;
 mod checksum;
 mod entry;
 mod frame;

@@ -16,8 +16,9 @@
 //! Example: unit 0x0102 takes no step in the trainer's step 3, and has taken 2 before. `45 56 4d 52  02 01 00 00
 //! 02 01 00 00 00 00 00 00  03 00 00 00 00 00 00 00  02 00 00 00 00 00 00 00`, 56 zeros, and the checksum.
 
+use super::bytes::Plain;
 use super::checksum;
-use super::gradient::{Encoding, Plain, is_payload};
+use super::gradient::{Encoding, is_payload};
 use crate::cpu::{AdamWStep, Arithmetic, Parallel, SgdStep};
 use xxhash_rust::xxh3::Xxh3;
 

@@ -22,13 +22,18 @@ JOBS = pytest.StashKey[list]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test with the mark `few(count)`, so many run always, from the first to the last of them."""
+    """Of the cases of a test with the mark `few(count)`, so many run always, from the first to the last of them.
+
+    Of a test of a whole job, which starts processes, one case does where no mark says more.
+    """
     cases = {}
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("long"):
+        is_one_of_few = item.get_closest_marker("few") or "start_job" in item.fixturenames
+        if is_one_of_few and not item.get_closest_marker("long"):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     for found in cases.values():
-        count = found[0].get_closest_marker("few").args[0]
+        mark = found[0].get_closest_marker("few")
+        count = mark.args[0] if mark else 1
         always = {round(number * (len(found) - 1) / max(1, count - 1)) for number in range(count)}
         for number, item in enumerate(found):
             if number not in always:

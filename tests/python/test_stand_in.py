@@ -38,7 +38,15 @@ CASES = {
     "sessions over NCCL": (LATE, ["session/test_several_gpus.py"], ""),
     "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "(1F1B and under_way) or digests or host or told"),
 }
-IN_LONG = ("copies late", "copies in any order", "every op", "sessions", "sessions over NCCL", "pipelines")
+IN_LONG = (
+    "copies early",
+    "copies late",
+    "copies in any order",
+    "every op",
+    "sessions",
+    "sessions over NCCL",
+    "pipelines",
+)
 
 
 @pytest.mark.timeout(400)

@@ -12,8 +12,9 @@ PLANNED = 3
 """The first version that is sent when windows are known: the first step is no measure, and the second is recorded."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("preset", ["gemini", pytest.param("baft", marks=pytest.mark.long)])
+@pytest.mark.parametrize("preset", ["gemini", "baft"])
 def test_windows_are_known_from_the_third_step_to_the_end(tmp_path, preset):
     """How many messages find room in them is for the machine to decide; where they are looked for is not."""
     memory = tmp_path / "memory"
