@@ -6,6 +6,8 @@ TEST_PROCESSES ?= $(shell nproc | awk '{ n = int($$1 * 3 / 2); print n < 12 ? n 
 VENV := .venv
 # The Python of the machine with a GPU, which `make wheel` packs for.
 GPU_PYTHON ?= 3.12
+# The same Python, here.
+FRESH_PYTHON ?= python$(GPU_PYTHON)
 # The oldest and the newest torch that is supported.
 TORCH_VERSIONS ?= 2.10.0 2.15.0
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel release coverage docs evidence clean
+.PHONY: help setup demo test test-rust test-python test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel check-wheel release coverage docs evidence clean
 
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,8 +131,12 @@ wheel: setup ## Build the abi3 wheel into out/wheels, with all that a machine wi
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  -d out/wheels -r out/wheels/requirements.txt
 
+check-wheel: wheel ## The wheels of `make wheel` in a new environment with torch and numpy alone: ops, sessions, a kill (minutes)
+	tests/release/fresh.sh $(FRESH_PYTHON)
+
 release: setup ## Build what a release uploads into out/release, and check it as its users will get it
 	tests/release/release.sh
+	$(MAKE) check-wheel
 
 coverage: setup ## What the tests execute, in Python and Rust; tables and HTML in out/coverage
 	tests/release/coverage.sh

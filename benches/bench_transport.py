@@ -2,8 +2,17 @@
 
 What is sent lies in memory, as the copies of units do, and is received into memory; iperf3 sends one small buffer again
 and again, and keeps nothing. "UCX" is the same with `transport="ucx"`, where there is UCX (`evermoe[ucx]`): on loopback
-that is UCX's own TCP. "GIL" is the share of the time in which another thread of the sender waits for Python's lock, by
-gilknocker. Needs iperf3 (a package of most systems).
+that is UCX's own TCP. Of Python's lock:
+
+* "GIL": the share of the time in which another thread of the sender waits for it, by gilknocker;
+* "idle GIL": what such a thread reads at the same time in another process, where nobody holds it: there it waits for a
+  processor;
+* "held": the share in which the thread that sends computes, but for calls that release the lock; no wait for a
+  processor is in it, but the clock itself is;
+* "lost", of other turns: the share in which a thread of the sender that spins in Python neither runs nor waits for a
+  processor, by the kernel's count.
+
+Needs Linux and iperf3 (a package of most systems).
 """
 
 import importlib.util
@@ -13,12 +22,14 @@ import socket
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from json import loads
+from pathlib import Path
 
 import gilknocker
 import torch
@@ -56,6 +67,9 @@ def main():
         "iperf3 GB/s": "11.2f",
         "gloo GB/s": "10.2f",
         "GIL": "6.2%",
+        "idle GIL": "8.2%",
+        "held": "6.2%",
+        "lost": "6.2%",
     }
     table = Table("One pair of members on this machine's loopback", columns)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,6 +116,7 @@ def pair(rank, folder):
     for transport in transports.values():
         addresses = [address.decode() for address in group.all_gather_bytes(transport.address.encode())]
         transport.connect(1, rank, addresses, LIMIT, LIMIT)
+        transport._links = Native(transport._links)
     couriers = {carrier: Courier(transport, None, "courier") for carrier, transport in transports.items()}
     try:
         yield group, couriers
@@ -128,23 +143,114 @@ def run(rank, folder, port, arguments):
         measure(*members, folder, port, arguments)
 
 
+def knock(pipe):
+    """In a process that does nothing else: reads the wait for the lock from one word of the pipe to the next."""
+    knocker = gilknocker.KnockKnock(1000)
+    while pipe.recv():
+        knocker.start()
+        knocker.reset_contention_metric()
+        pipe.recv()
+        pipe.send(knocker.contention_metric)
+        knocker.stop()
+
+
+class Native:
+    """Links and transfers of the extension module, whose calls release Python's lock; how long they compute."""
+
+    seconds = 0.0
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def _call(self, call, *arguments):
+        start = time.thread_time()
+        result = call(*arguments)
+        Native.seconds += time.thread_time() - start
+        return result
+
+    def send(self, *arguments):
+        return Native(self._call(self._inner.send, *arguments))
+
+    def receive(self, *arguments):
+        return Native(self._call(self._inner.receive, *arguments))
+
+    def wait(self, milliseconds):
+        return self._call(self._inner.wait, milliseconds)
+
+    def end(self, reason):
+        self._inner.end(reason)
+
+
+def spin(stop, found):
+    """Computes in Python until it is to stop."""
+    scheduled = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def off_lock():
+        ran, waited, _ = map(int, scheduled.read_text().split())
+        return ran + waited
+
+    start, before = time.perf_counter_ns(), off_lock()
+    while not stop.is_set():
+        sum(range(1000))
+    found.append(max(0.0, 1 - (off_lock() - before) / (time.perf_counter_ns() - start)))
+
+
+class Locks:
+    """Measures who has Python's lock, of this process and of one that is idle."""
+
+    def __init__(self):
+        self._pipe, other = mp.get_context("spawn").Pipe()
+        self._idle = mp.get_context("spawn").Process(target=knock, args=(other,), daemon=True)
+        self._idle.start()
+        self._knocker = gilknocker.KnockKnock(1000)
+
+    def measure(self, thread, work):
+        """What `work` returns, and what the table says of locks, `thread` being the one that sends."""
+        clock = time.pthread_getcpuclockid(thread.ident)
+        self._pipe.send(True)
+        self._knocker.start()
+        self._knocker.reset_contention_metric()
+        computed, start = time.clock_gettime(clock) - Native.seconds, time.perf_counter()
+        result = work()
+        held = (time.clock_gettime(clock) - Native.seconds - computed) / (time.perf_counter() - start)
+        waited = self._knocker.contention_metric
+        self._knocker.stop()
+        self._pipe.send(True)
+        return result, {"GIL": waited, "idle GIL": self._pipe.recv(), "held": held}
+
+    def lost(self, work):
+        """The share of the time that a thread which spins in Python is kept from that, but by other threads."""
+        stop, found = threading.Event(), []
+        thread = threading.Thread(target=spin, args=(stop, found))
+        thread.start()
+        work()
+        stop.set()
+        thread.join()
+        return found[0]
+
+    def close(self):
+        """Ends the other process."""
+        self._pipe.send(False)
+        self._idle.join()
+
+
 def measure(group, couriers, folder, port, arguments):
     """All sizes, of all that is compared."""
     rank = group.rank
     memory = torch.ones(MEMORY_BYTES, dtype=torch.uint8).share_memory_()
-    knocker = gilknocker.KnockKnock(1000)
+    locks = Locks()
     rows = []
     for mib in arguments.mib:
-        found = {name: [] for name in ("gloo", "iperf3", *couriers, *(f"gil {carrier}" for carrier in couriers))}
+        found = defaultdict(list)
         parts = memory.split(mib << 20)
         for _ in range(arguments.rounds):
             for carrier, courier in couriers.items():
-                knocker.start()
-                knocker.reset_contention_metric()
                 send = partial(by_courier, courier, rank, parts)
-                found[carrier].append(timed(group, arguments.seconds, send, memory))
-                found[f"gil {carrier}"].append(knocker.contention_metric)
-                knocker.stop()
+                work = partial(timed, group, arguments.seconds, send, memory)
+                speed, shares = locks.measure(courier._thread, work)
+                found[carrier].append(speed)
+                for name, share in (shares | {"lost": locks.lost(work) if rank == 0 else work()}).items():
+                    found[carrier, name].append(share)
             found["gloo"].append(timed(group, arguments.seconds, partial(by_torch, rank, parts), memory))
             group.all_reduce(torch.zeros(1))
             if rank == 0:
@@ -154,6 +260,7 @@ def measure(group, couriers, folder, port, arguments):
             rows += [row(mib, carrier, found) for carrier in couriers]
     if rank == 0:
         torch.save(rows, f"{folder}/rows")
+    locks.close()
     group.all_reduce(torch.zeros(1))
 
 
@@ -171,8 +278,7 @@ def row(mib, carrier, found):
         "of gloo": ratio("gloo"),
         "iperf3 GB/s": statistics.median(found["iperf3"]),
         "gloo GB/s": statistics.median(found["gloo"]),
-        "GIL": statistics.median(found[f"gil {carrier}"]),
-    }
+    } | {name: statistics.median(found[carrier, name]) for name in ("GIL", "idle GIL", "held", "lost")}
 
 
 def timed(group, seconds, send_once, memory):

@@ -105,7 +105,7 @@ OPS = [
     Op("adamw_, adamw_all_ (a step)", [Launch("adamw", 256)], 0, 28 * PARAMETERS, 28 * PARAMETERS),
     Op("sgd_, sgd_all_ with momentum", [Launch("sgd", 256)], 0, 20 * PARAMETERS, 20 * PARAMETERS),
     Op("pack_chunks", [Launch("pack_chunks", 64)], 0, 2 * COPIED + COPIED // 512, 2 * COPIED + COPIED // 512),
-    Op("unpack_chunks", [Launch("unpack_chunks", 64)], 0, 2 * COPIED + COPIED // 512, 2 * COPIED + COPIED // 512),
+    Op("unpack_chunks", [Launch("unpack_chunks", 64)], 1, 2 * COPIED + COPIED // 512, 2 * COPIED + COPIED // 512),
     Op("hash_blocks", [Launch("hash_blocks", 64)], 0, COPIED + COPIED // 512, COPIED + COPIED // 512),
 ]
 

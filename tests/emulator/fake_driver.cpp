@@ -201,7 +201,8 @@ int fake_driver_wait_on_stream(void* stream, std::function<bool()> ready, std::f
   }
   return status();
 }
-static int launches;  // of kernels
+static int launches;          // of kernels
+static std::string launched;  // names of kernels, and "memset", since a test asked
 // Whether a stream is of a context; each has a default stream.
 static bool is_of(const void* stream, void* context) {
   return uintptr_t(stream) <= 1 || owners[stream] == context;
@@ -211,6 +212,13 @@ extern "C" {
 // For tests: a streams::Policy.
 void fake_driver_policy(int policy) { LOCKED; streams::set_policy(policy); }
 int fake_driver_launches() { LOCKED; return launches; }
+// What was launched since the last call, each name with a space behind it; valid until the next call.
+const char* fake_driver_launched() {
+  LOCKED;
+  static std::string told;
+  told = std::exchange(launched, {});
+  return told.c_str();
+}
 // So many works from now one fails, and its context with it; 0 begins anew, as in a new process.
 void fake_driver_fault(int works) {
   LOCKED;
@@ -300,6 +308,7 @@ int cuLaunchKernel(const Function* function, unsigned x, unsigned y, unsigned z,
     values.emplace_back(value, value + kernel->sizes[i]);
   }
   ++launches;
+  launched += kernel->name + std::string(" ");
   return put(stream, [=]() mutable {
     std::vector<void*> addresses;
     for (auto& value : values) addresses.push_back(value.data());
@@ -397,6 +406,7 @@ int cuMemcpyDtoH_v2(void* to, uintptr_t from, size_t bytes) {
 int cuMemsetD8Async(uintptr_t address, unsigned char byte, size_t count, void* stream) {
   IN_CONTEXT;
   if (runs_over(address, count)) return failed(kInvalidValue, "a memset past the end of device memory");
+  launched += "memset ";
   return put(stream, [=] { return memset(reinterpret_cast<void*>(address), byte, count), 0; });
 }
 

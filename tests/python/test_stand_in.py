@@ -28,7 +28,7 @@ COPIES = [
 CASES = {
     "copies late": (LATE, COPIES, ""),
     "copies early": (EARLY, COPIES, f"not ({STILL_RUNS})"),
-    "examples of ops": (RANDOM, ["ops"], "example or second or refusals"),
+    "examples of ops": (RANDOM, ["ops"], "example or second or refusals or launches"),
     "copies in any order": (RANDOM, COPIES, f"not ({STILL_RUNS})"),
     "every op": (EARLY, ["ops", "test_optim.py"], f"not ({ELSEWHERE} or {STILL_RUNS})"),
     "layers": (LATE, ["test_host_waits.py", "test_checkpointed_moe.py"], ""),

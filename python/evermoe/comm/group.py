@@ -65,7 +65,7 @@ def _times_out(group: Any, peer: int) -> bool:
     return False
 
 
-def _ignore(name: str) -> None:
+def _ignore(name: str, on_stream: bool) -> None:
     pass
 
 
@@ -192,10 +192,10 @@ class Group:
         """What is dropped with this group: other groups, for example."""
         self.transport: Transport | None = None
         """Messages of other threads, which are dropped with this group, too."""
-        self.on_begin: Callable[[str], None] = _ignore
-        """Callback before each collective: its name."""
-        self.on_end: Callable[[str], None] = _ignore
-        """Callback after each collective: its name."""
+        self.on_begin: Callable[[str, bool], None] = _ignore
+        """Callback before each collective: its name, and whether it runs when the GPU's stream comes to it."""
+        self.on_end: Callable[[str, bool], None] = _ignore
+        """Callback after each collective, or once it is on the stream, with the same."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum of `tensor` over all members, in place; the same bits on every member."""
@@ -259,14 +259,15 @@ class Group:
         failure = self.broken
         if failure is None:
             self.begun.count += 1
-            self.on_begin(name)
+            on_stream = tensor.is_cuda and "cuda" in self._groups
+            self.on_begin(name, on_stream)
             self.on_wait(True)
             failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
             if failure is not None:
                 self.timed_out = self.timed_out or "timed out" in failure.lower()
                 self.drop(failure)
             self.on_wait(False, failure is None)
-            self.on_end(name)
+            self.on_end(name, on_stream)
         if failure is not None:  # outside any `except`: the collective's exception must not live on as a context
             raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {failure}")
         return tensor

@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, Protocol
 
 from evermoe.comm.group import Group
+from evermoe.comm.step_record import StepRecord, TimedStep
 
 ANY_TIME = -1
 """In place of a window's number: beside compute, whether a window of the step is open or not."""
@@ -26,15 +28,6 @@ waits in any case, as the members change or all steps are taken.
 """
 
 
-class TimedStep(NamedTuple):
-    """A step as the pacer saw it. Times are of `time.perf_counter_ns`."""
-
-    start: int
-    end: int
-    busy: list[tuple[str, int, int]]
-    """Name, start and end of what the training thread kept the network busy with, one after the other."""
-
-
 class Opening(NamedTuple):
     """When a message may begin."""
 
@@ -45,10 +38,55 @@ class Opening(NamedTuple):
     """Now: no collective had begun yet."""
 
 
+class Follower(Protocol):
+    """Says when a GPU's stream, which the host runs ahead of, comes to a point."""
+
+    def mark(self, tell: Callable[[int], None]) -> None:
+        """Calls `tell` in another thread, with the time at which the current stream has come to this point."""
+
+    def wait(self) -> None:
+        """Waits until all marks so far are told of."""
+
+
+class _Streamed:
+    """A collective on a GPU's stream."""
+
+    def __init__(self, name: str, step: int, is_counted: bool) -> None:
+        self.name, self.step, self.is_counted = name, step, is_counted
+        self.since = 0
+        """When the stream came to it."""
+
+
+class _Followed:
+    """Tells a pacer of a group's collectives: of those on a GPU's stream when it comes to them and has passed them."""
+
+    def __init__(self, pacer: Pacer, follower: Follower) -> None:
+        self._pacer, self._follower = pacer, follower
+        self._latest = _Streamed("", 0, False)
+
+    def begins(self, name: str, on_stream: bool) -> None:
+        if on_stream:
+            self._latest = _Streamed(name, self._pacer.step, self._pacer._is_counting)
+            self._follower.mark(partial(self._pacer._begins, name, of=self._latest))
+        else:
+            self._pacer._begins(name)
+
+    def ends(self, name: str, on_stream: bool) -> None:
+        if on_stream:
+            self._follower.mark(partial(self._pacer._ends, name, of=self._latest))
+        else:
+            self._pacer._ends(name)
+
+
+def _ignore(is_idle: bool) -> None:
+    pass
+
+
 class Pacer:
     """Knows when the network is idle, from what the training thread's group tells of its collectives.
 
-    Windows open when a collective ends and close when the next one begins, early or late as the step may be. After
+    A collective on a GPU's stream lasts from when the stream comes to it until it is past it. Windows open when a
+    collective ends and close when the next one begins, early or late as the step may be. After
     `expect` it also knows their numbers and how long they last, and lets no message begin that would not end in time.
 
     A step lasts from one `begin_step` to the next: from when a version of the state is there to the next one.
@@ -57,7 +95,7 @@ class Pacer:
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now = now
         self._change = threading.Condition()
-        self._is_busy, self._is_counting = False, True
+        self._running, self._is_counting = 0, True
         self._busy_since = 0
         self._began = self._changed = now()
         self._step_lasts = 0
@@ -70,13 +108,23 @@ class Pacer:
         self._window: int | None = None
         self._reached = -1
         self._closes = 0.0
-        self._wanted = self._left_out = 0
-        self._recorded: list[TimedStep] = []
-        self._step: tuple[int, list[tuple[str, int, int]]] | None = None
+        self._record = StepRecord()
+        self._follower: Follower | None = None
+        self.on_idle: Callable[[bool], None] = _ignore
+        """When a collective begins (False), and when none runs any more, or training waits for copies (True)."""
+        self._is_idle, self._is_waiting = True, False
 
-    def attach(self, group: Group) -> None:
-        """Follows the collectives of a group."""
-        group.on_begin, group.on_end = self._begins, self._ends
+    def attach(self, group: Group, follower: Follower | None = None) -> None:
+        """Follows the collectives of a group.
+
+        `follower`: of its GPU's stream, where a collective runs later than it is begun.
+        """
+        self._follower = follower
+        if follower is None:
+            group.on_begin, group.on_end = (lambda name, _: self._begins(name)), (lambda name, _: self._ends(name))
+        else:
+            followed = _Followed(self, follower)
+            group.on_begin, group.on_end = followed.begins, followed.ends
 
     def expect(self, places: Mapping[tuple[str | None, int], tuple[int, float]]) -> None:
         """Sets the windows of a step: (collective, how often it has ended in the step) → (number, seconds)."""
@@ -93,10 +141,10 @@ class Pacer:
             now = self._now()
             self._step_lasts, self._began, self._changed = now - self._began, now, now
             self.step += 1
-            self._record_step(now)
+            self._record.begin_step(now)
             self._seen, self._reached, self._hurry = {}, -1, None
             self._open((None, 0), now)
-            self._change.notify_all()
+            self._tell()
 
     def begin_forward(self) -> None:
         """Collectives since the step's beginning, of an evaluation for example, are none of an ordinary step's."""
@@ -110,15 +158,17 @@ class Pacer:
         """The training thread waits: everything may be sent until the next step begins."""
         with self._change:
             self._hurry = why
-            self._change.notify_all()
+            self._tell()
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
         """The training thread keeps the network busy, or waits for it; like a collective of this name."""
+        self._is_waiting = True
         self._begins(name)
         try:
             yield
         finally:
+            self._is_waiting = False
             self._ends(name)
 
     @contextmanager
@@ -147,22 +197,35 @@ class Pacer:
             if at >= self._began:
                 self._ends(name, at)
 
-    def _begins(self, name: str) -> None:
+    def _begins(self, name: str, at: int | None = None, of: _Streamed | None = None) -> None:
         with self._change:
-            self._is_busy, self._busy_since = True, self._now()
-            self._changed = self._busy_since
+            self._running += 1
+            self._changed = self._now() if at is None else at
+            if of is None:
+                self._busy_since = self._changed
+            else:
+                of.since = self._changed
+            self._tell()
 
-    def _ends(self, name: str, at: int | None = None) -> None:
+    def _ends(self, name: str, at: int | None = None, of: _Streamed | None = None) -> None:
         with self._change:
             now = self._now() if at is None else at
-            self._is_busy, self._changed = False, now
-            if self._is_counting:
-                occurrence = self._seen.get(name, 0)
-                self._seen[name] = occurrence + 1
-                if self._step is not None:
-                    self._step[1].append((name, self._busy_since, now))
-                self._open((name, occurrence), now)
-            self._change.notify_all()
+            self._running, self._changed = max(0, self._running - 1), now
+            since, ago = (self._busy_since, 0) if of is None else (of.since, self.step - of.step)
+            if self._is_counting if of is None else of.is_counted:
+                self._record.note(name, since, now, steps_ago=ago)
+                if ago == 0:
+                    occurrence = self._seen.get(name, 0)
+                    self._seen[name] = occurrence + 1
+                    self._open((name, occurrence), now)
+            self._tell()
+
+    def _tell(self) -> None:
+        is_idle = self._hurry is not None or self._is_waiting or not self._running
+        if is_idle != self._is_idle:
+            self._is_idle = is_idle
+            self.on_idle(is_idle)
+        self._change.notify_all()
 
     def _open(self, place: tuple[str | None, int], now: int) -> None:
         self._window, seconds = self._places.get(place, (None, 0.0))
@@ -178,19 +241,14 @@ class Pacer:
         What was recorded before is forgotten.
         """
         with self._change:
-            self._wanted, self._left_out, self._recorded, self._step = steps, left_out, [], None
+            self._record.record(steps, left_out)
 
     def recorded(self) -> list[TimedStep]:
-        """The steps recorded so far that are over."""
+        """The steps recorded so far that are over; waits until a GPU has come to all that they have launched."""
+        if self._follower is not None:
+            self._follower.wait()
         with self._change:
-            return list(self._recorded)
-
-    def _record_step(self, now: int) -> None:
-        if self._step is not None:
-            self._recorded.append(TimedStep(self._step[0], now, self._step[1]))
-        is_wanted = not self._left_out and len(self._recorded) < self._wanted
-        self._step = (now, []) if is_wanted else None
-        self._left_out = max(0, self._left_out - 1)
+            return self._record.recorded()
 
     # ---- the couriers' threads
 
@@ -218,7 +276,7 @@ class Pacer:
     def _may_begin(self, window: int | None, seconds: float, step: int | None, now: int) -> bool:
         if self._hurry is not None:
             return True
-        if self._is_busy:
+        if self._running:
             return False
         has_paused = now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
         planned = self.step if step is None else step

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from evermoe.comm.pacer import ANY_TIME, TimedStep
+from evermoe.comm.pacer import ANY_TIME
+from evermoe.comm.step_record import TimedStep
 from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
 from evermoe.planning.windows import Span, StepProfile, Windows
 from evermoe.snapshot.segments import Segment

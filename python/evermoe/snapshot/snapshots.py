@@ -15,6 +15,7 @@ from evermoe.events import Listener
 from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
 from evermoe.planning.placement import spread_over
 from evermoe.planning.protection import UnitProtection
+from evermoe.profile.follower import StreamFollower
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.gpu_sources import GpuSources
@@ -109,10 +110,13 @@ class Snapshots(StateKeeper):
         self.sources = store.sources = GpuSources(options.snapshot_memory)
         """Through which captures from a GPU go."""
         self.pacer = Pacer()
-        self.pacer.attach(membership.trainer_group)
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
         self._blocks = windows.copy_pacing == "blocking"
         policy = options.choices.schedule if options.copies and not self._blocks else None
+        self._follower = StreamFollower() if policy is not None and membership.device.type == "cuda" else None
+        self.pacer.attach(membership.trainer_group, self._follower)
+        if self._follower is not None:
+            self.pacer.on_idle = store.pace
         self.window_planner = WindowPlanner(
             self.pacer, self.courier, store, membership, windows, policy, options.steps_per_version
         )
@@ -330,6 +334,8 @@ class Snapshots(StateKeeper):
     def close(self) -> None:
         """Ends all threads. Nothing may be under way."""
         self.courier.close()
+        if self._follower is not None:
+            self._follower.close()
 
 
 def _only_chosen(

@@ -110,6 +110,13 @@ class SnapshotStore:
     room: SpareRoom | None = None
     """What this member has reserved as a spare, for its first arenas."""
 
+    def pace(self, is_idle: bool) -> None:
+        """Lets captures go on, or has them pause: nothing more is asked of a GPU but a few transfers."""
+        if is_idle:
+            self.engine.open()
+        else:
+            self.engine.close_gate()
+
     def even_segments(self, copies: KeptCopies = NO_COPIES) -> Segments:
         """Messages of `chunk_bytes`, one bundle after the other, to any window; without what the holders have."""
         sends = [

@@ -22,7 +22,8 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
-from evermoe.comm.pacer import Pacer, TimedStep
+from evermoe.comm.pacer import Pacer
+from evermoe.comm.step_record import TimedStep
 from evermoe.options import Options, option
 from evermoe.planning.budgets import Budgets, budgets_of
 from evermoe.planning.schedule import DEFAULT_LINK, ChunkPlan, ChunkPolicy, Link, Memory

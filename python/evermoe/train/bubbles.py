@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,41 +11,9 @@ import torch
 from evermoe.comm.courier import Sent
 from evermoe.comm.pacer import Pacer
 from evermoe.profile import Profiler
-from evermoe.profile.clocks import Event
+from evermoe.profile.follower import StreamFollower
 from evermoe.profile.recorder import OpenSpan
 from evermoe.train.stage_windows import StageWindowPlanner
-
-CLOSE_SECONDS = 5.0
-"""Time for a GPU to reach the last transfers."""
-
-
-class TransferFollower:
-    """A thread that says when transfers on a GPU's streams begin and are over: the host runs ahead of them."""
-
-    def __init__(self) -> None:
-        self._reached: queue.SimpleQueue[tuple[Event, Callable[[int], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="evermoe-transfers", daemon=True)
-        self._thread.start()
-
-    def follow(self, event: Event, tell: Callable[[int], None]) -> None:
-        """Calls `tell` in the thread, with the time of `time.perf_counter_ns`, when an event is reached.
-
-        Events are waited for in the order in which they come here: one that is reached before them is told of with
-        them.
-        """
-        self._reached.put((event, tell))
-
-    def _run(self) -> None:
-        while (each := self._reached.get()) is not None:
-            event, tell = each
-            with suppress(RuntimeError):  # the GPU has failed: who computes on it is told
-                event.synchronize()
-                tell(time.perf_counter_ns())
-
-    def close(self) -> None:
-        """Ends the thread, once all events are reached; waits for that for a while, as a GPU may never reach them."""
-        self._reached.put(None)
-        self._thread.join(CLOSE_SECONDS)
 
 
 class Bubbles:
@@ -68,7 +32,7 @@ class Bubbles:
     ) -> None:
         self._window_planner, self._pacer, self._rank, self._steps = window_planner, pacer, rank, steps
         self._device = device
-        self._follower = TransferFollower() if device.type == "cuda" else None
+        self._follower = StreamFollower() if device.type == "cuda" else None
         self.profiler = self._new_profiler()
 
     def restart(self, step: int) -> None:

@@ -70,6 +70,81 @@ def test_a_collective_closes_the_window_early_or_late():
     assert pacer.wait(1, 3.0) == ("window", 1, clock.now)
 
 
+class Stream:
+    """A GPU's stream that comes to its marks when a test says so."""
+
+    def __init__(self):
+        self.marks = []
+
+    def mark(self, tell):
+        self.marks.append(tell)
+
+    def wait(self):
+        pass
+
+    def reach(self, at):
+        self.marks.pop(0)(at)
+
+
+def streamed():
+    """As `paced`, with a group whose collectives a stream runs."""
+    clock, pacer = paced()
+    group, stream, idle = SimpleNamespace(), Stream(), []
+    pacer.on_idle = idle.append
+    pacer.attach(group, stream)
+    pacer.record(9)
+    pacer.begin_step()
+    return clock, pacer, group, stream, idle
+
+
+def test_a_collective_on_a_stream_lasts_until_the_stream_has_passed_it():
+    clock, pacer, group, stream, idle = streamed()
+    group.on_begin("reduce", True)
+    group.on_end("reduce", True)
+    assert pacer.may_begin(0, 2.0), "the stream has not come to it"
+    stream.reach(clock.now)
+    clock.pass_seconds(5.0)
+    assert not pacer.may_begin(None, 0.0)
+    stream.reach(clock.now)
+    assert pacer.wait(1, 3.0) == ("window", 1, clock.now)
+    assert idle == [False, True]
+    pacer.begin_step()
+    assert [each.busy for each in pacer.recorded()] == [[("reduce", 0, 5_000_000_000)]]
+
+
+def test_what_a_stream_passes_after_its_step_is_of_that_step():
+    _, pacer, group, stream, _ = streamed()
+    for _ in range(2):
+        group.on_begin("reduce", True)
+        group.on_end("reduce", True)
+    stream.reach(1)
+    stream.reach(2)
+    pacer.begin_step()
+    stream.reach(3)
+    stream.reach(4)
+    assert pacer.may_begin(0, 2.0), "the first window is open, and not that after the second collective"
+    assert not pacer.may_begin(2, 1.0)
+    assert [each.busy for each in pacer.recorded()] == [[("reduce", 1, 2), ("reduce", 3, 4)]]
+
+
+@pytest.mark.parametrize("waits", ["hurry", "busy"])
+def test_training_that_waits_for_copies_holds_none_up(waits):
+    _, pacer, group, stream, idle = streamed()
+    group.on_begin("reduce", True)
+    stream.reach(1)
+    assert idle == [False]
+    if waits == "hurry":
+        pacer.hurry()
+        assert idle == [False, True]
+    else:
+        with pacer.busy("copies"):
+            assert idle == [False, True]
+        assert idle == [False, True, False]
+    group.on_end("reduce", True)
+    stream.reach(2)
+    assert idle[-1]
+
+
 def test_messages_may_go_later_than_planned_but_not_earlier():
     clock, pacer = paced()
     assert not pacer.may_begin(1, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 from evermoe.comm import torch_groups
 from evermoe.comm.group import Group, has_given_up, leave_failures_to_us, share_a_gpu
+from evermoe.comm.pacer import Pacer
 from evermoe.errors import PeerLost
+from evermoe.profile.follower import StreamFollower
 from support.harness import PATIENCE, wait_until
 from support.ranks import run_ranks
 
@@ -48,6 +51,43 @@ def test_collectives_between_gpus(tmp_path, own_gpus):
         assert each["sum"].tolist() == [10.0, 12.0, 14.0]
         assert each["rows"].tolist() == [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
     assert [each["came"].tolist() for each in done] == [[0.0, 10.0, 11.0], [1.0, 2.0, 12.0]]
+
+
+def paced(group, folder, environment):
+    """Rank 1 comes to a collective 0.2 s after rank 0, whose host has left it long before."""
+    found = on_own_gpu(group, folder, environment)
+    pacer, follower, idle = Pacer(), StreamFollower(), []
+    total = torch.ones(1, device="cuda")
+    found.all_reduce(total)  # connects
+    pacer.on_idle = idle.append
+    pacer.attach(found, follower)
+    pacer.record(1)
+    pacer.begin_step()
+    group.all_reduce(torch.zeros(1))
+    if found.rank == 0:
+        found.all_reduce(total)
+        wait_until(lambda: idle == [False], "the stream has come to it")
+        time.sleep(0.2)
+        seen = [not pacer.may_begin(None, 0.0), idle == [False]]
+        group.all_reduce(torch.zeros(1))
+    else:
+        group.all_reduce(torch.zeros(1))
+        found.all_reduce(total)
+        seen = []
+    pacer.begin_step()  # before the follower has told of the end, perhaps
+    [step] = pacer.recorded()
+    [(name, since, until)] = step.busy
+    follower.close()
+    assert name == "all_reduce" and float(total) == 4.0
+    return {"seen": seen, "is idle": idle[-1], "seconds": (until - since) / 1e9}
+
+
+@pytest.mark.gpu
+def test_a_collective_lasts_as_long_as_the_gpu_runs_it(tmp_path, own_gpus):
+    early, late = run_ranks(tmp_path, 2, paced, str(tmp_path), [own_gpus(rank) for rank in range(2)])
+    assert early["seen"] == [True, True]
+    assert early["is idle"] and late["is idle"]
+    assert early["seconds"] > 0.19 > late["seconds"]
 
 
 def silence(group, folder, environment):

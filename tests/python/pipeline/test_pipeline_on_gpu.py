@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from evermoe.train.bubbles import TransferFollower
+from evermoe.profile.follower import StreamFollower
 from evermoe.train.host_copy import BorderDigest, HostCopy, on_device, to_host
 from support.pipeline_worker import MICROBATCHES, ROWS
 from support.pipelines import RANKS, Pipeline, run_undisturbed
@@ -117,7 +117,7 @@ def test_digests_tell_whether_bits_are_the_same(device, size):
 
 @pytest.mark.gpu
 def test_transfers_are_told_of_in_order_when_streams_have_reached_them(cuda):
-    follower, told, is_told = TransferFollower(), [], threading.Event()
+    follower, told, is_told = StreamFollower(), [], threading.Event()
     events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3)]
     torch.cuda._sleep(10_000_000)
     for number, event in enumerate(events):

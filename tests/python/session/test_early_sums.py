@@ -60,7 +60,7 @@ def summed(group, folder, kind, bucket_bytes):
         model, gradients, began, kept = Shared(), [], [], 0
         parameters = list(model.parameters())
         early = EarlySums(side if is_early else Group(), group)
-        side.on_begin = began.append
+        side.on_begin = lambda name, _, began=began: began.append(name)
         for step in range(STEPS):
             model.zero_grad(set_to_none=True)
             early.begin_step()

@@ -32,3 +32,26 @@ def test_survivors_of_a_kill_go_on(start_job, own_gpus, preset, point):
     for each in (workers[0], workers[2]):
         assert each.events("done")[0]["backends"] == ["cpu", "cuda"], "NCCL is what they used"
         assert each.events("recovered")[-1]["digests_mismatched"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("preset", ["gemini", "baft"])
+def test_copies_travel_in_windows_between_what_the_gpus_run(start_job, own_gpus, preset):
+    """Also after a kill; what they bring is what the GPUs have."""
+    job = start_job(3, preset=preset, hang_limit=60.0, **FEWEST)
+    faults = {"b": [Fault("forward", 8)]}
+    workers = [
+        job.start(name, *faults.get(name, []), device="cuda", steps=16, environment=own_gpus(number))
+        for number, name in enumerate("abc")
+    ]
+    assert workers[1].join(SLOW) == -9
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    check_history(workers)
+    check_recovered(workers, workers[0])
+    chunks = [event for each in (workers[0], workers[2]) for event in each.events("chunk")]
+    for steps in (range(3, 8), range(10, 16)):
+        assert "window" in {chunk["when"] for chunk in chunks if chunk["step"] in steps}, steps
+    verified = [event for each in (workers[0], workers[2]) for event in each.events("verified")]
+    assert sum(event["digests_checked"] for event in verified) > 0
+    assert sum(event["digests_mismatched"] for event in verified) == 0

@@ -304,7 +304,7 @@ class Recorder:
                 continue
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
-    def bucket(self, _: str) -> None:
+    def bucket(self, _name: str, _on_stream: bool) -> None:
         """A bucket of gradients is about to be summed beside the backward pass, in a thread of its own."""
         self.fault("bucket", self.computing)
 
@@ -374,7 +374,7 @@ def write_traces(options: Options, session: evermoe.Session, profiler: Profiler)
 def write_whole(options: Options, session: evermoe.Session, record: Recorder) -> None:
     """Writes the whole model: what it gets as a file, the model's folder, and that of transformers."""
     place = Path(options.folder) / options.whole[session.step]
-    before, session.group.on_begin = session.group.on_begin, lambda name: record.fault(f"whole {name}", session.step)
+    before, session.group.on_begin = session.group.on_begin, lambda name, _: record.fault(f"whole {name}", session.step)
     with session.evaluation():
         torch.save(weight_tensors(session.model), place.with_suffix(f".{session.group.rank}.held"))
         state = session.full_state_dict()
