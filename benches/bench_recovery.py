@@ -1,6 +1,6 @@
 """Seconds from SIGKILL to the repeated step with much state, beside what the link alone would take.
 
-    python benches/bench_recovery.py [--rounds 5] [--spare] [--json PATH]
+    python benches/bench_recovery.py [--rounds 5] [--spare | --join] [--layers 4] [--json PATH]
 
 Each round is a run of `evermoe demo` with three workers of 1.7 GB of state in all, one of which is killed in mid-step,
 and right after it one pair of members that send as many bytes as a survivor has fetched. The goal is 0.8 s and 1.5
@@ -9,9 +9,15 @@ times what the pair takes.
 With `--spare` each round is two runs instead, in turns first: one in which a spare takes the killed worker's place, and
 one in which the other two go on without it. Printed are seconds from SIGKILL until the members resume, and until the
 first survivor has taken the next step, with the copies that it waits for.
+
+With `--join` each round is a run of three workers to which a fourth one comes. Printed are, for a member of before, the
+time without a step ("halt": from the agreement on the newcomer until the next step begins), how much longer the time
+between two updates is there than between others ("pause", which has the waits for copies in the next step, too), and
+both in steps of the four. The goal is a pause of one step.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -31,6 +37,8 @@ SIZES = {"layers": 4, "hidden": 512, "intermediate": 2048, "experts": 16, "batch
 PHASES = ("detect", "agree", "rebuild", "fetch", "verify")
 """Parts of a recovery before the step is repeated."""
 FIXED_SECONDS, SLOWER = 0.8, 1.5
+STEPS_AFTER = 6
+"""Steps that are awaited once a newcomer is a member."""
 
 
 def main():
@@ -38,12 +46,16 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (%(default)s)")
     parser.add_argument("--spare", action="store_true", help="a spare takes the place, or none does")
+    parser.add_argument("--join", action="store_true", help="a fourth worker comes, and none is killed")
     parser.add_argument("--layers", type=int, default=SIZES["layers"], help="of the model (%(default)s)")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     SIZES["layers"] = arguments.layers
     if arguments.spare:
         compare_spares(arguments)
+        return
+    if arguments.join:
+        time_joins(arguments)
         return
     columns = dict.fromkeys(PHASES, "8.3f")
     columns |= {"in all": "8.2f", "MB": "6.0f", "GB/s": "6.2f", "goal": "6.2f", "of goal": "8.2f", "repeat": "7.2f"}
@@ -120,6 +132,57 @@ def replace_worker(has_spare, limit):
     row |= {phase: statistics.median(each["seconds"][phase] for each in recovered[:2]) for phase in PHASES[1:]}
     row |= {"resumed": max(each["time"] for each in recovered) - killed, "next step": commits[0] - killed}
     return row | {"MB": sum(each["fetched_bytes"] for each in recovered) / 1e6}
+
+
+def time_joins(arguments):
+    """Rounds of one run each."""
+    columns = dict.fromkeys(PHASES[1:], "8.3f")
+    columns |= {
+        "step": "6.2f",
+        "halt": "6.2f",
+        "pause": "6.2f",
+        "halt/step": "9.2f",
+        "pause/step": "10.2f",
+        "MB": "6.0f",
+    }
+    table = Table("Seconds of each part, and of a step; bytes that the newcomer fetched while all waited", columns)
+    for _ in range(arguments.rounds):
+        table.add(**take_in_worker(arguments.limit))
+    for name in columns:
+        print(f"{name}: median {statistics.median(row[name] for row in table.rows):.3f}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(table.rows, indent=2) + "\n")
+
+
+def take_in_worker(limit):
+    """One run of three workers, to which a fourth one comes."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"--{name}={size}" for name, size in SIZES.items()]
+        command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
+        job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})
+        try:
+            with job:
+                for index in range(3):
+                    _start(job, folder, index)
+                _wait_for(folder, 0, "commit", limit)
+                begun = time.time()
+                _start(job, folder, 3)
+                _wait_for(folder, 0, "recovered", limit, after=begun)
+                for _ in range(STEPS_AFTER):
+                    _wait_for(folder, 0, "update", limit, after=time.time())
+        finally:
+            job.forget()
+        events, theirs = _events(folder, 0), _events(folder, 3)
+    joined = next(event for event in events if event["event"] == "recovered" and event["time"] > begun)
+    resumed, updates = joined["time"], [event["time"] for event in events if event["event"] == "update"]
+    before, after = [when for when in updates if when < resumed], [when for when in updates if when > resumed]
+    agreed = max(e["time"] for e in events if e.get("phase") == "agree" and e["time"] < resumed)
+    began = next(event["time"] for event in events if event["event"] == "begin" and event["time"] > resumed)
+    step = statistics.median(end - start for start, end in itertools.pairwise(after))
+    halt, pause = began - agreed, after[0] - before[-1] - step
+    row = {phase: joined["seconds"][phase] for phase in PHASES[1:]} | {"step": step, "halt": halt, "pause": pause}
+    fetched = next(event["fetched_bytes"] for event in theirs if event["event"] == "recovered")
+    return row | {"halt/step": halt / step, "pause/step": pause / step, "MB": fetched / 1e6}
 
 
 def _start(job, folder, index, *more, role="train"):

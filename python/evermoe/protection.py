@@ -199,15 +199,16 @@ class Protection:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         step = step_of(version)
-        if self.first.may_arrive_later:
-            self.first.begin(version)
-        else:
+        is_beside = self.first.may_arrive_later
+        if not is_beside:
             self.snapshots.pacer.hurry("recovery")
             self.state.late.finish()
             self.first.make(version, self.options.copies > 0)
             self._release(version)
         for keeper in self.keepers:
             keeper.restart(step)
+        if is_beside:  # now, as the threads that send would be in the way of what all wait for
+            self.first.begin(version)
         return not self.first.is_arriving
 
     def _release(self, version: int) -> None:

@@ -19,6 +19,7 @@ from evermoe.comm.group import Group
 from evermoe.comm.tags import FETCH
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost
+from evermoe.profile.memory import in_huge_pages
 
 SENDING_BYTES = 256 << 20
 """Bytes that are read and not yet sent, at most; a larger unit is alone."""
@@ -44,7 +45,7 @@ class Fetch:
     Args:
         group: all members, and their transport.
         nbytes: what a transfer moves.
-        read: copies the bytes of a transfer whose source is this rank.
+        read: writes all bytes of a transfer whose source is this rank.
     """
 
     def __init__(
@@ -193,12 +194,12 @@ class Fetch:
         self._moved += 1
 
     def _bytes_of(self, transfer: Transfer) -> Tensor:
-        data = torch.zeros(self._nbytes(transfer), dtype=torch.uint8)
+        data = self._empty(transfer)
         self._read(transfer, data)
         return data
 
     def _empty(self, transfer: Transfer) -> Tensor:
-        return torch.empty(self._nbytes(transfer), dtype=torch.uint8)
+        return in_huge_pages(torch.empty(self._nbytes(transfer), dtype=torch.uint8))
 
 
 def origins_of(transfers: Sequence[Transfer]) -> dict[Transfer, int]:

@@ -217,12 +217,13 @@ class Survey:
         )
 
     def read(self, holding: Holding, out: Tensor) -> None:
-        """Copies the bytes to `out`; bytes that cannot be read are left as they are: their digest will tell."""
+        """Copies the bytes to `out`; those that cannot be read are zeros: their digest will tell."""
         if holding.kind == ACTIVE:
             self._state.read(holding.unit, out)  # without the optimizer's state if there is no room for it
             return
         data = self._stored[holding.unit, holding.digest, holding.kind].data
         out[: len(data)] = data
+        out[len(data) :] = 0
 
     def copies(self, version: int) -> dict[str, StoredUnit]:
         """The copies in memory of a version, by unit."""

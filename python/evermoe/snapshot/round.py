@@ -66,7 +66,8 @@ class SnapshotRound:
         travels = [number for number in travels if due is None or number in due]
         self._peers = [kept for kept in store.peers if kept.number in travels]
         self._copies = copies
-        segments = store.segments or store.even_segments(copies)
+        # Plans are for steps: the first copies of an arrangement leave out what holders have.
+        segments = (None if copies else store.segments) or store.even_segments(copies)
         self._sends, self._receives = ([segment for segment in both if segment.bundle in travels] for both in segments)
         self._first_step = 0
         self._total_bytes = sum(segment.nbytes for segment in self._sends)

@@ -70,6 +70,12 @@ def _has_version(path: Path) -> bool:
         return False
 
 
+def _all_files(directory: Path) -> list[Path]:
+    """The arenas, with drafts of a process that was killed while it made one."""
+    found = (path for path in directory.glob("*.arena*") if path.name[:10].isdecimal())
+    return [path for path in found if not path.is_dir()]
+
+
 def _reserve(arenas: Sequence[BundleArena]) -> str:
     """Reserves the space of arenas; why that cannot be, or nothing."""
     try:
@@ -105,6 +111,8 @@ class SnapshotStore:
     """Arenas that this rank fills from its state."""
     peers: list[BundleArena] = field(default_factory=list)
     """Arenas that other ranks fill."""
+    former: list[BundleArena] = field(default_factory=list)
+    """Arenas of the plan before, which are let go of with their files: that takes time for each byte."""
     segments: Segments | None = None
     """Segments of the bundles, as planned; None for even ones."""
     room: SpareRoom | None = None
@@ -146,7 +154,7 @@ class SnapshotStore:
 
     def newest_generation(self) -> int:
         """The newest generation of the arenas found in the directory, drafts included; 0 when there is none."""
-        return max((int(path.name[:10]) for path in self._all_files()), default=0)
+        return max((int(path.name[:10]) for path in _all_files(self.directory)), default=0)
 
     def check(self) -> None:
         """Refuses to work in memory that another user or another model has left behind.
@@ -208,6 +216,7 @@ class SnapshotStore:
         if everyone.all_reduce(torch.tensor([int(not problem)])) == everyone.size:
             return list(planned)
         copies.forget()
+        self.former = []
         if not reserves and not problem:  # others are short of memory, and all wait now
             problem = _reserve([*self.own, *self.peers])
             if problem:
@@ -282,7 +291,9 @@ class SnapshotStore:
             UnsafeFolder: the directory is not this user's alone.
             OSError: the shared memory is too small; the message says how many bytes are needed and free. None was made.
         """
+        former = [] if reserves else [*self.own, *self.peers]
         self.release()
+        self.former = former
         for made, path in self._files():
             if made < generation and path.name.endswith(f"-{member}.arena") and not _has_version(path):
                 path.unlink(missing_ok=True)
@@ -303,7 +314,7 @@ class SnapshotStore:
 
     def release(self) -> None:
         """Lets go of this rank's arenas; their files stay."""
-        self.own, self.peers, self.segments = [], [], None
+        self.own, self.peers, self.former, self.segments = [], [], [], None
         self.sources.clear()
 
     def _create_arena(
@@ -369,14 +380,10 @@ class SnapshotStore:
 
     def prune(self, generation: int) -> None:
         """Removes the arenas of earlier generations: a newer version is whole on all nodes."""
-        for path in self._all_files():
+        self.former = []
+        for path in _all_files(self.directory):
             if int(path.name[:10]) < generation:
                 path.unlink(missing_ok=True)
-
-    def _all_files(self) -> list[Path]:
-        """The arenas, with drafts of a process that was killed while it made one."""
-        found = (path for path in self.directory.glob("*.arena*") if path.name[:10].isdecimal())
-        return [path for path in found if not path.is_dir()]
 
     def close(self, member: str) -> None:
         """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
 from evermoe.experts import Experts, expert_layers
+from evermoe.profile.memory import in_huge_pages
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
@@ -305,7 +306,7 @@ class TrainingState:
         kept = [(to, rows[expert]) for to, expert in enumerate(ids) if expert in rows]
         new = {}
         for key, old in self._stacks(layer).items():
-            new[key] = old.new_empty((len(ids), *old.shape[1:])) if old.dim() == 2 else old
+            new[key] = in_huge_pages(old.new_empty((len(ids), *old.shape[1:]))) if old.dim() == 2 else old
             for to, row in kept if old.dim() == 2 else ():
                 new[key][to].copy_(old[row])
         return new

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from support import traffic
 from support.worker import Recorder
 
 
 def watch(record: Recorder) -> None:
     """Records which nodes have each unit as a plan begins, and from then on each message that is sent or taken over.
 
-    Faults may happen at the point `state`, before a state is sent.
+    Faults may happen at the point `state`, before a state is sent; and at `state of n` where there are n members.
     """
     assert record.session is not None
+    traffic.watch(record)
     protection, nodes = record.session._protection, record.session._membership.nodes
     copies, replicas = protection.first._copies, protection.replicas._now
     assert replicas is not None
@@ -35,6 +37,7 @@ def watch(record: Recorder) -> None:
         for unit, message in make(step, units):
             record.write("state", unit=unit, at=step)
             record.fault("state", step)
+            record.fault(f"state of {len(nodes)}", step)
             yield unit, message
 
     def receive_noted(message: Any, *, hold: bool = False) -> Any:
