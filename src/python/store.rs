@@ -18,11 +18,18 @@ struct ObjectPlace(Place);
 #[pymethods]
 impl ObjectPlace {
     #[new]
-    fn new(py: Python<'_>, url: &str, patience: f64, upload_limit: Option<f64>) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        url: &str,
+        patience: f64,
+        upload_limit: Option<f64>,
+        download_limit: Option<f64>,
+    ) -> PyResult<Self> {
         let patience = Duration::try_from_secs_f64(patience)
             .map_err(|_| Error::Invalid(format!("patience: expected seconds, got {patience}")))?;
         let address = Address::parse(url)?;
-        Ok(Self(py.detach(|| Place::open(&address, Options { patience, upload_limit }))?))
+        let options = Options { patience, upload_limit, download_limit };
+        Ok(Self(py.detach(|| Place::open(&address, options))?))
     }
 
     #[getter]

@@ -1,4 +1,4 @@
-//! A limit on bytes per second, shared by all that write to a place.
+//! A limit on bytes per second, shared by all that write to a place, or by all that read from it.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;

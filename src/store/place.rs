@@ -41,6 +41,22 @@ pub struct Options {
     pub patience: Duration,
     /// Bytes per second that are written at most; `None` for no limit.
     pub upload_limit: Option<f64>,
+    /// Bytes per second that [`Place::read_into`] reads at most; `None` for no limit.
+    pub download_limit: Option<f64>,
+}
+
+impl Options {
+    fn check(&self) -> Result<()> {
+        ensure!(self.patience > Duration::ZERO, "patience: expected more than 0 seconds, got 0");
+        for (name, limit) in [("upload_limit", self.upload_limit), ("download_limit", self.download_limit)] {
+            let limit = limit.unwrap_or(f64::MAX);
+            ensure!(
+                limit.is_finite() && limit >= 1.0,
+                "{name}: expected 1 byte per second or more, got {limit}"
+            );
+        }
+        Ok(())
+    }
 }
 
 /// An object, as a list tells it.
@@ -64,7 +80,8 @@ pub struct Place {
     shown: String,
     is_read_only: bool,
     options: Options,
-    pace: Pace,
+    uploads: Pace,
+    downloads: Pace,
     runtime: Handle,
     process: u32,
 }
@@ -76,13 +93,7 @@ impl Place {
     /// [`Error::Invalid`] for options or variables that cannot be. [`Error::Io`] with `EACCES` where there are no
     /// credentials.
     pub fn open(address: &Address, options: Options) -> Result<Self> {
-        ensure!(options.patience > Duration::ZERO, "patience: expected more than 0 seconds, got 0");
-        if let Some(limit) = options.upload_limit {
-            ensure!(
-                limit.is_finite() && limit >= 1.0,
-                "upload_limit: expected 1 byte per second or more, got {limit}"
-            );
-        }
+        options.check()?;
         if let Some(advice) = credentials::missing(address.scheme, |name| std::env::var(name).ok()) {
             let told = format!("there are no credentials: {advice}");
             return Err(problem::failed(&address.to_string(), libc::EACCES, &told));
@@ -100,7 +111,8 @@ impl Place {
             shown: address.to_string(),
             is_read_only: address.scheme == Scheme::Http,
             options,
-            pace: Pace::new(options.upload_limit),
+            uploads: Pace::new(options.upload_limit),
+            downloads: Pace::new(options.download_limit),
             runtime: runtime::handle()?,
             process: std::process::id(),
         })
@@ -121,7 +133,7 @@ impl Place {
         self.wait(name, async || {
             if data.len() <= PART_BYTES {
                 let _part = PARTS.acquire().await;
-                self.pace.wait(data.len()).await;
+                self.uploads.wait(data.len()).await;
                 return self.store.put(&path, PutPayload::from(data.to_vec())).await.map(drop);
             }
             let mut upload = self.store.put_multipart(&path).await?;
@@ -129,7 +141,7 @@ impl Place {
             let mut sent = Ok(());
             for part in data.chunks(PART_BYTES) {
                 let permit = PARTS.acquire().await;
-                self.pace.wait(part.len()).await;
+                self.uploads.wait(part.len()).await;
                 let part = upload.put_part(PutPayload::from(part.to_vec()));
                 parts.spawn(async move {
                     let _permit = permit;
@@ -233,23 +245,28 @@ impl Place {
     /// [`Error::Io`] if they cannot be read, or the object has fewer.
     pub fn read_into(&self, name: &str, start: u64, out: &mut [u8]) -> Result<()> {
         let path = self.path(name)?;
-        self.wait(name, async || {
+        self.run(name, async {
             let parts = out.chunks_mut(PART_BYTES).zip((start..).step_by(PART_BYTES)).map(|(part, start)| {
-                let (store, path) = (&self.store, &path);
+                let path = &path;
                 async move {
-                    let _permit = PARTS.acquire().await;
-                    let found = store.get_range(path, start..start + part.len() as u64).await?;
-                    if found.len() != part.len() {
-                        let (expected, found) = (part.len(), found.len());
-                        let source = format!("expected {expected} bytes from {start} on, got {found}").into();
-                        return Err(object_store::Error::Generic { store: problem::RANGE, source });
-                    }
-                    part.copy_from_slice(&found);
-                    Ok(())
+                    self.downloads.wait(part.len()).await; // which counts as no time of its requests
+                    self.retried(async || self.read_part(path, start, part).await).await
                 }
             });
             stream::iter(parts).buffer_unordered(MOST_PARTS).try_collect::<()>().await
         })
+    }
+
+    async fn read_part(&self, path: &Path, start: u64, part: &mut [u8]) -> object_store::Result<()> {
+        let _permit = PARTS.acquire().await;
+        let found = self.store.get_range(path, start..start + part.len() as u64).await?;
+        if found.len() != part.len() {
+            let (expected, found) = (part.len(), found.len());
+            let source = format!("expected {expected} bytes from {start} on, got {found}").into();
+            return Err(object_store::Error::Generic { store: problem::RANGE, source });
+        }
+        part.copy_from_slice(&found);
+        Ok(())
     }
 
     /// The objects below a name; of all that are there with an empty one.
@@ -316,30 +333,40 @@ impl Place {
         (!below.is_empty()).then(|| below.join("/"))
     }
 
-    /// Waits for an operation, which may be done twice: again where the service is away in a way that requests do not
-    /// try again by themselves, such as a connection that ends between two of them.
-    fn wait<T>(&self, name: &str, mut operation: impl AsyncFnMut() -> object_store::Result<T>) -> Result<T> {
+    /// Waits for an operation, which is tried again.
+    fn wait<T>(&self, name: &str, operation: impl AsyncFnMut() -> object_store::Result<T>) -> Result<T> {
+        self.run(name, self.retried(operation))
+    }
+
+    /// Does an operation, again where the service is away in a way that requests do not try again by themselves, such as
+    /// a connection that ends between two of them.
+    async fn retried<T>(
+        &self,
+        mut operation: impl AsyncFnMut() -> object_store::Result<T>,
+    ) -> object_store::Result<T> {
+        let deadline = Instant::now() + self.options.patience;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match operation().await {
+                Err(error) if problem::is_passing(&error) && Instant::now() + pause < deadline => {
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// Waits for the end of what is done with an object.
+    fn run<T>(&self, name: &str, work: impl Future<Output = object_store::Result<T>>) -> Result<T> {
         if self.process != std::process::id() {
             return Err(Error::Runtime(format!(
                 "{} was opened by the process that forked this one",
                 self.shown
             )));
         }
-        let deadline = Instant::now() + self.options.patience;
-        let done = self.runtime.block_on(async {
-            let mut pause = FIRST_PAUSE;
-            loop {
-                match operation().await {
-                    Err(error) if problem::is_passing(&error) && Instant::now() + pause < deadline => {
-                        tokio::time::sleep(pause).await;
-                        pause = (pause * 2).min(LONGEST_PAUSE);
-                    }
-                    done => return done,
-                }
-            }
-        });
         let what = if name.is_empty() { self.shown.clone() } else { format!("{}/{name}", self.shown) };
-        done.map_err(|error| problem::problem(&what, &error))
+        self.runtime.block_on(work).map_err(|error| problem::problem(&what, &error))
     }
 }
 

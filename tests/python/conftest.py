@@ -6,9 +6,23 @@ import pytest
 import torch
 
 from support.kernels import fast_kernels, fast_library, kernels, library
-from support.server_fixtures import azure, behind, proxy, shared_s3
+from support.server_fixtures import azure, behind, own_azure, own_server, proxy, s3, server, shared_s3
 
-__all__ = ["azure", "behind", "fast_kernels", "fast_library", "kernels", "library", "proxy", "shared_s3", "start_job"]
+__all__ = [
+    "azure",
+    "behind",
+    "fast_kernels",
+    "fast_library",
+    "kernels",
+    "library",
+    "own_azure",
+    "own_server",
+    "proxy",
+    "s3",
+    "server",
+    "shared_s3",
+    "start_job",
+]
 
 
 # Threads of small loops wait for each other by spinning: on a busy machine they take ten times as long as one. Tests
@@ -68,17 +82,6 @@ def start_job(request, tmp_path):
             return job
 
         yield start
-
-
-@pytest.fixture
-def s3(tmp_path, monkeypatch):
-    """A server of S3, which the environment names."""
-    from support.object_servers import s3_server
-
-    with s3_server(tmp_path / "s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -49,6 +49,8 @@ class CheckpointOptions(Options):
     """Seconds for which a request to the URL of a checkpoint_dir is tried again, with back-off, before it fails."""
     checkpoint_upload_limit: float = option(0.0, least=0)
     """Bytes per second that each member writes to the URL of a checkpoint_dir at most; 0 for no limit."""
+    checkpoint_download_limit: float = option(0.0, least=0)
+    """Bytes per second of units that each member reads from the URL of a checkpoint_dir at most; 0 for no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +70,12 @@ class CheckpointOptions(Options):
         if self.checkpoint_dir is None:
             return None
         patience = self.checkpoint_patience if patience is None else min(patience, self.checkpoint_patience)
-        return locate(self.checkpoint_dir, patience=patience, upload_limit=self.checkpoint_upload_limit)
+        return locate(
+            self.checkpoint_dir,
+            patience=patience,
+            upload_limit=self.checkpoint_upload_limit,
+            download_limit=self.checkpoint_download_limit,
+        )
 
 
 class Checkpointer:

@@ -36,6 +36,8 @@ class Place:
     """Seconds for which a request is tried again."""
     objects: Any
     """The extension module's `ObjectPlace`."""
+    download_limit: float = 0.0
+    """Bytes per second that `read_into` reads at most; 0 for no limit."""
 
     @property
     def is_read_only(self) -> bool:
@@ -115,13 +117,16 @@ Location = Path | ObjectPath
 """A folder or file, or what is below a URL."""
 
 
-def locate(where: str | Path, *, patience: float = PATIENCE, upload_limit: float = 0.0) -> Location:
+def locate(
+    where: str | Path, *, patience: float = PATIENCE, upload_limit: float = 0.0, download_limit: float = 0.0
+) -> Location:
     """The place that a path or URL names.
 
     Args:
         where: a path; or `s3://`, `gs://`, `az://`, `http(s)://`, which can only be read, or `file://`.
         patience: seconds for which requests are tried again.
         upload_limit: bytes per second that are written to a URL at most; 0 for no limit.
+        download_limit: bytes per second of units that are read from it at most; 0 for no limit.
 
     Raises:
         ValueError: the URL has another scheme, or credentials, or is no text.
@@ -137,7 +142,7 @@ def locate(where: str | Path, *, patience: float = PATIENCE, upload_limit: float
         if split.netloc not in ("", "localhost"):
             raise ValueError(f"expected file:///PATH of this machine, got one of {split.netloc!r}")
         return Path(unquote(split.path))
-    return ObjectPath(_open(text.rstrip("/"), patience, upload_limit, *_circumstances()))
+    return ObjectPath(_open(text.rstrip("/"), patience, upload_limit, download_limit, *_circumstances()))
 
 
 def _circumstances() -> tuple[int, int]:
@@ -147,18 +152,20 @@ def _circumstances() -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _open(url: str, patience: float, upload_limit: float, process: int, variables: int) -> Place:
+def _open(url: str, patience: float, upload: float, download: float, process: int, variables: int) -> Place:
     """A place, once for the same circumstances."""
     if not hasattr(_native, "ObjectPlace"):
         raise ValueError("this build of evermoe has no object stores: build it with the feature object-store")
-    return Place(url, patience, _native.ObjectPlace(url, patience, upload_limit or None))
+    objects = _native.ObjectPlace(url, patience, upload or None, download or None)
+    return Place(url, patience, objects, download)
 
 
 def hurried(where: Location, patience: float) -> Location:
     """The same location, for requests that are tried again for so many seconds at most."""
     if isinstance(where, Path) or where.place.patience <= patience:
         return where
-    return ObjectPath(_open(where.place.url, patience, 0.0, *_circumstances()), where.key)
+    place = where.place
+    return ObjectPath(_open(place.url, patience, 0.0, place.download_limit, *_circumstances()), where.key)
 
 
 def locate_below(where: str | Path, *, patience: float = PATIENCE) -> Location:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import time
 import uuid
 import warnings
@@ -25,6 +25,8 @@ from support.persisting import NBYTES, UNITS, Member, content, parts, versions
 from support.proxy import Fault
 
 LIMIT = 60.0
+LIST = re.compile("list-type=2|comp=list")
+"""In the paths of lists: of S3, and of Azure."""
 MEMBERS = ["one", "two", "m"]
 OLD, NEW = 1 << 40, 2 << 40
 """Versions of two generations begin after these."""
@@ -223,12 +225,12 @@ def test_empty_manifests_go_after_a_week_and_old_generations_at_once(persisted):
 # ---- kills
 
 
-def persist_as_process(name, environment):
+def persist_as_process(spot):
     """What a process does that persists a few versions, with a member's own choice of units, and ends."""
     import os
 
-    os.environ |= environment
-    member = Member(locate(f"s3://{name}/run", patience=PATIENCE) / PERSISTED, "killed")
+    os.environ |= spot.environment
+    member = Member(below(spot), "killed")
     for version, names in ((OLD + 3, "ax"), (OLD + 4, "bx"), (OLD + 5, "ax")):
         member.persist(version, list(names))
     member.persister.close(PATIENCE)
@@ -237,25 +239,24 @@ def persist_as_process(name, environment):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["hold", pytest.param("hold after", marks=pytest.mark.long)])
 @pytest.mark.long
-def test_killed_at_any_change_nothing_is_torn_and_nothing_is_left(shared_s3, proxy, behind, kind):
+def test_killed_at_any_change_nothing_is_torn_and_nothing_is_left(proxy, behind, kind):
     name = f"kill-{kind.replace(' ', '-')}"
-    first = Member(below(behind(name)), "killed")
+    before = behind(name)
+    first = Member(below(before), "killed")
     for version in (OLD + 1, OLD + 2):
         first.persist(version, list("abx"))
     first.persister.close(PATIENCE)
     killed = 0
     for number in range(1, 100):
-        bucket = f"{name}-{number}"
-        shutil.copytree(shared_s3.folder / name, shared_s3.folder / bucket)
-        where = below(behind(bucket))
-        process = SERVER.Process(target=persist_as_process, args=(bucket, shared_s3.environment(proxy.port)))
-        if not proxy.kills(process, number, kind):
+        spot = behind(f"{name}-{number}")
+        before.copy_to(spot)
+        if not proxy.kills(SERVER.Process(target=persist_as_process, args=(spot,)), number, kind):
             break
         killed += 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            check_what_a_kill_leaves(where)
-        shutil.rmtree(shared_s3.folder / bucket)
+            check_what_a_kill_leaves(below(spot))
+        spot.clear()
     assert killed > 10
 
 
@@ -276,7 +277,7 @@ def check_what_a_kill_leaves(where):
 # ---- a store that is away
 
 
-def test_a_store_that_is_away_is_told_once_and_the_next_snapshot_gets_there(shared_s3, proxy, behind, join):
+def test_a_store_that_is_away_is_told_once_and_the_next_snapshot_gets_there(proxy, behind, join):
     where = below(behind("away"), patience=1.0)
     member = join("m", where=where)
     member.persist(OLD + 1, ["a"])
@@ -308,7 +309,9 @@ def test_what_could_not_be_rewound_goes_before_anything_newer_is_persisted(proxy
     proxy.reset(lambda request: Fault("status", 503))
     started = time.monotonic()
     for member in (one, two):
-        with pytest.raises(PersistFailed, match=f"versions after {OLD + 1} cannot be removed from s3://owed.*503"):
+        with pytest.raises(
+            PersistFailed, match=f"versions after {OLD + 1} cannot be removed from {where.place.url}.*503"
+        ):
             member.persister.rewind(OLD + 1, 2)
     assert time.monotonic() - started < 10
     proxy.reset()
@@ -355,7 +358,7 @@ def test_a_save_writes_and_lists_four_times_beside_its_files(persisted, proxy, j
     member.persist(1, ["a", "x"])
     proxy.reset()
     member.persist(2, ["a", "x"])
-    lists = [each.path for each in proxy.requests if each.method == "GET" and "list-type=2" in each.path]
+    lists = [each.path for each in proxy.requests if each.method == "GET" and LIST.search(each.path)]
     writes = [each.path for each in proxy.requests if each.method == "PUT"]
     files = [path for path in writes if path.endswith(".safetensors")]
     assert (len(files), len(writes) - len(files) + len(lists)) == (1, 4), proxy.requests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,20 +39,19 @@ def check_what_a_kill_leaves(spot):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["hold", "hold after"])
-def test_killed_at_any_change_the_checkpoints_of_before_are_there_and_nothing_is_torn(shared_s3, proxy, behind, kind):
+def test_killed_at_any_change_the_checkpoints_of_before_are_there_and_nothing_is_torn(proxy, behind, kind):
     name = "before" if kind == "hold" else "before-after"
     before = behind(name)
     write(before, 1, 2)
     killed = 0
     for number in range(1, 100):
-        bucket = f"{name}-{number}"
-        shutil.copytree(shared_s3.folder / name, shared_s3.folder / bucket)
-        spot = behind(bucket)
+        spot = behind(f"{name}-{number}")
+        before.copy_to(spot)
         if not proxy.kills(SERVER.Process(target=write_as_process, args=(spot, 4, 3)), number, kind):
             break
         killed += 1
         check_what_a_kill_leaves(spot)
-        shutil.rmtree(shared_s3.folder / bucket)
+        spot.clear()
     assert killed > 12
 
 

@@ -17,22 +17,19 @@ from evermoe.persist.manifest import read_manifest, read_units
 from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
 from support.models import make
-from support.object_servers import GCS_ADDRESS, GcsAddress
+from support.object_servers import ADDRESS, GivenAddress
 from support.places import Spot, Stop, Writer, all_whole, beside, forget, is_whole, make_spot, steps, write
+from support.server_fixtures import SERVERS
 from support.stores import contents, model
 
-BUCKETS = [
-    pytest.param("shared_s3", id="s3"),
-    pytest.param("azure", marks=pytest.mark.long),
-    pytest.param("gcs", marks=pytest.mark.long),
-]
+BUCKETS = [*SERVERS, pytest.param("given", marks=pytest.mark.long)]
 
 
 @pytest.fixture
-def gcs():
-    if GCS_ADDRESS not in os.environ:
-        pytest.skip(f"needs a bucket of Google's: {GCS_ADDRESS}=gs://BUCKET/PATH")
-    return GcsAddress()
+def given():
+    if ADDRESS not in os.environ:
+        pytest.skip(f"needs a place to write to: {ADDRESS}=gs://BUCKET/PATH, s3://... or az://...")
+    return GivenAddress()
 
 
 @pytest.fixture(params=["folder", *BUCKETS])

@@ -18,6 +18,7 @@ from support.harness import SERVER
 from support.models import make
 from support.object_servers import SECRET, s3_server
 from support.places import Spot, all_whole, write
+from support.proxy import Fault, proxy_to
 from support.worker import SAMPLES, Model, dataset
 
 
@@ -117,6 +118,25 @@ def test_writes_take_as_long_as_the_limit_on_bytes_says(keys):
     for number in range(3):
         place.put(str(number), bytes(250_000))
     assert time.monotonic() - began >= 0.5  # the third one waits for the first two
+
+
+def test_reads_take_as_long_as_the_limit_on_bytes_says_and_lose_no_patience_by_it(shared_s3, keys, monkeypatch):
+    """The last parts wait longer for their turn than requests are tried again, and then meet a fault."""
+    data = np.random.default_rng(1).bytes(24 << 20)
+    locate("s3://bucket/thick").place.put("a", data)
+    with proxy_to(shared_s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        place = locate("s3://bucket/thick", patience=1.0, download_limit=16 << 20).place
+        assert place.read("a", len(data)) == data, "no limit on what is read whole"
+        cut = [3, 4]
+        proxy.reset(lambda request: Fault("cut") if request.number in cut else None)
+        found, began = np.zeros(len(data), np.uint8), time.monotonic()
+        place.read_into("a", 0, found)
+        assert time.monotonic() - began >= 1.0  # the third of three parts waits for two of 0.5 s
+        assert found.tobytes() == data
+        assert len(proxy.requests) > 4
+    with pytest.raises(ValueError, match="download_limit: expected 1 byte per second or more, got 0"):
+        locate("s3://bucket/thick", download_limit=0.5)
 
 
 def in_child(url, environment, folder):

@@ -333,6 +333,7 @@ def test_options_that_all_members_must_share_are_marked_so():
         "checkpoint_dir",
         "checkpoint_patience",
         "checkpoint_upload_limit",
+        "checkpoint_download_limit",
     }
     assert set(shared) == {each.name for each in fields(evermoe.SessionConfig)} - own
 

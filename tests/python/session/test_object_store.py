@@ -1,4 +1,4 @@
-"""Jobs whose checkpoints are in S3, on a real server: that is killed and started again, and is all that is left."""
+"""Jobs whose checkpoints are in S3 or Azure, on a real server: that is killed, started again, or all that is left."""
 
 from __future__ import annotations
 
@@ -18,31 +18,37 @@ from support.proxy import Fault as Trouble
 from support.proxy import proxy_to
 from support.worker import Fault, Model, make_optimizer
 
-URL = "s3://bucket/run"
 OPTIMIZER = "sgd"
 """Of jobs of `pec`: it counts nothing for the experts of a layer together, so what is restored is what was saved."""
 
 
-def found(limit=20.0):
+@pytest.fixture
+def url(own_server):
+    return f"{own_server.url}/run"
+
+
+def found(url, limit=20.0):
     """Steps of the checkpoints that are there."""
-    return sorted(version & (1 << 40) - 1 for version in find(locate(URL, patience=limit)))
+    return sorted(version & (1 << 40) - 1 for version in find(locate(url, patience=limit)))
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 9)]}], ids=["all live", "a worker dies meanwhile"])
 @pytest.mark.few(1)
-def test_a_job_continues_while_the_server_of_its_checkpoints_is_killed_and_started_again(start_job, s3, faults):
-    job = start_job(checkpoint_dir=URL, checkpoint_every=4, checkpoint_patience=2.0)
+def test_a_job_continues_while_the_server_of_its_checkpoints_is_killed_and_started_again(
+    start_job, own_server, url, faults
+):
+    job = start_job(checkpoint_dir=url, checkpoint_every=4, checkpoint_patience=2.0)
     job.open_gate(7)
-    workers = job.start_all(faults, gated=True, steps=14, environment=s3.environment())
+    workers = job.start_all(faults, gated=True, steps=14, environment=own_server.environment())
     for each in workers:
         each.wait_for("gate", step=7)
-    assert found() == [4]
-    s3.kill()
+    assert found(url) == [4]
+    own_server.kill()
     job.open_gate(11)
     left = [each for each in workers if each.name not in faults]
     for each in left:
         each.wait_for("gate", step=11)
-    s3.start()
+    own_server.start()
     job.open_gate(1 << 60)
     assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
     check_history(workers)
@@ -50,20 +56,20 @@ def test_a_job_continues_while_the_server_of_its_checkpoints_is_killed_and_start
         assert [event["step"] for event in each.events("checkpoint")] == [4, 12, 14]
         assert "the checkpoint of step 8 was not written: rank" in each.log()
     assert any("this recovery does without checkpoints" in each.log() for each in left) == bool(faults)
-    assert found() == [12, 14]
-    assert not any(s3.environment()["AWS_SECRET_ACCESS_KEY"] in each.log() for each in workers)
+    assert found(url) == [12, 14]
+    assert not any(own_server.secret in each.log() for each in workers)
 
 
-def test_a_job_starts_elsewhere_from_the_bucket_alone(start_job, s3):
+def test_a_job_starts_elsewhere_from_the_bucket_alone(start_job, own_server, url):
     """Other machines, another region's name and address, another number of workers: nothing but the bucket is left."""
-    first = start_job(2, checkpoint_dir=URL, checkpoint_every=4)
-    before = first.start_all({}, "ab", steps=6, environment=s3.environment())
+    first = start_job(2, checkpoint_dir=url, checkpoint_every=4)
+    before = first.start_all({}, "ab", steps=6, environment=own_server.environment())
     assert [each.join() for each in before] == [0, 0]
-    s3.kill()
-    s3.move()
-    s3.start()
-    elsewhere = start_job(3, checkpoint_dir=URL)
-    region = s3.environment() | {"AWS_REGION": "eu-central-1"}
+    own_server.kill()
+    own_server.move()
+    own_server.start()
+    elsewhere = start_job(3, checkpoint_dir=url)
+    region = own_server.environment() | {"AWS_REGION": "eu-central-1"}
     after = elsewhere.start_all({}, steps=12, environment=region)
     assert [each.join() for each in after] == [0, 0, 0]
     for each in after:
@@ -72,22 +78,22 @@ def test_a_job_starts_elsewhere_from_the_bucket_alone(start_job, s3):
     check_history(after)
 
 
-def test_a_job_that_cannot_reach_the_server_at_its_start_says_so_and_stops(start_job, s3):
-    s3.kill()
-    job = start_job(1, checkpoint_dir=URL, checkpoint_patience=1.0)
-    (worker,) = job.start_all({}, "a", steps=2, environment=s3.environment())
+def test_a_job_that_cannot_reach_the_server_at_its_start_says_so_and_stops(start_job, own_server, url):
+    own_server.kill()
+    job = start_job(1, checkpoint_dir=url, checkpoint_patience=1.0)
+    (worker,) = job.start_all({}, "a", steps=2, environment=own_server.environment())
     assert worker.join() == 1
-    assert "ConnectionRefusedError" in worker.log() and "s3://bucket/run/" in worker.log()
+    assert "ConnectionRefusedError" in worker.log() and f"{url}/" in worker.log()
 
 
 # ---- single units
 
 
-def saved(limit=20.0):
+def saved(url, limit=20.0):
     """What is durable of the units of `pec`, by unit and step."""
     model = Model()
     layout = TrainingState(model, make_optimizer(OPTIMIZER, model)).catalog.layout
-    found = open_partial(locate(URL, patience=limit) / PERSISTED, layout).find()
+    found = open_partial(locate(url, patience=limit) / PERSISTED, layout).find()
     return {(each.unit, step_of(each.version)): each for each in found}
 
 
@@ -97,18 +103,18 @@ def restored(worker):
     return [each for each in worker.events("copy", after="phase") if each["time"] <= recovered["time"]][-1]["digests"]
 
 
-def test_experts_of_a_node_that_is_gone_come_back_from_the_bucket(start_job, s3):
-    job = start_job(3, preset="pec", checkpoint_dir=URL, **FEWEST, rebalance_every=0, join_every=50)
+def test_experts_of_a_node_that_is_gone_come_back_from_the_bucket(start_job, own_server, url):
+    job = start_job(3, preset="pec", checkpoint_dir=url, **FEWEST, rebalance_every=0, join_every=50)
     job.open_gate(6)
-    options = {"gated": True, "environment": s3.environment(), "optimizer": OPTIMIZER}
+    options = {"gated": True, "environment": own_server.environment(), "optimizer": OPTIMIZER}
     workers = a, b, c = job.start_all({}, steps=10, **options)
     for each in workers:
         each.wait_for("gate", step=6)
-    wait_until(lambda: {step for unit, step in saved() if unit == "session"} >= {6}, "step 6 is saved")
+    wait_until(lambda: {step for unit, step in saved(url) if unit == "session"} >= {6}, "step 6 is saved")
     b.signal(signal.SIGKILL)
     b.process.join()
     job.lose_node("b")
-    before = saved()
+    before = saved(url)
     job.open_gate(1 << 60)
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
@@ -123,19 +129,19 @@ def test_experts_of_a_node_that_is_gone_come_back_from_the_bucket(start_job, s3)
     assert {unit for each in (a, c) for unit in restored(each)} >= stale.keys()
 
 
-def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, s3):
-    first = start_job(3, preset="pec", checkpoint_dir=URL, **FEWEST)
+def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, own_server, url):
+    first = start_job(3, preset="pec", checkpoint_dir=url, **FEWEST)
     first.open_gate(6)
-    options = {"environment": s3.environment(), "optimizer": OPTIMIZER}
+    options = {"environment": own_server.environment(), "optimizer": OPTIMIZER}
     before = first.start_all({}, gated=True, steps=10, **options)
     for each in before:
         each.wait_for("gate", step=6)
-    wait_until(lambda: {step for unit, step in saved() if unit == "session"} >= {6}, "step 6 is saved")
+    wait_until(lambda: {step for unit, step in saved(url) if unit == "session"} >= {6}, "step 6 is saved")
     for each in before:
         each.signal(signal.SIGKILL)
     assert [each.join() for each in before] == [-9, -9, -9]
-    held = saved()
-    elsewhere = start_job(2, preset="pec", checkpoint_dir=URL)
+    held = saved(url)
+    elsewhere = start_job(2, preset="pec", checkpoint_dir=url)
     after = elsewhere.start_all({}, "de", steps=9, **options)
     assert [each.join() for each in after] == [0, 0]
     check_history(after)
@@ -148,41 +154,41 @@ def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, s3):
             step = recovered["stale"].get(unit, recovered["step"])
             assert held[unit, step].digest == digests[unit], (unit, step)
         assert each.events("done")[0]["step"] == 9
-    assert found() == [9]
+    assert found(url) == [9]
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 9)]}], ids=["all live", "a worker dies meanwhile"])
 @pytest.mark.few(1)
-def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, s3, faults):
-    job = start_job(preset="pec", checkpoint_dir=URL, checkpoint_patience=2.0, copies=2)
+def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, own_server, url, faults):
+    job = start_job(preset="pec", checkpoint_dir=url, checkpoint_patience=2.0, copies=2)
     job.open_gate(7)
-    options = {"gated": True, "environment": s3.environment(), "optimizer": OPTIMIZER}
+    options = {"gated": True, "environment": own_server.environment(), "optimizer": OPTIMIZER}
     workers = job.start_all(faults, steps=14, **options)
     for each in workers:
         each.wait_for("gate", step=7)
-    s3.kill()
+    own_server.kill()
     job.open_gate(12)
     left = [each for each in workers if each.name not in faults]
     for each in left:
         each.wait_for("gate", step=12)
         assert each.events("measured")[-1]["lag"]["persisted"] >= 4
-    s3.start()
+    own_server.start()
     job.open_gate(13)
-    wait_until(lambda: max(step for unit, step in saved() if unit == "session") >= 12, "saves go on")
+    wait_until(lambda: max(step for unit, step in saved(url) if unit == "session") >= 12, "saves go on")
     job.open_gate(1 << 60)
     assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
     check_history(workers)
-    assert any("units cannot be saved to s3://bucket/run" in each.log() for each in left) == bool(faults)
+    assert any(f"units cannot be saved to {url}" in each.log() for each in left) == bool(faults)
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 7)]}], ids=["all live", "a worker dies meanwhile"])
 @pytest.mark.few(1)
-def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, s3, faults):
+def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, own_server, url, faults):
     """Requests hang, also those that are under way; a recovery gives up on the store after its seconds."""
-    with proxy_to(s3.port) as proxy:
-        job = start_job(preset="pec", checkpoint_dir=URL, copies=2, hang_limit=60.0)
+    with proxy_to(own_server.port) as proxy:
+        job = start_job(preset="pec", checkpoint_dir=url, copies=2, hang_limit=60.0)
         job.open_gate(5)
-        options = {"gated": True, "environment": s3.environment(proxy.port), "optimizer": OPTIMIZER}
+        options = {"gated": True, "environment": own_server.environment(proxy.port), "optimizer": OPTIMIZER}
         workers = job.start_all(faults, steps=14, **options)
         for each in workers:
             each.wait_for("gate", step=5)
@@ -195,10 +201,10 @@ def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, s3, fau
             if faults:
                 recovered = each.events("recovered")[-1]
                 assert recovered["time"] - recovered["started_at"] < 45
-                assert "units cannot be saved to s3://bucket/run/persisted: " in each.log()
+                assert f"units cannot be saved to {url}/persisted: " in each.log()
         proxy.reset()
         job.open_gate(13)
-        wait_until(lambda: max(step for unit, step in saved() if unit == "session") >= 12, "saves go on")
+        wait_until(lambda: max(step for unit, step in saved(url) if unit == "session") >= 12, "saves go on")
         job.open_gate(1 << 60)
         assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
     check_history(workers)

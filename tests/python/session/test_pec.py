@@ -83,6 +83,7 @@ def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
 @pytest.mark.parametrize(
     "blows",
     [
+        [Blow(113, "b")],
         [Blow(70, "c"), Blow(157)],
         [
             Blow(22, "b"),
@@ -95,7 +96,7 @@ def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
             Blow(176, point="copy", gone="d"),
         ],
     ],
-    ids=["2 faults", "8 faults"],
+    ids=["1 fault", "2 faults", "8 faults"],
 )
 def test_faults_of_all_kinds_cost_what_the_reports_say(start_job, tmp_path, blows, selection):
     sizes = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_every": 4, "snapshot_every": 2}

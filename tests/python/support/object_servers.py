@@ -24,8 +24,9 @@ S3_SERVER = ROOT / "target" / "tools" / "bin" / "s3s-fs"
 AZURE_SERVER = ROOT / "target" / "tools" / "node_modules" / ".bin" / "azurite-blob"
 KEY, SECRET = "evermoe", "not-to-be-logged"
 AZURE_KEY = base64.b64encode(SECRET.encode()).decode()
-GCS_ADDRESS = "EVERMOE_TEST_GCS"
-"""Variable with a URL `gs://BUCKET/PATH` below which tests may write, with the credentials of Google's own chain."""
+ADDRESS = "EVERMOE_TEST_PLACE"
+"""Variable with a URL below which tests may write, with the credentials of its provider's own chain."""
+LONGEST_END = 20.0
 
 
 def answers(port: int) -> bool:
@@ -38,6 +39,8 @@ def answers(port: int) -> bool:
 
 class S3Server:
     """s3s-fs, whose buckets are folders below its own."""
+
+    secret = SECRET
 
     def __init__(self, folder: Path, bucket: str = "bucket", *, is_public: bool = False) -> None:
         self.folder, self.bucket, self.port, self._is_public = folder, bucket, free_port(), is_public
@@ -77,24 +80,45 @@ class S3Server:
 
 
 class AzureServer:
-    """Azurite, with one container; what is in it ends with the process."""
+    """Azurite, with one container; without a folder what is in it ends with the process."""
 
-    def __init__(self, container: str = "container") -> None:
-        self.port, self._container = free_port(), container
+    secret = AZURE_KEY
+
+    def __init__(self, folder: Path | None = None, container: str = "container") -> None:
+        self.port, self._folder, self._container = free_port(), folder, container
         self.url = f"az://{container}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+        self._make_container()
+
+    def start(self) -> None:
         command = [
             AZURE_SERVER,
             "--blobPort",
             str(self.port),
-            "--inMemoryPersistence",
             "--silent",
             "--disableTelemetry",
+            "--skipApiVersionCheck",
         ]
-        command += ["--skipApiVersionCheck"]
+        command += ["--inMemoryPersistence"] if self._folder is None else ["--location", self._folder]
         accounts = {"AZURITE_ACCOUNTS": f"{KEY}:{AZURE_KEY}"}
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | accounts)
         wait_until(lambda: answers(self.port), "Azurite listens")
-        self._make_container()
+
+    def move(self) -> None:
+        """Another address from its next start on."""
+        self.port = free_port()
+
+    def kill(self) -> None:
+        """Ends it. One with a folder writes what it has answered for, as the real service has before it answers:
+        Azurite alone does so every five seconds."""
+        assert self._process is not None
+        if self._folder is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LONGEST_END)
+        self._process.kill()
+        self._process.wait()
 
     def _make_container(self) -> None:
         """Signed as https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key has it."""
@@ -109,25 +133,21 @@ class AzureServer:
         assert response.status == 201, response.read()
         connection.close()
 
-    def environment(self) -> dict[str, str]:
-        """Variables by which a client finds it."""
+    def environment(self, port: int | None = None) -> dict[str, str]:
+        """Variables by which a client finds it; with another port over a proxy."""
         return {
             "AZURE_STORAGE_ACCOUNT_NAME": KEY,
             "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
-            "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{self.port}/{KEY}",
+            "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port or self.port}/{KEY}",
             "AZURE_ALLOW_HTTP": "true",
         }
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
-
-class GcsAddress:
-    """A bucket of Google's, where one is named."""
+class GivenAddress:
+    """A place of the user's own, where one is named."""
 
     def __init__(self) -> None:
-        self.url = os.environ[GCS_ADDRESS].rstrip("/")
+        self.url = os.environ[ADDRESS].rstrip("/")
 
     def environment(self) -> dict[str, str]:
         return {}
@@ -153,11 +173,13 @@ def s3_server(folder: Path, *, is_public: bool = False) -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def azure_server() -> Iterator[AzureServer]:
-    """A server for as long as the block lasts."""
+def azure_server(folder: Path | None = None) -> Iterator[AzureServer]:
+    """A server for as long as the block lasts; one that is to be started again needs a folder."""
     need(AZURE_SERVER)
-    server = AzureServer()
+    server = AzureServer(folder)
     try:
         yield server
     finally:
         server.kill()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -71,6 +71,17 @@ class Spot:
             return {name: nbytes for name, nbytes, _ in where.place.below("")}
         return {str(path.relative_to(where)): path.stat().st_size for path in where.rglob("*") if path.is_file()}
 
+    def copy_to(self, other: Spot) -> None:
+        """All files as they are."""
+        for name in self.files():
+            other.write(name, self.read(name))
+
+    def clear(self) -> None:
+        """Removes all files of a place that is no folder."""
+        where = self.locate()
+        assert isinstance(where, ObjectPath)
+        where.place.remove(list(self.files()))
+
 
 def make_spot(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Spot:
     """A place of a kind: `folder`, or the name of a fixture that gives a server, whose keys go to the environment."""
