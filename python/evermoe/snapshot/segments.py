@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from evermoe._native import Arena
 from evermoe.comm.tags import SNAPSHOT_EACH, SNAPSHOT_FIRST
 
 
@@ -36,3 +37,19 @@ class Segments(NamedTuple):
     sends: Sequence[Segment]
     """In this order."""
     receives: Sequence[Segment]
+
+
+def even(number: int, arena: Arena, peer: int, left_out: Collection[str], most_bytes: int) -> Iterator[Segment]:
+    """Segments of `most_bytes` at most of a bundle that goes to a peer, to any window; without units that it has."""
+    units = arena.units()
+    ends = [*(offset for _, offset, _ in units[1:]), arena.payload_bytes]
+    runs: list[tuple[int, int]] = []
+    for (name, start, _), end in zip(units, ends, strict=True):
+        if name not in left_out and runs and runs[-1][1] == start:
+            runs[-1] = runs[-1][0], end
+        elif name not in left_out:
+            runs.append((start, end))
+    parts = [(start, min(most_bytes, end - start)) for a, end in runs for start in range(a, end, most_bytes)]
+    # The digests last: they are known when all is captured.
+    for place, (start, nbytes) in enumerate([*parts, (0, units[0][1])]):
+        yield Segment(number, peer, place, start, nbytes)

@@ -12,7 +12,7 @@ import errno
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from evermoe.memory_folder import check_private, make_private
 from evermoe.snapshot.bundles import VERSIONS, Bundle
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.snapshot.gpu_sources import GpuSources
-from evermoe.snapshot.segments import Segment, Segments
+from evermoe.snapshot.segments import Segments, even
 from evermoe.snapshot.spare_room import SpareRoom, release_all
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
@@ -131,26 +131,14 @@ class SnapshotStore:
             segment
             for kept in self.own
             for peer in kept.bundle.holders[1:]
-            for segment in self._even(kept, peer, copies.at(peer))
+            for segment in even(kept.number, kept.arena, peer, copies.at(peer), self.chunk_bytes)
         ]
-        receives = [segment for kept in self.peers for segment in self._even(kept, kept.bundle.holders[0], copies.here)]
+        receives = [
+            segment
+            for kept in self.peers
+            for segment in even(kept.number, kept.arena, kept.bundle.holders[0], copies.here, self.chunk_bytes)
+        ]
         return Segments(sends, receives)
-
-    def _even(self, kept: BundleArena, peer: int, left_out: Collection[str]) -> Iterator[Segment]:
-        units = kept.arena.units()
-        ends = [*(offset for _, offset, _ in units[1:]), kept.arena.payload_bytes]
-        runs: list[tuple[int, int]] = []
-        for (name, start, _), end in zip(units, ends, strict=True):
-            if name not in left_out and runs and runs[-1][1] == start:
-                runs[-1] = runs[-1][0], end
-            elif name not in left_out:
-                runs.append((start, end))
-        parts = [
-            (start, min(self.chunk_bytes, end - start)) for a, end in runs for start in range(a, end, self.chunk_bytes)
-        ]
-        # The digests last: they are known when all is captured.
-        for place, (start, nbytes) in enumerate([*parts, (0, units[0][1])]):
-            yield Segment(kept.number, peer, place, start, nbytes)
 
     def newest_generation(self) -> int:
         """The newest generation of the arenas found in the directory, drafts included; 0 when there is none."""
