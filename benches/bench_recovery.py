@@ -17,6 +17,7 @@ both in steps of the four. The goal is a pause of one step.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
@@ -107,24 +108,16 @@ def replace_worker(has_spare, limit):
     """One run of three workers, of which one is killed."""
     members = (0, 1, 3) if has_spare else (0, 1)
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--{name}={size}" for name, size in SIZES.items()]
-        command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
-        job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})
-        try:
-            with job:
-                for index in range(3):
-                    _start(job, folder, index)
-                if has_spare:
-                    _start(job, folder, 3, role="spare")
-                    _wait_for(folder, 3, "standsby", limit)
-                _wait_for(folder, 0, "commit", limit, after=time.time())
-                job.workers[2].process.kill()
-                killed = time.time()
-                for index in members:
-                    _wait_for(folder, index, "recovered", limit, after=killed)
-                _wait_for(folder, 0, "commit", limit, after=killed)
-        finally:
-            job.forget()
+        with _workers(folder) as job:
+            if has_spare:
+                _start(job, folder, 3, role="spare")
+                _wait_for(folder, 3, "standsby", limit)
+            _wait_for(folder, 0, "commit", limit, after=time.time())
+            job.workers[2].process.kill()
+            killed = time.time()
+            for index in members:
+                _wait_for(folder, index, "recovered", limit, after=killed)
+            _wait_for(folder, 0, "commit", limit, after=killed)
         after = {index: [each for each in _events(folder, index) if each["time"] > killed] for index in members}
     recovered = [next(each for each in events if each["event"] == "recovered") for events in after.values()]
     commits = [each["time"] for each in after[0] if each["event"] == "commit"]
@@ -157,21 +150,13 @@ def time_joins(arguments):
 def take_in_worker(limit):
     """One run of three workers, to which a fourth one comes."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--{name}={size}" for name, size in SIZES.items()]
-        command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
-        job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})
-        try:
-            with job:
-                for index in range(3):
-                    _start(job, folder, index)
-                _wait_for(folder, 0, "commit", limit)
-                begun = time.time()
-                _start(job, folder, 3)
-                _wait_for(folder, 0, "recovered", limit, after=begun)
-                for _ in range(STEPS_AFTER):
-                    _wait_for(folder, 0, "update", limit, after=time.time())
-        finally:
-            job.forget()
+        with _workers(folder) as job:
+            _wait_for(folder, 0, "commit", limit)
+            begun = time.time()
+            _start(job, folder, 3)
+            _wait_for(folder, 0, "recovered", limit, after=begun)
+            for _ in range(STEPS_AFTER):
+                _wait_for(folder, 0, "update", limit, after=time.time())
         events, theirs = _events(folder, 0), _events(folder, 3)
     joined = next(event for event in events if event["event"] == "recovered" and event["time"] > begun)
     resumed, updates = joined["time"], [event["time"] for event in events if event["event"] == "update"]
@@ -183,6 +168,21 @@ def take_in_worker(limit):
     row = {phase: joined["seconds"][phase] for phase in PHASES[1:]} | {"step": step, "halt": halt, "pause": pause}
     fetched = next(event["fetched_bytes"] for event in theirs if event["event"] == "recovered")
     return row | {"halt/step": halt / step, "pause/step": pause / step, "MB": fetched / 1e6}
+
+
+@contextlib.contextmanager
+def _workers(folder):
+    """A job in which three workers train; all its processes end with it."""
+    options = [f"--{name}={size}" for name, size in SIZES.items()]
+    command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
+    job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})
+    try:
+        with job:
+            for index in range(3):
+                _start(job, folder, index)
+            yield job
+    finally:
+        job.forget()
 
 
 def _start(job, folder, index, *more, role="train"):

@@ -38,8 +38,6 @@ END_SECONDS = 5.0
 """Time in which the Lighthouse must pass on to spares that the job is over."""
 RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
-_NO_DEADLINE: float | None = None
-"""Until when the agreement that is under way must be reached, where none is."""
 
 
 class Membership:
@@ -67,7 +65,6 @@ class Membership:
         has_side_group: bool = False,
     ) -> None:
         self.id, self.node, self.rank_key = f"{node}-{uuid.uuid4().hex[:8]}", node, rank_key
-        self._domain, self._deadline = options.domain or "", _NO_DEADLINE
         secret, place = job_secret(), find_place(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
@@ -101,8 +98,9 @@ class Membership:
         self.device = device
         """Device of the tensors that `trainer_group` takes."""
         self._heartbeat_limit, self._hang_limit = options.heartbeat_limit, timedelta(seconds=options.hang_limit)
-        self._agree_limit, self._members = options.agree_limit, options.members or 1
-        self._quorum_limit = max(30.0, 2 * options.hang_limit)
+        self._agree_limit, self._members, self._domain = options.agree_limit, options.members or 1, options.domain or ""
+        self._deadline: float | None = None
+        """Until when the agreement that is under way must be reached."""
         self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
@@ -201,7 +199,7 @@ class Membership:
             seconds, self._patience, self._answered = self._heartbeat_limit, RETURN_SECONDS, None
         else:
             assert self._deadline is not None
-            seconds = min(self._deadline - time.monotonic(), self._quorum_limit)
+            seconds = min(self._deadline - time.monotonic(), max(30.0, 2 * self._hang_limit.total_seconds()))
         try:
             # A newcomer is patient as long as it does not know whether the job runs at another Lighthouse.
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience

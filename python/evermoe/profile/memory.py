@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
+"""Of a large page on x86-64, and on most ARM systems."""
 
 
 def free_device_bytes(device: torch.device) -> int | None:
@@ -54,7 +55,7 @@ def return_freed_memory() -> None:
 def in_huge_pages(tensor: Tensor) -> Tensor:
     """Asks for large pages for the memory of a tensor on the CPU that is still to be written; returns the tensor.
 
-    Where the system has them on demand, memory is taken three times as fast; elsewhere nothing changes.
+    Where the system has them on demand, memory is taken faster, with fewer page faults; elsewhere nothing changes.
     """
     begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     nbytes = (tensor.data_ptr() + tensor.nbytes - begin) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

@@ -96,7 +96,7 @@ class ReplayExchange:
         self._from = _by_peer((primary, unit) for unit, primary in self._primaries.items())
         mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
         theirs = [state.catalog.by_name[unit] for units in self._from.values() for unit in units]
-        self._outgoing_frames = {peer: self._frame(units) for peer, units in self._to.items()}
+        self._outgoing_frames = {peer: self._frame(units, keeps_tail=True) for peer, units in self._to.items()}
         self._incoming_frames = {peer: self._frame(units) for peer, units in self._from.items()}
         self.sender = GradientSender(
             state.optimizer, {unit: _rows(state, unit) for unit in mine}, arithmetic=arithmetic, is_hooked=False
@@ -289,10 +289,11 @@ class ReplayExchange:
         """Ends the replica's thread."""
         self.replica.close()
 
-    def _frame(self, units: Sequence[str]) -> Frame:
+    def _frame(self, units: Sequence[str], *, keeps_tail: bool = False) -> Frame:
         parameters = [spec for unit in units for spec in _parameters(self.state, unit)]
         most = sum(spec.nbytes + RECORD_HEADER_BYTES for spec in parameters)
-        return Frame(MOST_MESSAGES * len(parameters), min(most, HEAD_BYTES), most if most > HEAD_BYTES else 0)
+        head, tail = min(most, HEAD_BYTES), most if keeps_tail and most > HEAD_BYTES else 0
+        return Frame(MOST_MESSAGES * len(parameters), head, tail)
 
     def _outgoing(self, step: int, selected: Collection[str] | None) -> Iterator[tuple[int, list[Record]]]:
         """Peers, and the records of the next step for them."""

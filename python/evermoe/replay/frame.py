@@ -50,7 +50,7 @@ class Frame:
         tail = self._tail
         if len(tail) < needed > len(self.data) - self._start:
             tail = torch.empty(needed, dtype=torch.uint8)
-        end, tail_end = fill_frame(self.data.numpy(), self._most, list(records), tail.numpy())
+        end, tail_end = fill_frame(self.data.numpy(), self._most, records, tail.numpy())
         return self.data[:end], tail[:tail_end]
 
     def tail_bytes(self) -> int:

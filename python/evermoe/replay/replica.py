@@ -145,7 +145,7 @@ class Replica:
         record = np.frombuffer(message, np.uint8)
         return self._take(record, hold, self._log.accept(record, hold))
 
-    def hold(self, messages: NDArray[np.uint8], sizes: Sequence[int]) -> tuple[int, list[Received]]:
+    def hold(self, messages: NDArray[np.uint8], sizes: list[int]) -> tuple[int, list[Received]]:
         """Takes over messages of one step, like `receive` with `hold`.
 
         Args:
@@ -162,7 +162,7 @@ class Replica:
             raise ValueError("replica: it is closed")
         held, others, number, start = 0, [], 0, 0
         while number < len(sizes):
-            count, other = self._log.hold_all(messages[start:], list(sizes[number:]))
+            count, other = self._log.hold_all(messages[start:], sizes[number:])
             held, start, number = held + count, start + sum(sizes[number : number + count]), number + count
             if other is not None:  # a record that is more than logged
                 end = start + sizes[number]
@@ -298,7 +298,9 @@ class Replica:
                 self._log.installed(index)
                 self._repeater.failures.pop(index, None)
         elif code == "ok" and index is not None and not hold:
-            self._wake([index] if (self._log.waiting()[index] or 0) >= self._batches[index] else [])
+            newest, version = self._log.newest(index), self._log.version(index)
+            is_due = newest is not None and version is not None and newest - version >= self._batches[index]
+            self._wake([index] if is_due else [])
         elif code == "proof" and index is not None and self._log.version(index) == self._log.newest(index):
             with self._parts[index].lock:
                 self._repeater.prove_locked(index)

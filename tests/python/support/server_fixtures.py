@@ -58,10 +58,7 @@ def s3(tmp_path, monkeypatch):
     """A server of S3 that a test may kill, which the environment names."""
     from support.object_servers import s3_server
 
-    with s3_server(tmp_path / "s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
+    yield from _named(monkeypatch, s3_server(tmp_path / "s3"))
 
 
 @pytest.fixture
@@ -69,7 +66,12 @@ def own_azure(tmp_path, monkeypatch):
     """A server of Azure that a test may kill, which the environment names."""
     from support.object_servers import azure_server
 
-    with azure_server(tmp_path / "azure") as server:
+    yield from _named(monkeypatch, azure_server(tmp_path / "azure"))
+
+
+def _named(monkeypatch, made):
+    """Yields a server, which the environment names meanwhile."""
+    with made as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         yield server
