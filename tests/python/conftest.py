@@ -1,6 +1,7 @@
 """Fixtures that several test files use."""
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ __all__ = [
 # Threads of small loops wait for each other by spinning: on a busy machine they take ten times as long as one. Tests
 # of several threads set their number.
 torch.set_num_threads(1)
+
+# Tests that lay networks make interfaces that come and go. UCX would offer one to its peers and then not find it.
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 JOBS = pytest.StashKey[list]()
