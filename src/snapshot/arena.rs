@@ -54,7 +54,7 @@ impl Arena {
 
     /// Makes an arena whose file is the one at `room`, of the same file system, with the space that this has already: it
     /// must be all zero. What it has too much goes back; what it has too little is reserved, or, with `later`, left to
-    /// [`reserve`](Self::reserve).
+    /// [`reserve`](Self::reserve), as are the page faults of all.
     ///
     /// # Errors
     /// Those of [`create`](Self::create), and [`Error::Io`] when there is no such file.

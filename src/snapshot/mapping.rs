@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 /// Makes the file under a temporary name, reserves all its space, writes the header and then gives it its name.
 ///
-/// With `later` only the header has its space, if all of it is free now; the rest is for [`Space::take`]. The file at `room`
-/// becomes the arena's, with the space that it has: its bytes are zero.
+/// With `later` only the header has its space, if all of it is free now; the rest, and all page faults, are for
+/// [`Space::take`]. The file at `room` becomes the arena's, with the space that it has: its bytes are zero.
 pub(super) fn create(
     path: &Path,
     layout: &Layout,
@@ -30,17 +30,19 @@ pub(super) fn create(
     }
     let temporary = Temporary::new(path)?;
     let file = open_new(&temporary.0, room).map_err(|error| Error::io(doing(), error))?;
-    let mut space = Space { file, bytes: layout.file_bytes(), taken: 0 };
+    let mut space = Space { file, bytes: layout.file_bytes(), taken: 0, ready: 0 };
     space.shrink().map_err(|error| Error::io(doing(), error))?;
     space.check(path)?;
     if later {
         space.file.set_len(space.bytes as u64).map_err(|error| Error::io(doing(), error))?;
     } else {
-        space.reserve(path, space.bytes - space.taken)?;
+        space.reserve(path, space.bytes)?;
     }
     space.file.write_all_at(&layout.encode(), 0).map_err(|error| Error::io(doing(), error))?;
     let mapping = map(&space.file, path)?;
-    populate(&mapping, 0, space.taken);
+    if !later {
+        populate(&mapping, 0, space.bytes);
+    }
     // A hard link, unlike a rename, never replaces a file that another process has made meanwhile.
     fs::hard_link(&temporary.0, path).map_err(|error| Error::io(doing(), error))?;
     Ok((mapping, later.then_some(space)))
@@ -102,22 +104,25 @@ fn populate(mapping: &MmapRaw, start: usize, bytes: usize) {
     let _ = mapping.advise_range(memmap2::Advice::PopulateWrite, start, bytes);
 }
 
-/// The space of a file that it does not have yet.
+/// The space of a file that is not ready to be written: it does not have it yet, or its page faults are to come.
 pub(super) struct Space {
     file: File,
     /// Of the whole file.
     bytes: usize,
     /// From the start on, so many have their space.
     taken: usize,
+    /// Of these, so many have had their page faults.
+    ready: usize,
 }
 
 impl Space {
-    /// Takes at most so many bytes more; whether all are taken then. Nothing may be written before.
+    /// Makes at most so many bytes more ready; whether all are then. Nothing may be written before.
     pub(super) fn take(&mut self, most: usize, path: &Path, mapping: &MmapRaw) -> Result<bool> {
-        let (start, bytes) = (self.taken, most.min(self.bytes - self.taken));
-        self.reserve(path, bytes)?;
-        populate(mapping, start, bytes);
-        Ok(self.taken == self.bytes)
+        let bytes = most.min(self.bytes - self.ready);
+        self.reserve(path, self.ready + bytes)?;
+        populate(mapping, self.ready, bytes);
+        self.ready += bytes;
+        Ok(self.ready == self.bytes)
     }
 
     /// What the file has of its space already; it gives back what is more.
@@ -132,16 +137,16 @@ impl Space {
         Ok(())
     }
 
-    /// A full file system is an error here and never a SIGBUS at a later write.
-    fn reserve(&mut self, path: &Path, bytes: usize) -> Result<()> {
-        if bytes == 0 {
+    /// Gives the file its space up to `end`. A full file system is an error here and never a SIGBUS at a later write.
+    fn reserve(&mut self, path: &Path, end: usize) -> Result<()> {
+        if end <= self.taken {
             return Ok(());
         }
-        let (start, length) = (self.taken as libc::off_t, bytes as libc::off_t);
+        let (start, length) = (self.taken as libc::off_t, (end - self.taken) as libc::off_t);
         // SAFETY: the descriptor is open for writing; the call touches no memory of ours.
         match unsafe { libc::posix_fallocate(self.file.as_raw_fd(), start, length) } {
             0 => {
-                self.taken += bytes;
+                self.taken = end;
                 Ok(())
             }
             code => Err(self.refused(path, code)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -239,7 +239,7 @@ class TrainingState:
             layer = self.layers[path]
             added = [expert for expert in ids if expert not in layer.ids]
             if ids != layer.ids:
-                self._replace(layer, ids, self._restack(path, ids))
+                self._replace(layer, ids, self._restack(path, ids, ()))
             (names,) = self._masters.of([layer.weights])
             for expert in added:
                 unit = self.catalog.by_name[expert_unit(path, expert)]
@@ -278,7 +278,7 @@ class TrainingState:
         for path, ids in experts.items():
             if ids != self.layers[path].ids:
                 self._retain((expert_unit(path, expert) for expert in self.layers[path].ids), leaving)
-                self._replace(self.layers[path], ids, self._restack(path, ids))
+                self._replace(self.layers[path], ids, self._restack(path, ids, fetched))
             self._take_over([expert_unit(path, expert) for expert in ids], fetched)
         self._take_over(self.held(), fetched)
 
@@ -299,10 +299,10 @@ class TrainingState:
                     if spec.name in values:
                         target.copy_(values[spec.name])
 
-    def _restack(self, path: str, ids: list[int]) -> dict[str, Tensor]:
-        """New stacks with the rows that are held already; the others are to be written."""
+    def _restack(self, path: str, ids: list[int], fetched: Collection[str]) -> dict[str, Tensor]:
+        """New stacks with the rows that are held already; the others, which are fetched, are to be written."""
         layer = self.layers[path]
-        rows = {expert: row for row, expert in enumerate(layer.ids)}
+        rows = {expert: row for row, expert in enumerate(layer.ids) if expert_unit(path, expert) not in fetched}
         kept = [(to, rows[expert]) for to, expert in enumerate(ids) if expert in rows]
         new = {}
         for key, old in self._stacks(layer).items():

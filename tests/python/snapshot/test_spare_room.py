@@ -1,6 +1,7 @@
 """Shared memory that a spare reserves: it becomes that of arenas, or goes back."""
 
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -25,6 +26,14 @@ def blocks(path):
     return os.stat(path).st_blocks * 512
 
 
+def mapped(path):
+    """Bytes of a file that are in this process's page tables."""
+    maps = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    mine = [each for each in maps if each.split("\n", 1)[0].split()[4:5] == [str(os.stat(path).st_ino)]]
+    assert mine
+    return sum(1024 * int(re.search(r"^Rss: +(\d+) kB$", each, re.MULTILINE)[1]) for each in mine)
+
+
 @pytest.mark.parametrize("reserves", [True, False])
 @pytest.mark.parametrize("part", [0.5, 1.0, 2.0], ids=["too small", "as large", "too large"])
 def test_an_arena_has_the_room_that_was_reserved(folder, part, reserves):
@@ -38,9 +47,11 @@ def test_an_arena_has_the_room_that_was_reserved(folder, part, reserves):
     assert os.path.getsize(arena.path) == os.path.getsize(whole.path)
     if not reserves:
         assert blocks(arena.path) >= min(part, 1.0) * os.path.getsize(arena.path) - MEBIBYTE
+        assert mapped(arena.path) < MEBIBYTE, "its page faults come with the reservation"
         while not arena.reserve(MEBIBYTE):
             pass
     assert blocks(arena.path) == blocks(whole.path)
+    assert mapped(arena.path) == mapped(whole.path)
     assert arena.versions() == []
     index = arena.begin(7)
     arena.buffer(index)[-MEBIBYTE:] = 1
