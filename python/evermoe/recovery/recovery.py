@@ -159,9 +159,10 @@ class Recovery:
         return found
 
     def _note_copies(self, version: int, holdings: Sequence[Sequence[Holding]]) -> None:
-        """Notes which copies of this version need not be made again: where all that members have of a unit is alike."""
-        if self._outcome.stale:
-            return  # the state is another one than the version's
+        """Notes which copies of this version need not be made again: where all that members have of a unit is alike.
+
+        Of an expert that was taken at an older version no member has the bytes that it has now.
+        """
         digests: dict[str, set[int]] = {}
         copies_R = [[each for each in held if each.version == version and each.kind != PERSISTED] for held in holdings]
         for each in (each for held in copies_R for each in held):

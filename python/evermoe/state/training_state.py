@@ -239,7 +239,7 @@ class TrainingState:
             layer = self.layers[path]
             added = [expert for expert in ids if expert not in layer.ids]
             if ids != layer.ids:
-                self._replace(layer, ids, self._restack(path, ids, ()))
+                self._replace(layer, ids, self._restack(path, ids))
             (names,) = self._masters.of([layer.weights])
             for expert in added:
                 unit = self.catalog.by_name[expert_unit(path, expert)]
@@ -299,7 +299,7 @@ class TrainingState:
                     if spec.name in values:
                         target.copy_(values[spec.name])
 
-    def _restack(self, path: str, ids: list[int], fetched: Collection[str]) -> dict[str, Tensor]:
+    def _restack(self, path: str, ids: list[int], fetched: Collection[str] = ()) -> dict[str, Tensor]:
         """New stacks with the rows that are held already; the others, which are fetched, are to be written."""
         layer = self.layers[path]
         rows = {expert: row for row, expert in enumerate(layer.ids) if expert_unit(path, expert) not in fetched}

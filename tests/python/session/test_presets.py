@@ -6,6 +6,7 @@ import pytest
 
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
+from support.traffic import copied_bytes
 from support.worker import Fault
 
 PARTIAL = ["moetion", "pec"]
@@ -54,6 +55,18 @@ def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
     assert {each.events("done")[0]["step"] for each in survivors} == {14}
     assert {each.events("verified")[0]["digests_mismatched"] for each in survivors} == {0}
     check_history(workers)
+
+
+def test_what_did_not_lose_anything_keeps_its_copies(start_job):
+    """Of the next copies those are sent that holders lack: all of stale experts, and not all of the rest."""
+    job = start_job(4, **options("moetion", None), **FEWEST, rebalance_every=0, join_every=50)
+    workers = job.start_all({"b": [Fault("vote", 8)]}, "abcd", steps=14, states=True)
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    check_history(workers)
+    for survivor in (workers[0], *workers[2:]):
+        plan, stale = survivor.events("holders")[-1], survivor.events("recovered")[-1]["stale"]
+        missing = survivor.events("arranged")[-1]["missing_bytes"]
+        assert 0 < copied_bytes(plan, stale) <= missing < copied_bytes(plan, plan["nodes"])
 
 
 @pytest.mark.parametrize(("preset", "more"), [("moetion", {}), ("pec", {}), ("pec", {"save_every": 50})])

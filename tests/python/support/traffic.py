@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from evermoe.comm.tags import FETCH, REPLAY_TAIL
@@ -16,11 +17,13 @@ def watch(record: Any) -> None:
     session = record.session
     protection, nodes = session._protection, session._membership.nodes
     holders = {unit: {nodes[rank] for rank in ranks} for unit, ranks in protection.active.items()}
+    trainers = {unit: sorted(found) for unit, found in holders.items()}
     for each in protection.plan.units:
         assert each.kind in ("active", "replayed"), "snapshots travel whether members change or not"
         holders[each.unit] |= {nodes[rank] for rank in each.holders}
     sizes = dict(session._state.catalog.sizes())
-    record.write("holders", nodes={unit: sorted(found) for unit, found in holders.items()}, sizes=sizes)
+    every = {unit: sorted(found) for unit, found in holders.items()}
+    record.write("holders", nodes=every, trainers=trainers, sizes=sizes)
     transport = session._membership.transport
     send = transport.send
     if send.__name__ == "send_noted":
@@ -39,6 +42,11 @@ def changed_bytes(before: Event, after: Event) -> int:
     return sum(
         before["sizes"][unit] * len({*nodes} - {*before["nodes"][unit]}) for unit, nodes in after["nodes"].items()
     )
+
+
+def copied_bytes(plan: Event, units: Iterable[str]) -> int:
+    """Bytes of all copies of these units under a plan, at nodes that do not train them."""
+    return sum(plan["sizes"][unit] * len({*plan["nodes"][unit]} - {*plan["trainers"][unit]}) for unit in units)
 
 
 def recoveries(worker: Worker) -> list[tuple[Event, int]]:
