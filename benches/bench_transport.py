@@ -16,6 +16,7 @@ Needs Linux and iperf3 (a package of most systems).
 """
 
 import importlib.util
+import math
 import os
 import shutil
 import socket
@@ -317,8 +318,8 @@ def by_torch(rank, parts):
 
 
 def by_iperf3(port, seconds):
-    """GB/s that iperf3 receives by one connection."""
-    command = ["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", f"{seconds:g}", "--json"]
+    """GB/s that iperf3 receives by one connection, in whole seconds: of 0 it would make infinitely many."""
+    command = ["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", str(math.ceil(seconds)), "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8e9
 
