@@ -66,6 +66,16 @@ def test_replicas_repeat_the_steps_on_their_device(start_job, device):
 
 
 @pytest.mark.timeout(300)
+def test_survivors_go_on_from_replicas_between_which_the_gpu_splits_the_tokens(start_job, device):
+    job = start_job(3, preset="lazarus", hang_limit=30.0)
+    workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=8)
+    assert workers[1].join(SLOW) == -9
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["digests_mismatched"] == 0
+
+
+@pytest.mark.timeout(300)
 def test_a_gpu_trains_as_the_processor_does(start_job, device):
     """Losses are equal but for the order of sums."""
     losses = []
