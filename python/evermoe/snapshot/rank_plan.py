@@ -42,7 +42,23 @@ class RankReport:
     """Alpha and beta of its link."""
     outgoing: list[Outgoing]
     host_speed: float = 0.0
-    """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
+    """Bytes per second at which its state is copied into its own memory; 0 before that was measured."""
+    is_on_gpu: bool = False
+    """Whether that is a copy from a GPU to its host."""
+
+    @property
+    def pace(self) -> Link:
+        """The link by which its messages are planned: the slower of its network and its copy from GPU to host.
+
+        Both run beside each other, in the same windows, so that a message can begin once the copy is past it.
+        """
+        alpha, beta = self.link
+        return Link(alpha, min(beta, self.host_speed) if self.is_on_gpu and self.host_speed else beta)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether its messages are planned by the copy from GPU to host."""
+        return self.pace.beta < self.link[1]
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RankReport:
@@ -111,7 +127,7 @@ def plan_of(
             ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
-    link, most = Link(*reports[rank].link), MOST_VERSION_STEPS
+    link, most = reports[rank].pace, MOST_VERSION_STEPS
     return plan_chunks(
         items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
     )

@@ -260,7 +260,10 @@ class WindowPlanner:
         link = measure_link(sent, self._default)
         if link != self._default:
             self.link = link.alpha, link.beta
-        mine = RankReport(windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed)
+        is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
+        mine = RankReport(
+            windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed, is_on_gpu
+        )
         return [RankReport.from_json(fields) for fields in gather_json(self._group, asdict(mine))]
 
     def _outgoing(self) -> list[Outgoing]:
@@ -293,6 +296,8 @@ class WindowPlanner:
             reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
             is_done = self.fixed_steps is None and self.knows_pace
             said = lowered(reason, self.windows.step_seconds, Link(*reports[rank].link), is_done=is_done)
+            if reports[rank].waits_for_host:
+                said += f"; messages keep pace with the copy from GPU to host, {self.host_speed / 1e6:.3g} MB/s"
             words = f"{reason}{said}"
             if self.numbers:
                 words = f"of {len(plans[rank])} slices, each as a version in a step, the largest: {reason}"
