@@ -15,6 +15,8 @@ from evermoe.snapshot.segments import Segment
 
 COPIES = "copies"
 """Name of the span in which the training thread waits for copies before a vote."""
+PACE_FACTOR = 2.0
+"""Factor by which a message may take less time before it is planned anew."""
 MOST_VERSION_STEPS = 64
 """Steps over which a version is sent at most, unless more are asked for."""
 
@@ -59,6 +61,20 @@ class RankReport:
     def waits_for_host(self) -> bool:
         """Whether its messages are planned by the copy from GPU to host."""
         return self.pace.beta < self.link[1]
+
+    def new_pace(self, before: RankReport, nbytes: int) -> str:
+        """What changed of `pace` since an earlier report; empty unless a message takes half as long.
+
+        One that takes longer, for a busy moment perhaps, goes in a later window than planned.
+
+        Args:
+            before: the earlier one.
+            nbytes: of a message.
+        """
+        was, now = (each.pace.alpha + nbytes / each.pace.beta for each in (before, self))
+        if PACE_FACTOR * now >= was:
+            return ""
+        return f"a message of {nbytes} bytes takes {now:.6f} s, not {was:.6f} s"
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RankReport:

@@ -67,7 +67,9 @@ def test_messages_are_planned_by_a_copy_to_the_host_that_is_slower_than_the_netw
     assert [each.join(SLOW) for each in workers] == [0, 0]
     check_history(workers)
     for each in workers:
-        said = each.events("paced")[-1]["summary"]
+        paced = each.events("paced")[-1]
+        assert 0 < paced["budgets"][1] <= 2 * HOST_RATE * max(one.events("paced")[-1]["seconds"] for one in workers)
+        said = paced["summary"]
         found = re.search(r"messages keep pace with the copy from GPU to host, ([0-9.e+-]+) MB/s", said)
         assert found, said
         assert float(found[1]) * 1e6 <= HOST_RATE

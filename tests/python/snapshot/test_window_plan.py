@@ -133,6 +133,14 @@ def test_a_copy_to_the_host_that_is_quicker_than_the_network_changes_no_plan():
     assert plan_of(0, quick, "gemini", Memory(2 * 4000, 2)) == plan_of(0, reports(), "gemini", Memory(2 * 4000, 2))
 
 
+@pytest.mark.parametrize("factor", [0.2, 0.6, 1.0, 2.5])
+def test_a_message_that_takes_less_than_half_as_long_is_planned_anew(factor):
+    before = replace(reports()[0], link=(0.0, 1e6))
+    said = replace(before, link=(0.0, 1e6 / factor)).new_pace(before, 4000)
+    assert bool(said) == (factor == 0.2)
+    assert not said or f"takes {factor * 4e-3:.6f} s, not 0.004000 s" in said
+
+
 def test_a_receiver_whose_steps_run_late_has_other_rooms():
     early = plan_of(0, reports(), "gemini", Memory(2 * 4000, 2))
     late = plan_of(0, reports((0.0, 0.05, 0.05)), "gemini", Memory(2 * 4000, 2))
