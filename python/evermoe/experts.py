@@ -20,7 +20,7 @@ from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
 from evermoe.moe_checkpoint import is_recomputing
 from evermoe.moe_copies import HeldInPart
-from evermoe.moe_exchange import Exchange, HostMemory, Padding
+from evermoe.moe_exchange import MOST_RANKS, Exchange, HostMemory, Padding, Placed
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
@@ -112,6 +112,7 @@ class Experts(HeldInPart):
         self.top_k = 0
         self.on_load: Callable[[NDArray[np.int64]], None] | None = None
         self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
+        self._placed: tuple[np.ndarray, torch.device, Placed] | None = None
         self._host = HostMemory()
         self._name = moe_ops.register(self)
         self.reset_parameters()
@@ -225,12 +226,13 @@ class Experts(HeldInPart):
         return rows_NH * weights_N.to(rows_NH.dtype).unsqueeze(1), torch.ones_like(weights_TK)
 
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
-        """Gathers and counts the load, and plans the exchange on the host; collective.
+        """Gathers and counts the load, and plans the exchange; collective.
 
-        It is the step's only extra exchange, and the layer's only wait for a GPU: the host reads the counts of all
-        ranks once, since it must know how many rows it sends and receives, and plans both from them. That is why it
-        plans `balanced`, too, which finds one way for tokens to a rank with room after the other
-        (`src/dispatch/flow.rs`): each depends on those before, so that the threads of a GPU could not share them out.
+        It is the step's only extra exchange, and the layer's only wait for a GPU, since the host must know how many
+        rows it sends and receives. A GPU splits tokens by `even`, and the host reads these sizes alone. `balanced` is
+        planned by the host, from the counts of all ranks: it finds one way for tokens to a rank with room after the
+        other (`src/dispatch/flow.rs`), each of which depends on those before, so that the threads of a GPU could not
+        share them out.
         """
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
@@ -239,12 +241,24 @@ class Experts(HeldInPart):
                 "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
                 "max_tokens, and bfloat16 experts whose matrices have rows of whole 16 bytes"
             )
+        if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MOST_RANKS:
+            return self._split_there(tokens_RE)
         on_host_RE = self._host.read(tokens_RE)
         self.group.check()  # a GPU may have been let go without the counts
         self.count.add(on_host_RE.sum(0), is_counted=self.training and not is_recomputing())
         tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE, *planned, self.ids)
+
+    def _split_there(self, tokens_RE: Tensor) -> Exchange:
+        """The exchange that a GPU plans, of the tokens of all ranks."""
+        matrix_RE, device = self.matrix_RE, tokens_RE.device
+        if self._placed is None or self._placed[0] is not matrix_RE or self._placed[1] != device:
+            self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
+        exchange, tokens_E = Exchange.split_there(tokens_RE, self._placed[2], self.group.rank, self._host)
+        self.group.check()  # as above
+        self.count.add(tokens_E.copy(), is_counted=self.training and not is_recomputing())
+        return exchange
 
     def _plan(self, ids_TK: Tensor, counts_E: Tensor, dtype: torch.dtype) -> Exchange:
         """The exchange of a forward; all ranks decide alike whether the host must know the sizes. Collective.

@@ -44,7 +44,7 @@ class HeldInPart(nn.Module):
                 "session.full_state_dict() gives into a model of your own"
             )
         every_1E = np.ones((1, self.num_experts), np.int64)
-        return self.__dict__ | {"group": Group(), "matrix_RE": every_1E, "_padding": None}
+        return self.__dict__ | {"group": Group(), "matrix_RE": every_1E, "_padding": None, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, also to compiled graphs."""

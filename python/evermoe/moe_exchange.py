@@ -100,8 +100,7 @@ class Exchange:
             padding: of the placement.
             rank: this one.
         """
-        send_ER, receive_RE = ops.split_tokens(tokens_RE.t(), padding.replicas_RE, rank)
-        receive_Re = receive_RE.index_select(1, padding.experts_e)
+        send_ER, receive_Re = padding.split(tokens_RE, rank)
         rest_R1 = padding.most_R[rank] - receive_Re.sum(1, keepdim=True)
         tokens_E = tokens_RE.sum(0)
         return Exchange(
@@ -114,6 +113,38 @@ class Exchange:
             lengths_e=None,
             starts_R=padding.starts_R,
         )
+
+    @staticmethod
+    def split_there(tokens_RE: Tensor, placed: Placed, rank: int, host: HostMemory) -> tuple[Exchange, np.ndarray]:
+        """The exchange as the device plans it, with exact sizes, for which the host waits once.
+
+        Replicas of an expert share its tokens evenly.
+
+        Args:
+            tokens_RE: as for `of`.
+            placed: the placement.
+            rank: this one.
+            host: where the sizes come.
+
+        Returns:
+            The exchange; and int64 `[E]`, all ranks' tokens of each expert, valid until the next read.
+        """
+        send_ER, receive_Re = placed.split(tokens_RE, rank)
+        tokens_E, lengths_e = tokens_RE.sum(0), receive_Re.sum(0)
+        parts = [tokens_E, send_ER.sum(0), receive_Re.sum(1), lengths_e]
+        counted_E, sent_R, received_R, rows_e = np.split(
+            host.read(torch.cat(parts)), [*accumulate(map(len, parts[:-1]))]
+        )
+        exchange = Exchange(
+            share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
+            send_ER=send_ER,
+            receive_Re=receive_Re,
+            ends_e=lengths_e.cumsum(0).to(torch.int32),
+            sent_R=sent_R.tolist(),
+            received_R=received_R.tolist(),
+            lengths_e=rows_e.tolist(),
+        )
+        return exchange, counted_E
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Brings rows from the order of (source rank, local expert) into that of (expert, source); differentiable."""
@@ -150,17 +181,41 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Padding:
+class Placed:
+    """What an exchange that the device plans knows of the placement, on the layer's device."""
+
+    replicas_RE: Tensor
+    """int64: replicas of each expert on each rank."""
+    experts_e: Tensor
+    """int64: the local experts."""
+
+    @staticmethod
+    def on(device: torch.device, matrix_RE: np.ndarray, experts: Sequence[int]) -> Placed:
+        """The placement on a device.
+
+        Args:
+            device: the layer's.
+            matrix_RE: replicas of each expert on each rank.
+            experts: the local ones.
+        """
+        arrays = [np.asarray(matrix_RE, np.int64), np.asarray(experts, np.int64)]
+        replicas_RE, experts_e = copy_to(arrays, device)
+        return Placed(replicas_RE=replicas_RE, experts_e=experts_e)
+
+    def split(self, tokens_RE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """`send_ER` and `receive_Re` of an `Exchange`, by Algorithm 1 and without a wait."""
+        send_ER, receive_RE = ops.split_tokens(tokens_RE.t(), self.replicas_RE, rank)
+        return send_ER, receive_RE.index_select(1, self.experts_e)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding(Placed):
     """What an exchange that is padded to the worst case knows of the placement, on the layer's device."""
 
     most_R: list[int]
     """The most rows that one rank can send to each."""
     starts_R: Tensor
     """int64: sums of those before."""
-    replicas_RE: Tensor
-    """int64: replicas of each expert on each rank."""
-    experts_e: Tensor
-    """int64: the local experts."""
 
     @staticmethod
     def of(matrix_RE: np.ndarray, experts: Sequence[int], max_tokens: int, top_k: int, device: torch.device) -> Padding:

@@ -383,8 +383,13 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* str
   std::vector<unsigned char> staged(first, first + bytes);
   return put(stream, [=] { return memcpy(reinterpret_cast<void*>(to), staged.data(), bytes), 0; });
 }
+// With EVERMOE_TEST_HOST_BYTES_PER_SECOND a copy to the host takes as long as that says.
 int cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, void* stream) {
   IN_CONTEXT;
+  if (const char* const speed = getenv("EVERMOE_TEST_HOST_BYTES_PER_SECOND")) {
+    const std::chrono::duration<double> lasts(bytes / atof(speed));
+    if (const int error = put(stream, [=] { return std::this_thread::sleep_for(lasts), 0; })) return error;
+  }
   if (!is_pinned(to))
     if (const int error = wait_or_ask(stream, "a copy to memory that is not page-locked")) return error;
   const int error = copy(uintptr_t(to), from, bytes, stream, {to, bytes});

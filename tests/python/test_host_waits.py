@@ -3,12 +3,13 @@
 import copy
 import warnings
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from evermoe import Expert, Experts, MoE, Router
+from evermoe import Expert, Experts, MoE, Router, experts
 from evermoe.moe_exchange import Exchange, HostMemory, Padding
 from support.paper_gpu import PaperGpu
 from support.ranks import run_ranks
@@ -35,7 +36,7 @@ def waits(group, matrix, options):
     _, expected = pass_through(layer, x)
     tokens_E = layer.tokens_E
     layer.zero_grad()
-    with PaperGpu() as gpu:
+    with PaperGpu() as gpu, mock.patch.object(experts, "split_tokens", wraps=experts.split_tokens) as split:
         passes = pass_through(gpu.move(layer), gpu.tensor(x))
         next(passes)
         forward, backward = list(gpu.waits), gpu.waits
@@ -53,6 +54,7 @@ def waits(group, matrix, options):
         "total": counted[0].tolist(),
         "last": counted[1].tolist(),
         "to read": gpu.waits,
+        "splits of the host": split.call_count,
     }
 
 
@@ -73,6 +75,41 @@ def test_one_wait_a_layer_and_none_if_alone(tmp_path, ranks, gated, dtype):
         # In float32 experts are multiplied one by one, and the host must know their rows.
         is_quick = ranks == 1 and dtype == torch.bfloat16
         assert found["forward"] == ([] if is_quick else ["synchronize"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gpu_splits_tokens_evenly_and_the_host_reads_how_many_in_its_one_wait(tmp_path, dtype):
+    """What is computed and counted is that of the CPU, where the host splits them."""
+    for found in run(tmp_path, 2, dtype=dtype, token_split="even"):
+        assert found["forward"] == ["synchronize"]
+        assert found["splits of the host"] == 0
+    for found in run(tmp_path, 2, dtype=dtype, token_split="balanced"):
+        assert found["forward"] == ["synchronize"]
+        assert found["splits of the host"] == 1
+
+
+def plan_both(group):
+    """The exchange of a layer as the host plans it for the CPU, and as a GPU splits the tokens."""
+    layer = MoE(H, 16, E, token_split="even").experts
+    layer.group, found = group, []
+    with PaperGpu() as gpu:
+        for placement in ([[1, 1, 2, 0], [1, 0, 1, 1], [1, 0, 0, 3]], [[0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 1, 1]]):
+            layer.matrix_RE = np.array(placement)
+            layer.ids = np.flatnonzero(layer.matrix_RE[group.rank]).tolist()
+            counts_E = torch.randint(0, 50, (E,))
+            each = layer.plan_exchange(counts_E), layer.plan_exchange(gpu.tensor(counts_E))
+            found.append([{name: getattr(way, "value", way) for name, way in vars(one).items()} for one in each])
+        assert gpu.waits == ["synchronize"] * 2
+    return found
+
+
+def test_the_split_of_a_gpu_is_that_of_the_host_to_the_number(tmp_path):
+    for found in run_ranks(tmp_path, 3, plan_both):
+        for here, there in found:
+            assert here.keys() == there.keys()
+            for name, value in here.items():
+                same = torch.equal(value, there[name]) if isinstance(value, torch.Tensor) else value == there[name]
+                assert same, name
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)

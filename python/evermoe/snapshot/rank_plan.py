@@ -15,6 +15,8 @@ from evermoe.snapshot.segments import Segment
 
 COPIES = "copies"
 """Name of the span in which the training thread waits for copies before a vote."""
+PACE_FACTOR = 2.0
+"""Factor by which a message may take less time before it is planned anew."""
 MOST_VERSION_STEPS = 64
 """Steps over which a version is sent at most, unless more are asked for."""
 
@@ -42,7 +44,37 @@ class RankReport:
     """Alpha and beta of its link."""
     outgoing: list[Outgoing]
     host_speed: float = 0.0
-    """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
+    """Bytes per second at which its state is copied into its own memory; 0 before that was measured."""
+    is_on_gpu: bool = False
+    """Whether that is a copy from a GPU to its host."""
+
+    @property
+    def pace(self) -> Link:
+        """The link by which its messages are planned: the slower of its network and its copy from GPU to host.
+
+        Both run beside each other, in the same windows, so that a message can begin once the copy is past it.
+        """
+        alpha, beta = self.link
+        return Link(alpha, min(beta, self.host_speed) if self.is_on_gpu and self.host_speed else beta)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether its messages are planned by the copy from GPU to host."""
+        return self.pace.beta < self.link[1]
+
+    def new_pace(self, before: RankReport, nbytes: int) -> str:
+        """What changed of `pace` since an earlier report; empty unless a message takes half as long.
+
+        One that takes longer, for a busy moment perhaps, goes in a later window than planned.
+
+        Args:
+            before: the earlier one.
+            nbytes: of a message.
+        """
+        was, now = (each.pace.alpha + nbytes / each.pace.beta for each in (before, self))
+        if PACE_FACTOR * now >= was:
+            return ""
+        return f"a message of {nbytes} bytes takes {now:.6f} s, not {was:.6f} s"
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RankReport:
@@ -111,7 +143,7 @@ def plan_of(
             ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
-    link, most = Link(*reports[rank].link), MOST_VERSION_STEPS
+    link, most = reports[rank].pace, MOST_VERSION_STEPS
     return plan_chunks(
         items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
     )

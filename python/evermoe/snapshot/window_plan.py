@@ -50,6 +50,8 @@ WARM_UP = 1
 """Steps after a change of membership that are no measure."""
 FIRST_LOOKS = (1, 2, 4, 8, 16)
 """Recorded steps after a change of membership with which it is planned already, before all of the profile are there."""
+RECENT = 32
+"""Messages that tell how fast the link is: the first ones wait for memory that nobody has touched yet."""
 TOLERANCE = 0.05
 """Part of a step by which windows may change before it is planned anew."""
 
@@ -257,10 +259,17 @@ class WindowPlanner:
 
     def _exchange(self, windows: str, starts: list[float], changed: str = "") -> list[RankReport]:
         sent = sorted((each for courier in self.couriers for each in list(courier.sent)), key=lambda each: each.end)
-        link = measure_link(sent, self._default)
+        link = measure_link(sent[-RECENT:], self._default)
         if link != self._default:
             self.link = link.alpha, link.beta
-        mine = RankReport(windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed)
+        is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
+        mine = RankReport(
+            windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed, is_on_gpu
+        )
+        if self._reports and not changed and mine.outgoing:
+            bundles = (sum(each.parts[-1]) for each in mine.outgoing)
+            largest = min(self._options.copy_buffer_bytes, max(bundles))
+            mine = replace(mine, changed=mine.new_pace(self._reports[self._group.rank], largest))
         return [RankReport.from_json(fields) for fields in gather_json(self._group, asdict(mine))]
 
     def _outgoing(self) -> list[Outgoing]:
@@ -293,6 +302,8 @@ class WindowPlanner:
             reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
             is_done = self.fixed_steps is None and self.knows_pace
             said = lowered(reason, self.windows.step_seconds, Link(*reports[rank].link), is_done=is_done)
+            if reports[rank].waits_for_host:
+                said += f"; messages keep pace with the copy from GPU to host, {self.host_speed / 1e6:.3g} MB/s"
             words = f"{reason}{said}"
             if self.numbers:
                 words = f"of {len(plans[rank])} slices, each as a version in a step, the largest: {reason}"

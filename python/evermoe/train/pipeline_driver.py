@@ -246,6 +246,7 @@ class PipelineDriver(Driver):
 
     def pace(self, step: int) -> None:
         """After the vote on a step: plans the next windows."""
+        self.window_planner.host_speed = self.copies.host_speed or self.window_planner.host_speed
         try:
             self.window_planner.after(step)
             self.windows.choice.consider(self.window_planner, self._group, self.seats)

@@ -155,6 +155,11 @@ class StageCopies:
         self._failed = is_done and not self._round.task.result
         return is_done and bool(self._round.task.result)
 
+    @property
+    def host_speed(self) -> float:
+        """Bytes per second at which the latest version, or slice of one, was captured; 0 before it is."""
+        return 0.0 if self._round is None else self._round.host_speed
+
     def wait_captured(self) -> None:
         """Waits until the state may be changed."""
         if self._round is not None:

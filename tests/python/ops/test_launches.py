@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evermoe import ops
+from evermoe import Expert, Experts, ops
 from support import stand_in
 
 sys.path.append(str(Path(__file__).parents[3] / "benches"))
@@ -95,6 +95,15 @@ def test_counts_and_their_split(plan, cuda, launched):
     )
     assert launched(lambda: ops.expert_histogram(ids, E)) == of_table("expert_histogram")
     assert launched(lambda: ops.split_tokens(counts, replicas, 0)) == of_table("split_tokens")
+
+
+@pytest.mark.parametrize(("policy", "kernels"), [("even", ["split_tokens"]), ("balanced", [])])
+def test_a_layer_splits_tokens_evenly_by_one_kernel_and_balanced_on_the_host(cuda, launched, policy, kernels):
+    layer = Experts(Expert(H, H), E, token_split=policy, device=cuda)
+    counts = torch.arange(E, device=cuda)
+    layer.plan_exchange(counts)  # the placement is there
+    assert launched(lambda: layer.plan_exchange(counts)) == of_table(*kernels)
+    assert layer.tokens_E.tolist() == [*range(E)]
 
 
 def test_rows_in_8_bits(cuda, launched):

@@ -76,6 +76,19 @@ def test_moetion_resumes_from_the_memory_of_its_own_nodes(start_job):
         assert recovered["sources"].get("disk", 0) == recovered["digests_mismatched"] == 0
 
 
+def test_where_each_host_has_a_copy_of_everything_nothing_is_asked_of_peers(start_job):
+    """The processes are gone, and their hosts and shared memory are left."""
+    job = start_job(2, preset="gemini")
+    run_until_crash(job, "ab")
+    again = job.start_all({}, "ab")
+    assert [each.join() for each in again] == [0, 0]
+    check_history(job.workers)
+    for each in again:
+        recovered = check_recovered(job.workers, each, 0)
+        assert (recovered["step"], recovered["tier"]) == (CRASH, "own memory")
+        assert recovered["sources"]["local memory"] > 0 == recovered["sources"].get("peer", 0)
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.02])
 @pytest.mark.few(1)
 def test_all_processes_crash_in_the_middle_of_anything(start_job, delay):

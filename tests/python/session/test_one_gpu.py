@@ -1,10 +1,13 @@
 """Several members on one GPU: gloo takes the place of NCCL, and all that a session copies from a GPU is at work."""
 
+import re
+
 import pytest
 import torch
 
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
+from support.slow_links import HOST_RATE, SlowHostWorker
 from support.worker import Fault
 
 SLOW = 120.0
@@ -55,10 +58,37 @@ def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, cuda, pres
     assert sum(event["digests_mismatched"] for event in workers[0].events("verified")) == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("stands_in")
+@pytest.mark.timeout(300)
+def test_messages_are_planned_by_a_copy_to_the_host_that_is_slower_than_the_network(start_job, cuda):
+    job = start_job(2, preset="gemini", hang_limit=30.0, profile_steps=4, profile_every=6, **FEWEST)
+    workers = [job.start(name, kind=SlowHostWorker, device=cuda.type, steps=12) for name in "ab"]
+    assert [each.join(SLOW) for each in workers] == [0, 0]
+    check_history(workers)
+    for each in workers:
+        paced = each.events("paced")[-1]
+        assert 0 < paced["budgets"][1] <= 2 * HOST_RATE * max(one.events("paced")[-1]["seconds"] for one in workers)
+        said = paced["summary"]
+        found = re.search(r"messages keep pace with the copy from GPU to host, ([0-9.e+-]+) MB/s", said)
+        assert found, said
+        assert float(found[1]) * 1e6 <= HOST_RATE
+
+
 @pytest.mark.timeout(300)
 def test_replicas_repeat_the_steps_on_their_device(start_job, device):
     job = start_job(3, preset="moetion", hang_limit=30.0, replica_device=device, **FEWEST)
     workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, optimizer="evermoe", steps=8)
+    assert workers[1].join(SLOW) == -9
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["digests_mismatched"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_survivors_go_on_from_replicas_between_which_the_gpu_splits_the_tokens(start_job, device):
+    job = start_job(3, preset="lazarus", hang_limit=30.0)
+    workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=8)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
     check_history(workers)

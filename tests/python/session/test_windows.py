@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.history import check_history
+from support.outgoing import OutgoingWorker
 
 PROFILE = {"profile_steps": 6, "profile_every": 8}
 BUSY = 60
@@ -60,6 +61,21 @@ def test_bytes_travel_in_windows(start_job, preset, size):
         assert check_in_windows(trace) > 0
         assert worker.events("paced")[-1]["plans"] >= 1
         assert "a version takes 1 step" in worker.events("paced")[-1]["summary"]
+
+
+def test_baft_sends_whole_units_in_windows(start_job):
+    """Each message is all of a unit, or the table of a bundle's digests."""
+    job = start_job(3, preset="baft", **PROFILE)
+    workers = [job.start(name, kind=OutgoingWorker, steps=20, work=BUSY, trace=True) for name in "abc"]
+    assert [each.join() for each in workers] == [0] * 3
+    check_history(workers)
+    for each in workers:
+        told = each.events("outgoing")[-1]["bundles"]
+        units, tables = {size for parts in told for _, size in parts}, {parts[0][0] for parts in told}
+        trace = (Path(job.folder) / f"{each.name}.session.json").read_text()
+        sent = [copy["args"] for copy in events(trace, "copy") if copy["args"]["window"] is not None]
+        assert {copy["bytes"] for copy in sent} <= units | tables
+        assert sum(copy["bytes"] in units for copy in sent) >= len(units), "most of what is sent are units"
 
 
 @pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "beside")])

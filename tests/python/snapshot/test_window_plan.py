@@ -108,6 +108,39 @@ def test_what_moetion_has_no_window_for_goes_first_and_at_any_time():
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize("policy", ["gemini", "baft"])
+def test_messages_from_a_gpu_keep_pace_with_the_copy_to_its_host(policy):
+    """That goes on while the network is idle: what was sent by any moment of the windows has been copied by then."""
+    speed = 2e5  # a fifth of the link's
+    for is_on_gpu, host_speed in ((True, speed), (True, 0.0), (False, speed)):
+        told = [replace(each, is_on_gpu=is_on_gpu, host_speed=host_speed) for each in reports()]
+        plan = plan_of(0, told, policy, Memory(2 * 1000, 2))
+        windows = find_windows(as_steps([timed()] * 3, True)).windows
+        before = [[each for each in windows[:number] if each.resource == "network"] for number in range(len(windows))]
+        idle = [sum(each.seconds for each in some) for some in before]
+        inside = [chunk for chunk in plan.chunks if chunk.window is not None]
+        assert inside
+        sent, late = 0, 0
+        for chunk in sorted(inside, key=lambda chunk: (chunk.window, chunk.start)):
+            sent += chunk.bytes
+            late += sent > speed * (idle[chunk.window] + chunk.start + chunk.seconds)
+        assert (late == 0) == (told[0].pace.beta == speed) == told[0].waits_for_host
+        assert told[0].waits_for_host == (is_on_gpu and host_speed > 0)
+
+
+def test_a_copy_to_the_host_that_is_quicker_than_the_network_changes_no_plan():
+    quick = [replace(each, is_on_gpu=True, host_speed=1e7) for each in reports()]
+    assert plan_of(0, quick, "gemini", Memory(2 * 4000, 2)) == plan_of(0, reports(), "gemini", Memory(2 * 4000, 2))
+
+
+@pytest.mark.parametrize("factor", [0.2, 0.6, 1.0, 2.5])
+def test_a_message_that_takes_less_than_half_as_long_is_planned_anew(factor):
+    before = replace(reports()[0], link=(0.0, 1e6))
+    said = replace(before, link=(0.0, 1e6 / factor)).new_pace(before, 4000)
+    assert bool(said) == (factor == 0.2)
+    assert not said or f"takes {factor * 4e-3:.6f} s, not 0.004000 s" in said
+
+
 def test_a_receiver_whose_steps_run_late_has_other_rooms():
     early = plan_of(0, reports(), "gemini", Memory(2 * 4000, 2))
     late = plan_of(0, reports((0.0, 0.05, 0.05)), "gemini", Memory(2 * 4000, 2))

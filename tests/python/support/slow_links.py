@@ -1,4 +1,4 @@
-"""A worker whose messages to peers take as long as on a slow link, and which tells what it sends in each step."""
+"""Workers whose messages to peers, or copies from a GPU, take as long as on a slow link."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from support.worker import Options
 
 RATE = 40_000
 """Bytes per second."""
+HOST_RATE = 2_000_000
+"""Bytes per second of a copy from a GPU to its host."""
+
+
+class SlowHostWorker(Worker):
+    """Of a stand-in for a GPU, from which nothing comes to the host faster than `HOST_RATE`."""
+
+    @staticmethod
+    def main(options: Options) -> None:
+        os.environ["EVERMOE_TEST_HOST_BYTES_PER_SECOND"] = str(HOST_RATE)
+        worker.main(options)
 
 
 class SlowLinkWorker(Worker):
