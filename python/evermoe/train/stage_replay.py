@@ -10,6 +10,7 @@ with buffers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +103,12 @@ class StageReplay:
             seats: by rank.
         """
         told = [each for seat in seats for each in seat.repeated]
+        by_ranks, width = Counter(name for _, names in told for name in names), sum(seat.stage == 0 for seat in seats)
         self._units = {
-            name: Unit(name, tuple(_spec(*each) for each in specs)) for specs, names in told for name in names
+            name: Unit(name, tuple(_spec(*each) for each in specs))
+            for specs, names in told
+            for name in names
+            if by_ranks[name] == width  # else some rank of its stage cannot
         }
         found = []
         for bundle in planned:
