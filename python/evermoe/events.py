@@ -358,8 +358,8 @@ class Published(Event):
 @dataclass(frozen=True)
 class Damaged(Event):
     """A copy that this member keeps by repeating steps is not what its trainer has: a bit has flipped, or a step was
-    not repeated exactly. It is not used; its full state is asked for. From the thread `evermoe-gradients`, or in a
-    recovery from the training thread."""
+    not repeated exactly. It is not used; its full state is asked for. From the thread `evermoe-gradients`, in a
+    pipeline `evermoe-snapshots`, or in a recovery from the training thread."""
 
     unit: str
     step: int

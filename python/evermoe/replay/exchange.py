@@ -99,7 +99,7 @@ class ReplayExchange:
         self._outgoing_frames = {peer: self._frame(units, keeps_tail=True) for peer, units in self._to.items()}
         self._incoming_frames = {peer: self._frame(units) for peer, units in self._from.items()}
         self.sender = GradientSender(
-            state.optimizer, {unit: _rows(state, unit) for unit in mine}, arithmetic=arithmetic, is_hooked=False
+            state.optimizer, {unit: rows_of(state, unit) for unit in mine}, arithmetic=arithmetic, is_hooked=False
         )
         gradients = [
             4 * int(np.prod(spec.shape)) + RECORD_BYTES
@@ -339,7 +339,7 @@ def _parameters(state: TrainingState, unit: str) -> list[TensorSpec]:
     return [spec for spec in specs if not any(spec.name.startswith(f"{other.name}/") for other in specs)]
 
 
-def _rows(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:
+def rows_of(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:
     """What the sender is to follow of a unit that is trained here."""
     about = state.catalog.by_name[unit]
     if about.layer is None:

@@ -98,24 +98,8 @@ class Part:
             return
         self.check()
         steps = torch.from_numpy(numbers).view(len(gradients), -1)
-        views = {name.rpartition("/")[2]: view for name, view in self.layout.tensors(self.state).items()}
-        p = views.pop(self.layout.specs[0].name.rpartition("/")[2]).view(-1)
-        flat = {name: view.view(-1) for name, view in views.items()}
         received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
-        parameter = p
-        if MASTER in flat:
-            p, received = flat[MASTER], _clip_in(parameter.dtype, received, steps)
-        try:
-            if steps.shape[1] == 9:
-                ops.sgd_(p, flat.get("momentum_buffer"), received, steps)
-            else:
-                ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], received, steps)
-        except KeyError as error:
-            raise RuntimeError(f"{self.name}: a step of AdamW came for a state without {error}") from None
-        if p is not parameter:
-            parameter.copy_(p)
-        if "step" in flat and t is not None:
-            flat["step"].fill_(t)
+        repeat_steps(self.layout, self.state, steps, received, t)
         self._finish()
         self.seal()
 
@@ -123,6 +107,38 @@ class Part:
         if gradient.dtype == np.uint16:
             return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16).to(self.device)
         return torch.from_numpy(gradient).to(self.device)
+
+
+def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence[Tensor | None], t: int | None) -> None:
+    """Repeats steps of one parameter in place.
+
+    Args:
+        layout: the parameter, then the optimizer's state of it.
+        state: their bytes, uint8 `[nbytes]`.
+        steps: float32 `[len(gradients), 10 or 9]`, rows from `Arithmetic.numbers`.
+        gradients: one for each step, on the state's device; None for zeros.
+        t: steps that the parameter has taken then; None where that is not known.
+
+    Raises:
+        RuntimeError: the state is not that of the numbers' optimizer.
+    """
+    views = {name.rpartition("/")[2]: view for name, view in layout.tensors(state).items()}
+    p = views.pop(layout.specs[0].name.rpartition("/")[2]).view(-1)
+    flat = {name: view.view(-1) for name, view in views.items()}
+    parameter = p
+    if MASTER in flat:
+        p, gradients = flat[MASTER], _clip_in(parameter.dtype, gradients, steps)
+    try:
+        if steps.shape[1] == 9:
+            ops.sgd_(p, flat.get("momentum_buffer"), gradients, steps)
+        else:
+            ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], gradients, steps)
+    except KeyError as error:
+        raise RuntimeError(f"{layout.name}: a step of AdamW came for a state without {error}") from None
+    if p is not parameter:
+        parameter.copy_(p)
+    if "step" in flat and t is not None:
+        flat["step"].fill_(t)
 
 
 def _clip_in(dtype: torch.dtype, gradients: Sequence[Tensor | None], steps: Tensor) -> list[Tensor | None]:

@@ -12,7 +12,7 @@ from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.part import part_name, parts_of
 from evermoe.replay.sender import FUSED_ROW
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import TensorSpec
+from evermoe.state.unit import TensorSpec, Unit
 
 
 def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
@@ -22,11 +22,19 @@ def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
     parameters in the optimizer.
     """
     found = state.catalog.by_name[unit]
+    return (found.layer is not None or unit in state.owners.units) and is_repeatable(state, found, arithmetic)
+
+
+def is_repeatable(state: TrainingState, found: Unit, arithmetic: Arithmetic) -> bool:
+    """Whether the steps of a whole unit can be repeated from the gradients that its optimizer sees.
+
+    As of `can_replay`, whoever trains it.
+    """
     if not all(_is_exact(specs) for specs in parts_of(found)):
         return False
     stepped = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
     if found.layer is None:
-        return unit in state.owners.units and all(id(p) in stepped for p in state.dense_tensors(unit).values())
+        return all(id(p) in stepped for p in state.dense_tensors(found.name).values())
     weights = state.layers[found.layer].weights
     is_whole = arithmetic.variant != "torch_cpu_fused" or weights.shape[1] % FUSED_ROW == 0
     return is_whole and id(weights) in stepped

@@ -17,7 +17,7 @@ from evermoe.comm.task import Task
 from evermoe.comm.transport import Transfer
 from evermoe.errors import CaptureCancelled, CorruptCopy
 from evermoe.events import Chunk, Listener, Published
-from evermoe.snapshot.segments import Segment
+from evermoe.snapshot.segments import Segment, Segments
 from evermoe.snapshot.store import BundleArena, SnapshotStore
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.unit import read_tensors
@@ -67,7 +67,7 @@ class SnapshotRound:
         self._peers = [kept for kept in store.peers if kept.number in travels]
         self._copies = copies
         # Plans are for steps: the first copies of an arrangement leave out what holders have.
-        segments = (None if copies else store.segments) or store.even_segments(copies)
+        segments = (None if copies else store.segments) or self._even_segments(copies)
         self._sends, self._receives = ([segment for segment in both if segment.bundle in travels] for both in segments)
         self._first_step = 0
         self._total_bytes = sum(segment.nbytes for segment in self._sends)
@@ -82,6 +82,10 @@ class SnapshotRound:
         """Of units that the courier reads, as they were at the start."""
         self.task: Task[bool]
         """From `start` on; its result: whether all copies that came match their digests."""
+
+    def _even_segments(self, copies: KeptCopies) -> Segments:
+        """Messages of what travels, where none are planned."""
+        return self._store.even_segments(copies)
 
     def start(self) -> SnapshotRound:
         """Begins to capture the state as it is now, and the rest in the courier's thread.
@@ -238,17 +242,24 @@ class SnapshotRound:
         """What is sent, each part as soon as it is captured; the one with the digests when all of its bundle is."""
         captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
         for segment, message in zip(self._sends, self._messages(self._sends, self._own), strict=True):
-            capture = captures[segment.bundle]
-            if capture is not None:
-                capture.wait(segment.offset + segment.nbytes if segment.offset else None)
+            self._make_ready(segment, captures[segment.bundle])
             yield message
 
+    def _make_ready(self, segment: Segment, capture: Capture | None) -> None:
+        """Waits until what a message of this member is made of is captured."""
+        if capture is not None:
+            capture.wait(segment.offset + segment.nbytes if segment.offset else None)
+
     def _messages(self, segments: Sequence[Segment], arenas: Sequence[BundleArena]) -> Iterator[Message]:
-        buffers = {kept.number: torch.from_numpy(kept.arena.buffer(kept.index)) for kept in arenas}
+        buffers = {kept.number: self._bytes_of(kept) for kept in arenas}
         for segment in segments:
             data = buffers[segment.bundle][segment.offset : segment.offset + segment.nbytes]
             step = None if segment.step is None else self._first_step + segment.step
             yield Message(data, segment.peer, segment.tag, segment.window, step)
+
+    def _bytes_of(self, kept: BundleArena) -> Tensor:
+        """What travels of a bundle, which its segments are parts of."""
+        return torch.from_numpy(kept.arena.buffer(kept.index))
 
     def _is_whole(self, kept: BundleArena) -> bool:
         try:

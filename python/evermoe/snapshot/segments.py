@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from evermoe._native import Arena
@@ -49,7 +49,16 @@ def even(number: int, arena: Arena, peer: int, left_out: Collection[str], most_b
             runs[-1] = runs[-1][0], end
         elif name not in left_out:
             runs.append((start, end))
+    return even_runs(number, peer, runs, units[0][1], most_bytes)
+
+
+def even_runs(
+    number: int, peer: int, runs: Iterable[tuple[int, int]], table_bytes: int, most_bytes: int
+) -> Iterator[Segment]:
+    """Segments of `most_bytes` at most of a bundle's bytes from each start to its end, to any window.
+
+    The table of digests comes last, as these are known when all is captured.
+    """
     parts = [(start, min(most_bytes, end - start)) for a, end in runs for start in range(a, end, most_bytes)]
-    # The digests last: they are known when all is captured.
-    for place, (start, nbytes) in enumerate([*parts, (0, units[0][1])]):
+    for place, (start, nbytes) in enumerate([*parts, (0, table_bytes)]):
         yield Segment(number, peer, place, start, nbytes)

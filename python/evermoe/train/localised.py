@@ -91,6 +91,10 @@ class LocalisedRecovery:
         """Whether a version is copied to other nodes: not while stages have another state, or a part of it."""
         return step_of(after) >= self._ahead_until
 
+    def was_retaken(self, after: int) -> bool:
+        """Whether some rank had taken the step to a version before, and has no gradients of it; known to all ranks."""
+        return step_of(after) <= self._ahead_until
+
     # ---- failures
 
     def tell(self, group: Group, version: int) -> None:

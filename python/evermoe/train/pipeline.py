@@ -84,7 +84,7 @@ class PipelineSession:
             step, and a newcomer resumes it.
         scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
             out steps that overflow, and updates the scale; its methods are not to be called.
-        on_event: as of `Session`; told of `Chunk`, `Gone`, `Protocol` and `Published`.
+        on_event: as of `Session`; told of `Chunk`, `Damaged`, `Gone`, `Protocol` and `Published`.
         options: fields of `PipelineConfig`.
 
     Raises:
@@ -118,7 +118,8 @@ class PipelineSession:
         loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
         place, slices, stage = self.config.place, self.config.slices, self.config.stage
         has_tokens = self.config.chooses_experts
-        self._state = StageState(stage_module, optimizer, stage, loop, peers, place, slices, has_tokens)
+        cuts = {"may_cut": not self.config.replay}
+        self._state = StageState(stage_module, optimizer, stage, loop, peers, place, slices, has_tokens, **cuts)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -336,6 +337,7 @@ class PipelineSession:
             self._group.all_reduce(torch.zeros(1))
         self._connections.leave()
         self._guard.remove()
+        self._driver.replay.end()
         self._membership.close()
         self._driver.end()
         self._store.close(self._membership.id)

@@ -77,6 +77,11 @@ class PipelineConfig(Options):
     those to come. No step captures all of the state; a lost stage gets a dense one by computing the steps since again,
     from what its neighbours have logged. With `snapshot_every=None` of as many slices, up to 8, as have room in the
     bubbles, once these are known: for that all ranks meet once as after a loss. Needs `localised`."""
+    replay: bool = option(False, shared=True)
+    """Whether, with `moetion`, a version travels as the step that leads to it where its keeper has the version before:
+    the gradients that the optimizer saw, with which the keeper repeats the step (Algorithm 3). Where an optimizer's
+    steps cannot be repeated to the bit, state travels, and a warning says so. Each step is then a version, and no unit
+    is cut. Not with `sparse` or another `snapshot_every` than 1."""
     seed: int = option(0, least=0, shared=True)
     """Of random numbers: torch's generator is seeded from it, the step and the rank when a step begins, and in
     `step.run` for each microbatch, so that one which is computed again draws the same."""
@@ -100,6 +105,16 @@ class PipelineConfig(Options):
                 'expert_selection="budget" chooses among experts that each have one rank, in whole versions, as moetion'
                 f" does: expected preset moetion, expert_parallel=True and sparse=False, got preset {self.preset}, "
                 f"expert_parallel={self.expert_parallel} and sparse={self.sparse}"
+            )
+        if self.replay and (not self.copy_options().choices.selects_by_budget or self.sparse):
+            raise ValueError(
+                "replay=True is MoEtion's, of whole versions: expected preset moetion and sparse=False, got preset "
+                f"{self.preset} and sparse={self.sparse}"
+            )
+        if self.replay and self.snapshot_every not in (None, 1):
+            raise ValueError(
+                "replay=True: a step leads from a version to the one after it: expected snapshot_every of 1 or None, "
+                f"got {self.snapshot_every}"
             )
         if self.sparse and not self.localised:
             raise ValueError(
@@ -130,6 +145,11 @@ class PipelineConfig(Options):
     def slices(self) -> int | None:
         """Slices of a version: 1 unless versions are sparse; None for as many as the bubbles need."""
         return self.snapshot_every if self.sparse else 1
+
+    @property
+    def version_steps(self) -> int | None:
+        """Steps over which each version is sent; None for as few as the bubbles need."""
+        return 1 if self.replay else self.snapshot_every
 
     @property
     def rank(self) -> int:

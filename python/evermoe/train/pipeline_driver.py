@@ -38,6 +38,7 @@ from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
 from evermoe.train.slice_choice import SliceChoice
 from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stage_copies import StageCopies
+from evermoe.train.stage_replay import StageReplay
 from evermoe.train.stage_target import StageTarget
 from evermoe.train.stage_windows import StageWindowPlanner
 from evermoe.train.stages import Seat, StageState
@@ -77,7 +78,7 @@ class PipelineDriver(Driver):
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
         self.window_planner = StageWindowPlanner(
-            self.pacer, self.courier, store, membership, windows, schedule, options.snapshot_every, options.stages
+            self.pacer, self.courier, store, membership, windows, schedule, options.version_steps, options.stages
         )
         self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps, state.device)
@@ -87,7 +88,9 @@ class PipelineDriver(Driver):
         )
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(options.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
-        self.copies = StageCopies(options, store, membership, self.windows, self.experts, self.courier, emit)
+        self.replay = StageReplay(options, state, self.localised, self.window_planner)
+        chosen = self.windows, self.experts, self.replay
+        self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
         self._step, self._reason = 0, ""
         """Steps taken, and why the group was given up last."""
@@ -283,7 +286,7 @@ class PipelineDriver(Driver):
         """Who sits where."""
         own, options = self._state.own, self._options
         node, told = self._membership.node, (self._state.alone(), self.windows.weights(), self.windows.choice.told())
-        mine = Seat(options.stage, options.data_parallel, node, own.layout, own.sizes(), *told)
+        mine = Seat(options.stage, options.data_parallel, node, own.layout, own.sizes(), *told, self.replay.told())
         self.seats = _seats(self._group, mine, options.data_parallel_size, options.size)
         self.windows.learn(self.seats)
         self._store.check()

@@ -18,7 +18,9 @@ from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.state.stored import KeptCopies
 from evermoe.train.chosen_experts import ChosenExperts
 from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.repeated_round import RepeatedRound
 from evermoe.train.sparse_windows import SparseWindows
+from evermoe.train.stage_replay import StageReplay
 from evermoe.train.stages import Seat, stage_bundles
 
 
@@ -31,6 +33,7 @@ class StageCopies:
         membership: all ranks.
         windows: of sparse versions.
         experts: says which of them are copied.
+        replay: says what travels as steps.
         courier: sends and receives.
         emit: of the session.
     """
@@ -42,11 +45,12 @@ class StageCopies:
         membership: Membership,
         windows: SparseWindows,
         experts: ChosenExperts,
+        replay: StageReplay,
         courier: Courier,
         emit: Listener,
     ) -> None:
         self._options, self._store, self._membership, self._windows = options, store, membership, windows
-        self._experts, self._courier, self._emit = experts, courier, emit
+        self._experts, self._replay, self._courier, self._emit = experts, replay, courier, emit
         self._group = membership.trainer_group
         store.sources = GpuSources(options.snapshot_memory)
         self._page_locks = PageLocks()
@@ -83,7 +87,7 @@ class StageCopies:
         self._drop_before()
         self._windows.change(seats)
         planned = stage_bundles(self._options.preset, seats, self._options.copies)
-        bundles = self._windows.arrange(self._experts.arrange(planned))
+        bundles = self._windows.arrange(self._replay.arrange(self._experts.arrange(planned), seats))
         must_wait = waits or self._windows.are_used or self._failed
         is_beside = not self._group.all_reduce(torch.tensor([int(must_wait)]))
         self._before = copies, generation, version
@@ -91,6 +95,7 @@ class StageCopies:
         reserves = is_on_gpu or not is_beside  # the driver page-locks what is there
         kept = self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
         self._experts.keep(kept)
+        self._replay.keep(kept, self._group.rank, version)
         self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
         if is_beside and copies:
             self.version, self._stays = version, ()
@@ -145,7 +150,10 @@ class StageCopies:
         if self.version is None:
             return
         due = self._windows.due(version - self.version)
-        self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, stays=self._stays).start()
+        sent = self._replay.begin(version, self._stays)
+        self._round = RepeatedRound(
+            self._store, version, self._courier, due, self._emit, stays=self._stays, sent=sent
+        ).start()
 
     def wait(self) -> bool:
         """Waits for the version that is on its way; whether it is whole here."""

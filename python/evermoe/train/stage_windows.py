@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from evermoe.comm.courier import Courier
@@ -14,7 +15,7 @@ from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
 from evermoe.profile import Profiler
 from evermoe.profile.bubble_time import BubbleTime, bubble_time
-from evermoe.snapshot.rank_plan import COPIES, RankReport, lead, plan_of
+from evermoe.snapshot.rank_plan import COPIES, Outgoing, RankReport, lead, plan_of
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.snapshot.window_plan import WARM_UP, WindowOptions, WindowPlanner
 
@@ -45,6 +46,9 @@ class StageWindowPlanner(WindowPlanner):
     profiler: Profiler
     bubbles: BubbleTime | None = None
     """Of the rank that has the most of them, by the latest profile; the same on all ranks."""
+    step_bytes: Mapping[int, int] = MappingProxyType({})
+    """Of bundles that the latest version has as steps (see `train.repeated_round`), the bytes of these; the same on all
+    ranks."""
     _known: Sequence[_Known] = ()
     """What the latest plan was made of, by rank; empty on a newcomer. The same on all others."""
 
@@ -81,6 +85,21 @@ class StageWindowPlanner(WindowPlanner):
         if numbers or self.numbers:
             self.fixed_steps = steps if numbers else None
         self.numbers = numbers
+
+    def send_steps(self, step_bytes: Mapping[int, int]) -> None:
+        """The next version has some bundles as steps, of so many bytes: plans for these."""
+        if step_bytes != self.step_bytes:
+            self.step_bytes = step_bytes
+            if self._reports and self._policy is not None:
+                self._divide(self._policy)
+
+    def _without(self, bundles: Collection[int]) -> list[RankReport]:
+        reports = super()._without(bundles)
+        return [replace(report, outgoing=[*map(self._as_sent, report.outgoing)]) for report in reports]
+
+    def _as_sent(self, bundle: Outgoing) -> Outgoing:
+        nbytes = self.step_bytes.get(bundle.bundle)
+        return bundle if nbytes is None else bundle._replace(parts=[(bundle.parts[0][0], nbytes)])
 
     def _carry_over(self, policy: ChunkPolicy) -> None:
         """Plans by the windows of before; a newcomer takes those of its predecessor, which all others remember.

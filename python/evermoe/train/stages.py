@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class Seat:
     """Of each unit the bytes without those that only an update needs; empty unless versions are sparse."""
     slices: SlicesTold = NOTHING_TOLD
     """What is known of the slices of a version, where their number is chosen."""
+    repeated: list[Any] = field(default_factory=list)
+    """Units of its stage whose steps can be repeated, and their tensors: see `train.stage_replay`."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -193,6 +195,7 @@ class StageState(TrainingState):
         slices: of a sparse version, each of whole units, which then are not cut; 1 where versions are not sparse, None
             where their number is chosen.
         keeps_tokens: whether the tokens that experts got are a unit, too.
+        may_cut: False for units that are all whole.
 
     Raises:
         UnsupportedState: a layer has fewer experts than there are ranks; or as of `TrainingState`.
@@ -208,6 +211,8 @@ class StageState(TrainingState):
         place: int | None = None,
         slices: int | None = 1,
         keeps_tokens: bool = False,
+        *,
+        may_cut: bool = True,
     ) -> None:
         self.device = next(module.parameters()).device
         """Where the stage is."""
@@ -223,8 +228,8 @@ class StageState(TrainingState):
         self._tracked = [*module.parameters(), *module.buffers()]
         alone = [unit for unit in self.catalog.units if self._is_spread and unit.layer is not None]
         on_all = [unit for unit in self.catalog.units if unit not in alone]
-        may_cut = self._is_contiguous if slices == 1 else lambda unit: False
-        parts_of_units = cut(on_all, ranks, may_cut) + [UnitPart(unit, 0, unit.nbytes) for unit in alone]
+        is_cut = self._is_contiguous if slices == 1 and may_cut else lambda unit: False
+        parts_of_units = cut(on_all, ranks, is_cut) + [UnitPart(unit, 0, unit.nbytes) for unit in alone]
         self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
         self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from support import pipeline_worker
+from support import pipeline_worker, replay_faults
 from support.harness import PATIENCE, SERVER, Job, Worker
 from support.pipeline_worker import MICROBATCHES, PEERS, ROWS, STAGES, Options
 
@@ -28,6 +28,8 @@ class Rank(Worker):
 
 def _run(options, environment):
     os.environ |= environment
+    if replay_faults.FAULT in environment:
+        replay_faults.install(environment[replay_faults.FAULT])
     pipeline_worker.main(options)
 
 

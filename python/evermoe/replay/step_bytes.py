@@ -1,0 +1,86 @@
+"""A step of a unit as bytes of a size that both ends know, and the step repeated from them.
+
+Of each parameter of the unit: a head of 64 bytes (whether it took the step, its count, the step's numbers), then the
+gradient, in float32 (in bfloat16 that of a parameter in bfloat16), up to a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evermoe.replay.part import part_name, parts_of, repeat_steps
+from evermoe.replay.step_notes import NotedStep
+from evermoe.state.unit import TensorSpec, Unit
+
+ALIGNMENT = 64
+"""Bytes of a head, and of what gradients are padded to."""
+_HEAD = np.dtype([("t", "<i8"), ("length", "<i4"), ("numbers", "<f4", 12)], align=True)
+_LENGTHS = (9, 10)
+"""Numbers of a step: of SGD, and of AdamW."""
+
+
+def step_bytes(unit: Unit) -> int:
+    """Bytes of a step of a unit."""
+    return sum(ALIGNMENT + _padded(_gradient_bytes(specs[0])) for specs in parts_of(unit))
+
+
+def write_step(unit: Unit, steps: Sequence[NotedStep | None], out: Tensor) -> None:
+    """Writes a step of a unit to `out`, uint8 `[step_bytes(unit)]`; without any, that all stays as it is."""
+    kept = steps or [None] * len(parts_of(unit))
+    for (_, _, head, gradient), step in zip(_parts(unit, out), kept, strict=True):
+        record = np.zeros((), _HEAD)
+        if step is not None:
+            record["t"], record["length"] = step.t, len(step.numbers)
+            record["numbers"][: len(step.numbers)] = step.numbers
+            is_half = step.gradient.dtype == np.uint16
+            own = torch.from_numpy(step.gradient.view(np.int16) if is_half else step.gradient)
+            gradient.copy_(own.view(torch.bfloat16) if is_half else own)
+        head[: _HEAD.itemsize] = torch.from_numpy(record.reshape(1).view(np.uint8))
+
+
+def repeat_step(unit: Unit, data: Tensor, state: Tensor) -> None:
+    """Repeats a step of a unit in place.
+
+    Args:
+        unit: with its tensors.
+        data: of the step, as `write_step` has written it.
+        state: of the unit, uint8 `[nbytes]` on the CPU.
+
+    Raises:
+        ValueError: the bytes are not those of a step.
+        RuntimeError: the state is not that of the step's optimizer.
+    """
+    for specs, start, head, gradient in _parts(unit, data):
+        record = head[: _HEAD.itemsize].numpy().view(_HEAD)[0]
+        length, layout = int(record["length"]), Unit(part_name(unit.name, specs[0].name), tuple(specs))
+        if length and length not in _LENGTHS:
+            raise ValueError(f"{layout.name}: a step has {length} numbers")
+        if length:
+            numbers = torch.from_numpy(record["numbers"][:length].copy())[None]
+            repeat_steps(layout, state[start : start + layout.nbytes], numbers, [gradient], int(record["t"]))
+
+
+def _parts(unit: Unit, data: Tensor) -> Iterator[tuple[list[TensorSpec], int, Tensor, Tensor]]:
+    """Of each parameter its tensors, the first of their bytes in the unit, and its head and gradient in a step's."""
+    at = start = 0
+    for specs in parts_of(unit):
+        first, nbytes = at + ALIGNMENT, _gradient_bytes(specs[0])
+        yield specs, start, data[at:first], data[first : first + nbytes].view(_gradient_type(specs[0]))
+        at = first + _padded(nbytes)
+        start += sum(spec.nbytes for spec in specs)
+
+
+def _gradient_type(parameter: TensorSpec) -> torch.dtype:
+    return torch.bfloat16 if parameter.dtype == torch.bfloat16 else torch.float32
+
+
+def _gradient_bytes(parameter: TensorSpec) -> int:
+    return parameter.nbytes // parameter.dtype.itemsize * _gradient_type(parameter).itemsize
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

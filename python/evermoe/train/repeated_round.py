@@ -1,0 +1,191 @@
+"""A version of a pipeline's stages on its way, of which some bundles travel as the step that leads to them.
+
+    primary   captures the bundle in its own arena, as any; sends the step, then the table of its digests
+    holder    copies the version before into the new one's place, repeats the step, and compares digests
+              they differ, or it has no version before: it asks, and the primary sends the state that it has captured
+
+So a version is whole when it is, whichever way it has come, and a failure finds it as any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evermoe._native import Capture, digest
+from evermoe.comm.courier import Message
+from evermoe.comm.pacer import ANY_TIME
+from evermoe.events import Damaged
+from evermoe.replay.source import wait_for_gradients
+from evermoe.replay.step_bytes import repeat_step, step_bytes, write_step
+from evermoe.snapshot.round import SnapshotRound
+from evermoe.snapshot.segments import Segment, Segments, even, even_runs
+from evermoe.snapshot.store import BundleArena
+from evermoe.state.stored import KeptCopies
+from evermoe.state.version import step_of
+from evermoe.train.stage_replay import Repeated, SentSteps
+
+logger = logging.getLogger(__name__)
+
+
+class RepeatedRound(SnapshotRound):
+    """One version on its way; without steps a `SnapshotRound`.
+
+    Args:
+        args, options: of a `SnapshotRound`.
+        sent: what travels as steps.
+    """
+
+    def __init__(self, *args: Any, sent: SentSteps, **options: Any) -> None:
+        self._repeated, self._steps = sent.bundles, sent.steps
+        self._data: dict[int, Tensor] = {}
+        """By number of a bundle, the table of its digests and the step."""
+        self._asked: list[BundleArena] = []
+        """What the state is needed of."""
+        super().__init__(*args, **options)
+
+    # ---- what travels
+
+    def _even_segments(self, copies: KeptCopies) -> Segments:
+        return Segments(*([*self._as_steps(each)] for each in super()._even_segments(copies)))
+
+    def _as_steps(self, segments: Iterable[Segment]) -> Iterator[Segment]:
+        """Segments of steps in place of those of states, each bundle's where its first one is."""
+        tables = {kept.number: _table_bytes(kept) for kept in (*self._store.own, *self._store.peers)}
+        for segment in segments:
+            known = self._repeated.get(segment.bundle)
+            if known is None:
+                yield segment
+            elif not segment.place:
+                first = tables[segment.bundle]
+                run = [(first, first + known.nbytes)]
+                yield from even_runs(segment.bundle, segment.peer, run, first, self._store.chunk_bytes)
+
+    def _bytes_of(self, kept: BundleArena) -> Tensor:
+        known = self._repeated.get(kept.number)
+        if known is None:
+            return super()._bytes_of(kept)
+        if kept.number not in self._data:
+            first = _table_bytes(kept)
+            data = self._data[kept.number] = torch.empty(first + known.nbytes, dtype=torch.uint8)
+            if kept.number in {each.number for each in self._own}:
+                wait_for_gradients(self._store.state.devices())
+                for unit, step in zip(known.units, _split(known, data[first:]), strict=True):
+                    write_step(unit, self._steps.get(unit.name, []), step)
+        return self._data[kept.number]
+
+    def _make_ready(self, segment: Segment, capture: Capture | None) -> None:
+        if segment.bundle not in self._repeated:
+            super()._make_ready(segment, capture)
+            return
+        kept = next(each for each in self._own if each.number == segment.bundle)
+        first = _table_bytes(kept)
+        if segment.offset < first:
+            super()._make_ready(segment._replace(offset=0), capture)
+            self._data[segment.bundle][:first] = super()._bytes_of(kept)[:first]
+
+    # ---- what comes
+
+    def _is_whole(self, kept: BundleArena) -> bool:
+        known = self._repeated.get(kept.number)
+        if known is None:
+            return super()._is_whole(kept)
+        problem = self._repeat(kept, known)
+        if not problem and super()._is_whole(kept):
+            return True
+        self._asked.append(kept)
+        for unit in [kept.bundle.units[0]] if problem else _differing(kept):
+            why = problem or "its digest is not that of its trainer"
+            reason = f"{unit}: the step to version {step_of(self.version)} was not repeated exactly; {why}"
+            logger.warning("a copy here waits for its full state, which comes next: %s", reason)
+            self._emit(Damaged(unit, step_of(self.version), reason))
+        return True
+
+    def _repeat(self, kept: BundleArena, known: Repeated) -> str:
+        """Makes the version from the one before; why that cannot be, or nothing."""
+        before = {version: index for index, version in kept.arena.versions()}.get(known.base)
+        if before is None:
+            return f"version {step_of(known.base)} is not there"
+        data, out, first = self._data[kept.number], super()._bytes_of(kept), _table_bytes(kept)
+        out.copy_(torch.from_numpy(kept.arena.buffer(before)))
+        out[:first] = data[:first]
+        steps = _split(known, data[first:])
+        try:
+            for unit, step, (_, offset, nbytes) in zip(known.units, steps, kept.arena.units(), strict=True):
+                repeat_step(unit, step, out[offset : offset + nbytes])
+                self._courier.progress += 1
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    def _exchange(self) -> bool:
+        is_whole = super()._exchange()
+        is_healed = self._heal()
+        self._data, self._steps = {}, {}
+        return is_whole and is_healed
+
+    def _heal(self) -> bool:
+        """Tells the primaries of which steps the state is needed, and sends the state of those that others need."""
+        courier, asked = self._courier, {kept.number for kept in self._asked}
+        answers = [
+            (kept, peer, torch.zeros(1, dtype=torch.uint8))
+            for kept in self._own
+            if kept.number in self._repeated
+            for peer in kept.bundle.holders[1:]
+        ]
+        coming = [courier.receive(Message(data, peer, _tag(kept))) for kept, peer, data in answers]
+        states = [
+            courier.receive(message)
+            for kept in self._asked
+            for message in self._state_messages(kept, kept.bundle.holders[0])
+        ]
+        courier.send(
+            Message(
+                torch.tensor([kept.number in asked], dtype=torch.uint8), kept.bundle.holders[0], _tag(kept), ANY_TIME
+            )
+            for kept in self._peers
+            if kept.number in self._repeated
+        )
+        for transfer in coming:
+            courier.wait_received(transfer)
+        needed = [(kept, peer) for kept, peer, data in answers if data]
+        self._total_bytes += sum(kept.arena.payload_bytes for kept, _ in needed)
+        courier.send(
+            (message for kept, peer in needed for message in self._state_messages(kept, peer)), self._note_sent
+        )
+        for transfer in states:
+            courier.wait_received(transfer)
+        return all([super(RepeatedRound, self)._is_whole(kept) for kept in self._asked])
+
+    def _state_messages(self, kept: BundleArena, peer: int) -> Iterator[Message]:
+        data = super()._bytes_of(kept)
+        for each in even(kept.number, kept.arena, peer, (), self._store.chunk_bytes):
+            yield Message(data[each.offset : each.offset + each.nbytes], peer, each.tag)
+
+
+def _table_bytes(kept: BundleArena) -> int:
+    """Bytes of the table of a bundle's digests, with which its bytes begin."""
+    return kept.arena.units()[0][1]
+
+
+def _split(known: Repeated, data: Tensor) -> tuple[Tensor, ...]:
+    """The steps of a bundle's units."""
+    return data.split([step_bytes(unit) for unit in known.units])
+
+
+def _tag(kept: BundleArena) -> int:
+    return Segment(kept.number, 0, 0, 0, 0).tag
+
+
+def _differing(kept: BundleArena) -> list[str]:
+    """Units of a bundle whose bytes here have other digests than its table; if none, its first, for a damaged table."""
+    data = kept.arena.buffer(kept.index)
+    digests = data[: _table_bytes(kept)].view(np.uint64)[1:].tolist()
+    units = zip(kept.arena.units(), digests, strict=False)
+    found = [name for (name, offset, nbytes), value in units if digest(data[offset : offset + nbytes]) != value]
+    return found or [kept.bundle.units[0]]

@@ -1,0 +1,172 @@
+"""What travels of a pipeline's versions as the steps that lead to them, not as state (MoEtion's Algorithm 3).
+
+    version v      its keepers have version v − 1: the gradients of step v − 1; they repeat the optimizer's step
+                   they have not: its state
+    which have it  those that got the version before; all ranks know them alike, as all know what is sent in each
+
+A bundle has either units whose steps can be repeated, or none of them: the state of the training loop, tokens, modules
+with buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evermoe.replay.exchange import rows_of
+from evermoe.replay.replayable import is_repeatable
+from evermoe.replay.replicas import find_arithmetic
+from evermoe.replay.step_bytes import step_bytes
+from evermoe.replay.step_notes import StepNotes, UnitSteps
+from evermoe.snapshot.bundles import Bundle
+from evermoe.state.unit import TensorSpec, Unit
+from evermoe.state.version import step_of
+from evermoe.train.localised import LocalisedRecovery
+from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.stage_windows import StageWindowPlanner
+from evermoe.train.stages import Seat, StageState
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A bundle that travels as a step."""
+
+    base: int
+    """The version that the step leads on, which its holders have."""
+    units: Sequence[Unit]
+    """With their tensors, in the order of the bundle."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the step."""
+        return sum(map(step_bytes, self.units))
+
+
+@dataclass(frozen=True)
+class SentSteps:
+    """What of a version travels as a step."""
+
+    bundles: Mapping[int, Repeated] = field(default_factory=dict)
+    """By number."""
+    steps: UnitSteps = field(default_factory=dict)
+    """Of this rank's units, the step."""
+
+
+class StageReplay:
+    """The choice of each version, the same on all ranks, and the notes of this rank's steps.
+
+    Args:
+        options: of the pipeline.
+        state: of the stage.
+        localised: knows steps that are only sent again.
+        planner: is told how much travels.
+    """
+
+    def __init__(
+        self, options: PipelineConfig, state: StageState, localised: LocalisedRecovery, planner: StageWindowPlanner
+    ) -> None:
+        self._state, self._localised, self._planner = state, localised, planner
+        self._arithmetic = find_arithmetic(state.optimizer) if options.replay else None
+        self._units: dict[str, Unit] = {}
+        """Of all stages, those whose steps can be repeated."""
+        self._bundles: dict[int, list[Unit]] = {}
+        """By number, those of these units that others keep."""
+        self._bases: dict[int, int] = {}
+        """By number of these, the newest version that was sent of them."""
+        self._notes: StepNotes | None = None
+        self._hook = state.optimizer.register_step_pre_hook(self._note) if options.replay else None
+
+    def _note(self, *_: Any) -> None:
+        if self._notes is not None:
+            self._notes.note()
+
+    def told(self) -> list[Any]:
+        """What this rank tells of its stage: lists of tensors, each with the names of the units that have them."""
+        kinds: dict[tuple[TensorSpec, ...], list[str]] = {}
+        for unit in self._state.own.units:
+            if self._arithmetic is not None and is_repeatable(self._state, unit, self._arithmetic):
+                kinds.setdefault(unit.specs, []).append(unit.name)
+        return [
+            [[(spec.name, spec.shape, str(spec.dtype).rpartition(".")[2]) for spec in specs], names]
+            for specs, names in kinds.items()
+        ]
+
+    def arrange(self, planned: Sequence[Bundle], seats: Sequence[Seat]) -> list[Bundle]:
+        """The bundles of a plan; those that others keep are divided, as all units of one travel alike.
+
+        Args:
+            planned: all bundles.
+            seats: by rank.
+        """
+        told = [each for seat in seats for each in seat.repeated]
+        by_ranks, width = Counter(name for _, names in told for name in names), sum(seat.stage == 0 for seat in seats)
+        self._units = {
+            name: Unit(name, tuple(_spec(*each) for each in specs))
+            for specs, names in told
+            for name in names
+            if by_ranks[name] == width  # else some rank of its stage cannot
+        }
+        found = []
+        for bundle in planned:
+            repeated = tuple(unit for unit in bundle.units if unit in self._units and len(bundle.holders) > 1)
+            rest = tuple(unit for unit in bundle.units if unit not in repeated)
+            found += [Bundle(bundle.holders, units) for units in (rest, repeated) if units]
+        return found
+
+    def keep(self, kept: Sequence[Bundle], rank: int, version: int) -> None:
+        """Chooses from now on among these bundles, of which holders will have a version before the next one.
+
+        Args:
+            kept: as `SnapshotStore.replace_arenas` returns them.
+            rank: of this member.
+            version: that all holders of a bundle get, or have.
+        """
+        repeated = {
+            number: [self._units[unit] for unit in bundle.units]
+            for number, bundle in enumerate(kept)
+            if len(bundle.holders) > 1 and bundle.units[0] in self._units
+        }
+        self._bundles = {
+            number: units
+            for number, units in repeated.items()
+            if sum(map(step_bytes, units)) < sum(unit.nbytes for unit in units)
+        }
+        self._bases = dict.fromkeys(self._bundles, version)
+        self._planner.step_bytes = {}
+        mine = [unit.name for n, units in self._bundles.items() if kept[n].holders[0] == rank for unit in units]
+        self._notes = None
+        if mine and self._arithmetic is not None:
+            rows = {unit: rows_of(self._state, unit) for unit in mine}
+            self._notes = StepNotes(self._state.optimizer, self._arithmetic, rows)
+
+    def begin(self, version: int, stays: Collection[int]) -> SentSteps:
+        """What of a version travels as a step; the version begins now.
+
+        Args:
+            version: of the state.
+            stays: numbers of the bundles that do not travel.
+        """
+        steps = {} if self._notes is None else self._notes.take()
+        travels = [number for number in self._bundles if number not in stays]
+        before = step_of(version) - 1
+        found = {
+            number: Repeated(self._bases[number], self._bundles[number])
+            for number in travels
+            if step_of(self._bases[number]) == before and not self._localised.was_retaken(version)
+        }
+        self._bases |= dict.fromkeys(travels, version)
+        self._planner.send_steps({number: each.nbytes for number, each in found.items()})
+        return SentSteps(found, steps)
+
+    def end(self) -> None:
+        """The optimizer is the script's again."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
+    return TensorSpec(name, tuple(shape), getattr(torch, dtype))

@@ -1,0 +1,65 @@
+"""What goes wrong in a rank of a pipeline whose versions travel as steps."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from evermoe.state.version import step_of
+from evermoe.train.repeated_round import RepeatedRound
+
+FAULT = "EVERMOE_TEST_FAULT"
+"""Of the environment: one of `FAULTS`, and for all but the last the steps of the version that it befalls."""
+
+
+def _flip(data) -> None:
+    """A bit of a number's exponent: one of its last would be lost in an update's rounding, now and then."""
+    data[len(data) // 8 * 4 + 3] ^= 0x10
+
+
+def _befall(version: int, where: str) -> None:
+    """In the keeper's memory of the version before, or in the message with the step."""
+    repeat = RepeatedRound._repeat
+
+    def repeat_damaged(self, kept, known):
+        if step_of(self.version) == version:
+            if where == "memory":
+                for index, _ in kept.arena.versions():
+                    _flip(kept.arena.buffer(index))
+            else:
+                _flip(self._data[kept.number])
+        return repeat(self, kept, known)
+
+    RepeatedRound._repeat = repeat_damaged
+
+
+def _damage_head(version: int) -> None:
+    repeat = RepeatedRound._repeat
+
+    def repeat_damaged(self, kept, known):
+        if step_of(self.version) == version:
+            first = kept.arena.units()[0][1]
+            self._data[kept.number][first : first + 64] = torch.from_numpy(np.full(64, 77, np.uint8))
+        return repeat(self, kept, known)
+
+    RepeatedRound._repeat = repeat_damaged
+
+
+def _train_by_amsgrad() -> None:
+    torch.optim.AdamW = functools.partial(torch.optim.AdamW, amsgrad=True)
+
+
+FAULTS = {
+    "memory": lambda version: _befall(version, "memory"),
+    "message": lambda version: _befall(version, "message"),
+    "head": _damage_head,
+    "amsgrad": lambda _: _train_by_amsgrad(),
+}
+
+
+def install(fault: str) -> None:
+    """In this process: `memory 4`, for example."""
+    name, _, version = fault.partition(" ")
+    FAULTS[name](int(version or 0))
