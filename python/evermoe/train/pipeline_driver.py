@@ -70,8 +70,7 @@ class PipelineDriver(Driver):
         emit: Listener,
     ) -> None:
         self._options, self._optimizer, self._state = options, optimizer, state
-        self._loop, self._loss_scale = loop, loss_scale
-        self._store, self._membership = store, membership
+        self._loop, self._loss_scale, self._store, self._membership = loop, loss_scale, store, membership
         self._group = membership.trainer_group
         self.pacer = Pacer()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
@@ -82,9 +81,9 @@ class PipelineDriver(Driver):
         )
         self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps, state.device)
-        on_all, alone = state.parameters()
+        every = [each for some in state.parameters() for each in some]
         self.localised = LocalisedRecovery(
-            state, [*on_all, *alone], options.stage, is_on=options.localised, is_spread=options.expert_parallel
+            state, every, options.stage, is_on=options.localised, is_spread=options.expert_parallel
         )
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(options.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
@@ -101,7 +100,7 @@ class PipelineDriver(Driver):
         """By rank, what each has told about itself; empty before the first recovery."""
         self.connections = TorchConnections(membership, options.rank, options.size, options.hang_limit, state.device)
         self.taken = 0
-        """Votes that have passed here; counts, and nothing else."""
+        """Votes that have passed here."""
         self.loss = math.nan
         """Mean loss of the latest step."""
         self.attempt: PipelineStep | None = None
