@@ -33,7 +33,9 @@ def write_step(unit: Unit, steps: Sequence[NotedStep | None], out: Tensor) -> No
     kept = steps or [None] * len(parts_of(unit))
     for (_, _, head, gradient), step in zip(_parts(unit, out), kept, strict=True):
         record = np.zeros((), _HEAD)
-        if step is not None:
+        if step is None:
+            gradient.zero_()
+        else:
             record["t"], record["length"] = step.t, len(step.numbers)
             record["numbers"][: len(step.numbers)] = step.numbers
             is_half = step.gradient.dtype == np.uint16

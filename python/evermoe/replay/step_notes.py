@@ -33,7 +33,7 @@ UnitSteps = Mapping[str, list[NotedStep | None]]
 class StepNotes:
     """The latest step of some units.
 
-    A gradient on the CPU is not copied: it must stay as it is while its note is used.
+    A gradient on the CPU is copied only where the step itself changes it: it must stay as it is while its note is used.
 
     Args:
         optimizer: that takes the steps.
@@ -67,10 +67,17 @@ class StepNotes:
         if gradient is None:
             return None
         assert source.rule is not None
-        t, place = source.next_step(self._optimizer), source.rule.group
+        t, place, device = source.next_step(self._optimizer), source.rule.group, source.parameter.device
+        group = self._optimizer.param_groups[place]
         if (place, t) not in known:
-            group, device = self._optimizer.param_groups[place], source.parameter.device
-            known[place, t] = source.rule.arithmetic.numbers(group, t, device=device).tolist()
+            try:
+                known[place, t] = source.rule.arithmetic.numbers(group, t, device=device).tolist()
+            except ValueError:  # of a rate below 0, say, with which the optimizer may go on: the state travels
+                known[place, t] = []
+        if not known[place, t]:
+            return None
+        if group.get("foreach") and group.get("nesterov") and device.type == "cpu":
+            gradient = gradient.copy()  # torch adds the momentum to it in place
         return NotedStep(t, known[place, t], gradient)
 
     def take(self) -> UnitSteps:

@@ -160,8 +160,8 @@ class SnapshotStore:
             if layout != self.state.catalog.layout:
                 raise ValueError(
                     f"{self.directory} holds the memory of a job that trained another model or optimizer, or with "
-                    "other slices or experts (sparse, snapshot_every, expert_selection). To resume with it, start its "
-                    "own script; to start afresh, give the job another name or remove the folder."
+                    "other slices or experts (sparse, snapshot_every, expert_selection, replay). To resume with it, "
+                    "start its own script; to start afresh, give the job another name or remove the folder."
                 )
 
     def _files(self) -> Iterator[tuple[int, Path]]:

@@ -42,7 +42,7 @@ class RepeatedRound(SnapshotRound):
     """
 
     def __init__(self, *args: Any, sent: SentSteps, **options: Any) -> None:
-        self._repeated, self._steps = sent.bundles, sent.steps
+        self._repeated, self._steps = sent.bundles, dict(sent.steps)
         self._data: dict[int, Tensor] = {}
         """By number of a bundle, the table of its digests and the step."""
         self._asked: list[BundleArena] = []
@@ -76,7 +76,7 @@ class RepeatedRound(SnapshotRound):
             if kept.number in {each.number for each in self._own}:
                 wait_for_gradients(self._store.state.devices())
                 for unit, step in zip(known.units, _split(known, data[first:]), strict=True):
-                    write_step(unit, self._steps.get(unit.name, []), step)
+                    write_step(unit, self._steps.pop(unit.name, []), step)
         return self._data[kept.number]
 
     def _make_ready(self, segment: Segment, capture: Capture | None) -> None:
@@ -132,28 +132,29 @@ class RepeatedRound(SnapshotRound):
     def _heal(self) -> bool:
         """Tells the primaries of which steps the state is needed, and sends the state of those that others need."""
         courier, asked = self._courier, {kept.number for kept in self._asked}
-        answers = [
-            (kept, peer, torch.zeros(1, dtype=torch.uint8))
-            for kept in self._own
-            if kept.number in self._repeated
-            for peer in kept.bundle.holders[1:]
-        ]
-        coming = [courier.receive(Message(data, peer, _tag(kept))) for kept, peer, data in answers]
+        sent = self._by_peer((peer, kept) for kept in self._own for peer in kept.bundle.holders[1:])
+        answers = {peer: torch.zeros(len(some), dtype=torch.uint8) for peer, some in sent.items()}
+        coming = [courier.receive(Message(data, peer, _tag(sent[peer][0]))) for peer, data in answers.items()]
         states = [
             courier.receive(message)
             for kept in self._asked
             for message in self._state_messages(kept, kept.bundle.holders[0])
         ]
+        came = self._by_peer((kept.bundle.holders[0], kept) for kept in self._peers)
         courier.send(
             Message(
-                torch.tensor([kept.number in asked], dtype=torch.uint8), kept.bundle.holders[0], _tag(kept), ANY_TIME
+                torch.tensor([kept.number in asked for kept in some], dtype=torch.uint8), peer, _tag(some[0]), ANY_TIME
             )
-            for kept in self._peers
-            if kept.number in self._repeated
+            for peer, some in came.items()
         )
         for transfer in coming:
             courier.wait_received(transfer)
-        needed = [(kept, peer) for kept, peer, data in answers if data]
+        needed = [
+            (kept, peer)
+            for peer, some in sent.items()
+            for kept, is_needed in zip(some, answers[peer].tolist(), strict=True)
+            if is_needed
+        ]
         self._total_bytes += sum(kept.arena.payload_bytes for kept, _ in needed)
         courier.send(
             (message for kept, peer in needed for message in self._state_messages(kept, peer)), self._note_sent
@@ -161,6 +162,14 @@ class RepeatedRound(SnapshotRound):
         for transfer in states:
             courier.wait_received(transfer)
         return all([super(RepeatedRound, self)._is_whole(kept) for kept in self._asked])
+
+    def _by_peer(self, pairs: Iterable[tuple[int, BundleArena]]) -> dict[int, list[BundleArena]]:
+        """What travels as steps to or from each peer, in the order of its numbers, which both ends know."""
+        found: dict[int, list[BundleArena]] = {}
+        for peer, kept in sorted(pairs, key=lambda each: each[1].number):
+            if kept.number in self._repeated:
+                found.setdefault(peer, []).append(kept)
+        return found
 
     def _state_messages(self, kept: BundleArena, peer: int) -> Iterator[Message]:
         data = super()._bytes_of(kept)

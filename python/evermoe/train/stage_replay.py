@@ -10,6 +10,7 @@ with buffers.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from evermoe.train.localised import LocalisedRecovery
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.stage_windows import StageWindowPlanner
 from evermoe.train.stages import Seat, StageState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class StageReplay:
         self._bases: dict[int, int] = {}
         """By number of these, the newest version that was sent of them."""
         self._notes: StepNotes | None = None
+        self._has_warned = False
         self._hook = state.optimizer.register_step_pre_hook(self._note) if options.replay else None
 
     def _note(self, *_: Any) -> None:
@@ -86,10 +90,15 @@ class StageReplay:
 
     def told(self) -> list[Any]:
         """What this rank tells of its stage: lists of tensors, each with the names of the units that have them."""
+        if self._arithmetic is None:
+            return []
         kinds: dict[tuple[TensorSpec, ...], list[str]] = {}
         for unit in self._state.own.units:
-            if self._arithmetic is not None and is_repeatable(self._state, unit, self._arithmetic):
+            if is_repeatable(self._state, unit, self._arithmetic):
                 kinds.setdefault(unit.specs, []).append(unit.name)
+            elif unit.layer is not None and not self._has_warned:
+                self._has_warned = True
+                logger.warning("copies of %s and others get the state, as its steps cannot be repeated", unit.name)
         return [
             [[(spec.name, spec.shape, str(spec.dtype).rpartition(".")[2]) for spec in specs], names]
             for specs, names in kinds.items()

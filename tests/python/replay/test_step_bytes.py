@@ -16,6 +16,10 @@ OPTIMIZERS = {
     "torch's AdamW": (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), torch.float32),
     "AdamW": (lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1), torch.float32),
     "SGD": (lambda p: optim.SGD(p, lr=1e-2, momentum=0.9), torch.float32),
+    "SGD that changes gradients": (
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+        torch.float32,
+    ),
     "plain SGD": (lambda p: optim.SGD(p, lr=1e-2), torch.float32),
     "masters of bfloat16": (lambda p: optim.AdamW(p, lr=1e-2), torch.bfloat16),
     "masters of float16": (lambda p: optim.AdamW(p, lr=1e-2), torch.float16),
@@ -79,6 +83,17 @@ def test_nothing_noted_is_a_step_that_changes_nothing():
     copy = before.clone()
     repeat_step(unit, written, copy)
     assert torch.equal(copy, before)
+
+
+def test_a_step_whose_numbers_cannot_be_told_is_taken_and_not_repeated():
+    trainer = Trainer("torch's AdamW")
+    trainer.step()
+    trainer.optimizer.param_groups[0]["lr"] = -1e-12  # a schedule's rounding
+    unit, before = trainer.units[0], trainer.read(trainer.units[0])
+    copy = before.clone()
+    repeat_step(unit, trainer.step()[unit.name], copy)
+    assert torch.equal(copy, before)
+    assert not torch.equal(trainer.read(unit), before)
 
 
 def test_bytes_that_are_no_step_are_refused():
