@@ -51,7 +51,8 @@ WARM_UP = 1
 FIRST_LOOKS = (1, 2, 4, 8, 16)
 """Recorded steps after a change of membership with which it is planned already, before all of the profile are there."""
 RECENT = 32
-"""Messages that tell how fast the link is: the first ones wait for memory that nobody has touched yet."""
+"""Messages that tell how fast the link is, if half of all are no more, the latest: the first ones wait for memory that
+nobody has touched yet."""
 LEAST_BYTES = 64
 """Of a message that tells of the link: a smaller one is an answer, which may wait until it is asked for."""
 TOLERANCE = 0.05
@@ -260,8 +261,9 @@ class WindowPlanner:
         return self._exchange(windows, [start + offset for start in starts], "" if change is None else change.summary)
 
     def _exchange(self, windows: str, starts: list[float], changed: str = "") -> list[RankReport]:
-        every = (each for courier in self.couriers for each in list(courier.sent) if each.nbytes >= LEAST_BYTES)
-        link = measure_link(sorted(every, key=lambda each: each.end)[-RECENT:], self._default)
+        every = [each for courier in self.couriers for each in list(courier.sent) if each.nbytes >= LEAST_BYTES]
+        every.sort(key=lambda each: each.end)
+        link = measure_link(every[-max(RECENT, len(every) // 2) :], self._default)
         if link != self._default:
             self.link = link.alpha, link.beta
         is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())

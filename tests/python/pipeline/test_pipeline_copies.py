@@ -96,7 +96,7 @@ def test_copies_of_before_stay_until_those_made_beside_the_next_step_are_whole(s
 
 def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
     copies = PRESETS["baft"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 9}
-    pipeline = Pipeline(start_job(RANKS), copies=copies, steps=40)
+    pipeline = Pipeline(start_job(RANKS), copies=copies, steps=60)
     for rank in range(RANKS):
         pipeline.start(rank)
     done = pipeline.finish()
@@ -109,7 +109,7 @@ def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
         assert steps > 1
         found = [step for step in begun(each) if step > planned + 1]
         assert found == [*range(found[0], found[0] + steps * len(found), steps)]
-        assert len(found) >= 1 + (events[-1]["step"] - found[0]) // steps >= 2
+        assert len(found) >= 1 + (events[-1]["step"] - found[0]) // steps
 
 
 def test_ranks_of_a_stage_send_equal_shares(start_job):

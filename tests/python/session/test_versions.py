@@ -60,7 +60,8 @@ def test_windows_that_are_too_short_for_a_version_share_it_out(start_job):
     planned = next(event["step"] for event in workers[0].events("paced") if event["plans"] == paced[0]["plans"])
     for worker in workers:
         found = [step for step in versions(worker) if step > planned + 1]
-        assert {b - a for a, b in pairwise(found[:-1])} == {steps}  # the last one is that of the job's end
+        assert {b - a for a, b in pairwise(found[:-1])} <= {steps}  # the last one is that of the job's end
+        assert len(found) >= (60 - planned) // steps - 1
         assert (Path(worker.options.folder) / f"{worker.name}.session.json").exists()
 
 
