@@ -53,8 +53,6 @@ FIRST_LOOKS = (1, 2, 4, 8, 16)
 RECENT = 32
 """Messages that tell how fast the link is, if half of all are no more, the latest: the first ones wait for memory that
 nobody has touched yet."""
-LEAST_BYTES = 64
-"""Of a message that tells of the link: a smaller one is an answer, which may wait until it is asked for."""
 TOLERANCE = 0.05
 """Part of a step by which windows may change before it is planned anew."""
 
@@ -261,7 +259,7 @@ class WindowPlanner:
         return self._exchange(windows, [start + offset for start in starts], "" if change is None else change.summary)
 
     def _exchange(self, windows: str, starts: list[float], changed: str = "") -> list[RankReport]:
-        every = [each for courier in self.couriers for each in list(courier.sent) if each.nbytes >= LEAST_BYTES]
+        every = [each for courier in self.couriers for each in list(courier.sent)]
         every.sort(key=lambda each: each.end)
         link = measure_link(every[-max(RECENT, len(every) // 2) :], self._default)
         if link != self._default:
