@@ -294,7 +294,7 @@ class WindowPlanner:
             alone = 1
             if self.knows_pace and self.windows is not None:
                 needed = plan_of(rank, self._without(self.optional), policy, self._memory, None)
-                alone = steps_of(needed.reason, self.windows.step_seconds, Link(*reports[rank].link))
+                alone = steps_of(needed.reason, self.windows.step_seconds, reports[rank].pace)
             self.version_steps = max(gather_json(self._group, alone))
         plans = self._divide(policy)
         self._courier.link = Link(*reports[rank].link)
@@ -303,7 +303,7 @@ class WindowPlanner:
             self._pacer.expect(places_of(self.windows))
             reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
             is_done = self.fixed_steps is None and self.knows_pace
-            said = lowered(reason, self.windows.step_seconds, Link(*reports[rank].link), is_done=is_done)
+            said = lowered(reason, self.windows.step_seconds, reports[rank].pace, is_done=is_done)
             if reports[rank].waits_for_host:
                 said += f"; messages keep pace with the copy from GPU to host, {self.host_speed / 1e6:.3g} MB/s"
             words = f"{reason}{said}"

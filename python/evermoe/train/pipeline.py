@@ -117,9 +117,10 @@ class PipelineSession:
         self.optimizer = optimizer
         loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
         place, slices, stage = self.config.place, self.config.slices, self.config.stage
-        has_tokens = self.config.chooses_experts
-        cuts = {"may_cut": not self.config.replay}
-        self._state = StageState(stage_module, optimizer, stage, loop, peers, place, slices, has_tokens, **cuts)
+        has_tokens, may_cut = self.config.chooses_experts, not self.config.replay
+        self._state = StageState(
+            stage_module, optimizer, stage, loop, peers, place, slices, has_tokens, may_cut=may_cut
+        )
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)

@@ -48,6 +48,8 @@ class RepeatedRound(SnapshotRound):
         self._asked: list[BundleArena] = []
         """What the state is needed of."""
         super().__init__(*args, **options)
+        self._mine = {kept.number: kept for kept in self._own if kept.number in self._repeated}
+        """By number, what travels from this rank as steps."""
 
     # ---- what travels
 
@@ -73,19 +75,17 @@ class RepeatedRound(SnapshotRound):
         if kept.number not in self._data:
             first = _table_bytes(kept)
             data = self._data[kept.number] = torch.empty(first + known.nbytes, dtype=torch.uint8)
-            if kept.number in {each.number for each in self._own}:
+            if kept.number in self._mine:
                 wait_for_gradients(self._store.state.devices())
                 for unit, step in zip(known.units, _split(known, data[first:]), strict=True):
                     write_step(unit, self._steps.pop(unit.name, []), step)
         return self._data[kept.number]
 
     def _make_ready(self, segment: Segment, capture: Capture | None) -> None:
-        if segment.bundle not in self._repeated:
+        kept = self._mine.get(segment.bundle)
+        if kept is None:
             super()._make_ready(segment, capture)
-            return
-        kept = next(each for each in self._own if each.number == segment.bundle)
-        first = _table_bytes(kept)
-        if segment.offset < first:
+        elif segment.offset < (first := _table_bytes(kept)):
             super()._make_ready(segment._replace(offset=0), capture)
             self._data[segment.bundle][:first] = super()._bytes_of(kept)[:first]
 
@@ -132,7 +132,7 @@ class RepeatedRound(SnapshotRound):
     def _heal(self) -> bool:
         """Tells the primaries of which steps the state is needed, and sends the state of those that others need."""
         courier, asked = self._courier, {kept.number for kept in self._asked}
-        sent = self._by_peer((peer, kept) for kept in self._own for peer in kept.bundle.holders[1:])
+        sent = self._by_peer((peer, kept) for kept in self._mine.values() for peer in kept.bundle.holders[1:])
         answers = {peer: torch.zeros(len(some), dtype=torch.uint8) for peer, some in sent.items()}
         coming = [courier.receive(Message(data, peer, _tag(sent[peer][0]))) for peer, data in answers.items()]
         states = [

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,9 +53,9 @@ class Repeated:
 class SentSteps:
     """What of a version travels as a step."""
 
-    bundles: Mapping[int, Repeated] = field(default_factory=dict)
+    bundles: Mapping[int, Repeated]
     """By number."""
-    steps: UnitSteps = field(default_factory=dict)
+    steps: UnitSteps
     """Of this rank's units, the step."""
 
 

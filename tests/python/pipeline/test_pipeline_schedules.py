@@ -45,13 +45,7 @@ def test_digests_are_those_of_an_undisturbed_run(start_job, tmp_path, schedule, 
     pipeline = Pipeline(start_job(RANKS), **options)
     pair = TOGETHER[shape]
     last = [pipeline.start(rank, kill_in_step=1 + rank) for rank in range(RANKS)]
-    for rank in range(RANKS):
-        pipeline.lose(last[rank])
-        last[rank] = pipeline.start(rank, kill_begun=6 if rank in pair else None)
-    for rank in pair:
-        pipeline.lose(last[rank])
-    for rank in pair:
-        last[rank] = pipeline.start(rank)
+    pipeline.lose_each(last, pair, begun=6)
     done = pipeline.finish()
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS

@@ -79,13 +79,7 @@ def test_each_rank_is_lost_and_then_two_at_once(start_job, undisturbed):
     plans = [{"kill_in_step": 2}, {"kill_reduced": 3}, {"kill_in_copy": 4}, {"kill_at": "vote 5"}]
     last = [pipeline.start(rank, **plan) for rank, plan in enumerate(plans)]
     pair = (0, 2)  # of two stages, of which neither keeps the other's copies in the longer pipeline
-    for rank in range(RANKS):
-        pipeline.lose(last[rank])
-        last[rank] = pipeline.start(rank, kill_begun=7 if rank in pair else None)
-    for rank in pair:
-        pipeline.lose(last[rank])
-    for rank in pair:
-        pipeline.start(rank)
+    pipeline.lose_each(last, pair, begun=7)
     check(pipeline, expected)
     assert not any(damaged(pipeline).values())
 

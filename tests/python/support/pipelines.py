@@ -61,6 +61,22 @@ class Pipeline:
         assert each.process.exitcode == -9, each.log()
         shutil.rmtree(self.job.node_memory(f"n{each.options.rank}"))
 
+    def lose_each(self, last, pair, *, begun):
+        """Loses each rank, and puts another process in its place; then two at once, when they have begun a step.
+
+        Args:
+            last: processes, by rank, each of which kills itself; they are replaced in the list.
+            pair: the ranks that are lost together.
+            begun: number of that step.
+        """
+        for rank in range(len(last)):
+            self.lose(last[rank])
+            last[rank] = self.start(rank, kill_begun=begun if rank in pair else None)
+        for rank in pair:
+            self.lose(last[rank])
+        for rank in pair:
+            last[rank] = self.start(rank)
+
     def finish(self):
         """By rank, what its last process said at the end."""
         alive = [each for each in self.ranks if each.process.exitcode != -9]

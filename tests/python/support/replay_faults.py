@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import torch
 
 from evermoe.state.version import step_of
@@ -20,7 +19,7 @@ def _flip(data) -> None:
 
 
 def _befall(version: int, where: str) -> None:
-    """In the keeper's memory of the version before, or in the message with the step."""
+    """In the keeper's memory of the version before, or in the message with the step: a bit of it, or its whole head."""
     repeat = RepeatedRound._repeat
 
     def repeat_damaged(self, kept, known):
@@ -28,20 +27,11 @@ def _befall(version: int, where: str) -> None:
             if where == "memory":
                 for index, _ in kept.arena.versions():
                     _flip(kept.arena.buffer(index))
-            else:
+            elif where == "message":
                 _flip(self._data[kept.number])
-        return repeat(self, kept, known)
-
-    RepeatedRound._repeat = repeat_damaged
-
-
-def _damage_head(version: int) -> None:
-    repeat = RepeatedRound._repeat
-
-    def repeat_damaged(self, kept, known):
-        if step_of(self.version) == version:
-            first = kept.arena.units()[0][1]
-            self._data[kept.number][first : first + 64] = torch.from_numpy(np.full(64, 77, np.uint8))
+            else:
+                first = kept.arena.units()[0][1]
+                self._data[kept.number][first : first + 64] = 77
         return repeat(self, kept, known)
 
     RepeatedRound._repeat = repeat_damaged
@@ -54,7 +44,7 @@ def _train_by_amsgrad() -> None:
 FAULTS = {
     "memory": lambda version: _befall(version, "memory"),
     "message": lambda version: _befall(version, "message"),
-    "head": _damage_head,
+    "head": lambda version: _befall(version, "head"),
     "amsgrad": lambda _: _train_by_amsgrad(),
 }
 
