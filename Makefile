@@ -30,7 +30,8 @@ help: ## List the commands
 
 $(STAMPS)/tools: requirements-dev.txt constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check uv -c constraints.txt
+	$(BIN)/uv pip install --quiet -r requirements-dev.txt -c constraints.txt
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: $(STAMPS)/tools $(SOURCES)

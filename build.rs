@@ -7,10 +7,12 @@
 //! | `NVCC`, `CUDA_HOME`, `CUDA_PATH` | where nvcc is; else PATH, the Python environment, `/usr/local/cuda` |
 //! | `EVERMOE_PTXAS` | assembler of CUDA 12.8, for drivers older than 580; else the Python environment; empty: nvcc's own |
 
+use std::collections::HashSet;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 
 const KERNEL_FILES: [&str; 7] = ["histogram", "plan", "rows", "fp8", "exchange", "replay", "copy"];
 const DEFAULT_ARCHS: &str = "sm_80,sm_90,sm_100,compute_90";
@@ -49,9 +51,11 @@ fn main() {
     match find_nvcc() {
         Some(nvcc) => {
             let tools = Tools::find(nvcc);
-            for file in KERNEL_FILES {
-                compile(&tools, file);
-            }
+            thread::scope(|scope| {
+                for file in KERNEL_FILES {
+                    scope.spawn(|| compile(&tools, file));
+                }
+            });
             println!("cargo:rustc-cfg=cuda_kernels");
             println!("cargo:rustc-env=EVERMOE_CUDA_RELEASE={}", tools.release);
         }
@@ -151,21 +155,12 @@ fn crate_root() -> PathBuf {
 fn compile(tools: &Tools, file: &str) {
     let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let archs = env::var("EVERMOE_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHS.into());
-    let mut images = Vec::new();
+    let (mut images, mut made) = (Vec::new(), HashSet::new());
     for arch in archs.split(',').map(str::trim) {
         let number = arch.trim_start_matches("sm_").trim_start_matches("compute_");
         let ptx = out_dir.join(format!("{file}.{number}.ptx"));
-        let mut nvcc = Command::new(&tools.nvcc);
-        nvcc.args(["-ptx", "-O3", "-std=c++17", "-Werror=all-warnings"])
-            .arg(format!("-arch=compute_{number}"));
-        // pip's layout keeps the headers of the CUDA runtime beside the compiler.
-        let root = tools.nvcc.parent().and_then(Path::parent);
-        if let Some(root) = root.filter(|root| root.join("include").is_dir()) {
-            nvcc.arg("-I").arg(root.join("include"));
-        }
-        run(nvcc.arg("-o").arg(&ptx).arg(format!("kernels/{file}.cu")));
-        if tools.is_older {
-            state_older_version(&ptx);
+        if made.insert(number) {
+            to_ptx(tools, file, number, &ptx);
         }
         let (kind, image) = match arch.strip_prefix("sm_") {
             None => ("ptx", ptx),
@@ -183,6 +178,21 @@ fn compile(tools: &Tools, file: &str) {
     let mut fatbinary = Command::new(tools.nvcc.with_file_name("fatbinary"));
     fatbinary.args(["-64", "--compress-all", "--compress-mode=speed"]);
     run(fatbinary.arg(format!("--create={}", out_dir.join(format!("{file}.fatbin")).display())).args(images));
+}
+
+/// Compiles `kernels/<file>.cu` to PTX for an architecture's number.
+fn to_ptx(tools: &Tools, file: &str, number: &str, ptx: &Path) {
+    let mut nvcc = Command::new(&tools.nvcc);
+    nvcc.args(["-ptx", "-O3", "-std=c++17", "-Werror=all-warnings"]).arg(format!("-arch=compute_{number}"));
+    // pip's layout keeps the headers of the CUDA runtime beside the compiler.
+    let root = tools.nvcc.parent().and_then(Path::parent);
+    if let Some(root) = root.filter(|root| root.join("include").is_dir()) {
+        nvcc.arg("-I").arg(root.join("include"));
+    }
+    run(nvcc.arg("-o").arg(ptx).arg(format!("kernels/{file}.cu")));
+    if tools.is_older {
+        state_older_version(ptx);
+    }
 }
 
 /// States the version of PTX that ptxas of CUDA 12.8 takes. A kernel that needs a newer one is an error there.

@@ -6,7 +6,7 @@ version=$1
 venv=.venv-torch-$version
 if [ ! -e "$venv/.ready" ]; then
   python3 -m venv "$venv"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check "torch==$version" torchft==0.2.0 safetensors numpy pytest pytest-timeout
+  .venv/bin/uv pip install --quiet --python "$venv/bin/python" "torch==$version" torchft==0.2.0 safetensors numpy pytest pytest-timeout
   touch "$venv/.ready"
 fi
 export PYTHONPATH=python

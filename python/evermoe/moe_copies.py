@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -15,6 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 from evermoe import moe_ops
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
+
+_averages: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[AveragedModel]] = weakref.WeakKeyDictionary()
+"""By layer, the averages that have a copy of it."""
 
 
 class HeldInPart(nn.Module):
@@ -32,7 +35,8 @@ class HeldInPart(nn.Module):
             UnsupportedState: this rank has a part of the experts, and a copy could not reach the others; or an
                 `AveragedModel` would average other experts' rows than it has copied.
         """
-        if self.group.is_elastic and _is_called_from(AveragedModel.__init__):
+        average = _average_that_copies()
+        if average is not None and self.group.is_elastic:
             raise UnsupportedState(
                 "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: make an "
                 "evermoe.EMA(optimizer) before the session, whose averages move with them"
@@ -43,6 +47,8 @@ class HeldInPart(nn.Module):
                 f"{len(self.ids)}, those that this rank holds: copy the model before its session begins, or load what "
                 "session.full_state_dict() gives into a model of your own"
             )
+        if average is not None:
+            _averages.setdefault(self, weakref.WeakSet()).add(average)
         every_1E = np.ones((1, self.num_experts), np.int64)
         return self.__dict__ | {"group": Group(), "matrix_RE": every_1E, "_padding": None, "_placed": None}
 
@@ -63,8 +69,14 @@ class HeldInPart(nn.Module):
             )
 
 
-def _is_called_from(function: Callable[..., Any]) -> bool:
+def is_averaged_apart(layer: HeldInPart) -> bool:
+    """Whether an `AveragedModel` that still exists has copied the layer."""
+    return bool(_averages.get(layer))
+
+
+def _average_that_copies() -> AveragedModel | None:
+    """The `AveragedModel` that is being made, if this is called on the way."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not function.__code__:
+    while frame is not None and frame.f_code is not AveragedModel.__init__.__code__:
         frame = frame.f_back
-    return frame is not None
+    return frame.f_locals["self"] if frame is not None else None

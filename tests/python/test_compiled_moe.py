@@ -64,7 +64,7 @@ def compare(model, compiled, inputs, eager=None, **close):
 
 @pytest.mark.parametrize("fp8_dispatch", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_same_bits_as_eager(dtype, fp8_dispatch):
     model = make(dtype, fp8_dispatch=fp8_dispatch)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -109,6 +109,7 @@ def test_opcheck(name):
     assert set(torch.library.opcheck(operator, cases[name]).values()) == {"SUCCESS"}
 
 
+@pytest.mark.long
 def test_no_tokens():
     model = make()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -165,7 +166,7 @@ def on_rank(group, matrix, tokens, backend, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["skewed", "rank without experts"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_several_ranks(tmp_path, name, dtype):
     matrix = PLACEMENTS[name]
     for found in run_ranks(tmp_path, len(matrix), on_rank, matrix, [9, 2, 13, 6], "aot_eager", dtype):

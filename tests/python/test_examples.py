@@ -53,7 +53,7 @@ def test_every_example_has_a_test():
 
 
 @pytest.mark.parametrize("name", sorted(PRINTED))
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_example_runs_and_prints_what_it_promises(name, tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -191,6 +191,7 @@ def test_the_same_in_a_compiled_graph(kind, inner):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.long
 def test_the_same_in_a_compiled_graph_over_three_ranks(tmp_path):
     """Some choices are of no expert: their rows are not sent."""
     found = run_ranks(tmp_path, 3, on_rank, {}, torch.int64, "gpt-oss", INNER, True)

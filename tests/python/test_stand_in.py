@@ -36,7 +36,7 @@ CASES = {
     "pipelines": (RANDOM, ["pipeline/test_pipeline_on_gpu.py"], ""),
     "groups over NCCL": (RANDOM, ["comm/test_nccl_groups.py"], ""),
     "sessions over NCCL": (LATE, ["session/test_several_gpus.py"], ""),
-    "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "(1F1B and under_way) or digests or host or told"),
+    "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "(1F1B and under_way) or told"),
 }
 IN_LONG = (
     "copies early",
@@ -46,6 +46,7 @@ IN_LONG = (
     "sessions",
     "sessions over NCCL",
     "pipelines",
+    "groups over NCCL",
 )
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from evermoe.errors import UnsupportedState
 from evermoe.experts import expert_layers
 from evermoe.moe import layer_settings
+from evermoe.moe_copies import is_averaged_apart
 from evermoe.sampler import Sampler
 from evermoe.state import loop_state
 from evermoe.train.loss_scale import LossScale
@@ -222,17 +222,12 @@ def _refuse_averages(model: nn.Module) -> None:
     Raises:
         UnsupportedState: there is one.
     """
-    if not expert_layers(model):
-        return
-    averages = [each for each in gc.get_objects() if issubclass(type(each), AveragedModel)]
-    names = [name for name, _ in model.named_parameters()]
-    for each in averages:
-        if type(each.module) is type(model) and [name for name, _ in each.module.named_parameters()] == names:
-            raise UnsupportedState(
-                "a torch.optim.swa_utils.AveragedModel of this model exists: its experts stay where they are while a "
-                "session moves the model's, so that it would average other experts. Make an evermoe.EMA(optimizer) "
-                "instead, whose averages move with them"
-            )
+    if any(is_averaged_apart(layer) for layer in expert_layers(model).values()):
+        raise UnsupportedState(
+            "a torch.optim.swa_utils.AveragedModel of this model exists: its experts stay where they are while a "
+            "session moves the model's, so that it would average other experts. Make an evermoe.EMA(optimizer) "
+            "instead, whose averages move with them"
+        )
 
 
 def _is_live(reference: weakref.ref[Any]) -> bool:

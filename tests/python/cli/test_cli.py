@@ -41,6 +41,7 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
         assert {"forward", "backward", "optimizer AdamW", "all_to_all", "all_reduce", "window"} <= names
 
 
+@pytest.mark.long
 def test_demo_fails_when_too_much_is_lost(tmp_path):
     run = ["--workers", "2", "--steps", "8", "--kill", "1@4", "--no-join", "--copies", "1", "--slots", "1"]
     done = evermoe("demo", *run, *SMALL, "--experts", "3", "--top-k", "1", "--baseline-steps", "0", folder=tmp_path)
@@ -95,6 +96,7 @@ print("finished at", session.step, flush=True)
 """
 
 
+@pytest.mark.long
 def test_run_restarts_a_crashed_worker_which_rejoins(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = evermoe("run", "--workers", "2", "--restarts", "1", "train.py", "1", folder=tmp_path)

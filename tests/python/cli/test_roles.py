@@ -52,6 +52,7 @@ class Events:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(start, tmp_path):
     (tmp_path / "turn.py").write_text(SCRIPT)
     events = Events(tmp_path / "events.jsonl")

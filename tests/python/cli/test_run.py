@@ -135,6 +135,7 @@ def test_worker_that_fails_before_the_job_begins_ends_it_at_once(start, tmp_path
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_control_c_lets_all_workers_leave_after_their_step(start, tmp_path):
     saved = tmp_path / "saved"
     command = start("--workers", "2", "train.py", "8", "1000", SAVED=str(saved))
@@ -256,6 +257,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.long
 def test_what_asks_for_another_machine_is_called_once_for_a_loss(start, tmp_path):
     """A command of the user's, with what it is told in its environment."""
     dies = 'if os.environ["LOCAL_RANK"] == "1" and step.number == 2: os.kill(os.getpid(), 9)'
@@ -269,6 +271,7 @@ def test_what_asks_for_another_machine_is_called_once_for_a_loss(start, tmp_path
     assert code == 128 + signal.SIGKILL or code == 0, said
 
 
+@pytest.mark.long
 def test_a_spare_that_nobody_needed_ends_with_the_job(start, tmp_path):
     code, said = start("--workers", "2", "--spare", "1", "train.py", "8", "10").end()
     assert code == 0, said

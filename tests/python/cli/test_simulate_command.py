@@ -79,6 +79,7 @@ def test_times():
     assert [duration(text) for text in ("90", "1ms", "2s", "10m", "1.5h", "2d")] == [90, 1e-3, 2, 600, 5400, 172_800]
 
 
+@pytest.mark.long
 def test_measures_this_machine(tmp_path):
     done = evermoe("measure", "--out", "here.json", "--no-session", folder=tmp_path)
     assert done.returncode == 0, done.stderr

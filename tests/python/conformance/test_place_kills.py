@@ -69,7 +69,7 @@ ROUGH = {
 
 
 @pytest.mark.parametrize("weather", ROUGH)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_checkpoint_gets_there_through_errors_cuts_and_delays(proxy, behind, weather):
     spot = behind(f"rough-{list(ROUGH).index(weather)}")
     proxy.reset(ROUGH[weather])
@@ -107,6 +107,7 @@ def test_a_writer_that_is_refused_for_longer_than_its_patience_fails_and_changes
     assert all_whole(spot) == [3, 1]
 
 
+@pytest.mark.long
 def test_two_writers_that_decide_at_the_same_moment_agree(proxy, behind):
     """One publishes while the other gives the attempt up: either it is whole, or it never was."""
     for number in range(6):

@@ -55,9 +55,8 @@ def of(history, name):
     return {entry["step"]: entry[name] for entry in history if name in entry}
 
 
-@pytest.mark.parametrize(
-    "accumulation", [pytest.param(1, marks=pytest.mark.long), 6]
-)  # 6: more parts than some members have samples
+@pytest.mark.parametrize("accumulation", [1, 6])  # 6: more parts than some members have samples
+@pytest.mark.long
 def test_a_trainer_goes_on_after_a_kill_and_counts_each_step_once(tmp_path, accumulation):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)

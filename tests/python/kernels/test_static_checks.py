@@ -18,6 +18,8 @@ from evermoe import ops
 from support.compiled import disassembled, fat_binaries, images, tool, usages
 from support.kernels import ROOT
 
+pytestmark = pytest.mark.long  # all machine code is read: a minute
+
 ARCHS = ["sm_80", "sm_90", "sm_100"]
 REGISTERS_OF_A_BLOCK, REGISTERS_AT_ONCE = 1 << 16, 8  # of the hardware, which gives each thread whole eights
 WIDE = ("LDG.E.128", "STG.E.128")

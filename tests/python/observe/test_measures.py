@@ -32,7 +32,6 @@ def largest(tokens):
         ("lazarus", {}),
     ],
 )
-@pytest.mark.few(2)
 def test_each_step_is_measured_as_the_preset_copies(start_job, preset, lag):
     options = {
         "auto": FEWEST,

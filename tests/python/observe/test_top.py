@@ -255,6 +255,7 @@ def test_a_kill_and_its_recovery_are_seen_in_files(start_job, tmp_path, capsys):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_running_job_whose_worker_is_killed(tmp_path, capsys, wide):
     memory, first = tmp_path / "memory", free_ports(3)
     memory.mkdir(mode=0o700)

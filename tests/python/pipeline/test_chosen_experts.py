@@ -122,7 +122,6 @@ def test_versions_have_the_experts_with_the_most_tokens_at_risk_that_have_room(u
 
 
 @pytest.mark.parametrize("plan", [{"kill_in_step": 6}, {"kill_reduced": 6}, {"kill_in_copy": 6}], ids=str)
-@pytest.mark.few(2)
 def test_a_lost_rank_loses_what_its_experts_have_learnt_since_their_copies(start_job, undisturbed, plan):
     """Where a peer has all else nobody goes back; survivors have what they train to the bit."""
     shape, _, steps = undisturbed
@@ -150,7 +149,7 @@ def test_a_lost_rank_loses_what_its_experts_have_learnt_since_their_copies(start
     assert [each["different"] for each in done] == [[]] * RANKS
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_each_loss_counts_what_came_after_the_one_before(start_job, undisturbed):
     shape, _, steps = undisturbed
     pipeline, started = start(start_job, shape, {3: {"kill_in_step": 3}, 2: {"kill_in_step": 7}}, **FEW)
@@ -161,6 +160,7 @@ def test_each_loss_counts_what_came_after_the_one_before(start_job, undisturbed)
     assert [each["different"] for each in done] == [[]] * RANKS
 
 
+@pytest.mark.long
 def test_a_lost_stage_goes_back_with_all_others_who_have_their_own_experts(start_job, undisturbed):
     shape, _, steps = undisturbed
     if shape.peers == 1:
@@ -188,7 +188,7 @@ def check_undisturbed(pipeline, expected):
     assert [each["different"] for each in done] == [[]] * RANKS
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_with_room_for_all_nothing_is_lost(start_job, undisturbed):
     """A loss goes back by a step where copies of the newest version were not whole."""
     shape, expected, _ = undisturbed
@@ -208,7 +208,7 @@ def test_a_process_whose_node_lives_loses_nothing(start_job, undisturbed):
     check_undisturbed(pipeline, expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_what_a_node_costs_that_is_lost_in_a_crash_of_all_processes_is_known(start_job, undisturbed):
     """What is known of copies is part of the state."""
     shape, _, steps = undisturbed

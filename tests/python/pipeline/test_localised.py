@@ -64,6 +64,7 @@ def test_those_that_live_compute_nothing_again(start_job, undisturbed):
     assert [each["rate"] for each in done] == [pytest.approx(1e-3 * 0.8**STEPS)] * RANKS
 
 
+@pytest.mark.long
 def test_log_has_two_steps_at_most(undisturbed):
     way, _, steps = undisturbed
     runs, borders = (2, (1, 1)) if way == "1F1B" else (1, (3, 3))  # between four virtual stages, two on each rank
@@ -82,6 +83,7 @@ def test_without_it_all_ranks_compute_the_step_again(start_job, tmp_path):
     assert {event["logged"] for each in pipeline.ranks for event in each.events("step")} == {0}
 
 
+@pytest.mark.long
 def test_other_data_than_before_is_noticed(start_job):
     """A newcomer that gives its stage other batches: all ranks compute the step anew, with the same batches."""
     pipeline = Pipeline(start_job(RANKS), **COMMON)

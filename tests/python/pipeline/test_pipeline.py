@@ -119,6 +119,7 @@ def test_without_copies_a_lost_rank_is_served_by_its_data_parallel_peer(start_jo
     assert [each["different"] for each in done] == [[]] * RANKS
 
 
+@pytest.mark.long
 def test_a_node_with_two_stages_is_lost(start_job):
     """Its stages' copies are on the other node, one on each rank, although the stage before was beside one of them."""
     pipeline = Pipeline(start_job(RANKS), ranks_per_node=2, stages=RANKS, peers=1, steps=40, copies=PRESETS["baft"])
@@ -139,6 +140,7 @@ def test_a_node_with_two_stages_is_lost(start_job):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.long
 def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk, uninterrupted, preset):
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset] | {"memory_dir": str(small_disk)})
     with small_memories(pipeline.job, small_disk, ["n0", "n1", "n2", "n3"]) as nodes:
@@ -157,6 +159,7 @@ def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_j
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.long
 def test_a_newcomer_without_room_for_copies_keeps_none(start_job, small_disk, uninterrupted, preset):
     """It neither has its own copied nor keeps those of others; and the next death costs no more than that."""
     copies = PRESETS[preset] | {"memory_dir": str(small_disk), "profile_steps": 2}
@@ -221,6 +224,7 @@ def losses_alone(chunks):
     return found
 
 
+@pytest.mark.long
 def test_ranks_with_several_virtual_stages(start_job):
     """Interleaved 1F1B: a rank that dies takes two stages of the model with it."""
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"], chunks=2)
@@ -245,6 +249,7 @@ POINTS = ["recovered", "here", "default group", "peers", "all groups", "connecte
 
 
 @pytest.mark.parametrize(("victim", "points"), [(0, POINTS[::2]), (RANKS - 1, POINTS[1::2])])
+@pytest.mark.long
 def test_a_rank_dies_while_torch_connects(start_job, uninterrupted, victim, points):
     """At these points, one after the other. Nobody waits for it until some limit is over."""
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2 * PATIENCE})
@@ -267,10 +272,8 @@ def test_a_rank_dies_while_gloo_connects(start_job, uninterrupted):
     pipeline.finish_as(uninterrupted)
 
 
-@pytest.mark.parametrize(
-    ("victim", "point"),
-    [pytest.param(0, "here", marks=pytest.mark.long), pytest.param(1, "peers", marks=pytest.mark.long), (2, "step")],
-)
+@pytest.mark.parametrize(("victim", "point"), [(0, "here"), (1, "peers"), (2, "step")])
+@pytest.mark.long
 def test_a_rank_hangs(start_job, uninterrupted, victim, point):
     """While torch connects its groups, or in a step: the others notice it at the limit, and it comes back later.
 

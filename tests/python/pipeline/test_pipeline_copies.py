@@ -42,6 +42,7 @@ def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, prese
         assert 3 * BORDER_BYTES <= logged <= 2 * 3 * BORDER_BYTES, "of the steps of a version, and of the next one"
 
 
+@pytest.mark.long
 def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
     """While the newcomers of a stage compute steps again, the other stage has older bytes in place of its state.
 
@@ -75,6 +76,7 @@ def protections(rank):
     return [each["is_whole"] for each in said if each.get("event") == "protected"]
 
 
+@pytest.mark.long
 def test_copies_of_before_stay_until_those_made_beside_the_next_step_are_whole(start_job, tmp_path):
     """A stage is lost, and those in its place at once after their recovery: from the same copies once more."""
     common = {"attempts": "means", "steps": 7, "width": 768, "copies": PRESETS["baft"]}
@@ -94,6 +96,7 @@ def test_copies_of_before_stay_until_those_made_beside_the_next_step_are_whole(s
     assert {tuple(protections(each)) for each in started[:2]} == {(True, False, False)}, "at the start all wait"
 
 
+@pytest.mark.long
 def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
     copies = PRESETS["baft"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 9}
     pipeline = Pipeline(start_job(RANKS), copies=copies, steps=60)

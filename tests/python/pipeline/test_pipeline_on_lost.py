@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from support.harness import wait_until
 from support.hooks import NOTE, calls, given
 from support.pipelines import PRESETS, RANKS, Pipeline
@@ -48,6 +50,7 @@ def test_the_hook_is_called_once_before_another_process_comes(start_job):
         assert [event["key"] for event in each.events("gone")] == [call.key]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_slow_to_recover_is_not_lost(start_job, tmp_path):
     pipeline = start(start_job, r1={"lingers": str(tmp_path / "go")}, r3={"kill_in_step": 4})
     pipeline.lose(pipeline.ranks[3])
@@ -61,6 +64,7 @@ def test_a_rank_that_is_slow_to_recover_is_not_lost(start_job, tmp_path):
     assert call.key.startswith("n3-")
 
 
+@pytest.mark.long
 def test_the_next_rank_calls_again_if_the_caller_is_lost_while_all_wait(start_job):
     pipeline = start(start_job, r3={"kill_in_step": 4})
     pipeline.lose(pipeline.ranks[3])

@@ -37,6 +37,7 @@ def options_of(schedule, shape):
 
 
 @pytest.mark.parametrize(("schedule", "shape"), CASES)
+@pytest.mark.long
 def test_digests_are_those_of_an_undisturbed_run(start_job, tmp_path, schedule, shape):
     """Each rank dies once in a step, one after the other; then two of them die in the same step."""
     options = options_of(schedule, shape)

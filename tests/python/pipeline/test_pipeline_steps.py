@@ -52,7 +52,6 @@ def plain(attempts, parts=1, scaler=None, copies=None, factor=1.0, chunks=1):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
 def test_a_step_is_that_of_one_process_through_two_deaths(start_job, way):
     losses, weights, scale = plain(**WAYS[way])
     options = copy.deepcopy(WAYS[way])
@@ -86,7 +85,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.few(2)
 def test_a_mistake_in_a_step_is_named(start_job, mistake):
     """By the ranks that make it; those that have lost them before they came to it wait for others, and end."""
     limit = 20.0 if mistake == "unequal runs" else 5.0  # there all ranks meet again, each once its own wait is over
@@ -97,6 +95,7 @@ def test_a_mistake_in_a_step_is_named(start_job, mistake):
     assert any(MISTAKES[mistake] in each.log() for each in pipeline.ranks)
 
 
+@pytest.mark.long
 def test_a_scaler_on_some_ranks_alone_is_refused(start_job):
     pipeline = Pipeline(start_job(RANKS), attempts="means", steps=2, copies={"agree_limit": 3.0})
     for rank in range(RANKS):

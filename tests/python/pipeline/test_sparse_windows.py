@@ -58,7 +58,6 @@ def forwards(steps):
     [(3, 8, {4}), (3, 2, {0}), (3, 7, {4}), (3, 9, {4, 7}), (7, 10, {1})],
     ids=["within a window", "before there is one", "one is whole", "before the last slice", "more slices than units"],
 )
-@pytest.mark.few(2)
 def test_a_lost_stage_is_made_dense_by_replay(start_job, deep, slices, step, begun):
     """No other rank has the stage's state. The others compute nothing again: they send what they have logged."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE | {"snapshot_every": slices})
@@ -73,6 +72,7 @@ def test_a_lost_stage_is_made_dense_by_replay(start_job, deep, slices, step, beg
     assert done[1]["forwards"] == forwards(STEPS - again)
 
 
+@pytest.mark.long
 def test_slices_are_as_many_as_the_bubbles_need(start_job, tmp_path):
     """Ranks meet once for it and lose nothing, compute nothing again; then a stage is lost, and comes from a window."""
     small = {"profile_steps": 4, "copy_buffer_bytes": 1 << 9}
@@ -97,6 +97,7 @@ def test_slices_are_as_many_as_the_bubbles_need(start_job, tmp_path):
     assert done[1]["forwards"] == forwards(24 - again)
 
 
+@pytest.mark.long
 def test_losses_of_several_stages_while_others_replay(start_job, deep):
     """The newcomer dies within the replay; and another stage once there are windows again."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
@@ -122,6 +123,7 @@ def test_losses_of_several_stages_while_others_replay(start_job, deep):
     ]
 
 
+@pytest.mark.long
 def test_a_stage_that_replays_begins_anew_when_another_one_is_lost(start_job, deep):
     """Two stages have slices alone when one of them is lost again: the other loads its own anew, and is not taken for
     whole.
@@ -143,6 +145,7 @@ def test_a_stage_that_replays_begins_anew_when_another_one_is_lost(start_job, de
 
 
 @pytest.mark.parametrize(("step", "again"), [(13, 13), (5, 4)], ids=["whole", "in the middle of a replay"])
+@pytest.mark.long
 def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide, step, again):
     """One alone has a peer with all of the state: then nothing is replayed. But one that has two of three slices does
     not pass for whole: then both load all of them anew.
@@ -182,6 +185,7 @@ def damage_windows(folder, stage):
     return damaged
 
 
+@pytest.mark.long
 def test_where_a_window_is_damaged_all_go_back_to_older_whole_copies(start_job, deep):
     """The first window is whole, and the copies of before it are there still, when a stage is lost."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
@@ -199,6 +203,7 @@ def test_where_a_window_is_damaged_all_go_back_to_older_whole_copies(start_job, 
     assert recovered_at(newcomer) == [0]
 
 
+@pytest.mark.long
 def test_a_window_that_was_fetched_outlives_its_holder_before_there_are_new_copies(start_job, deep):
     """The rank that keeps a lost stage's copies is lost as well, once the newcomer has fetched them."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
@@ -232,6 +237,7 @@ def test_two_stages_are_lost_at_once(start_job, deep):
     assert [each["forwards"] for each in done] == [forwards(STEPS), forwards(STEPS - 4)] * 2
 
 
+@pytest.mark.long
 def test_other_data_than_before_makes_all_stages_replay(start_job, deep):
     """A newcomer whose inputs are others than before: all load their slices, and compute anew. It is lost in that
     replay, and the next one has the same as at first: all begin once more, and end like a run without failures.
@@ -249,7 +255,7 @@ def test_other_data_than_before_makes_all_stages_replay(start_job, deep):
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_stages_of_several_parts_are_lost(start_job, tmp_path, schedule):
     options = COMMON | {"schedule": schedule, "chunks": 2, "copies": SPARSE}
     expected, _ = run_undisturbed(tmp_path, **options)
@@ -266,6 +272,7 @@ def test_stages_of_several_parts_are_lost(start_job, tmp_path, schedule):
 
 
 @pytest.mark.parametrize(("preset", "lost"), [("moetion", 3), ("baft", 1)])
+@pytest.mark.long
 def test_a_rank_that_has_experts_alone_is_lost(start_job, tmp_path, preset, lost):
     """Its peer goes back with it, as tokens travel between them; the other stage computes nothing again.
 
@@ -285,6 +292,7 @@ def test_a_rank_that_has_experts_alone_is_lost(start_job, tmp_path, preset, lost
     assert done[lost - 1]["forwards"] > forwards(STEPS)
 
 
+@pytest.mark.long
 def test_all_processes_die_and_their_nodes_live(start_job, deep):
     """Then nobody has a log: all stages load their slices, and compute all steps since."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)

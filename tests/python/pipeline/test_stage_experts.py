@@ -62,7 +62,6 @@ def check_same_bits(pipeline, undisturbed):
 
 
 @pytest.mark.parametrize("plan", [{"kill_in_step": 4}, {"kill_reduced": 4}, {"kill_in_copy": 4}], ids=str)
-@pytest.mark.few(4)
 def test_only_the_lost_ranks_stage_computes_again(start_job, undisturbed, plan):
     way, _, _ = undisturbed
     pipeline = Pipeline(start_job(RANKS), **WAYS[way])

@@ -57,7 +57,6 @@ def test_each_version_but_the_first_travels_as_a_step(undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize("plan", [{"kill_in_step": 5}, {"kill_reduced": 5}, {"kill_in_copy": 5}], ids=str)
-@pytest.mark.few(2)
 def test_a_stage_is_lost(start_job, undisturbed, plan):
     """All that hold its state: what is left are the keepers' copies, made from steps."""
     shape, expected = undisturbed
@@ -85,7 +84,6 @@ def test_each_rank_is_lost_and_then_two_at_once(start_job, undisturbed):
 
 
 @pytest.mark.parametrize("fault", ["memory", "message", "head"])
-@pytest.mark.few(2)
 def test_a_copy_that_is_not_its_trainers_gets_the_state(start_job, undisturbed, fault):
     """In the same version: nothing is repeated for it, and the next one travels as a step again."""
     shape, expected = undisturbed
@@ -126,7 +124,7 @@ def test_where_steps_cannot_be_repeated_state_travels(start_job, undisturbed):
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_stages_of_several_virtual_ones(start_job, tmp_path, schedule):
     options = options_of("4 x 1") | {"schedule": schedule, "chunks": 2, "width": 48, "microbatches": 8}
     expected, _ = run_undisturbed(tmp_path, **options)
@@ -145,7 +143,7 @@ def expert_options(shape, experts):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_experts_that_are_divided_among_ranks(start_job, tmp_path, shape):
     """With room for all of them each travels as a step, and nothing is lost with a rank."""
     options = expert_options(shape, RANKS * EXPERTS)
@@ -165,7 +163,7 @@ def test_experts_that_are_divided_among_ranks(start_job, tmp_path, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_experts_that_were_in_the_version_before_travel_as_steps_and_others_as_state(start_job, shape):
     """With room for 3 of all: which these are changes, and a lost rank's are older."""
     pipeline = Pipeline(start_job(RANKS), **expert_options(shape, 3))

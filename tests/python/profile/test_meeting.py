@@ -132,6 +132,7 @@ def test_gaps_between_steps_are_idle():
     ]
 
 
+@pytest.mark.long
 def test_trace_files(tmp_path):
     paths = [tmp_path / f"{rank}.json" for rank in range(2)]
     for rank, path in enumerate(paths):

@@ -35,7 +35,6 @@ def check_end(survivors):
 
 @pytest.mark.parametrize("preset", ["gemini", "baft"])
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
-@pytest.mark.few(2)
 def test_sender_is_killed_at_a_chunk(start_job, preset, part):
     job = start_job(preset=preset, **SNAPSHOTS)
     workers = a, b, c = job.start_all({"b": [Fault("chunk", VERSION, part=part)]})
@@ -88,7 +87,6 @@ FEW_ROOMS = [("chunk", 0.5, 1), ("published", 0.0, 10_000), ("held", 0.0, 5000)]
         for log_bytes in (1, 5000, 10_000)
     ],
 )
-@pytest.mark.few(2)
 def test_gradients_find_no_room_in_the_log(start_job, point, part, log_bytes):
     """Units whose gradients do not fit are followed by snapshots: a recovery finds one version of both kinds."""
     job = start_job(replay_log_bytes=log_bytes, **SNAPSHOTS)
@@ -101,6 +99,7 @@ def test_gradients_find_no_room_in_the_log(start_job, point, part, log_bytes):
         check_survivors(workers, [workers[0], workers[2]], 2)
 
 
+@pytest.mark.long
 def test_second_death_when_copies_of_both_kinds_are_known(start_job):
     """The survey of one recovery takes nothing from the next one: it, too, can go back to the step before."""
     job = start_job(5, copies=3, replay_log_bytes=10_000, **SNAPSHOTS, min_replicas=2, join_every=50)
@@ -142,6 +141,7 @@ def test_moetion_takes_no_torn_expert(start_job):
     check_end(survivors)
 
 
+@pytest.mark.long
 def test_moetion_has_the_state_of_the_start_of_what_was_not_copied_since(start_job):
     job = start_job(2, preset="moetion", slots=1, remote_bytes_per_step=0, rebalance_every=0, join_every=50)
     workers = a, b = job.start_all({"b": [Fault("vote", 3)]}, "ab", optimizer="sgd")

@@ -62,6 +62,7 @@ def test_all_processes_crash_and_the_job_resumes_from_shared_memory(start_job):
     assert job.arenas() == []
 
 
+@pytest.mark.long
 def test_moetion_resumes_from_the_memory_of_its_own_nodes(start_job):
     """After a failure of software alone: each node has snapshots of what it trains."""
     job = start_job(preset="moetion", local_bytes_per_step=1 << 30, **FEWEST)
@@ -109,6 +110,7 @@ def test_all_processes_crash_in_the_middle_of_anything(start_job, delay):
     check_history(again)
 
 
+@pytest.mark.long
 def test_all_crash_one_node_is_lost_and_fewer_come_back(start_job):
     job = start_job(preset="gemini")
     run_until_crash(job)
@@ -120,6 +122,7 @@ def test_all_crash_one_node_is_lost_and_fewer_come_back(start_job):
         assert check_recovered(job.workers, each, 0)["step"] == CRASH
 
 
+@pytest.mark.long
 def test_process_restarted_on_a_living_node_joins_again(start_job):
     job = start_job()
     job.open_gate(8)
@@ -145,6 +148,7 @@ def test_units_that_survive_only_in_the_memory_of_a_crashed_process_come_from_th
     assert all(r["sources"]["local memory"] for r in recovered)
 
 
+@pytest.mark.long
 def test_damaged_copies_of_one_node_are_found_and_others_used(start_job):
     job = start_job(preset="gemini")
     run_until_crash(job)
@@ -157,6 +161,7 @@ def test_damaged_copies_of_one_node_are_found_and_others_used(start_job):
     assert all(r["digests_mismatched"] > 0 for r in recovered)
 
 
+@pytest.mark.long
 def test_damage_of_all_copies_of_a_unit_goes_back_to_the_version_before(start_job):
     job = start_job(preset="gemini")
     run_until_crash(job)
@@ -172,6 +177,7 @@ def test_damage_of_all_copies_of_a_unit_goes_back_to_the_version_before(start_jo
 
 
 @pytest.mark.parametrize("preset", ["auto", "gemini"])
+@pytest.mark.long
 def test_all_crash_before_the_first_step_and_start_afresh(start_job, preset):
     """Nothing was learnt, so nothing is missed, whatever memory is gone."""
     job = start_job(preset=preset, **FEWEST)
@@ -195,6 +201,7 @@ def test_active_replicas_alone_survive_without_copies(start_job):
     assert job.arenas() == []
 
 
+@pytest.mark.long
 def test_ranks_of_one_node_do_not_hold_all_replicas_of_an_expert(start_job):
     job = start_job(4, copies=0, slots=4, min_replicas=2)
     die = [Fault("vote", 5)]
@@ -260,6 +267,7 @@ def test_exception_on_all_workers_keeps_their_memory_for_a_restart(start_job, po
     assert job.arenas() == []
 
 
+@pytest.mark.long
 def test_lost_units_can_still_come_back_with_their_node(start_job):
     job = start_job(copies=1, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})

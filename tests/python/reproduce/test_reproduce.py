@@ -55,6 +55,7 @@ def test_every_row_has_numbers_a_way_and_a_reason(computed):
             assert row.paper is not None or row.difference is None
 
 
+@pytest.mark.long
 def test_simulations_repeat_to_the_digit():
     figures = [figure for name, figure in QUICK.items() if name in ("gemini-f15", "lazarus-f6", "moetion-ettr")]
     for figure in figures:

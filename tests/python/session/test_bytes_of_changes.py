@@ -89,6 +89,7 @@ def test_members_take_the_step_after_a_join_while_its_copies_are_sent(start_job)
         assert {event["steps_lost"] for event in each.events("recovered")} == {0}
 
 
+@pytest.mark.long
 def test_a_death_sends_what_the_dead_node_had(start_job):
     job = start_job(4, preset="auto", slots=3, join_every=50, rebalance_every=0)
     workers = job.start_all({"b": [Fault("vote", 5)]}, "abcd", states=True, model="wide")

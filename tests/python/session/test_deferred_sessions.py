@@ -35,7 +35,6 @@ def test_first_values_are_the_same_on_any_number_of_ranks_and_survive_a_kill(sta
 
 
 @pytest.mark.parametrize("point", ["phase fetch", "phase verify", "copy", "confirm"])
-@pytest.mark.few(2)
 def test_a_death_while_the_job_begins_loses_no_first_values(start_job, point):
     """Units that only the dead member had made are made anew."""
     step, job = None if point.startswith("phase") else 0, start_job(slots=2)

@@ -286,6 +286,7 @@ def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, 
         assert len(each.events("recovered")) == 1, "nobody was given up for its disk"
 
 
+@pytest.mark.long
 def test_a_death_while_the_disk_stands_still_holds_up_nobody(start_job, dying_disk):
     """What the survivors were writing is void, and still waits; what they write instead gets to the disk after it."""
     job = start_job(3, checkpoint_dir=str(dying_disk), checkpoint_every=1)

@@ -11,7 +11,6 @@ STEPS = 6
 
 
 @pytest.mark.parametrize("point", ["forward", "copy", "commit", "verified"])
-@pytest.mark.few(2)
 def test_killed_in_the_last_step(start_job, point):
     job = start_job()
     step = None if point == "verified" else STEPS - 1 + (point == "copy")

@@ -29,7 +29,6 @@ def start(start_job, preset, tmp_path=None, **session):
 
 @pytest.mark.parametrize("preset", REPLAYED)
 @pytest.mark.parametrize("where", ["state", "log", "step"])
-@pytest.mark.few(2)
 def test_flip_in_a_replica_is_found_and_healed_while_its_trainer_lives(start_job, preset, where):
     job = start(start_job, preset)
     faults = {"a": [Fault("vote", FLIPPED, "flip", where=where)], "b": [Fault("vote", KILLED)]}
@@ -61,7 +60,7 @@ TIMES = {
 
 @pytest.mark.parametrize("preset", REPLAYED)
 @pytest.mark.parametrize("time", TIMES)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_flip_right_before_the_only_trainer_dies_is_never_adopted(start_job, tmp_path, preset, time):
     """What is lost is said: the job goes back to a checkpoint."""
     job = start(start_job, preset, tmp_path)

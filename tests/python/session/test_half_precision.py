@@ -60,6 +60,7 @@ def test_owner_of_modules_with_masters_dies_and_its_newest_step_is_not_taken_bac
     assert {each.events("verified")[-1]["digests_mismatched"] for each in (a, c)} == {0}
 
 
+@pytest.mark.long
 def test_masters_are_resumed_from_shared_memory_when_all_workers_crash(start_job):
     job = start_job(2)
     options = {"optimizer": "evermoe", "dtype": "bfloat16", "steps": STEPS}

@@ -103,6 +103,7 @@ def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path)
         session.close()
 
 
+@pytest.mark.long
 def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
     job = start_job(2, preset="gemini", join_every=1)
     job.open_gate(6)

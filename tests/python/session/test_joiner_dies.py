@@ -31,7 +31,6 @@ def join_and_die(job, *faults, names="c"):
     [(preset, "replicated") for preset in ("auto", "gemini", "moetion")] + [("auto", "sharded"), ("gemini", "sharded")],
 )
 @pytest.mark.parametrize("point", ["copy", "confirm"])
-@pytest.mark.few(3)
 def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, preset, dense, point):
     job = start_job(2, preset=preset, dense=dense, local_every=1000, **FEWEST)
     a, workers = join_and_die(job, Fault(point))

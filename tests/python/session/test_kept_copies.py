@@ -33,6 +33,7 @@ def waits(worker):
 
 
 @pytest.mark.parametrize("free_bytes", [None, 1000])
+@pytest.mark.long
 def test_training_waits_for_copies_at_the_start_and_where_memory_is_short(start_job, free_bytes):
     job = start_job(4, preset="gemini", join_every=50)
     workers = [job.start(name, *([Fault("vote", FAULT)] if name == "b" else [])) for name in "ab"]
@@ -72,6 +73,7 @@ def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
     assert 0.9 * missing_R[0] < sum(sent_R) < 1.1 * missing_R[0]
 
 
+@pytest.mark.long
 def test_copies_that_come_damaged_beside_training_are_made_anew_while_it_waits(start_job):
     """A copy that its holder has from before goes bad between the survey and its use."""
     job = start_job(4, preset="gemini", join_every=50)

@@ -64,6 +64,7 @@ def test_the_sender_is_killed_while_its_optimizer_state_is_awaited(start_job, pr
     assert c.events("verified")[0]["digests_mismatched"] == 0
 
 
+@pytest.mark.long
 def test_a_sender_that_falls_silent_is_given_up(start_job):
     _, workers = with_newcomer(start_job, [Fault("late state", action="stop")], hang_limit=3.0)
     a, b, c = workers
@@ -75,6 +76,7 @@ def test_a_sender_that_falls_silent_is_given_up(start_job):
     assert c.events("verified")[0]["digests_mismatched"] == 0
 
 
+@pytest.mark.long
 def test_state_that_takes_longer_than_a_collective_waits_is_waited_for(start_job):
     """How many units `a` sends is the plan's: two or more."""
     faults = [Fault("late state", action="slow", nth=each, seconds=1.5) for each in range(1, 9)]

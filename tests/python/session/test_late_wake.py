@@ -22,7 +22,6 @@ def contents(folders):
     "preset, point",
     [("auto", "vote"), ("auto", "commit"), ("gemini", "published"), ("pec", "forward"), ("pec", "commit")],
 )
-@pytest.mark.few(3)
 def test_worker_that_wakes_when_the_job_is_over(start_job, tmp_path, preset, point, restarts):
     saved = tmp_path / "saved"
     options = {"checkpoint_dir": str(saved), "checkpoint_every": 4}
@@ -50,6 +49,7 @@ def test_worker_that_wakes_when_the_job_is_over(start_job, tmp_path, preset, poi
     assert not any(each.events("commit") for each in again)
 
 
+@pytest.mark.long
 def test_worker_whose_operator_knows_that_nobody_else_is_left(start_job):
     job = start_job(copies=3)
     asleep = {"session": {"go_on_alone": True}}

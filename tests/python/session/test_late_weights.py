@@ -183,6 +183,7 @@ def trained(start_job, faults, **session):
     return workers
 
 
+@pytest.mark.long
 def test_losses_and_states_are_those_of_training_that_waits(start_job):
     found = []
     for overlaps in (False, True):
@@ -193,7 +194,6 @@ def test_losses_and_states_are_those_of_training_that_waits(start_job):
 
 
 @pytest.mark.parametrize("point", ["gather", "copy", "begin", "forward", "vote"])
-@pytest.mark.few(2)
 def test_an_owner_is_killed_while_weights_are_on_their_way(start_job, point):
     step = FAULT + (point in ("copy", "gather"))
     a, b, c = workers = trained(start_job, {"b": [Fault(point, step)]}, overlap_param_gather=True)

@@ -220,6 +220,7 @@ pathlib.Path("told-" + os.environ["LOCAL_RANK"]).write_text(names)
 """
 
 
+@pytest.mark.long
 def test_evermoe_run_sets_what_torchrun_sets(start, tmp_path):
     (tmp_path / "tells.py").write_text(TELLS)
     found = {}
@@ -243,6 +244,7 @@ def test_evermoe_run_sets_what_torchrun_sets(start, tmp_path):
 @pytest.mark.parametrize(
     "variables", [{"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, {"JOB_COMPLETION_INDEX": "0"}]
 )
+@pytest.mark.few(1)
 def test_evermoe_run_on_several_machines_needs_a_lighthouse(start, tmp_path, variables):
     (tmp_path / "tells.py").write_text(TELLS)
     code, said = ended(start(evermoe_run(tmp_path, "tells.py"), variables))

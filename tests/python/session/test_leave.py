@@ -43,6 +43,7 @@ def test_member_leaves_on_sigterm(start_job, name):
     assert leaving.events("commit")[-1]["step"] == GATE
 
 
+@pytest.mark.long
 def test_experts_without_a_copy_go_to_a_checkpoint_first(start_job, tmp_path):
     job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"))
     job.open_gate(GATE)

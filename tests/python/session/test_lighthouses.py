@@ -113,7 +113,7 @@ def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, 
 
 
 @pytest.mark.parametrize("secret", ["", "correct horse battery"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monkeypatch, secret):
     monkeypatch.setenv("EVERMOE_SECRET", secret)
     job = start_job(lighthouse=addresses(two), copies=3, agree_limit=120.0, **FEWEST)
@@ -146,6 +146,7 @@ def test_one_of_two_leaves_and_the_other_goes_on(start_job, two, leaver):
     check_history(workers)
 
 
+@pytest.mark.long
 def test_members_that_have_heard_a_promotion_and_ask_no_more_have_gone_on(two):
     """A short job may be over before the operator's command asks again."""
     messages = Messages("a", Identity("job", "layout"), two[0].address, None)

@@ -185,6 +185,7 @@ def test_lighthouse_away_for_a_while_stops_nobody(start_job):
     check_history(workers)
 
 
+@pytest.mark.long
 def test_script_run_by_a_new_interpreter(start_job):
     """What users run: the interpreter ends without hanging on a thread, and prints nothing it should not."""
     job = start_job(2)

@@ -40,6 +40,7 @@ def test_lighthouse_away_for_a_while_stops_nobody(start_job):
     assert workers[0].events("recovered")[-1]["members"] == 2
 
 
+@pytest.mark.long
 def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
     """Nobody waits for it, looks for new members included; once it is back, a newcomer finds the group."""
     job = start_job(agree_limit=2.0, join_every=1, rebalance_every=7)
@@ -65,6 +66,7 @@ def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
     assert len({each.events("done")[0]["pid"] for each in workers[:3]} ^ {each.pid for each in workers[:3]}) == 0
 
 
+@pytest.mark.long
 def test_newcomers_that_are_more_than_the_members_wait_for_them(start_job):
     """The Lighthouse names those who ask when its join limit is over: a member in a long step must be among them."""
     job = start_job(1, join_limit=4.0)
@@ -93,6 +95,7 @@ def test_newcomer_joins_members_that_come_to_their_steps_far_apart(start_job):
     assert workers[0].events("recovered")[-1]["members"] == 3
 
 
+@pytest.mark.long
 def test_frozen_lighthouse_stops_nobody(start_job):
     """It takes questions and answers none: no connection fails."""
     job = start_job(2, join_every=1)
@@ -107,6 +110,7 @@ def test_frozen_lighthouse_stops_nobody(start_job):
     check_history(workers)
 
 
+@pytest.mark.long
 def test_lighthouse_away_for_too_long_after_a_death_ends_the_job_and_keeps_its_memory(start_job):
     job = start_job(agree_limit=2.0)
     job.open_gate(5)
@@ -172,7 +176,7 @@ def test_waiting_for_missing_units_has_an_end(start_job):
         ({"steps": 40}, "this worker's loop is session.steps(40), that of a-"),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_job, tmp_path, other, message):
     if "metadata" in other:
         (tmp_path / "evermoe-99.0.dist-info").mkdir()

@@ -90,7 +90,7 @@ def test_host_without_power(start_hosts, rank):
 
 
 @pytest.mark.parametrize("pair, is_one_way", [((0, 1), False), ((1, 2), False), ((0, 1), True), ((2, 1), True)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_cut_between_two_hosts(start_hosts, pair, is_one_way):
     hosts, job, workers = start_hosts("abc")
     one, other = (by_rank(workers)[rank] for rank in pair)
@@ -110,6 +110,7 @@ def test_cut_between_two_hosts(start_hosts, pair, is_one_way):
     assert leaving.events("recovered")[-1]["members"] == 3
 
 
+@pytest.mark.long
 def test_split_that_the_lighthouse_does_not_see(start_hosts):
     hosts, job, workers = start_hosts("abcd", copies=3)
     hosts.split("ab", "cd")
@@ -124,6 +125,7 @@ def test_split_that_the_lighthouse_does_not_see(start_hosts):
     check_history(workers.values(), away="cd")
 
 
+@pytest.mark.long
 def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
     """All see the Lighthouse: one goes on alone, and the others join it again once the network is back."""
     hosts, job, workers = start_hosts("abc", copies=3)
@@ -138,6 +140,7 @@ def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
     assert all(each.events("recovered")[-1]["members"] == 3 for each in workers.values())
 
 
+@pytest.mark.long
 def test_member_that_is_reached_again_is_the_first_that_a_new_lighthouse_hears_of(start_hosts):
     """Its question was on the way while the Lighthouse was away; the others are about to tell it of themselves."""
     hosts, job, workers = start_hosts("abc", copies=3)

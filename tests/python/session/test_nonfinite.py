@@ -11,7 +11,6 @@ from support.worker import Fault
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "preset": "gemini"}], ids=["auto", "clipped"])
-@pytest.mark.few(2)
 def test_all_members_stop_and_name_the_step_and_the_member(start_job, kind, options):
     job = start_job(**options)
     workers = [job.start(name, poison={5: kind} if name == "b" else {}) for name in "abc"]
@@ -56,7 +55,7 @@ def test_all_members_skip_the_update_and_replicas_do_so_too(start_job, options):
 
 
 @pytest.mark.parametrize("point", ["vote", "skipped", "copy"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_death_in_a_skipped_step(start_job, point):
     job = start_job(on_nonfinite="skip", **FEWEST)
     faults = {"b": [Fault(point, 6 if point == "copy" else 5)]}

@@ -158,7 +158,7 @@ def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, own_serv
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 9)]}], ids=["all live", "a worker dies meanwhile"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, own_server, url, faults):
     job = start_job(preset="pec", checkpoint_dir=url, checkpoint_patience=2.0, copies=2)
     job.open_gate(7)
@@ -182,7 +182,7 @@ def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, o
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 7)]}], ids=["all live", "a worker dies meanwhile"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, own_server, url, faults):
     """Requests hang, also those that are under way; a recovery gives up on the store after its seconds."""
     with proxy_to(own_server.port) as proxy:

@@ -80,6 +80,7 @@ def test_what_comes_in_a_lost_members_place_gets_its_units_from_peers(start_job)
     check_recovered([a, b, c, d], a)
 
 
+@pytest.mark.long
 def test_a_caller_that_dies_while_it_calls_is_followed_by_another_and_training_waits_for_none(start_job):
     job, workers = start(start_job, "abcd", {"b": [Fault("forward", 6)]}, NOTE + WAIT, at=12, copies=3)
     (call,) = wait_for_calls(job, 1)
@@ -100,6 +101,7 @@ def test_a_caller_that_dies_while_it_calls_is_followed_by_another_and_training_w
     check_history(workers)
 
 
+@pytest.mark.long
 def test_a_caller_that_dies_after_the_vote_that_followed_its_call_is_not_followed(start_job):
     job, workers = start(start_job, "abc", {"b": [Fault("forward", 6)]}, at=12)
     (call,) = wait_for_calls(job, 1)

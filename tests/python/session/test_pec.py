@@ -70,7 +70,6 @@ def start(start_job, tmp_path, **options):
     [Blow(30, "b"), Blow(30), Blow(31, gone="c"), Blow(31, gone=NAMES), Blow(30, point="copy")],
     ids=["one", "all", "all and a node", "all and every node", "all as copies begin"],
 )
-@pytest.mark.few(2)
 def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
     job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=3)
     found = run(job, [blow], 60)
@@ -124,7 +123,7 @@ def test_more_experts_are_copied_when_more_tokens_were_lost_than_may_be(start_jo
 @pytest.mark.parametrize(
     "second", [Fault("phase verify", nth=2), Fault("copy", 30, nth=2)], ids=["before it is counted", "after that"]
 )
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job, tmp_path, second):
     job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=4)
     faults = {"b": [Fault("vote", 30)], "c": [second]}
@@ -136,6 +135,7 @@ def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job
     assert last.state.lost_now
 
 
+@pytest.mark.long
 def test_owners_go_back_and_lose_what_the_report_says(start_job, tmp_path):
     job = start(start_job, tmp_path, dense="sharded", experts_per_save=1, save_every=4)
     found = run(job, [Blow(27, "b"), Blow(46)], 56)
@@ -143,6 +143,7 @@ def test_owners_go_back_and_lose_what_the_report_says(start_job, tmp_path):
     assert any(each.state.lost_now for each in found)
 
 
+@pytest.mark.long
 def test_moetion_counts_alike(start_job, tmp_path):
     job = start(start_job, tmp_path, preset="moetion", remote_bytes_per_step=30_000, local_bytes_per_step=60_000)
     found = run(job, [Blow(20, "b"), Blow(40)], 48)

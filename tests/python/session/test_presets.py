@@ -103,7 +103,7 @@ def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, pre
         for point, step in (("update", 0), ("copy", 1), ("vote", 1))
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_copies_of_the_start_are_as_good_as_any(start_job, tmp_path, point, step, preset):
     """Nobody who was there when they were made takes them for those of a process that has just come."""
     job = start_job(3, **options(preset, tmp_path), **FEWEST)

@@ -39,7 +39,7 @@ def planned(preset: str, slots: int | None) -> tuple[PresetRow, Counter[int]]:
 
 @pytest.mark.parametrize("slots", [FEWEST, None])
 @pytest.mark.parametrize("preset", PRESET_NAMES)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_session_loses_what_the_plan_says(start_job, tmp_path, preset, slots):
     row, replicas = planned(preset, slots)
     job = start_job(

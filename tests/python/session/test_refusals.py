@@ -32,6 +32,7 @@ print("trains alone")
 """
 
 
+@pytest.mark.long
 def test_torchrun_without_a_lighthouse_would_train_one_job_in_each_process(tmp_path):
     (tmp_path / "train.py").write_text(TORCHRUN)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "train.py"]

@@ -24,7 +24,7 @@ def start(job, faults, **options):
         for point in ("forward", "send", "confirm", "vote", "update", "commit")
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_trainer_is_killed_and_its_experts_come_from_the_replica_node(start_job, point, preset):
     job = start_job(2, preset=preset, **FEWEST)
     step = 5 + (point in ("send", "confirm"))
@@ -46,7 +46,6 @@ def test_trainer_is_killed_and_its_experts_come_from_the_replica_node(start_job,
 
 
 @pytest.mark.parametrize("point", ["confirm", "vote", "update", "phase fetch"])
-@pytest.mark.few(2)
 def test_replica_node_is_killed_and_comes_back(start_job, point):
     job = start_job(2, **FEWEST)
     job.open_gate(8)

@@ -36,7 +36,7 @@ def test_job_with_a_secret_survives_a_death(start_job):
 
 
 @pytest.mark.parametrize("secret", [WRONG, None], ids=["wrong", "none"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_worker_without_the_secret_is_ignored_and_told_why(start_job, secret):
     job = start_job(2)
     workers = job.start_all({}, "ab", steps=100_000, secret=RIGHT)

@@ -29,7 +29,7 @@ def at(point, action="kill", step=FAULT):
         for point in POINTS
     ],
 )
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 def test_killed_at(start_job, point, preset):
     job = start_job(preset=preset)
     workers = job.start_all({"b": [at(point)]})
@@ -57,6 +57,7 @@ def test_killed_with_the_optimizer_of_evermoe(start_job):
         assert (recovered["members"], recovered["digests_mismatched"]) == (2, 0)
 
 
+@pytest.mark.long
 def test_killed_with_a_compiled_model(start_job):
     """Graphs stay in use while members and experts change; the layers' exchanges are within them."""
     workers = start_job(hang_limit=30.0).start_all({"b": [at("forward")]}, compiled=True)
@@ -78,7 +79,7 @@ def test_two_of_five_killed_at_once(start_job):
 
 
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_every=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
@@ -110,7 +111,7 @@ def test_node_of_two_processes_dies_whole(start_job):
 
 
 @pytest.mark.parametrize("point", ["forward", "vote", "copy"])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
     hang_limit = 2.0
     job = start_job(hang_limit=hang_limit)
@@ -157,7 +158,6 @@ def test_joiner_is_taken_in_at_a_step_boundary(start_job):
 
 
 @pytest.mark.parametrize("point", ["phase agree", "phase fetch", "copy", "confirm"])
-@pytest.mark.few(2)
 def test_joiner_dies_while_it_joins(start_job, point):
     job = start_job(2)
     job.open_gate(6)

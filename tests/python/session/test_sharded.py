@@ -64,7 +64,6 @@ def owned(event):
         ("sgd-fused", None, {"preset": "baft", "max_grad_norm": 0.5}),
     ],
 )
-@pytest.mark.few(2)
 def test_losses_are_those_of_a_replicated_optimizer(start_job, optimizer, schedule, options):
     workers = start_job(dense="sharded", **options).start_all({}, optimizer=optimizer, schedule=schedule)
     assert [each.join() for each in workers] == [0, 0, 0]
@@ -98,7 +97,7 @@ def test_two_workers_compute_the_same_bits(start_job):
         for point in POINTS
     ],
 )
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_an_owner_is_killed_at(start_job, point, preset):
     workers = start_job(dense="sharded", preset=preset).start_all({"b": [at(point)]})
     a, b, c = workers
@@ -164,7 +163,6 @@ def test_owners_follow_the_members(start_job):
 
 @pytest.mark.parametrize(("first", "then"), [("sharded", "replicated"), ("replicated", "sharded")])
 @pytest.mark.parametrize("place", ["checkpoint", "memory"])
-@pytest.mark.few(2)
 def test_a_job_resumes_with_the_other_kind(start_job, tmp_path, first, then, place):
     """Units are the same in both: in checkpoints, and in the memory that a crashed job leaves behind."""
     saved = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every": 5} if place == "checkpoint" else {}
@@ -185,6 +183,7 @@ def test_a_job_resumes_with_the_other_kind(start_job, tmp_path, first, then, pla
     check_verified(again)
 
 
+@pytest.mark.long
 def test_members_that_differ_do_not_train_together(start_job):
     job = start_job(2, agree_limit=5.0)
     a = job.start("a", session={"dense": "sharded"})
@@ -195,6 +194,7 @@ def test_members_that_differ_do_not_train_together(start_job):
 
 
 @pytest.mark.parametrize("point", ["vote", "update"])
+@pytest.mark.long
 def test_an_owner_is_killed_beside_a_replica_node(start_job, point):
     job = start_job(2, dense="sharded", **FEWEST)
     replica = job.start("y", session={"role": "replica"})

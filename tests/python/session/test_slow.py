@@ -14,6 +14,7 @@ SLACK = 10.0
 REASON = "has waited for this member longer than hang_limit"
 
 
+@pytest.mark.long
 def test_member_that_hangs(start_job):
     """It lives and beats, and the Lighthouse would wait for it for a minute. It joins again when it has sat out."""
     job = start_job(hang_limit=HANG_LIMIT, join_limit=60.0)

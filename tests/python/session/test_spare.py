@@ -63,6 +63,7 @@ def test_two_losses_at_once_take_as_many_spares_as_there_are(start_job):
     check_history([a, b, c, spare])
 
 
+@pytest.mark.long
 def test_the_first_of_two_spares_takes_the_place_and_the_second_waits_for_the_next_loss(start_job):
     job = start_job(3)
     members, waiting = start_with_spares(job, {"b": [Fault("forward", 12)], "c": [Fault("forward", 19)]}, "de")
@@ -74,6 +75,7 @@ def test_the_first_of_two_spares_takes_the_place_and_the_second_waits_for_the_ne
     check_history([*members, *waiting])
 
 
+@pytest.mark.long
 def test_members_do_not_notice_spares_that_are_not_needed_or_die(start_job):
     job = start_job(3)
     members, (spare,) = start_with_spares(job, {})
@@ -124,7 +126,7 @@ def test_a_spare_that_is_alone_on_its_machine_learns_of_the_end(start_job, membe
 
 
 @pytest.mark.parametrize(("members", "error"), [(2, "JoinTimeout"), (1, "LostExperts")])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_spare_whose_job_is_gone_never_begins_it_again(start_job, members, error):
     job = start_job(members, agree_limit=4.0, hang_limit=2.0)
     job.open_gate(HELD)

@@ -21,6 +21,7 @@ def test_job_survives_a_death(start_job, preset):
         assert check_recovered(workers, survivor)["members"] == 2
 
 
+@pytest.mark.long
 def test_job_takes_in_a_newcomer(start_job):
     job = start_job(2, transport="ucx", preset="gemini")
     workers = job.start_all({}, "ab", model="wide", steps=40)

@@ -65,6 +65,7 @@ def test_windows_that_are_too_short_for_a_version_share_it_out(start_job):
         assert (Path(worker.options.folder) / f"{worker.name}.session.json").exists()
 
 
+@pytest.mark.long
 def test_windows_that_take_nothing_make_versions_as_rare_as_loses_the_least_time(start_job):
     """By the formula of Gemini, which weighs delays against what failures would waste: done, not only said."""
     job = start_job(2, preset="gemini", profile_steps=4, profile_every=1000, window_share=1e-4)

@@ -97,6 +97,7 @@ def most_at_once(trace):
 
 
 @pytest.mark.parametrize("buffers", [1, 4])
+@pytest.mark.long
 def test_messages_are_under_way_at_a_time_as_there_are_buffers(start_job, buffers):
     """One alone is the variant without a pipeline."""
     small = {"copy_buffer_bytes": 1024, "copy_buffers": buffers}
@@ -118,6 +119,7 @@ def test_a_buffer_for_a_whole_bundle_and_one_alone_is_one_message_for_each(start
             assert messages[-1]["sent"] == messages[-1]["total"]
 
 
+@pytest.mark.long
 def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(start_job):
     for trace in run(start_job, "gemini", session={"window_share": 0.25, "snapshot_every": 1})[1]:
         assert check_in_windows(trace) > 0
@@ -131,6 +133,7 @@ def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(sta
         check_blocked(each)
 
 
+@pytest.mark.long
 def test_where_versions_of_one_step_are_asked_for_the_frequency_that_loses_least_is_said(start_job):
     """What is given stays: it is advice then."""
     workers, _ = run(start_job, "gemini", session={"window_share": 0.002, "snapshot_every": 1})
@@ -156,6 +159,7 @@ def plans(worker):
     return [(event["step"], event["plans"], event["summary"]) for event in worker.events("paced")]
 
 
+@pytest.mark.long
 def test_steps_that_slow_down_and_speed_up_are_planned_anew_by_all_at_once(start_job):
     workers, traces = run(start_job, "gemini", steps=44, forwards=[[12, 3], [28, 1]])
     a, b = [plans(worker) for worker in workers]
@@ -169,6 +173,7 @@ def test_steps_that_slow_down_and_speed_up_are_planned_anew_by_all_at_once(start
         check_in_windows(trace)
 
 
+@pytest.mark.long
 def test_windows_stay_in_use_when_members_change(start_job):
     """From the first step with a joiner on, all send in windows; the joiner in those of another member."""
     job = start_job(2, preset="baft", **PROFILE)
@@ -201,6 +206,7 @@ def test_no_profile_where_none_is_wanted(start_job):
     assert {number for worker in workers for _, number, _ in plans(worker)} == {0}
 
 
+@pytest.mark.long
 def test_the_users_profiler_sees_the_copies_beside_training(start_job):
     workers, traces = run(start_job, "gemini", steps=20)
     for worker, trace in zip(workers, traces, strict=True):

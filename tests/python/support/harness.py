@@ -42,8 +42,13 @@ PRELOADED = [
     "torch._dynamo",
     "evermoe.profile",
     "transformers.models.mixtral.modeling_mixtral",
+    "support.worker",
+    "support.frozen",
 ]
 SERVER.set_forkserver_preload(PRELOADED)
+os.environ["PYTHONPATH"] = os.pathsep.join(  # where the server finds the last of these
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "warn"}
 os.environ |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # each TCPStore client asks DNS for 127.0.0.1's name
 
