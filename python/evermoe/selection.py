@@ -306,7 +306,7 @@ class ExpertSelector:
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
         experts = [unit.nbytes for unit in state.catalog.units if unit.layer is not None]
         self._expert_bytes, self._all_bytes = max(experts, default=1), sum(experts)
-        self._options, self._ledger = options, ledger
+        self._options, self._ledger, self._load = options, ledger, state.expert_load
         self._ranks_LE = np.full(ledger.total_LE.shape, -1)
 
     def replan(self, active: Mapping[str, Collection[int]], ranks: int) -> None:
@@ -316,16 +316,19 @@ class ExpertSelector:
         for row, number in zip(self._ranks_LE, self._layers.values(), strict=True):
             row[:number] = [next(found) for _ in range(number)]
 
-    def for_peers(self, kept: Collection[str], counts_LE: np.ndarray, measured: int | None = None) -> set[str]:
-        """MoEtion: of the units that peers are to keep, those with the most tokens at risk, this step's included.
+    def for_peers(self, kept: Collection[str], measured: int | None = None) -> set[str]:
+        """MoEtion: of the units that peers are to keep, those with the most tokens at risk after the step that begins.
 
-        They are as many as have room in the budget of bytes to peers; a unit that its replica follows takes less of it.
-        `measured`: the budget where none is given as an option; None for what it is before there are measurements.
+        Its own tokens are not known yet: in their place are those that each expert gets in a step on average, and one
+        at least. The units are as many as have room in the budget of bytes to peers; a unit that its replica follows
+        takes less of it. `measured`: the budget where none is given as an option; None for what it is before there are
+        measurements.
         """
         ledger = self._ledger.selection
         if ledger is None:
             return set()
-        at_risk = self._only(kept, ledger.at_risk + counts_LE)
+        expected_LE = np.maximum(np.rint(self._load.mean_LE), 1).astype(np.int64)
+        at_risk = self._only(kept, ledger.at_risk + expected_LE)
         given = self._options.remote_bytes_per_step
         return self._by_budget(at_risk, measured if given is None else given)
 

@@ -318,10 +318,10 @@ def paced_transfer(group, folder):
         return box
     waits, asked, inner = [], threading.Semaphore(0), pacer.wait
 
-    def wait(window, seconds, step):
+    def wait(window, seconds, step, **options):
         waits.append((window, seconds, len(courier.sent)))
         asked.release()
-        return inner(window, seconds, step)
+        return inner(window, seconds, step, **options)
 
     pacer.wait = wait
     task = courier.submit(lambda: courier.send(iter(messages)))
