@@ -99,7 +99,7 @@ class Protection:
         self.lagging: Lagging = lagging if lagging != "if needed" or options.copies else "never"
         """Whether a recovery may take experts at older versions than the rest."""
         self.ledger = LossLedger(state, options, notes_copies=self.lagging != "never")
-        selector = self._selector = ExpertSelector(state, options, self.ledger)
+        selector = self.selector = ExpertSelector(state, options, self.ledger)
         self.snapshots = Snapshots(state, store, membership, options, options, emit)
         pacer, message_bytes = self.snapshots.pacer, options.copy_buffer_bytes
         self.replicas = Replicas(state, membership, options, arithmetic, emit, pacer, message_bytes)
@@ -156,7 +156,7 @@ class Protection:
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
         units = share_json(group, about_units(self.state, self.replicas) if group.rank == 0 else None)
         self.active = self.state.active(self._membership.num_trainers)
-        self._selector.replan(self.active, self._membership.num_trainers)
+        self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
         preset, nodes, budget = self.options.preset, self.options.copies, self.options.copy_budget
@@ -164,6 +164,8 @@ class Protection:
         self.plan = in_order_of_risk(plan, infos, ranks, copies)
         kept = self.plan.units
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
+        if self.preset.selects_by_budget:
+            self.selector.copied = {each.unit for each in kept if each.holders}
         self._behind = self._followed - {info.name for info in infos if info.replayable}
         self.copies_late = copies_are_late(plan, self.options)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies)
@@ -268,7 +270,7 @@ class Protection:
         if not self.preset.selects_by_budget:
             return None
         experts = self._followed.intersection(self.state.catalog.experts())
-        return self._followed - experts | self._selector.for_peers(experts, self.window_planner.budgets.remote)
+        return self._followed - experts | self.selector.for_peers(experts, self.window_planner.budgets.remote)
 
     def before_update(self) -> None:
         """The optimizer wants to write the state: a snapshot of it is finished first."""

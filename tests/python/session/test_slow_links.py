@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from evermoe.planning import LoadAverage, select_experts
 from evermoe.state.expert_load import LOAD_HALF_LIFE
@@ -40,6 +41,7 @@ def check_choices(workers):
     holders = workers[0].events("arranged")[-1]["holders"]
     is_copied = np.array([[holders.get(f"{path}.{e}", ["none"])[0] == "replayed" for e in range(6)] for path in LAYERS])
     tokens, at_risk = tokens_by_step(workers[0]), np.zeros((2, 6), np.int64)
+    waiting, seen = np.zeros_like(at_risk), np.zeros_like(at_risk)
     average, sizes = LoadAverage(2, 6, half_life=LOAD_HALF_LIFE), []
     for step in range(STEPS):
         (units,) = {tuple(each[step]["units"]) for each in told}
@@ -61,7 +63,15 @@ def check_choices(workers):
         at_risk += np.array(tokens[step])
         for unit in units:
             path, _, expert = unit.rpartition(".")
-            at_risk[[*LAYERS].index(path), int(expert)] = 0
+            at_risk[[*LAYERS].index(path), int(expert)] = waiting[[*LAYERS].index(path), int(expert)] = 0
+        waiting[at_risk > 0] += 1
+        seen += np.array(tokens[step])
+        portions = (is_copied * at_risk).sum(1) / seen.sum(1)
+        hungry = waiting[is_copied & (at_risk > 0)]
+        for each in workers:
+            (told_risk,) = each.events("measured", step=step)
+            assert told_risk["plt_at_risk"] == pytest.approx(portions.mean())
+            assert told_risk["starvation"] == (hungry.max() if len(hungry) else 0)
     return sizes, is_copied.sum()
 
 

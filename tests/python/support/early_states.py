@@ -51,5 +51,5 @@ class EarlyStatesWorker(Worker):
                 yield message
 
         EarlyStates.exchange = exchange_and_tell  # type: ignore[method-assign]
-        EarlyStates._messages = messages_until_fault  # type: ignore[method-assign]
+        EarlyStates._messages = messages_until_fault  # type: ignore[assignment,method-assign]
         worker.main(options)
