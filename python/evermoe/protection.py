@@ -99,9 +99,10 @@ class Protection:
         self.lagging: Lagging = lagging if lagging != "if needed" or options.copies else "never"
         """Whether a recovery may take experts at older versions than the rest."""
         self.ledger = LossLedger(state, options, notes_copies=self.lagging != "never")
-        selector = self._selector = ExpertSelector(state, options, self.ledger)
+        selector = self.selector = ExpertSelector(state, options, self.ledger)
         self.snapshots = Snapshots(state, store, membership, options, options, emit)
-        self.replicas = Replicas(state, membership, options, arithmetic, emit)
+        pacer, message_bytes = self.snapshots.pacer, options.copy_buffer_bytes
+        self.replicas = Replicas(state, membership, options, arithmetic, emit, pacer, message_bytes)
         self._state_keepers: list[StateKeeper] = [self.snapshots]
         where, courier = options.checkpoints(), self.snapshots.courier
         if self.preset.needs_checkpoint_dir and where is not None:
@@ -155,7 +156,7 @@ class Protection:
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
         units = share_json(group, about_units(self.state, self.replicas) if group.rank == 0 else None)
         self.active = self.state.active(self._membership.num_trainers)
-        self._selector.replan(self.active, self._membership.num_trainers)
+        self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
         preset, nodes, budget = self.options.preset, self.options.copies, self.options.copy_budget
@@ -163,6 +164,8 @@ class Protection:
         self.plan = in_order_of_risk(plan, infos, ranks, copies)
         kept = self.plan.units
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
+        if self.preset.selects_by_budget:
+            self.selector.copied = {each.unit for each in kept if each.holders}
         self._behind = self._followed - {info.name for info in infos if info.replayable}
         self.copies_late = copies_are_late(plan, self.options)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies)
@@ -228,16 +231,17 @@ class Protection:
 
     # ---- a step
 
-    def begin_step(self) -> None:
-        """A step begins."""
+    def begin_step(self, step: int) -> None:
+        """A step begins, after which so many are taken: replicas that cannot follow it get the state of before it."""
         self._step_began = time.monotonic()
-        self.replicas.begin_step()
+        self._selected = self._select()
+        self.replicas.begin_step(step, self._selected)
         self.snapshots.pacer.begin_forward()
 
     def begin_exchange(self, step: int) -> None:
         """This member's gradients are there, not reduced: sends those that are whole already, beside the rest."""
         if self.replicas.is_early and not self.state.late.is_under_way:
-            self.replicas.begin(step, self._select())
+            self.replicas.begin(step, self._selected)
 
     def finish(self, step: int) -> tuple[bool, int]:
         """Sends the gradients of the next step, now that all are complete; waits for what must be protected before it.
@@ -252,7 +256,7 @@ class Protection:
         with self.snapshots.pacer.busy(COPIES):
             self.state.late.finish()
             if not self.replicas.has_begun:
-                self.replicas.begin(step, self._select())
+                self.replicas.begin(step, self._selected)
             is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
             if self.first.is_arriving:
                 is_whole = self.first.have_arrived() and is_whole
@@ -262,12 +266,11 @@ class Protection:
         return is_whole, len(self.replicas.asked) + len(self._skipped)
 
     def _select(self) -> set[str] | None:
-        if self.preset.selects_by_budget:
-            experts = self._followed.intersection(self.state.catalog.experts())
-            budget = self.window_planner.budgets.remote
-            chosen = self._selector.for_peers(experts, self.ledger.counts(), budget)
-            self._selected = self._followed - experts | chosen
-        return self._selected
+        """Units whose replicas follow the step that begins; None for all."""
+        if not self.preset.selects_by_budget:
+            return None
+        experts = self._followed.intersection(self.state.catalog.experts())
+        return self._followed - experts | self.selector.for_peers(experts, self.window_planner.budgets.remote)
 
     def before_update(self) -> None:
         """The optimizer wants to write the state: a snapshot of it is finished first."""

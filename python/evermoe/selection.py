@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -299,6 +300,15 @@ def most_at_risk(at_risk: Mapping[str, ArrayLike], budget_bytes: int, expert_byt
     return {expert_unit(path, e) for path, experts in zip(at_risk, chosen, strict=True) for e in experts}
 
 
+class Risk(NamedTuple):
+    """What a failure now would cost that takes experts back to their latest copies."""
+
+    plt: float
+    """Portion of the run's tokens, averaged over layers."""
+    waiting: int
+    """Copies that have passed over the expert with tokens at risk that waits longest."""
+
+
 class ExpertSelector:
     """MoEtion's and PEC's choices of experts."""
 
@@ -306,8 +316,10 @@ class ExpertSelector:
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
         experts = [unit.nbytes for unit in state.catalog.units if unit.layer is not None]
         self._expert_bytes, self._all_bytes = max(experts, default=1), sum(experts)
-        self._options, self._ledger = options, ledger
+        self._options, self._ledger, self._load = options, ledger, state.expert_load
         self._ranks_LE = np.full(ledger.total_LE.shape, -1)
+        self.copied: Collection[str] | None = None
+        """Experts of which there are copies at all; None for all. Others train on enough nodes."""
 
     def replan(self, active: Mapping[str, Collection[int]], ranks: int) -> None:
         """Ranks train experts otherwise from now on: `active`, by unit."""
@@ -316,16 +328,19 @@ class ExpertSelector:
         for row, number in zip(self._ranks_LE, self._layers.values(), strict=True):
             row[:number] = [next(found) for _ in range(number)]
 
-    def for_peers(self, kept: Collection[str], counts_LE: np.ndarray, measured: int | None = None) -> set[str]:
-        """MoEtion: of the units that peers are to keep, those with the most tokens at risk, this step's included.
+    def for_peers(self, kept: Collection[str], measured: int | None = None) -> set[str]:
+        """MoEtion: of the units that peers are to keep, those with the most tokens at risk after the step that begins.
 
-        They are as many as have room in the budget of bytes to peers; a unit that its replica follows takes less of it.
-        `measured`: the budget where none is given as an option; None for what it is before there are measurements.
+        Its own tokens are not known yet: in their place are those that each expert gets in a step on average, and one
+        at least. The units are as many as have room in the budget of bytes to peers; a unit that its replica follows
+        takes less of it. `measured`: the budget where none is given as an option; None for what it is before there are
+        measurements.
         """
         ledger = self._ledger.selection
         if ledger is None:
             return set()
-        at_risk = self._only(kept, ledger.at_risk + counts_LE)
+        expected_LE = np.maximum(np.rint(self._load.mean_LE), 1).astype(np.int64)
+        at_risk = self._only(kept, ledger.at_risk + expected_LE)
         given = self._options.remote_bytes_per_step
         return self._by_budget(at_risk, measured if given is None else given)
 
@@ -333,6 +348,15 @@ class ExpertSelector:
         """MoEtion: the experts with the most tokens at risk if all processes die but their node lives; likewise."""
         ledger, given = self._ledger.local, self._options.local_bytes_per_step
         return set() if ledger is None else self._by_budget(ledger.at_risk, measured if given is None else given)
+
+    def risk(self) -> Risk | None:
+        """What experts would lose that are copied to other nodes or to the place that all share; None without any."""
+        ledger = self._ledger.selection
+        if ledger is None:
+            return None
+        at_risk_LE = ledger.at_risk if self.copied is None else self._only(self.copied, ledger.at_risk)
+        portions_L = at_risk_LE.sum(1) / np.maximum(ledger.seen.sum(1), 1)
+        return Risk(float(portions_L.mean()), int(np.where(at_risk_LE > 0, ledger.waiting, 0).max()))
 
     def to_save(self) -> set[str]:
         """PEC: the experts that are saved to the place that all share, K of each layer as Dynamic-K has it now."""

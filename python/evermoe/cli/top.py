@@ -146,6 +146,7 @@ def _headline(job: str, views: Sequence[MemberView]) -> str:
         "" if newest.tokens_per_second is None else f"{newest.tokens_per_second:,.0f} tokens/s",
         "" if newest.imbalance is None else f"imbalance of members {newest.imbalance:.2f}",
         "" if newest.expert_imbalance is None else f"of experts {newest.expert_imbalance:.2f}",
+        "" if newest.plt_at_risk is None else f"tokens at risk {newest.plt_at_risk:.2%}",
         "" if newest.checkpoint_step is None else f"checkpoint of step {newest.checkpoint_step:,}",
     ]
     return " · ".join(filter(None, parts))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from evermoe.comm.group import Group
-from evermoe.comm.pacer import Opening, Pacer, When
+from evermoe.comm.pacer import AT_ONCE, Opening, Pacer, When
 from evermoe.comm.task import T, Task
 from evermoe.comm.transport import Transfer, Transport
 from evermoe.planning.schedule import Link
@@ -44,9 +44,11 @@ class Message(NamedTuple):
     tag: int
     """Messages of one tag between two members keep their order."""
     window: int | None = None
-    """The window of the step, by `Pacer.expect`, before which it is not sent; None for any; or `ANY_TIME`."""
+    """The window of the step, by `Pacer.expect`, before which it is not sent; None: any; or `ANY_TIME`, `AT_ONCE`."""
     step: int | None = None
     """The step, by `Pacer.step`, of which that is the window; None for whichever runs."""
+    for_vote: bool = False
+    """Whether the vote of the step that runs waits for it."""
 
 
 class Sent(NamedTuple):
@@ -113,6 +115,11 @@ class Courier:
         """Number of the step that runs: see `Pacer.step`."""
         return 0 if self._pacer is None else self._pacer.step
 
+    @property
+    def windows(self) -> list[float]:
+        """Seconds of the windows of a step; empty where they are not known."""
+        return [] if self._pacer is None else self._pacer.windows
+
     def submit(self, work: Callable[[], T]) -> Task[T]:
         """Runs `work` in the thread, after the tasks before it.
 
@@ -164,6 +171,20 @@ class Courier:
             self._note_sent(under_way.popleft())
         return total
 
+    def tell(self, messages: Iterable[Message]) -> int:
+        """Sends what peers must know before all else comes: at once, and no measure of the link. Returns the bytes.
+
+        Raises:
+            PeerLost: a peer is gone, or the connections were dropped.
+        """
+        told = list(messages)
+        for transfer in [self._transport.send(each.data, each.peer, each.tag) for each in told]:
+            transfer.wait(UNLIMITED)
+            self.progress += 1
+        nbytes = sum(each.data.nbytes for each in told)
+        self.sent_bytes += nbytes
+        return nbytes
+
     def seconds(self, nbytes: int) -> float:
         """How long a message takes."""
         return self.link.alpha + nbytes / self.link.beta
@@ -192,14 +213,14 @@ class Courier:
             group.on_wait(False, is_whole)
 
     def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
-        if self._pacer is None:
+        if self._pacer is None or message.window == AT_ONCE:
             return Opening("beside", None, time.perf_counter_ns())
-        seconds = self.seconds(message.data.nbytes)
-        if not self._pacer.may_begin(message.window, before + seconds, message.step):
+        seconds, for_vote = self.seconds(message.data.nbytes), message.for_vote
+        if not self._pacer.may_begin(message.window, before + seconds, message.step, for_vote=for_vote):
             while under_way:  # what is under way is noted now, not when the next window opens
                 self._note_sent(under_way.popleft())
             before = 0.0
-        return self._pacer.wait(message.window, before + seconds, message.step)
+        return self._pacer.wait(message.window, before + seconds, message.step, for_vote=for_vote)
 
     def close(self) -> None:
         """Ends the thread after the current task."""

@@ -14,6 +14,8 @@ from evermoe.comm.step_record import StepRecord, TimedStep
 
 ANY_TIME = -1
 """In place of a window's number: beside compute, whether a window of the step is open or not."""
+AT_ONCE = -2
+"""In place of a window's number: now, whatever runs; such a message waits for no pacer."""
 PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
 """Training has paused where no collective has begun or ended for as long as so many steps, and for so many seconds."""
 POLL_SECONDS = 0.5
@@ -103,8 +105,12 @@ class Pacer:
         """Steps that have begun."""
         self._hurry: When | None = None
         """Why the training thread waits; None while it does not."""
+        self._awaits_some = False
+        """Whether it waits for the messages of its step's vote alone."""
         self._seen: dict[str, int] = {}
         self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
+        self.windows: list[float] = []
+        """Seconds of the windows of a step; empty while they are not known."""
         self._window: int | None = None
         self._reached = -1
         self._closes = 0.0
@@ -130,6 +136,7 @@ class Pacer:
         """Sets the windows of a step: (collective, how often it has ended in the step) → (number, seconds)."""
         with self._change:
             self._places = dict(places)
+            self.windows = [seconds for _, seconds in self._places.values()]
             self._window = None
             self._change.notify_all()
 
@@ -142,7 +149,7 @@ class Pacer:
             self._step_lasts, self._began, self._changed = now - self._began, now, now
             self.step += 1
             self._record.begin_step(now)
-            self._seen, self._reached, self._hurry = {}, -1, None
+            self._seen, self._reached, self._hurry, self._awaits_some = {}, -1, None, False
             self._open((None, 0), now)
             self._tell()
 
@@ -154,11 +161,18 @@ class Pacer:
                 self._open((None, 0), self._now())
                 self._change.notify_all()
 
-    def hurry(self, why: Literal["vote", "recovery"] = "vote") -> None:
-        """The training thread waits: everything may be sent until the next step begins."""
+    def hurry(self, why: Literal["vote", "recovery"] = "vote", *, everything: bool = True) -> None:
+        """The training thread waits: everything may be sent until the next step begins.
+
+        `everything`: False where only what is `for_vote` may, as the rest has time.
+        """
         with self._change:
-            self._hurry = why
-            self._tell()
+            if everything:
+                self._hurry = why
+                self._tell()
+            else:
+                self._awaits_some = True
+                self._change.notify_all()
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -252,29 +266,30 @@ class Pacer:
 
     # ---- the couriers' threads
 
-    def wait(self, window: int | None, seconds: float, step: int | None = None) -> Opening:
+    def wait(self, window: int | None, seconds: float, step: int | None = None, *, for_vote: bool = False) -> Opening:
         """Waits until a message of so many seconds may begin.
 
         `window`: `ANY_TIME`, or the one of `step` (None: of any) that it was planned for; it may also go later, and at
-        any time once training has paused: the network is idle then, and no window would open.
+        any time once training has paused: the network is idle then, and no window would open. `for_vote`: the step's
+        vote waits for it.
         """
         with self._change:
-            while not self._may_begin(window, seconds, step, now := self._now()):
+            while not self._may_begin(window, seconds, step, for_vote, now := self._now()):
                 self._change.wait(POLL_SECONDS)
-            if self._hurry is not None:
-                return Opening(self._hurry, None, now)
+            if self._hurry is not None or (for_vote and self._awaits_some):
+                return Opening(self._hurry or "vote", None, now)
             if window == ANY_TIME:
                 return Opening("beside", None, now)
             window = self._window if self._is_open(seconds, now) else None
             return Opening("idle" if window is None else "window", window, now)
 
-    def may_begin(self, window: int | None, seconds: float, step: int | None = None) -> bool:
+    def may_begin(self, window: int | None, seconds: float, step: int | None = None, *, for_vote: bool = False) -> bool:
         """Whether `wait` would return at once."""
         with self._change:
-            return self._may_begin(window, seconds, step, self._now())
+            return self._may_begin(window, seconds, step, for_vote, self._now())
 
-    def _may_begin(self, window: int | None, seconds: float, step: int | None, now: int) -> bool:
-        if self._hurry is not None:
+    def _may_begin(self, window: int | None, seconds: float, step: int | None, for_vote: bool, now: int) -> bool:
+        if self._hurry is not None or (for_vote and self._awaits_some):
             return True
         if self._running:
             return False

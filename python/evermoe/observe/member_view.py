@@ -56,6 +56,8 @@ class MemberView:
     tokens_per_second: float | None = None
     imbalance: float | None = None
     expert_imbalance: float | None = None
+    plt_at_risk: float | None = None
+    """Portion of the run's tokens that are in no copy of their experts; None where there are none, too."""
     lag: dict[str, int] = field(default_factory=dict)
     """By kind of copy, steps behind training."""
     copied_bytes: dict[str, int] = field(default_factory=dict)
@@ -124,6 +126,7 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         tokens_per_second=number("recent_tokens_per_second", bool(values.get("recent_tokens_per_second"))),
         imbalance=number("imbalance", bool(values.get("imbalance"))),
         expert_imbalance=number("expert_imbalance", bool(values.get("expert_imbalance"))),
+        plt_at_risk=number("plt_at_risk", bool(values.get("plt_at_risk"))),
         lag={kind: int(steps) for kind, steps in by_label["copy_lag_steps"].items()},
         copied_bytes={kind: int(nbytes) for kind, nbytes in by_label["copied_bytes_total"].items()},
         checkpoint_step=whole(number("checkpoint_step", bool(values.get("checkpoint_step")))),

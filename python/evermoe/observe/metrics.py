@@ -56,6 +56,8 @@ METRICS = (
     _Metric("Gauge", "recent_tokens_per_second", f"Tokens of the latest {RECENT_STEPS} steps over their time"),
     _Metric("Gauge", "imbalance", "Tokens of the busiest member over the mean of all, in the worst layer"),
     _Metric("Gauge", "expert_imbalance", "Tokens of the busiest expert over the mean of all, in the worst layer"),
+    _Metric("Gauge", "plt_at_risk", "Portion of the run's tokens that are in no copy of their experts"),
+    _Metric("Gauge", "starvation", "Copies that have passed over the expert that waits longest"),
     _Metric("Gauge", "copy_lag_steps", "Steps by which copies are behind training", ("kind",)),
     _Metric("Counter", "copied_bytes", "Copies that this member sent", ("kind",)),
     _Metric("Gauge", "copy_waiting_bytes", "What is not sent yet of the snapshot that is under way"),
@@ -95,6 +97,8 @@ class Metrics:
     | `evermoe_imbalance` | gauge | tokens of the busiest member over the mean of all, in the worst layer |
     | `evermoe_expert_imbalance` | gauge | the same of experts |
     | `evermoe_copy_lag_steps` | gauge, by `kind` | steps by which this member's copies are behind: `Measured.lag` |
+    | `evermoe_plt_at_risk` | gauge | `moetion`, `pec`: portion of tokens that are in no copy: `Measured.plt_at_risk` |
+    | `evermoe_starvation` | gauge | copies that have passed over the expert that waits longest |
     | `evermoe_copied_bytes_total` | counter, by `kind` | copies that this member sent, `replayed` and `snapshot` |
     | `evermoe_copy_waiting_bytes` | gauge | what is not sent yet of the snapshot that is under way |
     | `evermoe_checkpoint_step` | gauge | steps in the newest checkpoint |
@@ -186,6 +190,10 @@ class Metrics:
             self._of["imbalance"].set(event.imbalance)
         if event.expert_imbalance is not None:
             self._of["expert_imbalance"].set(event.expert_imbalance)
+        if event.plt_at_risk is not None:
+            self._of["plt_at_risk"].set(event.plt_at_risk)
+        if event.starvation is not None:
+            self._of["starvation"].set(event.starvation)
         self._of["copy_lag_steps"].clear()
         for kind, steps in event.lag.items():
             self._of["copy_lag_steps"].labels(kind=kind).set(steps)

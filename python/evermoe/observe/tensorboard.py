@@ -31,6 +31,7 @@ class TensorBoard:
     | `loss`, `members` | steps committed | of `Commit` |
     | `step/seconds`, `step/tokens_per_second` | steps taken | of `Measured` |
     | `load/imbalance`, `load/expert_imbalance` | steps taken | of `Measured` |
+    | `copies/plt_at_risk`, `copies/starvation` | steps taken | of `Measured` |
     | `copies/lag/KIND`, `copies/sent_bytes/KIND` | steps taken | of `Measured`: steps behind training; bytes so far |
     | `survives/one_node`, `survives/two_nodes`, `survives/fatal_losses` | steps taken | of `Covered` |
     | `recovery/PHASE`, `recovery/total` | step from which all resume | seconds, of `Recovered` |
@@ -105,6 +106,8 @@ class TensorBoard:
             "step/tokens_per_second": event.tokens / event.seconds if event.seconds else 0.0,
             "load/imbalance": event.imbalance,
             "load/expert_imbalance": event.expert_imbalance,
+            "copies/plt_at_risk": event.plt_at_risk,
+            "copies/starvation": event.starvation,
         }
         found |= {f"copies/lag/{kind}": steps for kind, steps in event.lag.items()}
         found |= {f"copies/sent_bytes/{kind}": nbytes for kind, nbytes in event.sent_bytes.items()}

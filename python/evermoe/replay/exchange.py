@@ -18,12 +18,14 @@ from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES
 from evermoe.comm.courier import Courier, Message
+from evermoe.comm.pacer import AT_ONCE
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.comm.transport import Transfer
 from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.profile.memory import return_freed_memory
 from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.early_states import MESSAGE_BYTES, EarlyStates
 from evermoe.replay.frame import Frame
 from evermoe.replay.part import part_name, parts_of
 from evermoe.replay.repeater import Damage
@@ -73,6 +75,7 @@ class ReplayExchange:
             are needed at a time.
         keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.
         device: where the units that are kept here are.
+        message_bytes: of states that are sent while a step computes, at most in a message.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class ReplayExchange:
         log_bytes: int | None = None,
         keeps_previous: bool = False,
         device: str = "cpu",
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         self.state, self.keeps_previous = state, keeps_previous
         kept = list(kept)
@@ -101,6 +105,10 @@ class ReplayExchange:
         self.sender = GradientSender(
             state.optimizer, {unit: rows_of(state, unit) for unit in mine}, arithmetic=arithmetic, is_hooked=False
         )
+        self.early = EarlyStates(
+            state.catalog, self._holders, self._primaries, self.sender, state.optimizer, message_bytes
+        )
+        """States of before the next step, which may be sent while it computes; else `exchange` sends them."""
         gradients = [
             4 * int(np.prod(spec.shape)) + RECORD_BYTES
             for units in self._from.values()
@@ -158,7 +166,7 @@ class ReplayExchange:
         lacking = ((unit, [p for p in holders if unit not in copies.at(p)]) for unit, holders in self._holders.items())
         result.sent_bytes = courier.send(
             (
-                Message(torch.from_numpy(record), peer, REPLAY_TAIL)
+                Message(torch.from_numpy(record), peer, REPLAY_TAIL, AT_ONCE)
                 for unit, peers in lacking
                 for _, record in self.sender.full_state_messages(step, [unit] if peers else [])
                 for peer in peers
@@ -233,6 +241,8 @@ class ReplayExchange:
         result.sent_bytes += courier.send(tails)
         for transfer in transfers:
             transfer.wait()
+        for record in self.early.take():
+            self._take(record, result)
         for peer, frame in self._incoming_frames.items():
             for data, lengths in frame.parts(arriving.get(peer)):
                 held, others = self.replica.hold(data.numpy(), lengths)
@@ -312,8 +322,8 @@ class ReplayExchange:
         """What goes to a peer at once; what does not fit into it is added to `tails`."""
         head, tail = self._outgoing_frames[peer].fill(records)
         if len(tail):
-            tails.append(Message(tail, peer, REPLAY_TAIL))
-        return Message(head, peer, REPLAY_HEAD)
+            tails.append(Message(tail, peer, REPLAY_TAIL, AT_ONCE))
+        return Message(head, peer, REPLAY_HEAD, AT_ONCE)
 
     def _take(self, message: Tensor, result: ExchangeResult) -> None:
         received = self.replica.receive(message.numpy(), hold=True)

@@ -1,7 +1,10 @@
 """What replicas get before each vote: the gradients of the next step.
 
-    replan ─ protect_all ─ wait ─ release ─ [ begin ─ before_vote ─ after_update ] at each step
-                                                heal, where a replica asked for states
+    replan ─ protect_all ─ wait ─ release ─ [ begin_step ─ begin ─ before_vote ─ after_update ] at each step
+                                                            heal, where a replica asked for states
+
+As a step begins, replicas that cannot follow it get the state of before it: those of units that are chosen anew, and
+those that have asked. It travels while the step computes, in windows of the network where these are known.
 
 The replicas of the previous plan are kept until all of the latest one are complete.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +22,15 @@ from torch import Tensor
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
+from evermoe.comm.pacer import Pacer
 from evermoe.comm.task import Task
 from evermoe.ema import is_averaged
 from evermoe.errors import NotReplayable
 from evermoe.events import Damaged, Held, Listener
 from evermoe.keeper import Assignment, CopyOptions, Keeper
+from evermoe.planning.schedule import DEFAULT_LINK
 from evermoe.replay.calibrate import Arithmetic, calibrate
+from evermoe.replay.early_states import MESSAGE_BYTES
 from evermoe.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replayable import can_replay
@@ -85,6 +92,8 @@ class Replicas(Keeper):
         options: the log, and where replicas are.
         arithmetic: of the optimizer, if its steps can be repeated.
         emit: of the session.
+        pacer: knows when the network is idle; gradients, and states that a plan begins with, do not wait for that.
+        message_bytes: of states that do, at most.
     """
 
     def __init__(
@@ -94,9 +103,13 @@ class Replicas(Keeper):
         options: CopyOptions,
         arithmetic: Arithmetic | None,
         emit: Listener,
+        pacer: Pacer,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         self._state, self._membership, self._options, self._emit = state, membership, options, emit
-        self.courier = Courier(membership.transport, None, "evermoe-gradients", device=membership.device)
+        self._pacer, self._message_bytes = pacer, message_bytes
+        device = membership.device
+        self.courier = Courier(membership.transport, pacer, "evermoe-gradients", device=device, link=DEFAULT_LINK)
         self._arithmetic = arithmetic
         self._now: _ReplicaSet | None = None
         self._copies = NO_COPIES
@@ -108,7 +121,11 @@ class Replicas(Keeper):
         """Sends the states with which the replicas of a plan begin; all else comes after it."""
         self._exchange: Task[ExchangeResult] | None = None
         self._digests: Task[None] | None = None
-        """Reads the state of some units; the exchange comes after it."""
+        """Reads the state of some units; all else of the step comes after it."""
+        self._early: Task[int] | None = None
+        """Sends the states of before this step; the exchange comes after it."""
+        self._is_healing = False
+        """Whether a member has asked for full states, which come with the next step; the same on all members."""
         self.is_early = False
         """True if no other rank contributes to these gradients, so they can be sent before reduction."""
         self._copied: dict[str, int] = {}
@@ -140,7 +157,7 @@ class Replicas(Keeper):
                 self._older = self._now
             else:  # it never was: what was before it still is what there is
                 _close(self._now.copies, self._emit)
-        self._is_whole, self.asked = False, set()
+        self._is_whole, self.asked, self._is_healing = False, set(), False
         experts = set(self._state.catalog.experts())
         self.is_early = all(
             each.unit in experts and len(assignment.active[each.unit]) == 1 for each in kept if each.primary == rank
@@ -153,6 +170,7 @@ class Replicas(Keeper):
             log_bytes=self._options.replay_log_bytes,
             keeps_previous=assignment.copies_late,
             device=self._options.replica_device,
+            message_bytes=self._message_bytes,
         )
         self._now, self._copies = _ReplicaSet(copies, assignment.generation), assignment.copies
         self._copied = {each.unit: 0 for each in kept if each.primary == rank and each.holders}
@@ -171,11 +189,20 @@ class Replicas(Keeper):
 
     # ---- a step
 
-    def begin_step(self) -> None:
-        """A step begins, in which nothing writes the state until its messages are through."""
-        self._exchange = None
-        if self._now is not None:
-            self._digests = self.courier.submit(self._now.copies.take_digests)
+    def begin_step(self, step: int, selected: Collection[str] | None) -> None:
+        """A step begins, in which nothing writes the state until its messages are through.
+
+        `begin` sends the gradients of these units in it; of those among them that replicas cannot follow, the states of
+        before it go now.
+        """
+        self._exchange = self._early = None
+        if self._now is None:
+            return
+        copies, has_states = self._now.copies, self._is_healing or self._options.choices.selects_by_budget
+        self._digests = self.courier.submit(copies.take_digests)
+        self._is_healing = False
+        if has_states and copies.has_peers:
+            self._early = self.courier.submit(lambda: copies.early.exchange(self.courier, step, selected))
 
     @property
     def has_begun(self) -> bool:
@@ -203,6 +230,7 @@ class Replicas(Keeper):
         copies = self._now.copies
         if not copies.has_peers:
             return
+        self._pacer.hurry(everything=False)  # what is left of its states, which come first
         self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
 
         def exchange() -> ExchangeResult:
@@ -217,24 +245,26 @@ class Replicas(Keeper):
     def wait(self) -> bool:
         """Waits until all messages that were begun are through; False if a member was `lost`."""
         is_done, group = False, self._membership.trainer_group
-        if self._states is not None and not self.courier.wait(self._states, group):
-            return False
+        tasks: list[Task[Any] | None] = [self._states, self._digests, self._early, self._exchange]
+        for task in tasks[::2]:
+            if task is not None and not self.courier.wait(task, group):
+                return False
         group.on_wait(True)
         try:
-            is_done = all(task is None or task.wait() for task in (self._states, self._digests, self._exchange))
+            is_done = all(each is None or each.wait() for each in tasks)
         finally:
             group.on_wait(False, is_done)
-        for task in (self._states, self._exchange):
-            if task is not None and task.result is not None:
-                self.asked |= task.result.needs_full_state
+        for began in (self._states, self._exchange):
+            if began is not None and began.result is not None:
+                self.asked |= began.result.needs_full_state
                 if self.asked and not self._has_told:
                     self._has_told = True
                     logger.warning(
                         "the copies here of %s wait for its full state, which comes next: %s",
                         min(self.asked),
-                        task.result.problem,
+                        began.result.problem,
                     )
-                self.lacks_states |= task is self._states and bool(task.result.needs_full_state)
+                self.lacks_states |= began is self._states and bool(began.result.needs_full_state)
         if is_done:
             self._states = None
         return is_done
@@ -246,7 +276,8 @@ class Replicas(Keeper):
     @property
     def lost(self) -> str | None:
         """Why the messages did not get through."""
-        return next((task.lost for task in (self._states, self._exchange) if task is not None and task.lost), None)
+        tasks: list[Task[Any] | None] = [self._states, self._early, self._exchange]
+        return next((task.lost for task in tasks if task is not None and task.lost), None)
 
     def after_update(self, version: int, clip: float | None) -> None:
         """Replicas may take the step, with gradients multiplied by `clip`; None: they leave it out, too."""
@@ -268,6 +299,7 @@ class Replicas(Keeper):
         assert self._now is not None
         everyone = self._membership.everyone
         found = gather_json(everyone, sorted(self.take_requests()))
+        self._is_healing = any(found)
         for unit in {unit for units in found for unit in units}:
             if primary(unit) == everyone.rank:
                 self._now.copies.sender.request_full_state(unit)
@@ -276,8 +308,10 @@ class Replicas(Keeper):
 
     def settle(self) -> bool:
         """Waits until nothing is under way; whether all that was is through."""
-        is_whole = all([task is None or task.wait() for task in (self._states, self._digests, self._exchange)])
-        self._states = self._digests = self._exchange = None
+        self._pacer.hurry(everything=False)
+        tasks: list[Task[Any] | None] = [self._states, self._digests, self._early, self._exchange]
+        is_whole = all([task is None or task.wait() for task in tasks])
+        self._states = self._digests = self._early = self._exchange = None
         return is_whole
 
     def catch_up(self) -> Iterator[None]:

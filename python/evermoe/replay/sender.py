@@ -175,6 +175,10 @@ class GradientSender:
                 source.is_told = True
                 yield record
 
+    def lacking(self, unit: str) -> list[Source]:
+        """What of a unit replicas cannot follow without its full state; `look` comes first."""
+        return [source for source in self._units[unit] if source.sent is None or source.sent != source.stamp()]
+
     def take_digests(self, steps: int) -> None:
         """Reads some of the state, and remembers digests: the next messages have them, for replicas to compare.
 

@@ -295,7 +295,7 @@ class Snapshots(StateKeeper):
             return Due(frozenset(local), local=[unit for number in local for unit in self._local[number]])
         return Due(
             frozenset(sent | local),
-            remote=[unit for number in sent for unit in self._sent[number][0]],
+            remote=[unit for number in sent for unit in self._sent[number][0]] if sent else None,
             local=[unit for number in local for unit in self._local[number]],
         )
 

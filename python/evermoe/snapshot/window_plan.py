@@ -133,7 +133,7 @@ class WindowPlanner:
         self.link: tuple[float, float] | None = None
         """Measured latency and bytes per second of this member's link; None before there was enough to measure."""
         self.couriers: Sequence[Courier] = [courier]
-        """Those whose messages tell how fast the link is."""
+        """Those whose messages tell how fast the link is, and are in traces."""
         self.host_speed = 0.0
         """Bytes per second of the latest capture."""
         self.budgets = Budgets()
@@ -297,7 +297,8 @@ class WindowPlanner:
                 alone = steps_of(needed.reason, self.windows.step_seconds, reports[rank].pace)
             self.version_steps = max(gather_json(self._group, alone))
         plans = self._divide(policy)
-        self._courier.link = Link(*reports[rank].link)
+        for courier in self.couriers:
+            courier.link = Link(*reports[rank].link)
         mine = [0.0, 0, ""]
         if self.windows is not None and rank in plans:
             self._pacer.expect(places_of(self.windows))
@@ -378,6 +379,8 @@ class WindowPlanner:
         steps = as_steps(timed, until_vote=False)
         start = timed[0].start / 1e9
         sent = [
-            SentChunk(each.start / 1e9, (each.end - each.start) / 1e9, *each[2:5]) for each in list(self._courier.sent)
+            SentChunk(each.start / 1e9, (each.end - each.start) / 1e9, *each[2:5])
+            for courier in self.couriers
+            for each in list(courier.sent)
         ]
         return chrome_trace(steps, windows, sent=sent, rank=self._group.rank, start=start)

@@ -27,11 +27,13 @@ class StepMeasures:
         protection: keeps the copies.
         checkpointer: writes the checkpoints.
         emit: of the session.
+        counts: whether this member knows what experts get: not on a replica node.
     """
 
     def __init__(
-        self, state: TrainingState, protection: Protection, checkpointer: Checkpointer, emit: Listener
+        self, state: TrainingState, protection: Protection, checkpointer: Checkpointer, emit: Listener, *, counts: bool
     ) -> None:
+        self._counts = counts
         self._state, self._protection, self._checkpointer, self._emit = state, protection, checkpointer, emit
         self._since = time.monotonic()
         self._imbalances: tuple[float, float] | None = None
@@ -52,7 +54,10 @@ class StepMeasures:
             lag |= keeper.lag(step + 1)
         sent = dict(zip(("replayed", "snapshot"), (courier.sent_bytes for courier in protection.couriers), strict=True))
         gpu_bytes = protection.snapshots.sources.nbytes
-        self._emit(Measured(step, seconds, self._count_tokens(), imbalance, of_experts, lag, sent, gpu_bytes))
+        risk = protection.selector.risk() if self._counts and protection.preset.may_lose_tokens else None
+        at_risk, waiting = risk or (None, None)
+        tokens = self._count_tokens()
+        self._emit(Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting))
 
     def _count_tokens(self) -> int:
         """Tokens of the global batch: the choices in a layer by those of each token."""

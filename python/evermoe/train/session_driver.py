@@ -62,7 +62,7 @@ class SessionDriver(RecoveryDriver):
         self._state.expert_load.forget_step()
         self._is_open = False
         self._calls.begin(step.number, self._membership.generation)
-        self._protection.begin_step()
+        self._protection.begin_step(step.number + 1)
         self._dense.early.begin_step()
         self._emit(Begin(step.number))
 
@@ -140,7 +140,7 @@ class SessionDriver(RecoveryDriver):
             mark(BEGUN)
         self._step = number
         self._clock.stop()
-        self._protection.begin_step()
+        self._protection.begin_step(number + 1)
         is_whole, asked = self._protection.finish(number + 1)
         self._emit(Vote(number))
         capture_seconds, step_seconds = self._protection.measures()

@@ -69,7 +69,9 @@ class RecoveryDriver(Driver):
         self._trains = self._config.role == "train"
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
-        self._measures = StepMeasures(self._state, self._protection, self._checkpointer, self._emit)
+        self._measures = StepMeasures(
+            self._state, self._protection, self._checkpointer, self._emit, counts=self._trains
+        )
         self._reducer = ExpertReducer([], [], 0)
         self._dense = DenseExchange(self._state, self._membership, overlaps_gather=self._config.overlap_param_gather)
         if self._dense.late is not None:

@@ -127,6 +127,18 @@ def test_what_a_stream_passes_after_its_step_is_of_that_step():
     assert [each.busy for each in pacer.recorded()] == [[("reduce", 1, 2), ("reduce", 3, 4)]]
 
 
+def test_where_training_waits_for_what_its_vote_needs_the_rest_has_time():
+    clock, pacer = paced()
+    pacer._begins("reduce")
+    assert not pacer.may_begin(None, 9.0, for_vote=True)
+    pacer.hurry(everything=False)
+    assert pacer.wait(None, 9.0, for_vote=True) == ("vote", None, clock.now)
+    assert not pacer.may_begin(None, 9.0)
+    pacer._ends("reduce")
+    pacer.begin_step()
+    assert not pacer.may_begin(None, 9.0, for_vote=True), "the next step's have time again"
+
+
 @pytest.mark.parametrize("waits", ["hurry", "busy"])
 def test_training_that_waits_for_copies_holds_none_up(waits):
     _, pacer, group, stream, idle = streamed()
@@ -318,10 +330,10 @@ def paced_transfer(group, folder):
         return box
     waits, asked, inner = [], threading.Semaphore(0), pacer.wait
 
-    def wait(window, seconds, step):
+    def wait(window, seconds, step, **options):
         waits.append((window, seconds, len(courier.sent)))
         asked.release()
-        return inner(window, seconds, step)
+        return inner(window, seconds, step, **options)
 
     pacer.wait = wait
     task = courier.submit(lambda: courier.send(iter(messages)))

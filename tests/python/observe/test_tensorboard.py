@@ -87,7 +87,7 @@ def test_the_table_of_curves_names_all(tmp_path):
     for event in (
         Recovered(0.0, {"agree": 1.0}, 7, 2, 3, "lost", 100, 1, {}, 9, 0, [], {"e": 5}, {"e": 30}),
         Covered(1.0, 0.5, {"a + b": 2}, is_whole=True),
-        Measured(7, 0.5, 8, 1.5, 2.0, {"snapshot": 2}, {"snapshot": 30}),
+        Measured(7, 0.5, 8, 1.5, 2.0, {"snapshot": 2}, {"snapshot": 30}, 0, 0.25, 3),
         Skipped(8, None),
         Damaged("u", 8, "a bit"),
         Commit(7, 1.0, 3, 2),

@@ -46,7 +46,7 @@ def member(listener, rank, node="n", generation=4):
         Joined("moe", f"{node}-1", node, rank, "train", generation, ["l", "m", "n"]),
         Covered(1.0, 0.5, {"l + m": 2}, is_whole=True),
         RECOVERED,
-        Measured(7, 0.5, 4000, 1.25, 2.5, {"snapshot": 1, "checkpoint": 3}, {"snapshot": 3_000_000}),
+        Measured(7, 0.5, 4000, 1.25, 2.5, {"snapshot": 1, "checkpoint": 3}, {"snapshot": 3_000_000}, 0, 0.0125, 4),
         Commit(7, 0.125, 3, generation),
     ):
         listener(event)
@@ -75,7 +75,7 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     code, out, _ = top(capsys, f"127.0.0.1:{ports[0]}", ports[1], ports[2], "--once")
     assert code == 0
     assert "moe · step 8 · loss 0.125 · 3 members training · generation 4 · 500 ms a step · 8,000 tokens/s" in out
-    assert "imbalance of members 1.25 · of experts 2.50" in out
+    assert "imbalance of members 1.25 · of experts 2.50 · tokens at risk 1.25%" in out
     rows = [line for line in out.splitlines() if line.startswith("│")]
     assert [re.search(r"\w+:\d+", row)[0] for row in rows] == [
         f"localhost:{ports[1]}",

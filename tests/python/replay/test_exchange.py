@@ -62,8 +62,11 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
     return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys}
 
 
-def train_some(group, skipped):
-    """Like `train`, but only some units are sent in each step, by an optimizer that counts up no versions."""
+def train_some(group, skipped, are_early):
+    """Like `train`, but only some units are sent in each step, by an optimizer that counts up no versions.
+
+    `are_early`: states of those that are sent anew come as the step begins, in pieces, and not with its gradients.
+    """
     torch.manual_seed(0)
     layer = MoE(8, 8, 6, top_k=1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2, momentum=0.9, fused=True)
@@ -73,13 +76,20 @@ def train_some(group, skipped):
     state.adopt({path: experts[group.rank]}, {})
     kept = [UnitProtection(expert_unit(path, e), "replayed", r, (1 - r,)) for r, each in experts.items() for e in each]
     courier = Courier(connected(group, PATIENCE), None, "courier")
-    copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer))
+    copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer), message_bytes=500)
     begin(courier, copies)
+    sent = []
     for step in range(1, STEPS + 1):
         layer.experts.weights.grad = torch.randn_like(layer.experts.weights)
         if step == skipped:
             layer.experts.weights.grad[0, 3] = float("nan")
         selected = {each.unit for number, each in enumerate(kept) if (number + step) % 3 or step == STEPS}
+        if are_early:
+            versions = {unit: copies.replica.version(unit) for unit in copies.units}
+            task = courier.submit(lambda step=step, selected=selected: copies.early.exchange(courier, step, selected))
+            assert task.wait(), task.lost
+            sent.append(task.result)
+            assert {unit: copies.replica.version(unit) for unit in copies.units} == versions, "nothing counts as yet"
         send(courier, copies, step, selected=selected)
         if step != skipped:
             optimizer.step()
@@ -91,13 +101,16 @@ def train_some(group, skipped):
     group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
     copies.close()
     courier.close()
-    return {"mine": mine, "theirs": theirs}
+    return {"mine": mine, "theirs": theirs, "sent": sent}
 
 
+@pytest.mark.parametrize("are_early", [False, True], ids=["with gradients", "early"])
 @pytest.mark.parametrize("skipped", [None, 4, STEPS])
-def test_units_that_were_left_out_of_a_step_follow_again(tmp_path, skipped):
-    results = run_ranks(tmp_path, 2, train_some, skipped)
+def test_units_that_were_left_out_of_a_step_follow_again(tmp_path, skipped, are_early):
+    results = run_ranks(tmp_path, 2, train_some, skipped, are_early)
     for rank in range(2):
+        if are_early:
+            assert max(results[rank]["sent"]) > 1000, "a state, of several pieces"
         theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
         assert theirs.keys() == trained.keys()
         assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from evermoe.planning import select_experts
+from evermoe.planning import LoadAverage, select_experts
+from evermoe.state.expert_load import LOAD_HALF_LIFE
 from support.harness import FEWEST
 from support.history import check_history
 from support.slow_links import RATE, SlowLinkWorker
@@ -26,28 +28,74 @@ def test_experts_are_followed_as_the_measured_budget_has_room(start_job):
     workers = [job.start(name, kind=SlowLinkWorker, steps=STEPS) for name in "abc"]
     assert [each.join() for each in workers] == [0] * MEMBERS
     check_history(workers)
+    sizes, copied = check_choices(workers)
+    assert sizes, "links were measured"
+    assert max(sizes) < copied, "not all have room"
+    check_budgets(workers)
+
+
+def check_choices(workers):
+    """Numbers of experts that were followed by a measured budget, and of those that have copies."""
     told = [each.events("followed") for each in workers]
     assert [len(each) for each in told] == [STEPS] * MEMBERS
     holders = workers[0].events("arranged")[-1]["holders"]
     is_copied = np.array([[holders.get(f"{path}.{e}", ["none"])[0] == "replayed" for e in range(6)] for path in LAYERS])
     tokens, at_risk = tokens_by_step(workers[0]), np.zeros((2, 6), np.int64)
-    sizes = []
+    waiting, seen = np.zeros_like(at_risk), np.zeros_like(at_risk)
+    average, sizes = LoadAverage(2, 6, half_life=LOAD_HALF_LIFE), []
     for step in range(STEPS):
         (units,) = {tuple(each[step]["units"]) for each in told}
         (budget,) = {each[step]["budget"] for each in told}
-        at_risk += is_copied * np.array(tokens[step])
-        expert_bytes = told[0][step]["expert_bytes"]
+        expected_LE = np.maximum(np.rint(average.loads), 1).astype(np.int64)
         if budget is None:
             assert len(units) == 1, "an eighth of ten experts"
         else:
-            expected = select_experts("budget", at_risk, budget_bytes=budget, expert_bytes=expert_bytes)
+            expected = select_experts(
+                "budget",
+                is_copied * (at_risk + expected_LE),
+                budget_bytes=budget,
+                expert_bytes=told[0][step]["expert_bytes"],
+            )
             names = [f"{path}.{e}" for path, row in zip(LAYERS, expected, strict=True) for e in row]
             assert sorted(names) == sorted(units), (step, budget)
-            slowest = max(each[step]["step_seconds"] for each in told)
-            assert 0.5 < budget / (MEMBERS * RATE * slowest) < 1.5, "bandwidth x time of a step"
             sizes.append(len(units))
+        average.add(tokens[step])
+        at_risk += np.array(tokens[step])
         for unit in units:
             path, _, expert = unit.rpartition(".")
-            at_risk[[*LAYERS].index(path), int(expert)] = 0
-    assert sizes, "links were measured"
-    assert max(sizes) < is_copied.sum(), "not all have room"
+            at_risk[[*LAYERS].index(path), int(expert)] = waiting[[*LAYERS].index(path), int(expert)] = 0
+        waiting[at_risk > 0] += 1
+        seen += np.array(tokens[step])
+        portions = (is_copied * at_risk).sum(1) / seen.sum(1)
+        hungry = waiting[is_copied & (at_risk > 0)]
+        for each in workers:
+            (told_risk,) = each.events("measured", step=step)
+            assert told_risk["plt_at_risk"] == pytest.approx(portions.mean())
+            assert told_risk["starvation"] == (hungry.max() if len(hungry) else 0)
+    return sizes, is_copied.sum()
+
+
+def check_budgets(workers):
+    """Each is the time of the slowest member's step times what all links, or all hosts, carry: to the byte."""
+    plans = list(zip(*[list(measured(each)) for each in workers], strict=True))
+    assert any(each[0]["budgets"][1] is not None for each in plans)
+    for plan in plans:
+        slowest = max(each["step_seconds"] for each in plan)
+        for kind, speeds in enumerate(([each["link"] for each in plan], [each["host"] for each in plan])):
+            expected = None if None in speeds else int(slowest * sum(speeds))
+            assert {each["budgets"][kind] for each in plan} == {expected}
+        remote = plan[0]["budgets"][0]
+        assert remote is None or 0.5 < remote / (MEMBERS * RATE * slowest) < 1.5, "bandwidth x time of a step"
+    for each in workers:
+        begins = [event["time"] for event in each.events("begin")]
+        assert 0.5 < plans[-1][0]["step_seconds"] / np.median(np.diff(begins)[1:10]) < 1.5
+
+
+def measured(worker):
+    """The budgets of a worker, each with the speed of the latest capture before it."""
+    host = None
+    for event in worker.events():
+        if event["event"] == "captured":
+            host = event["nbytes"] / event["seconds"]
+        elif event["event"] == "budgeted":
+            yield event | {"host": host}

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from support.early_states import EarlyStatesWorker
+from support.harness import FEWEST
 from support.history import check_history
+from support.lineage import check_losses
 from support.outgoing import OutgoingWorker
+from support.worker import Fault
 
 PROFILE = {"profile_steps": 6, "profile_every": 8}
 BUSY = 60
@@ -233,3 +237,43 @@ def test_presets_that_send_gradients_profile_for_their_next_arrangement(start_jo
         if preset == "moetion":
             assert all(budget is None or budget > last["seconds"] * 1e6 for budget in last["budgets"])
         assert events(trace, "collective")
+
+
+CHOSEN = {"preset": "moetion", "remote_bytes_per_step": 60_000, "rebalance_every": 0, **FEWEST}
+"""Fewer experts than are trained are followed, and not always the same."""
+
+
+def test_states_of_experts_that_are_chosen_anew_travel_in_windows(start_job):
+    job = start_job(2, **CHOSEN, **PROFILE)
+    workers = [job.start(name, kind=EarlyStatesWorker, steps=30, work=BUSY, trace=True) for name in "ab"]
+    assert [each.join() for each in workers] == [0, 0], workers[0].log()
+    check_history(workers)
+    for each in workers:
+        assert check_in_windows((Path(job.folder) / f"{each.name}.session.json").read_text()) > 0
+    told = [event["sent"] for each in workers for event in each.events("early") if event["step"] > 3]
+    sent = {when: sum(each.get(when, 0) for each in told) for when in ("window", "idle", "beside", "vote")}
+    assert sent["window"] > 0.5 * sum(sent.values()) > 0, sent
+    came = [record for each in workers for event in each.events("early") for record in event["came"]]
+    assert sum(came) == sum(sum(event["sent"].values()) for each in workers for event in each.events("early"))
+    for each in workers:
+        assert "wait for its full state" not in each.log()
+
+
+@pytest.mark.parametrize(("point", "step"), [("early", 9), ("reduce", 8)], ids=["torn", "whole, without gradients"])
+def test_states_of_a_step_that_ends_in_a_loss_count_for_nothing(start_job, point, step):
+    """Until the gradients come, replicas are what the ledger says, and that is what a loss costs."""
+    job = start_job(4, **CHOSEN, **PROFILE, copy_buffer_bytes=1024)
+    faults = {"b": [Fault(point, step)]}
+    workers = [
+        job.start(name, *faults.get(name, []), kind=EarlyStatesWorker, steps=16, work=BUSY // 4, lineage=True)
+        for name in "abcd"
+    ]
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    assert workers[1].events("fault")
+    check_history(workers, undone=True)
+    lost = check_losses(workers)[-1]
+    assert lost.state.lost_now
+    assert lost.is_new
+    assert {report["step"] for report in lost.reports} == {8}
+    for each in (workers[0], *workers[2:]):
+        assert each.events("verified")[0]["digests_mismatched"] == 0

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from evermoe.comm.courier import Courier
+from evermoe.planning.budgets import Budgets
+from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
+from evermoe.snapshot.rank_plan import RankReport
+from evermoe.snapshot.snapshots import Snapshots
+from evermoe.snapshot.window_plan import WindowPlanner
 from support import worker
 from support.harness import Worker
 from support.worker import Options
@@ -29,11 +35,17 @@ class SlowHostWorker(Worker):
 
 
 class SlowLinkWorker(Worker):
-    """Writes an event `followed` for each choice of experts whose copies on peers are brought up to date."""
+    """Writes an event `followed` for each choice of experts whose copies on peers are brought up to date, `captured`
+    for each capture that was timed, and `budgeted` for each budget that follows from what was measured."""
 
     @staticmethod
     def main(options: Options) -> None:
         note_sent, select = Courier._note_sent, Protection._select
+        start, budgets_of = Snapshots.start, WindowPlanner._budgets
+
+        def write(event: str, **fields: Any) -> None:
+            with options.events.open("a") as file:
+                file.write(json.dumps({"event": event, "pid": os.getpid(), **fields}) + "\n")
 
         def note_sent_late(courier: Courier, each: Any) -> None:
             time.sleep(each.message.data.nbytes / RATE)
@@ -42,16 +54,30 @@ class SlowLinkWorker(Worker):
         def select_and_tell(protection: Protection) -> set[str] | None:
             found = select(protection)
             experts = set(protection.state.catalog.experts())
-            fields = {
-                "units": sorted(experts & (found or set())),
-                "budget": protection.window_planner.budgets.remote,
-                "step_seconds": protection.window_planner.step_seconds,
-                "expert_bytes": max(unit.nbytes for unit in protection.state.catalog.units if unit.layer is not None),
-            }
-            with options.events.open("a") as file:
-                file.write(json.dumps({"event": "followed", "pid": os.getpid(), **fields}) + "\n")
+            write(
+                "followed",
+                units=sorted(experts & (found or set())),
+                budget=protection.window_planner.budgets.remote,
+                expert_bytes=max(unit.nbytes for unit in protection.state.catalog.units if unit.layer is not None),
+            )
+            return found
+
+        def start_and_tell(snapshots: Snapshots, *args: Any) -> None:
+            before = snapshots._round
+            start(snapshots, *args)
+            if before is not None and snapshots._round is not before:
+                nbytes = sum(kept.arena.payload_bytes for kept in before._own)
+                write("captured", nbytes=nbytes, seconds=before.capture_seconds)
+
+        def budgets_of_and_tell(planner: WindowPlanner, reports: Sequence[RankReport]) -> Budgets:
+            found = budgets_of(planner, reports)
+            mine = reports[planner._group.rank]
+            link = None if mine.link == planner._default else mine.link[1]
+            write("budgeted", budgets=found, link=link, step_seconds=Windows.from_json(mine.windows).step_seconds)
             return found
 
         Courier._note_sent = note_sent_late  # type: ignore[method-assign]
         Protection._select = select_and_tell  # type: ignore[method-assign]
+        Snapshots.start = start_and_tell  # type: ignore[method-assign]
+        WindowPlanner._budgets = budgets_of_and_tell  # type: ignore[method-assign]
         worker.main(options)
