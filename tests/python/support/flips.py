@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from contextlib import suppress
 from io import FileIO
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 import evermoe
-from evermoe._native import RECORD_HEADER_BYTES
+from evermoe._native import RECORD_HEADER_BYTES, digest
 from evermoe.state.unit import expert_unit
 
 BIT = 0x10
@@ -37,16 +38,22 @@ class Flipper:
     def watch(self) -> None:
         """Remembers gradients that arrive from now on."""
         replica = self._replica
-        receive = replica.receive
+        hold, names = (
+            replica.hold,
+            {digest(np.frombuffer(part.name.encode(), np.uint8)): part.unit.name for part in replica._parts},
+        )
 
-        def watched(message: Any, **options: Any) -> Any:
-            received, bytes_now = receive(message, **options), bytes(message)
-            payload = bytes_now[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + NEEDLE_BYTES]
-            if received.unit is not None and bytes_now[5] == 0 and len(payload) == NEEDLE_BYTES:
-                self._payloads[received.unit] = payload
-            return received
+        def watched(messages: Any, sizes: list[int]) -> Any:
+            for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+                self._note(bytes(messages[end - size : end]), names)
+            return hold(messages, sizes)
 
-        replica.receive = watched  # type: ignore[method-assign]
+        replica.hold = watched  # type: ignore[method-assign]
+
+    def _note(self, record: bytes, names: dict[int, str]) -> None:
+        payload = record[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + NEEDLE_BYTES]
+        if record[5] == 0 and len(payload) == NEEDLE_BYTES:
+            self._payloads[names[int.from_bytes(record[8:16], "little")]] = payload
 
     @property
     def _replica(self) -> Any:
