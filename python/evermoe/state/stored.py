@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from evermoe._native import digest
 from evermoe.state.version import step_of
 
 
@@ -25,8 +26,8 @@ class StoredUnit(Protocol):
         """Version of its bytes."""
 
     @property
-    def digest(self) -> int:
-        """XXH3-64 of its bytes."""
+    def digest(self) -> int | None:
+        """XXH3-64 of its bytes; None where they are still to be made, by steps that are repeated when it is read."""
 
     @property
     def data(self) -> Tensor:
@@ -99,6 +100,31 @@ class TrainedUnit:
 
 
 @dataclass(frozen=True)
+class AwaitedUnit:
+    """A copy that is still to be brought to a version of which its trainer has told the digest."""
+
+    found: StoredUnit
+    digest: int
+    """The trainer's, XXH3-64."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit."""
+        return self.found.unit
+
+    @property
+    def version(self) -> int:
+        """The version that it can be brought to."""
+        return self.found.version
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]` on the CPU; empty if it cannot be brought there, or is not what its trainer has."""
+        data = self.found.data
+        return data if digest(data.numpy()) == self.digest else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
 class RetainedUnit:
     """A unit that this member trained until a recovery moved it."""
 
@@ -140,8 +166,8 @@ class RetainedUnits:
         """
         if step_of(version) != step_of(self._version):
             version = self._version
-        for unit, (digest, data) in self._units.items():
-            yield RetainedUnit(unit, version, digest, data)
+        for unit, (value, data) in self._units.items():
+            yield RetainedUnit(unit, version, value, data)
 
     def release(self) -> None:
         """Frees the memory: the copies of the new arrangement are complete everywhere."""
