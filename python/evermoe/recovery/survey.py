@@ -20,7 +20,7 @@ from evermoe.persist.checkpoint_store import find, find_saved
 from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.place import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging
-from evermoe.state.stored import AwaitedUnit, StoredUnit
+from evermoe.state.stored import AwaitedUnit, StoredUnit, read_stored
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION, Unit
 from evermoe.state.version import step_of
@@ -274,9 +274,7 @@ class Survey:
         if holding.kind == ACTIVE:
             self._state.read(holding.unit, out)  # without the optimizer's state if there is no room for it
             return
-        data = self._stored[holding.unit, holding.digest, holding.kind].data
-        out[: len(data)] = data
-        out[len(data) :] = 0
+        read_stored(self._stored[holding.unit, holding.digest, holding.kind], out)
 
     def copies(self, version: int) -> dict[str, StoredUnit]:
         """The copies in memory of a version, by unit."""

@@ -283,13 +283,17 @@ class ReplayExchange:
                 with suppress(ReplicaBehind):
                     self._previous[unit, newest - 1] = self.replica.catch_up(unit, newest - 1)
 
-    def read(self, unit: str, step: int) -> Tensor:
-        """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more."""
+    def read(self, unit: str, step: int, out: Tensor | None = None) -> Tensor:
+        """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more.
+
+        They are written to `out`, uint8 `[nbytes]`, if it is given.
+        """
         self._remember_previous([unit])
         if (unit, step) in self._previous:
-            return self._previous[unit, step].state
+            state = self._previous[unit, step].state
+            return state if out is None else out[: len(state)].copy_(state)
         try:
-            return self.replica.read(unit, step)
+            return self.replica.read(unit, step, out)
         except ReplicaBehind:
             return torch.empty(0, dtype=torch.uint8)
 

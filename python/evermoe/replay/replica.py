@@ -220,18 +220,19 @@ class Replica:
         state = self.read(unit, step)
         return CaughtUp(step, state, digest(state.numpy()))
 
-    def read(self, unit: str, step: int) -> Tensor:
-        """The state of `catch_up`, without its digest; the same errors."""
+    def read(self, unit: str, step: int, out: Tensor | None = None) -> Tensor:
+        """The state of `catch_up`, without its digest, in memory of its own or in `out`; the same errors."""
         newest = self.version(unit)
         if newest is None:
             raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
         if step > newest:
             raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
-        parts = []
-        for index in self._units[unit]:
+        sizes = [self._parts[index].layout.nbytes for index in self._units[unit]]
+        state = torch.empty(sum(sizes), dtype=torch.uint8) if out is None else out[: sum(sizes)]
+        for index, part in zip(self._units[unit], state.split(sizes), strict=True):
             with self._parts[index].lock:
-                parts.append(self._repeater.state_locked(index, step).to("cpu", copy=True))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+                part.copy_(self._repeater.state_locked(index, step))
+        return state
 
     def catch_up_all(self, units: Iterable[str] | None = None) -> Iterator[None]:
         """Brings units that have a state, None for all, to their newest step, one after the other when asked for."""

@@ -66,6 +66,10 @@ class ReplayedUnit:
     """None where its steps are still to be repeated."""
     copies: ReplayExchange
 
+    def read(self, out: Tensor) -> int:
+        """Writes the bytes to `out`, uint8 `[nbytes]`; how many: 0 if the replica has left the version behind."""
+        return len(self.copies.read(self.unit, step_of(self.version), out))
+
     @property
     def data(self) -> Tensor:
         """uint8 `[nbytes]`; empty if the replica has left the version behind."""

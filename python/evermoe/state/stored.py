@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,25 @@ class StoredUnit(Protocol):
     @property
     def data(self) -> Tensor:
         """uint8 `[nbytes]` on the CPU, read when it is asked for; empty if it cannot be read any more."""
+
+
+@runtime_checkable
+class ReadInPlace(Protocol):
+    """A stored unit that can write its bytes where they are needed, without another copy."""
+
+    def read(self, out: Tensor) -> int:
+        """Writes the unit's bytes to `out`, uint8 `[nbytes]`, and tells how many: 0 if they cannot be read any more."""
+
+
+def read_stored(found: StoredUnit, out: Tensor) -> None:
+    """Copies a stored unit's bytes to `out`, uint8 `[nbytes]`; those that cannot be read are zeros."""
+    if isinstance(found, ReadInPlace):
+        count = found.read(out)
+    else:
+        data = found.data
+        count = len(data)
+        out[:count] = data
+    out[count:] = 0
 
 
 class KeptCopies:
@@ -116,6 +135,11 @@ class AwaitedUnit:
     def version(self) -> int:
         """The version that it can be brought to."""
         return self.found.version
+
+    def read(self, out: Tensor) -> int:
+        """Writes the bytes to `out`, uint8 `[nbytes]`, whatever they are: who reads in a recovery compares digests."""
+        read_stored(self.found, out)
+        return len(out)
 
     @property
     def data(self) -> Tensor:
