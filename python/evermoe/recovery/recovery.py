@@ -17,7 +17,7 @@ from evermoe import planning
 from evermoe._native import RecoveryPlan
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
-from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnitsMissing
+from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import read_manifest
@@ -31,14 +31,17 @@ from evermoe.recovery.survey import (
     Inventory,
     Standing,
     Survey,
+    alike_everywhere,
+    gather_inventories,
     newest_checkpoint,
     newest_trainer,
+    newest_version,
+    told_by_trainers,
     usable,
 )
 from evermoe.recovery.target import Target
 from evermoe.state.stored import KeptCopies, StoredUnit, TrainedUnit
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import SESSION
 from evermoe.state.version import step_of
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -95,6 +98,7 @@ class Recovery:
 
         Returns the number of digests compared and the units of which some differ.
         """
+        self._survey.complete()
         everyone = gather_json(self.group, self._survey.digests())
         found: dict[str, set[int]] = {}
         for unit, value in (each for part in everyone for each in part):
@@ -147,13 +151,21 @@ class Recovery:
         return self._inventories()
 
     def _inventories(self) -> list[Inventory]:
-        """What every member brings, by rank; collective."""
-        found = []
-        for rank, data in enumerate(self.group.all_gather_bytes(self._survey.inventory.to_bytes())):
-            try:
-                found.append(Inventory.from_bytes(data))
-            except CorruptCopy as error:
-                raise PeerLost(f"what member {rank} told is damaged, so all agree anew: {error}") from None
+        """What every member brings, by rank; collective.
+
+        What replicas can be brought to need not be made where all units are there without it at the newest version that
+        anybody can give: then it counts as held, with the digests that trainers have told.
+        """
+        found = gather_inventories(self.group, self._survey.inventory)
+        if any(each.awaited for each in found):
+            newest = newest_version(found)
+            told, (plan, _) = told_by_trainers(found, newest), self._find_version(usable(found, self._refused))
+            if told is None or (plan.version, plan.stale) != (newest, []):
+                self._survey.complete()
+                found = gather_inventories(self.group, self._survey.inventory)
+            else:
+                self._survey.expect(told)
+                self._outcome.digests_checked -= sum(each.expect(told) for each in found)
         newest = newest_trainer(found)
         found[newest].load, found[newest].vacant = share_json(self.group, self.target.known(found), newest)
         return found
@@ -163,11 +175,8 @@ class Recovery:
 
         Of an expert that was taken at an older version no member has the bytes that it has now.
         """
-        digests: dict[str, set[int]] = {}
         copies_R = [[each for each in held if each.version == version and each.kind != PERSISTED] for held in holdings]
-        for each in (each for held in copies_R for each in held):
-            digests.setdefault(each.unit, set()).add(each.digest)
-        alike = {unit: next(iter(found)) for unit, found in digests.items() if len(found) == 1 and unit != SESSION}
+        alike = alike_everywhere(copies_R)
         needs = [self.target.needs(self._outcome.placement, rank) for rank in range(self.group.size)]
         units_R = [
             {*(each.unit for each in held), *trained} & alike.keys()
@@ -256,21 +265,14 @@ class Recovery:
         )
         local = fetch.local(list(promised))
         remote = fetch.remote(list(promised))
-        self._count_fetched({"local memory": local, "peer": remote})
         sizes = dict(self.state.catalog.sizes())
+        self._outcome.count_fetched({"local memory": local, "peer": remote}, sizes)
         nodes, rank = self.target.nodes(self.group.size), self.group.rank
         far = [each.unit for each in promised if each.destination == rank and nodes[each.source] != nodes[rank]]
         self._outcome.far_bytes = sum(sizes[unit] for unit in far)
         late = self._late.keep(remote)
         self._outcome.late_bytes = self._late.late_bytes
         return local | remote, {unit: value for unit, value in fetch.digests().items() if unit not in late}
-
-    def _count_fetched(self, by_source: dict[str, dict[str, Tensor]]) -> None:
-        outcome, sizes = self._outcome, dict(self.state.catalog.sizes())
-        outcome.fetched_units = sum(map(len, by_source.values()))
-        outcome.fetched_bytes = sum(sizes[unit] for fetched in by_source.values() for unit in fetched)
-        for source, fetched in by_source.items():
-            outcome.sources[source] += len(fetched)
 
     def _agree_on_refused(
         self, promised: dict[Transfer, Holding], origins: Mapping[Transfer, int], digests: Mapping[str, int]
@@ -340,7 +342,7 @@ class Recovery:
                 if version in inventory.checkpoints:
                     inventory.checkpoints.remove(version)
             return False
-        self._count_fetched({"disk": fetched})
+        self._outcome.count_fetched({"disk": fetched}, dict(self.state.catalog.sizes()))
         self._outcome.tier = "store"
         self._outcome.digests_checked += len(fetched)
         self._adopt(version, fetched)

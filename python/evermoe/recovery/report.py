@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from evermoe.events import Listener, Phase, Recovered
@@ -49,6 +50,13 @@ class Outcome:
     """MoE token loss (MTL, Eq. 6 of MoEtion): the sum of what `plt` averages."""
     copies: KeptCopies = NO_COPIES
     """Copies that members have of the state that all now hold."""
+
+    def count_fetched(self, by_source: Mapping[str, Collection[str]], sizes: Mapping[str, int]) -> None:
+        """Counts the units that this member has fetched, by where they came from; `sizes` has the bytes of each."""
+        self.fetched_units = sum(map(len, by_source.values()))
+        self.fetched_bytes = sum(sizes[unit] for fetched in by_source.values() for unit in fetched)
+        for source, fetched in by_source.items():
+            self.sources[source] += len(fetched)
 
     @property
     def steps_undone(self) -> int:

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from evermoe import planning
 from evermoe._native import digest
-from evermoe.errors import CorruptCopy
+from evermoe.comm.group import Group
+from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.persist.checkpoint_store import find, find_saved
 from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.place import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging
-from evermoe.state.stored import StoredUnit
+from evermoe.state.stored import AwaitedUnit, StoredUnit, read_stored
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import Unit
+from evermoe.state.unit import SESSION, Unit
 from evermoe.state.version import step_of
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
@@ -38,6 +39,15 @@ class Holding(NamedTuple):
     digest: int
     kind: str
     """Where it is; see `planning.recovery_plan`."""
+
+
+class Awaited(NamedTuple):
+    """A version of one unit that a member can bring a copy to, by steps that it has not repeated yet."""
+
+    unit: str
+    version: int
+    kind: str
+    """As of a `Holding`."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,26 @@ class Inventory:
     """False for a replica node."""
     can_begin: bool = False
     """Whether its model is deferred and has taken no step: then it counts as holding all units, as it can make them."""
+    awaited: list[Awaited] = field(default_factory=list)
+    """What it can hold, too, and need not while a member trains the same."""
     load: list[list[float]] = field(default_factory=list)
     """Average tokens of each expert in a step, layer by layer; empty but for the newest member that trains."""
     vacant: dict[str, list[list[int]]] = field(default_factory=dict)
     """By layer, the experts of each rank that is gone and whose place another one takes; told by the same member."""
+
+    def expect(self, digests: Mapping[tuple[str, int], int]) -> int:
+        """Counts as held what is awaited and has one of these digests, by unit and version; the number of it.
+
+        Nothing else is awaited any more.
+        """
+        held = [
+            Holding(unit, version, digests[unit, version], kind)
+            for unit, version, kind in self.awaited
+            if (unit, version) in digests
+        ]
+        self.holdings += held
+        self.awaited = []
+        return len(held)
 
     def to_bytes(self) -> bytes:
         """JSON, after its checksum: of all but the load and what is vacant, which are needed of one member."""
@@ -102,6 +128,7 @@ class Inventory:
             raise CorruptCopy(f"expected an inventory as Inventory.to_bytes makes it; {error}") from None
         fields["standing"] = Standing(**fields["standing"])
         fields["holdings"] = [Holding(*holding) for holding in fields["holdings"]]
+        fields["awaited"] = [Awaited(*awaited) for awaited in fields["awaited"]]
         return Inventory(**fields)
 
 
@@ -133,11 +160,11 @@ def _are_by_name(kind: type, values: object) -> bool:
     return isinstance(values, dict) and all(_are(kind, each) for each in values.values())
 
 
-def _are_holdings(rows: object) -> bool:
-    if not isinstance(rows, list) or any(not isinstance(row, list) or len(row) != len(Holding._fields) for row in rows):
+def _are_rows(kinds: Sequence[type], rows: object) -> bool:
+    if not isinstance(rows, list) or any(not isinstance(row, list) or len(row) != len(kinds) for row in rows):
         return False
-    columns = ([row[field] for row in rows] for field in range(len(Holding._fields)))
-    return all(_are(kind, column) for kind, column in zip((str, int, int, str), columns, strict=True))
+    columns = ([row[field] for row in rows] for field in range(len(kinds)))
+    return all(_are(kind, column) for kind, column in zip(kinds, columns, strict=True))
 
 
 _STANDING: dict[str, Callable[[Any], bool]] = {
@@ -151,10 +178,11 @@ _STANDING: dict[str, Callable[[Any], bool]] = {
 }
 _INVENTORY: dict[str, Callable[[Any], bool]] = {
     "standing": lambda value: not _problem(value, _STANDING),
-    "holdings": _are_holdings,
+    "holdings": lambda value: _are_rows((str, int, int, str), value),
     "checkpoints": lambda value: _are(int, value),
     "trains": lambda value: _are(bool, [value]),
     "can_begin": lambda value: _are(bool, [value]),
+    "awaited": lambda value: _are_rows((str, int, str), value),
 }
 
 
@@ -192,6 +220,7 @@ class Survey:
     ) -> None:
         self._state = state
         self._stored: dict[tuple[str, int, str], StoredUnit] = {}
+        self._awaited: dict[Awaited, StoredUnit] = {}
         can_begin &= trains and state.deferral is not None and not step_of(standing.version)
         active = state.held() if trains and not can_begin else []
         unknown = [unit for unit in active if unit not in known]
@@ -205,25 +234,47 @@ class Survey:
         saved = list(_seen(find_saved, folder, state, standing))
         for found, kind in (*stored, *retained, *((each, PERSISTED) for each in saved)):
             unit = state.catalog.by_name.get(found.unit)
-            if unit is not None and _fits(found, kind, unit):
-                self._stored[found.unit, found.digest, kind] = found
-                holdings.append(Holding(found.unit, found.version, found.digest, kind))
+            if unit is None or not _fits(found, kind, unit):
+                continue
+            if found.digest is None:
+                self._awaited[Awaited(found.unit, found.version, kind)] = found
+                continue
+            self._stored[found.unit, found.digest, kind] = found
+            holdings.append(Holding(found.unit, found.version, found.digest, kind))
         self.inventory = Inventory(
             standing,
             holdings,
             sorted({each.version for each in saved} if folder else _seen(find, checkpoints, state, standing)),
             trains,
             can_begin,
+            list(self._awaited),
         )
+
+    def expect(self, digests: Mapping[tuple[str, int], int]) -> None:
+        """Counts as held what is awaited and has one of these digests, by unit and version; nothing else is awaited."""
+        for (unit, version, kind), found in self._awaited.items():
+            if (unit, version) in digests:
+                value = digests[unit, version]
+                self._stored[unit, value, kind] = AwaitedUnit(found, value)
+        self._awaited = {}
+        self.inventory.expect(digests)
+
+    def complete(self) -> None:
+        """Makes all that is awaited, and so holds it."""
+        for (unit, version, kind), found in self._awaited.items():
+            data = found.data
+            if len(data):
+                value = digest(data.numpy())
+                self._stored[unit, value, kind] = AwaitedUnit(found, value)
+                self.inventory.holdings.append(Holding(unit, version, value, kind))
+        self._awaited, self.inventory.awaited = {}, []
 
     def read(self, holding: Holding, out: Tensor) -> None:
         """Copies the bytes to `out`; those that cannot be read are zeros: their digest will tell."""
         if holding.kind == ACTIVE:
             self._state.read(holding.unit, out)  # without the optimizer's state if there is no room for it
             return
-        data = self._stored[holding.unit, holding.digest, holding.kind].data
-        out[: len(data)] = data
-        out[len(data) :] = 0
+        read_stored(self._stored[holding.unit, holding.digest, holding.kind], out)
 
     def copies(self, version: int) -> dict[str, StoredUnit]:
         """The copies in memory of a version, by unit."""
@@ -278,6 +329,52 @@ def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Hold
         [holding for holding in map(Holding._make, held) if (rank, holding) not in refused]
         for rank, held in enumerate(found)
     ]
+
+
+def gather_inventories(group: Group, mine: Inventory) -> list[Inventory]:
+    """What every member brings, by rank, as it tells; collective.
+
+    Raises:
+        PeerLost: what one of them told is damaged.
+    """
+    found = []
+    for rank, data in enumerate(group.all_gather_bytes(mine.to_bytes())):
+        try:
+            found.append(Inventory.from_bytes(data))
+        except CorruptCopy as error:
+            raise PeerLost(f"what member {rank} told is damaged, so all agree anew: {error}") from None
+    return found
+
+
+def alike_everywhere(holdings_R: Sequence[Sequence[Holding]]) -> dict[str, int]:
+    """Digests of the units of which all that ranks hold is alike; without what each has of its own, the session's."""
+    digests: dict[str, set[int]] = {}
+    for each in (each for held in holdings_R for each in held):
+        digests.setdefault(each.unit, set()).add(each.digest)
+    return {unit: next(iter(found)) for unit, found in digests.items() if len(found) == 1 and unit != SESSION}
+
+
+def newest_version(inventories: Sequence[Inventory]) -> int:
+    """The newest that any member has, or can bring a copy to."""
+    held = (each.version for inventory in inventories for each in inventory.holdings)
+    awaited = (each.version for inventory in inventories for each in inventory.awaited)
+    return max(0, *held, *awaited)
+
+
+def told_by_trainers(inventories: Sequence[Inventory], version: int) -> dict[tuple[str, int], int] | None:
+    """Digests of what is awaited at a version, by unit and version, as members that train the units tell them.
+
+    None where two of these differ. What none of them trains at this version is left out.
+    """
+    awaited = {each.unit for inventory in inventories for each in inventory.awaited if each.version == version}
+    trained = {
+        (each.unit, each.digest)
+        for inventory in inventories
+        for each in inventory.holdings
+        if inventory.standing.established and each.version == version and each.kind == ACTIVE and each.unit in awaited
+    }
+    told = {(unit, version): value for unit, value in trained}
+    return told if len(told) == len(trained) else None
 
 
 def newest_trainer(inventories: Sequence[Inventory]) -> int:

@@ -261,37 +261,49 @@ class ReplayExchange:
         self.sender.on_step(was_skipped=clip is None)
         self.replica.release(clip=clip)
 
-    def stored(self) -> Iterator[tuple[str, int, int]]:
+    def stored(self, needed: Collection[str] | None = None) -> Iterator[tuple[str, int, int | None]]:
         """Unit, step and digest of everything that is kept here for others, as new as it gets; `read` has the bytes.
 
-        The same again when it is asked again: a recovery may fail and another one follow.
+        The same again when it is asked again: a recovery may fail and another one follow. Units that are not `needed`
+        (None: all are) repeat no step before they are read, and their digests are None.
         """
-        if self.keeps_previous:
-            self._remember_previous()
+        units = self.units if needed is None else [unit for unit in self.units if unit in needed]
+        self._remember_previous(units)
         for (unit, step), caught_up in self._previous.items():
             yield unit, step, caught_up.digest
-        yield from self.replica.survey()
+        yield from self.replica.survey(units)
+        for unit in set(self.units).difference(units):
+            newest = self.replica.version(unit)
+            if newest is not None and self.keeps_previous and (unit, newest - 1) not in self._previous:
+                yield unit, newest - 1, None
+            if newest is not None:
+                yield unit, newest, None
 
-    def catch_up(self) -> Iterator[None]:
-        """Brings everything that is kept here to where `stored` needs it, bit by bit; in any thread."""
-        if self.keeps_previous:
-            self._remember_previous()
-            yield
-        yield from self.replica.catch_up_all()
+    def catch_up(self, needed: Collection[str]) -> Iterator[None]:
+        """Brings units that are kept here to where `stored` needs them, bit by bit; in any thread."""
+        units = [unit for unit in self.units if unit in needed]
+        self._remember_previous(units)
+        yield
+        yield from self.replica.catch_up_all(units)
 
-    def _remember_previous(self) -> None:
-        for unit in self.units:
+    def _remember_previous(self, units: Iterable[str]) -> None:
+        for unit in units if self.keeps_previous else ():
             newest = self.replica.version(unit)
             if newest is not None and (unit, newest - 1) not in self._previous:
                 with suppress(ReplicaBehind):
                     self._previous[unit, newest - 1] = self.replica.catch_up(unit, newest - 1)
 
-    def read(self, unit: str, step: int) -> Tensor:
-        """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more."""
+    def read(self, unit: str, step: int, out: Tensor | None = None) -> Tensor:
+        """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more.
+
+        They are written to `out`, uint8 `[nbytes]`, if it is given.
+        """
+        self._remember_previous([unit])
         if (unit, step) in self._previous:
-            return self._previous[unit, step].state
+            state = self._previous[unit, step].state
+            return state if out is None else out[: len(state)].copy_(state)
         try:
-            return self.replica.read(unit, step)
+            return self.replica.read(unit, step, out)
         except ReplicaBehind:
             return torch.empty(0, dtype=torch.uint8)
 

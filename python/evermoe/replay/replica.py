@@ -220,37 +220,41 @@ class Replica:
         state = self.read(unit, step)
         return CaughtUp(step, state, digest(state.numpy()))
 
-    def read(self, unit: str, step: int) -> Tensor:
-        """The state of `catch_up`, without its digest; the same errors."""
+    def read(self, unit: str, step: int, out: Tensor | None = None) -> Tensor:
+        """The state of `catch_up`, without its digest, in memory of its own or in `out`; the same errors."""
         newest = self.version(unit)
         if newest is None:
             raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
         if step > newest:
             raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
-        parts = []
-        for index in self._units[unit]:
+        sizes = [self._parts[index].layout.nbytes for index in self._units[unit]]
+        state = torch.empty(sum(sizes), dtype=torch.uint8) if out is None else out[: sum(sizes)]
+        for index, part in zip(self._units[unit], state.split(sizes), strict=True):
             with self._parts[index].lock:
-                parts.append(self._repeater.state_locked(index, step).to("cpu", copy=True))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+                part.copy_(self._repeater.state_locked(index, step))
+        return state
 
-    def catch_up_all(self) -> Iterator[None]:
-        """Brings all units that have a state to their newest step, one after the other as it is asked for."""
-        for unit, indices in self._units.items():
+    def catch_up_all(self, units: Iterable[str] | None = None) -> Iterator[None]:
+        """Brings units that have a state, None for all, to their newest step, one after the other when asked for."""
+        for unit in self._units if units is None else units:
             step = self.version(unit)
             if step is None:
                 continue
-            for index in indices:
+            for index in self._units[unit]:
                 with suppress(ReplicaBehind), self._parts[index].lock:
                     self._repeater.state_locked(index, step)
                 yield
 
-    def survey(self) -> list[tuple[str, int, int]]:
-        """Unit, step and digest of all units that have a state, each at its newest step; on the CPU without a copy."""
+    def survey(self, units: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
+        """Unit, step and digest of units that have a state, each at its newest step; on the CPU without a copy.
+
+        `units`: their names; None for all.
+        """
         found: list[tuple[str, int]] = []
         states: list[list[Tensor]] = []
         with ExitStack() as locks:
-            for unit, indices in self._units.items():
-                step = self.version(unit)
+            for unit in self._units if units is None else units:
+                step, indices = self.version(unit), self._units[unit]
                 if step is None:
                     continue
                 for index in indices:

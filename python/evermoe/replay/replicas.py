@@ -12,7 +12,7 @@ The replicas of the previous plan are kept until all of the latest one are compl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,18 @@ class _ReplicaSet:
 
     copies: ReplayExchange
     generation: int
+    trainers: Mapping[str, Collection[str]]
+    """Of each unit the members that train it."""
     base: int = 0
     """The version that they began with."""
 
-    def stored(self) -> Iterator[ReplayedUnit]:
-        """Everything that is kept here for others."""
-        for unit, step, value in self.copies.stored():
+    def orphans(self, present: Collection[str]) -> set[str]:
+        """Units that are kept here, and that none of the members which are there trains."""
+        return {unit for unit in self.copies.units if not any(each in present for each in self.trainers[unit])}
+
+    def stored(self, present: Collection[str]) -> Iterator[ReplayedUnit]:
+        """Everything that is kept here for others; the digests of what a member that is there trains are None."""
+        for unit, step, value in self.copies.stored(self.orphans(present)):
             version = self.base if step == step_of(self.base) else version_of(self.generation, step)
             yield ReplayedUnit(unit, version, value, self.copies)
 
@@ -63,8 +69,13 @@ class ReplayedUnit:
 
     unit: str
     version: int
-    digest: int
+    digest: int | None
+    """None where its steps are still to be repeated."""
     copies: ReplayExchange
+
+    def read(self, out: Tensor) -> int:
+        """Writes the bytes to `out`, uint8 `[nbytes]`; how many: 0 if the replica has left the version behind."""
+        return len(self.copies.read(self.unit, step_of(self.version), out))
 
     @property
     def data(self) -> Tensor:
@@ -172,7 +183,9 @@ class Replicas(Keeper):
             device=self._options.replica_device,
             message_bytes=self._message_bytes,
         )
-        self._now, self._copies = _ReplicaSet(copies, assignment.generation), assignment.copies
+        members = list(self._membership.members) or [self._membership.id]
+        trainers = {each.unit: [members[rank] for rank in assignment.active[each.unit]] for each in kept}
+        self._now, self._copies = _ReplicaSet(copies, assignment.generation, trainers), assignment.copies
         self._copied = {each.unit: 0 for each in kept if each.primary == rank and each.holders}
         self._behind = {unit for unit in self._copied if not self.is_replayable(unit)}
 
@@ -315,14 +328,20 @@ class Replicas(Keeper):
         return is_whole
 
     def catch_up(self) -> Iterator[None]:
-        """Brings what is kept here to where `stored` needs it, bit by bit; in any thread, while no plan is made."""
+        """Brings what no member that the Lighthouse names trains to where `stored` needs it, bit by bit.
+
+        In any thread, while no plan is made.
+        """
         for replicas in filter(None, (self._now, self._older)):
-            yield from replicas.copies.catch_up()
+            yield from replicas.copies.catch_up(replicas.orphans(self._membership.named))
 
     def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
-        """Every unit that is kept here for others, in every version that it can be brought to."""
+        """Every unit that is kept here for others, in every version that it can be brought to.
+
+        Units that a member of the group trains are not brought there: nobody may need their copies.
+        """
         for replicas in filter(None, (self._now, self._older)):
-            for unit in replicas.stored():
+            for unit in replicas.stored(self._membership.members):
                 yield unit, "replayed"
             _tell(self._emit, replicas.copies.replica.take_damages())
 

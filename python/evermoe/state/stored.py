@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from evermoe._native import digest
 from evermoe.state.version import step_of
 
 
@@ -25,12 +26,31 @@ class StoredUnit(Protocol):
         """Version of its bytes."""
 
     @property
-    def digest(self) -> int:
-        """XXH3-64 of its bytes."""
+    def digest(self) -> int | None:
+        """XXH3-64 of its bytes; None where they are still to be made, by steps that are repeated when it is read."""
 
     @property
     def data(self) -> Tensor:
         """uint8 `[nbytes]` on the CPU, read when it is asked for; empty if it cannot be read any more."""
+
+
+@runtime_checkable
+class ReadInPlace(Protocol):
+    """A stored unit that can write its bytes where they are needed, without another copy."""
+
+    def read(self, out: Tensor) -> int:
+        """Writes the unit's bytes to `out`, uint8 `[nbytes]`, and tells how many: 0 if they cannot be read any more."""
+
+
+def read_stored(found: StoredUnit, out: Tensor) -> None:
+    """Copies a stored unit's bytes to `out`, uint8 `[nbytes]`; those that cannot be read are zeros."""
+    if isinstance(found, ReadInPlace):
+        count = found.read(out)
+    else:
+        data = found.data
+        count = len(data)
+        out[:count] = data
+    out[count:] = 0
 
 
 class KeptCopies:
@@ -99,6 +119,36 @@ class TrainedUnit:
 
 
 @dataclass(frozen=True)
+class AwaitedUnit:
+    """A copy that is still to be brought to a version of which its trainer has told the digest."""
+
+    found: StoredUnit
+    digest: int
+    """The trainer's, XXH3-64."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit."""
+        return self.found.unit
+
+    @property
+    def version(self) -> int:
+        """The version that it can be brought to."""
+        return self.found.version
+
+    def read(self, out: Tensor) -> int:
+        """Writes the bytes to `out`, uint8 `[nbytes]`, whatever they are: who reads in a recovery compares digests."""
+        read_stored(self.found, out)
+        return len(out)
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]` on the CPU; empty if it cannot be brought there, or is not what its trainer has."""
+        data = self.found.data
+        return data if digest(data.numpy()) == self.digest else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
 class RetainedUnit:
     """A unit that this member trained until a recovery moved it."""
 
@@ -140,8 +190,8 @@ class RetainedUnits:
         """
         if step_of(version) != step_of(self._version):
             version = self._version
-        for unit, (digest, data) in self._units.items():
-            yield RetainedUnit(unit, version, digest, data)
+        for unit, (value, data) in self._units.items():
+            yield RetainedUnit(unit, version, value, data)
 
     def release(self) -> None:
         """Frees the memory: the copies of the new arrangement are complete everywhere."""

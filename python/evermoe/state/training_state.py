@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
 from evermoe.experts import Experts, expert_layers
-from evermoe.profile.memory import in_huge_pages
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
@@ -19,6 +18,7 @@ from evermoe.state.late import LateState
 from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
+from evermoe.state.stack_memory import StackMemories
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import (
     MARKS,
@@ -76,6 +76,7 @@ class TrainingState:
         self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
         if deferral is None and any(parameter.is_meta for parameter in model.parameters()):
             raise UnsupportedState("expected a model with values, got parameters on meta: only a Session makes them")
+        self._memories = StackMemories()
         self._masters = create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
@@ -204,6 +205,7 @@ class TrainingState:
         for layer in self.layers.values():
             layer.weights.data = layer.weights.new_empty(0)
             layer.ids = []
+        self._memories.release()
         self._dense = {name: tensors for name, tensors in self._dense.items() if name == SESSION}
 
     def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
@@ -258,10 +260,10 @@ class TrainingState:
     ) -> None:
         """Makes this rank hold `experts` (layer path → ids) and what it owns; takes over the bytes of `fetched` units.
 
-        Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Only
-        layers whose experts change get new memory, one layer after the other. What is taken over is removed from
-        `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer. Of a
-        unit that is there without its optimizer state (see `LateState`) that is left as it is.
+        Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Experts
+        that stay keep the memory that they have on the host, if it is the stacks' own. What is taken over is removed
+        from `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer. Of
+        a unit that is there without its optimizer state (see `LateState`) that is left as it is.
         """
         owned = {unit for unit, owner in self.owners.by_unit.items() if owner == rank}
         needed = owned | (set() if self._is_made else self._dense.keys() - self.owners.by_unit.keys())
@@ -300,19 +302,22 @@ class TrainingState:
                         target.copy_(values[spec.name])
 
     def _restack(self, path: str, ids: list[int], fetched: Collection[str] = ()) -> dict[str, Tensor]:
-        """New stacks with the rows that are held already; the others, which are fetched, are to be written."""
+        """Stacks with the rows that are held already; the others, which are fetched, are to be written.
+
+        What is held in memory of the stacks' own stays there: the stacks of before are void.
+        """
         layer = self.layers[path]
         rows = {expert: row for row, expert in enumerate(layer.ids) if expert_unit(path, expert) not in fetched}
         kept = [(to, rows[expert]) for to, expert in enumerate(ids) if expert in rows]
-        new = {}
-        for key, old in self._stacks(layer).items():
-            new[key] = in_huge_pages(old.new_empty((len(ids), *old.shape[1:]))) if old.dim() == 2 else old
-            for to, row in kept if old.dim() == 2 else ():
-                new[key][to].copy_(old[row])
-        return new
+        return {
+            key: self._memories.restack((path, key), old.detach(), kept, len(ids), layer.num_experts)
+            if old.dim() == 2
+            else old
+            for key, old in self._stacks(layer).items()
+        }
 
     def _replace(self, layer: Experts, ids: list[int], tensors: dict[str, Tensor]) -> None:
-        """A new Parameter, never a resized one: graphs of an interrupted step may still hold the old."""
+        """A new Parameter, never a resized one: graphs of an interrupted step may still have the shape of the old."""
         old, new = layer.weights, nn.Parameter(tensors["weights"], layer.weights.requires_grad)
         layer.weights, layer.ids = new, list(ids)
         for group in self.optimizer.param_groups:

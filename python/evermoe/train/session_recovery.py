@@ -152,8 +152,7 @@ class RecoveryDriver(Driver):
         """Times how long it takes to connect; surveys what this member has meanwhile."""
         self._clock.enter("rebuild")
         self._standby.end()
-        if self._trains:
-            self._early.begin()
+        self._early.agreed(begins=self._trains)
 
     def weigh(self) -> Event:
         """Agrees whether the load has shifted so far that experts should move, as those who train see it."""

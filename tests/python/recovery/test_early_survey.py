@@ -30,11 +30,20 @@ def survey(state, known):
 
 
 def test_a_survey_is_the_same_with_what_was_found_before(state):
-    caught_up = threading.Event()
-    early = EarlySurvey(state, lambda: [caught_up.set()])
+    agreed, early_ones, caught_up = threading.Event(), [], threading.Event()
+
+    def catch_up():
+        early_ones.append(not agreed.is_set())
+        caught_up.set()
+        return ()
+
+    early = EarlySurvey(state, catch_up)
     early.begin()
+    agreed.set()
+    early.agreed(begins=True)
     found = early.take()
     assert caught_up.is_set(), "replicas took their steps"
+    assert early_ones == [False], "it is not known before who needs them"
     assert found.keys() == set(state.held())
     assert survey(state, found) == survey(state, {})
     assert survey(state, {"head": 7})[0].digest == survey(state, {})[0].digest, "what is unknown is computed"
@@ -65,7 +74,7 @@ def test_the_state_is_not_read_any_more_once_it_was_dropped(state):
         yield
 
     early = EarlySurvey(state, catch_up)
-    early.begin()
+    early.agreed(begins=True)
     assert reading.wait(30)
 
     def write():
@@ -85,4 +94,6 @@ def test_an_error_leaves_all_to_the_survey(state):
 
     early = EarlySurvey(state, damaged)
     early.begin()
-    assert early.take() == {}
+    assert early.take().keys() == set(state.held())
+    early.agreed(begins=False)
+    assert early.take() == {}, "it was not begun"

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 from evermoe._native import digest
 from evermoe.errors import CorruptCopy
-from evermoe.recovery.survey import Holding, Inventory, Standing, newest_checkpoint, usable
+from evermoe.recovery.survey import (
+    Awaited,
+    Holding,
+    Inventory,
+    Standing,
+    Survey,
+    newest_checkpoint,
+    told_by_trainers,
+    usable,
+)
+from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
 
 
@@ -63,6 +76,7 @@ def test_inventory_of_another_shape_is_refused():
         (fields | {"holdings": [["x", "5", 7, "active"]]}, "holdings is"),
         (fields | {"holdings": [["x", 1 << 64, 7, "active"]]}, "holdings is"),
         (fields | {"checkpoints": [float("nan")]}, "NaN, which is no number"),
+        (fields | {"awaited": [["x", 5, 7]]}, "awaited is"),
         (fields | {"checkpoints": [True]}, "checkpoints is"),
         (fields | {"trains": 1}, "trains is"),
         (fields | {"extra": 1}, "expected an object"),
@@ -92,6 +106,78 @@ def test_new_job_begins_with_what_its_members_run():
 def test_job_that_was_seen_to_run_does_not_start_again():
     start = Holding("x", 0, 7, "active")
     assert usable([inventory(start, saw_progress=True), inventory(ACTIVE)], set()) == [[], [ACTIVE]]
+
+
+def awaiting(*awaited):
+    found = inventory(established=True)
+    found.awaited = [Awaited(*each) for each in awaited]
+    return found
+
+
+def test_what_is_awaited_has_the_digest_that_those_who_train_it_tell():
+    now, before = ACTIVE.version, OLDER.version
+    keeper = awaiting(("x", now, "replayed"), ("y", now, "replayed"), ("x", before, "replayed"))
+    assert Inventory.from_bytes(keeper.to_bytes()) == keeper
+    trainer = inventory(ACTIVE, OLDER, established=True)
+    told = told_by_trainers([keeper, trainer], now)
+    assert told == {("x", now): 7}, "nobody trains y"
+    assert told_by_trainers([keeper, inventory(ACTIVE)], now) == {}, "a newcomer's has no say"
+    other = inventory(ACTIVE._replace(digest=8), established=True)
+    assert told_by_trainers([keeper, trainer, other], now) is None, "they differ: copies decide"
+    keeper.expect(told)
+    assert (keeper.holdings, keeper.awaited) == ([Holding("x", now, 7, "replayed")], [])
+
+
+@dataclass
+class Replayed:
+    """A copy that repeats steps when it is read."""
+
+    unit: str
+    version: int
+    bytes_then: Tensor | None
+    digest: None = None
+    reads: int = 0
+
+    @property
+    def data(self):
+        self.reads += 1
+        return torch.empty(0, dtype=torch.uint8) if self.bytes_then is None else self.bytes_then
+
+
+@pytest.fixture
+def state():
+    model = nn.Linear(4, 2)
+    return TrainingState(model, torch.optim.SGD(model.parameters()), has_session=False)
+
+
+def survey_of(state, *copies):
+    standing = Standing(version_of(1, 9), True)
+    stored = [(copy, "replayed") for copy in copies]
+    return Survey(state, stored, standing, trains=False, checkpoints=None, can_begin=False)
+
+
+def test_awaited_copies_are_read_once_they_are_needed_and_checked_then(state):
+    (unit,) = state.held()
+    data = torch.arange(state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
+    value, now = digest(data.numpy()), version_of(1, 9)
+    right, wrong = Replayed(unit, now, data), Replayed(unit, now, data + 1)
+    for copy, expected in ((right, data), (wrong, torch.empty(0, dtype=torch.uint8))):
+        survey = survey_of(state, copy)
+        assert survey.inventory.awaited == [Awaited(unit, now, "replayed")]
+        survey.expect({(unit, now): value})
+        assert survey.inventory.holdings == [Holding(unit, now, value, "replayed")]
+        assert copy.reads == 0
+        assert torch.equal(survey.copies(now)[unit].data, expected)
+
+
+def test_awaited_copies_are_made_where_they_may_be_needed(state):
+    (unit,) = state.held()
+    data = torch.arange(state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
+    now = version_of(1, 9)
+    survey = survey_of(state, Replayed(unit, now, data), Replayed(unit, now - 1, None))
+    survey.complete()
+    assert survey.inventory.holdings == [Holding(unit, now, digest(data.numpy()), "replayed")]
+    assert not survey.inventory.awaited
 
 
 def test_newest_checkpoint_is_one_that_all_training_members_see():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.worker import Fault
 
@@ -86,3 +87,27 @@ def test_copies_that_come_damaged_beside_training_are_made_anew_while_it_waits(s
         assert waits(each) == [True, False, True], "at the start, after the death, after the vote that failed"
         assert each.events("verified")[0]["digests_mismatched"] == 0
         assert check_recovered(workers, each)["steps_lost"] == 0
+
+
+def test_copies_repeat_steps_before_a_recovery_only_where_no_trainer_is_left(start_job):
+    """Nobody needs the others then: they take their steps beside the next one."""
+    job = start_job(3, **FEWEST, rebalance_every=0, join_every=50)
+    look = Fault("phase fetch", action="look", nth=2)
+    workers = a, b, c = job.start_all({"a": [look], "b": [Fault("vote", FAULT)], "c": [look]})
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    plan, lost = a.events("arranged")[0], b.events("joined")[0]["rank"]
+    orphans = {unit for unit, trainers in plan["active"].items() if trainers == [lost]}
+    kept = {each: kept_by(each, plan) for each in (a, c)}
+    assert orphans & (kept[a] | kept[c])
+    assert (kept[a] | kept[c]) - orphans
+    for each in (a, c):
+        assert set(each.events("looked")[0]["behind"]) == kept[each] - orphans
+        assert check_recovered(workers, each)["steps_lost"] == 0
+        assert each.events("verified")[0]["digests_mismatched"] == 0
+
+
+def kept_by(worker, plan):
+    """Units of which a worker keeps replicas."""
+    rank = worker.events("joined")[0]["rank"]
+    return {unit for unit, (kind, _, holders) in plan["holders"].items() if kind == "replayed" and rank in holders}

@@ -80,6 +80,12 @@ class Flipper:
             units.append(part.unit.name)
         return units
 
+    def behind(self) -> list[str]:
+        """Units that are kept here, and that have steps to repeat."""
+        log = self._replica._log
+        parts = enumerate(self._replica._parts)
+        return sorted({part.unit.name for index, part in parts if log.version(index) != log.newest(index)})
+
     def _flip_arenas(self) -> list[str]:
         units = []
         for kept in self._session._store.peers:

@@ -44,8 +44,8 @@ class Fault:
     `point`: an event of the session, "phase <name>", "forward" (between forward and backward), "bucket" (a sum beside
     backward begins) or "late state" (it is about to send optimizer state beside training).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
-    (its node's shared memory), damage (what it sends then, at "late state") or flip (a bit of each copy that it keeps;
-    `where` is that of `support.flips`).
+    (its node's shared memory), damage (what it sends then, at "late state"), look (which copies here have steps to
+    repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
     """
 
     point: str
@@ -301,6 +301,9 @@ class Recorder:
                 continue
             if fault.action == "flip":
                 self.write("flipped", units=self._flipper().flip(fault.where), at=step)
+                continue
+            if fault.action == "look":
+                self.write("looked", behind=self._flipper().behind())
                 continue
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
