@@ -142,6 +142,8 @@ class Recovery:
                 self._late.begin(plan.version)
                 self._note_copies(plan.version, holdings)
                 return self._outcome
+            if any(each.awaited for each in inventories):  # older copies, which may be needed now
+                inventories = self._inventories(complete=True)
 
     def _begin(self, version: int, inventories: Sequence[Inventory]) -> list[Inventory]:
         """Makes deferred models with their first values; what every member brings then. Collective."""
@@ -150,22 +152,22 @@ class Recovery:
         self._survey = self._look(can_begin=False)
         return self._inventories()
 
-    def _inventories(self) -> list[Inventory]:
+    def _inventories(self, *, complete: bool = False) -> list[Inventory]:
         """What every member brings, by rank; collective.
 
         What replicas can be brought to need not be made where all units are there without it at the newest version that
-        anybody can give: then it counts as held, with the digests that trainers have told.
+        anybody can give: then it counts as held, with the digests that trainers have told. `complete`: it is made.
         """
+        if complete:
+            self._survey.complete()
         found = gather_inventories(self.group, self._survey.inventory)
         if any(each.awaited for each in found):
             newest = newest_version(found)
             told, (plan, _) = told_by_trainers(found, newest), self._find_version(usable(found, self._refused))
             if told is None or (plan.version, plan.stale) != (newest, []):
-                self._survey.complete()
-                found = gather_inventories(self.group, self._survey.inventory)
-            else:
-                self._survey.expect(told)
-                self._outcome.digests_checked -= sum(each.expect(told) for each in found)
+                return self._inventories(complete=True)
+            self._survey.expect(told)
+            self._outcome.told = sum(each.expect(told) for each in found)
         newest = newest_trainer(found)
         found[newest].load, found[newest].vacant = share_json(self.group, self.target.known(found), newest)
         return found
@@ -233,20 +235,15 @@ class Recovery:
         outcome.stale = dict(plan.stale)
         transfers = [Transfer(*fields) for fields in plan.transfers]
         outcome.tier = _tier(transfers)
-        found = {
-            (rank, each.unit, each.kind): each
-            for rank, held in enumerate(holdings)
-            for each in held
-            if each.version == outcome.stale.get(each.unit, version)
-        }
         origins = origins_of(transfers)
-        promised = {each: found[origins[each], each.unit, each.kind] for each in transfers}
+        promised = _promised(transfers, origins, holdings, lambda unit: outcome.stale.get(unit, version))
         may_be_late = self.target.has_late_state and not outcome.stale
         self._late = LateFetch(self.group, self.state, promised if may_be_late else {})
         self._phase("fetch")
         fetched, digests = self._exchange(promised)
         self._phase("verify")
-        outcome.digests_checked += sum(each.version == version for held in holdings for each in held) + len(fetched)
+        held = sum(each.version == version for held in holdings for each in held)
+        outcome.digests_checked += held - outcome.told + len(fetched)
         refused = self._agree_on_refused(promised, origins, digests)
         outcome.digests_mismatched += len(plan.conflicts) + len(refused)
         self._refused |= refused
@@ -347,6 +344,22 @@ class Recovery:
         self._outcome.digests_checked += len(fetched)
         self._adopt(version, fetched)
         return True
+
+
+def _promised(
+    transfers: Iterable[Transfer],
+    origins: Mapping[Transfer, int],
+    holdings: Sequence[Sequence[Holding]],
+    version: Callable[[str], int],
+) -> dict[Transfer, Holding]:
+    """What the origin of each transfer says that it has of the unit, at the `version` of it."""
+    found = {
+        (rank, each.unit, each.kind): each
+        for rank, held in enumerate(holdings)
+        for each in held
+        if each.version == version(each.unit)
+    }
+    return {each: found[origins[each], each.unit, each.kind] for each in transfers}
 
 
 def _tier(transfers: Iterable[Transfer]) -> str:

@@ -37,6 +37,8 @@ class Outcome:
     """The farthest of all members' sources; see `events.Recovered`."""
     digests_checked: int = 0
     """Digests of units compared with another copy's or with the bytes that arrived."""
+    told: int = 0
+    """Copies that count as held by the digests that their trainers have told: nobody has compared them."""
     digests_mismatched: int = 0
     lost_units: list[str] = field(default_factory=list)
     """Units of which no copy was left in memory, when the job went back to a checkpoint."""

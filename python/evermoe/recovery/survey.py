@@ -20,9 +20,10 @@ from evermoe.persist.checkpoint_store import find, find_saved
 from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.place import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging
+from evermoe.recovery.early_survey import GROUP_BYTES
 from evermoe.state.stored import AwaitedUnit, StoredUnit, read_stored
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import SESSION, Unit
+from evermoe.state.unit import SESSION, Unit, digests_of
 from evermoe.state.version import step_of
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
@@ -90,17 +91,14 @@ class Inventory:
     """By layer, the experts of each rank that is gone and whose place another one takes; told by the same member."""
 
     def expect(self, digests: Mapping[tuple[str, int], int]) -> int:
-        """Counts as held what is awaited and has one of these digests, by unit and version; the number of it.
-
-        Nothing else is awaited any more.
-        """
+        """Counts as held what is awaited and has one of these digests, by unit and version; the number of it."""
         held = [
             Holding(unit, version, digests[unit, version], kind)
             for unit, version, kind in self.awaited
             if (unit, version) in digests
         ]
         self.holdings += held
-        self.awaited = []
+        self.awaited = [each for each in self.awaited if (each.unit, each.version) not in digests]
         return len(held)
 
     def to_bytes(self) -> bytes:
@@ -251,23 +249,27 @@ class Survey:
         )
 
     def expect(self, digests: Mapping[tuple[str, int], int]) -> None:
-        """Counts as held what is awaited and has one of these digests, by unit and version; nothing else is awaited."""
-        for (unit, version, kind), found in self._awaited.items():
-            if (unit, version) in digests:
-                value = digests[unit, version]
-                self._stored[unit, value, kind] = AwaitedUnit(found, value)
-        self._awaited = {}
+        """Counts as held what is awaited and has one of these digests, by unit and version."""
+        for unit, version, kind in [each for each in self._awaited if (each.unit, each.version) in digests]:
+            value = digests[unit, version]
+            found = self._awaited.pop(Awaited(unit, version, kind))
+            self._stored[unit, value, kind] = AwaitedUnit(found, value)
         self.inventory.expect(digests)
 
     def complete(self) -> None:
         """Makes all that is awaited, and so holds it."""
-        for (unit, version, kind), found in self._awaited.items():
-            data = found.data
-            if len(data):
-                value = digest(data.numpy())
-                self._stored[unit, value, kind] = AwaitedUnit(found, value)
-                self.inventory.holdings.append(Holding(unit, version, value, kind))
-        self._awaited, self.inventory.awaited = {}, []
+        while self._awaited:
+            group, nbytes = [], 0
+            while self._awaited and nbytes < GROUP_BYTES:
+                each, found = self._awaited.popitem()
+                group.append((each, found, found.data))
+                nbytes += len(group[-1][2])
+            values = digests_of([[data] for _, _, data in group])
+            for ((unit, version, kind), found, data), value in zip(group, values, strict=True):
+                if len(data):
+                    self._stored[unit, value, kind] = AwaitedUnit(found, value)
+                    self.inventory.holdings.append(Holding(unit, version, value, kind))
+        self.inventory.awaited = []
 
     def read(self, holding: Holding, out: Tensor) -> None:
         """Copies the bytes to `out`; those that cannot be read are zeros: their digest will tell."""

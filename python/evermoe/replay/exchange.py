@@ -273,11 +273,12 @@ class ReplayExchange:
             yield unit, step, caught_up.digest
         yield from self.replica.survey(units)
         for unit in set(self.units).difference(units):
-            newest = self.replica.version(unit)
-            if newest is not None and self.keeps_previous and (unit, newest - 1) not in self._previous:
+            newest, oldest = self.replica.version(unit), self.replica.oldest(unit)
+            if newest is None or oldest is None:
+                continue
+            if self.keeps_previous and oldest < newest and (unit, newest - 1) not in self._previous:
                 yield unit, newest - 1, None
-            if newest is not None:
-                yield unit, newest, None
+            yield unit, newest, None
 
     def catch_up(self, needed: Collection[str]) -> Iterator[None]:
         """Brings units that are kept here to where `stored` needs them, bit by bit; in any thread."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -82,7 +82,7 @@ class CaughtUp:
     digest: int
 
 
-class Replica:
+class Replica(AbstractContextManager["Replica"]):
     """Keeps the state of units current from the messages of a `GradientSender`.
 
     Steps are applied by a thread of its own, some at a time; `receive` copies a message into the log and returns. Where
@@ -191,6 +191,11 @@ class Replica:
         newest = [self._log.newest(index) for index in self._units[unit]]
         return None if None in newest else min(step for step in newest if step is not None)
 
+    def oldest(self, unit: str) -> int | None:
+        """The oldest step that the unit can be brought to; None before its full state came."""
+        applied = [self._log.version(index) for index in self._units[unit]]
+        return None if None in applied else max(step for step in applied if step is not None)
+
     def needs_full_state(self) -> list[str]:
         """Units that follow no more steps until their full state comes."""
         return [name for name, parts in self._units.items() if any(self._log.needs_state(part) for part in parts)]
@@ -272,9 +277,6 @@ class Replica:
             self._closed = True
             self._waiting.notify_all()
         self._thread.join()
-
-    def __enter__(self) -> Replica:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

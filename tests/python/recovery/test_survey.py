@@ -124,8 +124,9 @@ def test_what_is_awaited_has_the_digest_that_those_who_train_it_tell():
     assert told_by_trainers([keeper, inventory(ACTIVE)], now) == {}, "a newcomer's has no say"
     other = inventory(ACTIVE._replace(digest=8), established=True)
     assert told_by_trainers([keeper, trainer, other], now) is None, "they differ: copies decide"
-    keeper.expect(told)
-    assert (keeper.holdings, keeper.awaited) == ([Holding("x", now, 7, "replayed")], [])
+    left = keeper.awaited[1:]
+    assert keeper.expect(told) == 1
+    assert (keeper.holdings, keeper.awaited) == ([Holding("x", now, 7, "replayed")], left)
 
 
 @dataclass
@@ -164,7 +165,10 @@ def test_awaited_copies_are_read_once_they_are_needed_and_checked_then(state):
     for copy, expected in ((right, data), (wrong, torch.empty(0, dtype=torch.uint8))):
         survey = survey_of(state, copy)
         assert survey.inventory.awaited == [Awaited(unit, now, "replayed")]
+        survey.expect({(unit, now - 1): value})
+        assert survey.inventory.awaited, "no trainer tells of this version"
         survey.expect({(unit, now): value})
+        assert not survey.inventory.awaited
         assert survey.inventory.holdings == [Holding(unit, now, value, "replayed")]
         assert copy.reads == 0
         assert torch.equal(survey.copies(now)[unit].data, expected)

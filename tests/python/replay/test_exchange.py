@@ -43,6 +43,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
         state, kept, group.rank, calibrate(optimizer), device=device, keeps_previous=keeps_previous
     )
     sent = [begin(courier, copies)]
+    unread = {"begun": sorted(copies.stored(needed=()))}
     for step in range(1, STEPS + 1):
         layer.experts.weights.grad = torch.randn_like(layer.experts.weights)
         if step == HEALED:
@@ -50,6 +51,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
         sent.append(send(courier, copies, step))
         optimizer.step()
         copies.committed(1.0)
+    unread["trained"] = sorted(copies.stored(needed=()))
     mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
     for name, data in mine.items():
         state.read(name, data)
@@ -59,7 +61,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
     group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
     copies.close()
     courier.close()
-    return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys}
+    return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys, "unread": unread}
 
 
 def train_some(group, skipped, are_early):
@@ -145,6 +147,15 @@ def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_pa
         sent = results[rank]["sent"]
         assert sent[HEALED] > 3 * sent[HEALED - 1]
         assert sent[0] > 2 * max(sent[1:HEALED])
+
+
+@pytest.mark.parametrize("keeps_previous", [False, True])
+def test_copies_that_nobody_needs_are_told_at_the_steps_that_they_can_be_brought_to(tmp_path, keeps_previous):
+    for result in run_ranks(tmp_path, 2, train, 1 << 20, "cpu", keeps_previous):
+        begun, trained = result["unread"]["begun"], result["unread"]["trained"]
+        assert [(step, value) for _, step, value in begun] == [(0, None)] * 3, "there is no step before"
+        assert {step for _, step, _ in trained} == ({STEPS - 1, STEPS} if keeps_previous else {STEPS})
+        assert len(trained) == (6 if keeps_previous else 3)
 
 
 @pytest.mark.parametrize("keeps_previous", [False, True])
