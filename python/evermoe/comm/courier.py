@@ -118,7 +118,7 @@ class Courier:
     @property
     def windows(self) -> list[float]:
         """Seconds of the windows of a step; empty where they are not known."""
-        return [] if self._pacer is None else self._pacer.windows
+        return [] if self._pacer is None else [seconds for _, seconds in self._pacer.places.values()]
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
         """Runs `work` in the thread, after the tasks before it.
@@ -171,8 +171,8 @@ class Courier:
             self._note_sent(under_way.popleft())
         return total
 
-    def tell(self, messages: Iterable[Message]) -> int:
-        """Sends what peers must know before all else comes: at once, and no measure of the link. Returns the bytes.
+    def tell(self, messages: Iterable[Message]) -> None:
+        """Sends what peers must know before all else comes: at once, and no measure of the link.
 
         Raises:
             PeerLost: a peer is gone, or the connections were dropped.
@@ -181,9 +181,7 @@ class Courier:
         for transfer in [self._transport.send(each.data, each.peer, each.tag) for each in told]:
             transfer.wait(UNLIMITED)
             self.progress += 1
-        nbytes = sum(each.data.nbytes for each in told)
-        self.sent_bytes += nbytes
-        return nbytes
+        self.sent_bytes += sum(each.data.nbytes for each in told)
 
     def seconds(self, nbytes: int) -> float:
         """How long a message takes."""

@@ -108,9 +108,8 @@ class Pacer:
         self._awaits_some = False
         """Whether it waits for the messages of its step's vote alone."""
         self._seen: dict[str, int] = {}
-        self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
-        self.windows: list[float] = []
-        """Seconds of the windows of a step; empty while they are not known."""
+        self.places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
+        """The windows of a step, as `expect` was told them; empty while they are not known."""
         self._window: int | None = None
         self._reached = -1
         self._closes = 0.0
@@ -135,8 +134,7 @@ class Pacer:
     def expect(self, places: Mapping[tuple[str | None, int], tuple[int, float]]) -> None:
         """Sets the windows of a step: (collective, how often it has ended in the step) → (number, seconds)."""
         with self._change:
-            self._places = dict(places)
-            self.windows = [seconds for _, seconds in self._places.values()]
+            self.places = dict(places)
             self._window = None
             self._change.notify_all()
 
@@ -242,7 +240,7 @@ class Pacer:
         self._change.notify_all()
 
     def _open(self, place: tuple[str | None, int], now: int) -> None:
-        self._window, seconds = self._places.get(place, (None, 0.0))
+        self._window, seconds = self.places.get(place, (None, 0.0))
         if self._window is not None:
             self._reached = max(self._reached, self._window)
             self._closes = now + seconds * 1e9
@@ -295,7 +293,7 @@ class Pacer:
             return False
         has_paused = now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
         planned = self.step if step is None else step
-        if not self._places or has_paused or (window == ANY_TIME and self.step >= planned):
+        if not self.places or has_paused or (window == ANY_TIME and self.step >= planned):
             return True
         is_due = window is None or (self.step, self._reached) >= (planned, window)
         return is_due and self._is_open(seconds, now)

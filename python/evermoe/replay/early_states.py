@@ -102,7 +102,7 @@ class EarlyStates:
             self._incoming[peer] = self._incoming.get(peer, 0) + len(self._names[unit])
         self._arrived: list[Tensor] = []
 
-    def exchange(self, courier: Courier, step: int, selected: Collection[str] | None) -> int:
+    def exchange(self, courier: Courier, step: int, selected: Collection[str] | None) -> None:
         """Sends the states that replicas lack, and gets those of others; in a thread of the courier.
 
         Nothing may write the state meanwhile. `take` has what came once all of it is here.
@@ -111,9 +111,6 @@ class EarlyStates:
             courier: whose connections, and windows, are used.
             step: number of the next step.
             selected: units that take part in it; None for all.
-
-        Returns:
-            Bytes that were sent.
 
         Raises:
             PeerLost: another member is gone, or what it says that comes is damaged.
@@ -124,7 +121,7 @@ class EarlyStates:
         lacking = self._lacking(selected)
         sizes = {name: self._record_bytes(source) for name, source in lacking.items()}
         cut = cut_for(courier.windows, *courier.link, most_bytes=self._message_bytes)
-        sent = courier.tell(
+        courier.tell(
             Message(_announcement(cut, [sizes.get(name, 0) for name in names]), peer, REPLAY_STATES)
             for peer, names in self._by_peer().items()
         )
@@ -132,12 +129,11 @@ class EarlyStates:
         for peer, transfer in telling.items():
             courier.wait_received(transfer)
             coming += _receive(courier, peer, told[peer])
-        sent += courier.send(self._messages(step, lacking, sum(self._travelling(sizes)) - cut.room, cut.message_bytes))
+        courier.send(self._messages(step, lacking, sum(self._travelling(sizes)) - cut.room, cut.message_bytes))
         for _, transfers in coming:
             for transfer in transfers:
                 courier.wait_received(transfer)
         self._arrived = [record for record, _ in coming]
-        return sent
 
     def take(self) -> Iterator[Tensor]:
         """The records that have come, each once."""

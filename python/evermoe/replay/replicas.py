@@ -133,7 +133,7 @@ class Replicas(Keeper):
         self._exchange: Task[ExchangeResult] | None = None
         self._digests: Task[None] | None = None
         """Reads the state of some units; all else of the step comes after it."""
-        self._early: Task[int] | None = None
+        self._early: Task[None] | None = None
         """Sends the states of before this step; the exchange comes after it."""
         self._is_healing = False
         """Whether a member has asked for full states, which come with the next step; the same on all members."""

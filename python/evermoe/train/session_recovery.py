@@ -203,8 +203,8 @@ class RecoveryDriver(Driver):
     def _forget_step(self) -> None:
         """Frees what the interrupted step has left: it is either taken by now, or computed anew.
 
-        The votes were recalled before; a vote is recalled once. What is freed, logs that the survey has emptied
-        included, makes room for units that come.
+        The votes were recalled before; a vote is recalled once. What is freed, logs whose steps replicas have
+        repeated included, makes room for units that come.
         """
         if self._trains:
             self._script.zero_gradients()

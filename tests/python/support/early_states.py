@@ -34,14 +34,13 @@ class EarlyStatesWorker(Worker):
             with options.events.open("a") as file:
                 file.write(json.dumps({"event": event, "pid": os.getpid(), **fields}) + "\n")
 
-        def exchange_and_tell(early: EarlyStates, courier: Courier, step: int, *args: Any) -> int:
+        def exchange_and_tell(early: EarlyStates, courier: Courier, step: int, *args: Any) -> None:
             before = courier.sent[-1].start if courier.sent else 0
-            nbytes = exchange(early, courier, step, *args)
+            exchange(early, courier, step, *args)
             sent: Counter[str] = Counter()
             for each in courier.sent:
                 sent[each.when] += each.nbytes * (each.start > before)
             write("early", step=step, sent=sent, came=[len(record) for record in early._arrived])
-            return nbytes
 
         def messages_until_fault(early: EarlyStates, step: int, *args: Any) -> Iterator[Message]:
             for number, message in enumerate(messages(early, step, *args)):
