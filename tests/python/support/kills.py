@@ -13,6 +13,7 @@ import signal
 import struct
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,7 @@ def kill_at_each_operation(place: Path, write: Callable[[Path], None], before: P
     place.mkdir(mode=0o700)
     process = SERVER.Process(target=_run_all, args=(place, write, before))
     process.start()
-    process.join(LIMIT)
-    is_over = process.exitcode is not None
-    process.kill()
-    process.join()
-    errors = place / "errors"
-    assert is_over and process.exitcode == 0, errors.read_text() if errors.exists() else "not over"
+    _wait_for(process, place / "errors")
     return sorted(path for path in place.iterdir() if path.is_dir())
 
 
@@ -71,11 +67,18 @@ def operations(place: Path, write: Callable[[Path], None]) -> list[list[Any]]:
     (place / "run").mkdir()
     process = SERVER.Process(target=_record, args=(place / "run", write))
     process.start()
-    process.join(LIMIT)
-    errors = place / "errors"
-    assert process.exitcode == 0, errors.read_text() if errors.exists() else "not over"
+    _wait_for(process, place / "errors")
     lines = (place / "operations").read_text().splitlines()
     return [[kind, *map(Path, paths)] for kind, *paths in map(json.loads, lines)]
+
+
+def _wait_for(process: ForkServerProcess, errors: Path) -> None:
+    process.join(LIMIT)
+    is_over = process.exitcode is not None
+    process.kill()
+    process.join()
+    assert is_over, f"not over after {LIMIT:.0f} s"
+    assert process.exitcode == 0, errors.read_text() if errors.exists() else "the tracing process failed: see stderr"
 
 
 def _record(folder: Path, write: Callable[[Path], None]) -> None:
@@ -128,7 +131,10 @@ def _run(folder: Path, write: Callable[[Path], None], is_last: Callable[[int, li
             assert os.waitstatus_to_exitcode(status) == 0, (folder.parent / "errors").read_text()
             return False
         stopped_by = os.WSTOPSIG(status)
-        operation = _operation(thread, str(folder)) if stopped_by == _SYSCALL_STOP else None
+        try:
+            operation = _operation(thread, str(folder)) if stopped_by == _SYSCALL_STOP else None
+        except (ProcessLookupError, FileNotFoundError):  # another thread has just ended the process
+            continue
         if operation is not None and is_last(*operation):
             os.kill(child, signal.SIGKILL)
             while os.waitpid(-1, _WALL)[0] != child:
