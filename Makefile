@@ -17,6 +17,8 @@ AZURE_SERVER := target/tools/node_modules/.bin/azurite-blob
 AZURE_SERVER_VERSION := 3.35.0
 STAMPS := $(VENV)/.stamps
 SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
+# Tests in Rust run no kernel, and to compile them all takes longer than the crate does.
+WITHOUT_KERNELS = EVERMOE_CUDA=off
 # The library that Rust's tests load, once the package is installed.
 WITH_UCX = EVERMOE_UCX=$(CURDIR)/$(firstword $(wildcard $(BIN)/../lib/python3*/site-packages/libucx/lib/libucp.so.0))
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
@@ -46,7 +48,7 @@ demo: setup ## Train a small MoE on 4 workers, kill one, recover, let one join
 test: test-rust test-python ## The tests that need no GPU, but for the long ones
 
 test-rust: setup
-	$(WITH_UCX) cargo test --quiet --features object-store,ucx
+	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx
 
 # A real server of S3 for tests, which needs Rust 1.92; as quick as with all optimisation, and built in half the time.
 $(S3_SERVER):
@@ -60,8 +62,8 @@ test-python: setup $(S3_SERVER)
 	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(TEST_PROCESSES) --dist worksteal
 
 test-long: setup $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
-	$(WITH_UCX) cargo test --quiet --features object-store,ucx --profile long --lib --bins --tests -- --include-ignored --test-threads 1
-	cargo test --quiet --features object-store,ucx --doc
+	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx --profile long --lib --bins --tests -- --include-ignored --test-threads 1
+	$(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx --doc
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
 	$(BIN)/python tests/python/support/soak.py --runs 20
 	$(BIN)/python tests/python/support/schedules.py --runs 20 --first-seed 1000
@@ -77,7 +79,7 @@ check: setup lint test kernels ## Everything that must hold before a commit
 
 lint: setup ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	cargo fmt --check
-	cargo clippy --quiet --all-targets --all-features -- -D warnings
+	$(WITHOUT_KERNELS) cargo clippy --quiet --all-targets --all-features -- -D warnings
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
