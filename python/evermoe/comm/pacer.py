@@ -140,10 +140,13 @@ class Pacer:
 
     # ---- the training thread
 
-    def begin_step(self) -> None:
-        """A step begins, and with it the window that follows no collective, if there is one."""
+    def begin_step(self, at: int | None = None) -> None:
+        """A step begins, and with it the window that follows no collective, if there is one.
+
+        `at`: when it began, of `time.perf_counter_ns`; None: now.
+        """
         with self._change:
-            now = self._now()
+            now = self._now() if at is None else at
             self._step_lasts, self._began, self._changed = now - self._began, now, now
             self.step += 1
             self._record.begin_step(now)

@@ -121,6 +121,11 @@ class Profiler:
             compute.attach_pipelines(self._recorder, self._patches)  # if stages are there by now
         self._recorder.next_step()
 
+    @property
+    def began(self) -> int | None:
+        """When the step that runs began, of `time.perf_counter_ns`; None where a GPU says so later, or if none runs."""
+        return self._recorder.began
+
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
         """The same items; each begins a step, which ends when the next one is asked for."""
         if self._recorder.on:

@@ -155,6 +155,12 @@ class Recorder:
 
     # ---- steps
 
+    @property
+    def began(self) -> int | None:
+        """When the step that runs began; None if the host does not know, or none runs."""
+        start = None if self._step is None else self._step.start
+        return start if isinstance(start, int) else None
+
     def start(self) -> None:
         """Begins to record; what was recorded before is gone, as steps must follow each other."""
         self._done.clear()

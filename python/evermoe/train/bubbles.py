@@ -42,7 +42,12 @@ class Bubbles:
         self.profiler = self._new_profiler()
         self.profiler.attach()
         self._window_planner.restart(step, True)
-        self._pacer.begin_step()
+        self._pacer.begin_step(self.profiler.began)
+
+    def begin_step(self) -> None:
+        """A step is over, and the next one begins: at the same time for what is recorded and for what is sent."""
+        self.profiler.step()
+        self._pacer.begin_step(self.profiler.began)
 
     def _new_profiler(self) -> Profiler:
         profiler = Profiler(device=self._device, keep=max(1, self._steps), rank=self._rank)

@@ -218,8 +218,7 @@ class PipelineDriver(Driver):
         if is_recalled:
             return
         self.taken += 1
-        self.pacer.begin_step()
-        self.bubbles.profiler.step()
+        self.bubbles.begin_step()
         if is_due and self._group.broken is None:
             self.copies.forget()
             if self.localised.needs_copies(after):
