@@ -22,6 +22,7 @@ from evermoe.comm.membership import Membership
 from evermoe.events import Arranged, Confirm, Covered, Listener, Send
 from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
+from evermoe.loss_ledger import LossLedger
 from evermoe.persist.checkpoint_store import is_read_only
 from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.folder import PERSISTED
@@ -44,7 +45,7 @@ from evermoe.protection_inputs import (
 )
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
-from evermoe.selection import ExpertSelector, LossLedger
+from evermoe.selection import ExpertSelector
 from evermoe.snapshot.rank_plan import COPIES
 from evermoe.snapshot.snapshots import Snapshots
 from evermoe.snapshot.store import SnapshotStore

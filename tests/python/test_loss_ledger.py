@@ -10,8 +10,8 @@ import torch
 
 from evermoe import MoE
 from evermoe.keeper import CopyOptions
+from evermoe.loss_ledger import LossLedger
 from evermoe.protection import Protection
-from evermoe.selection import LossLedger
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
