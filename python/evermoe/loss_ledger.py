@@ -107,9 +107,12 @@ class LossLedger:
 
     # ---- copies
 
-    def copied(self, units: Iterable[str], version: int) -> None:
-        """Records copies of these units on other nodes or in the store, as they are now, at this version."""
-        self._note(SAVED, self.selection, units, version)
+    def copied(self, units: Iterable[str], version: int, behind: Collection[str] = ()) -> None:
+        """Records copies of these units on other nodes or in the store, as they are now, at this version.
+
+        Those of `behind` are as they were before the latest step, at the version before.
+        """
+        self._note(SAVED, self.selection, units, version, behind)
 
     def copied_locally(self, units: Iterable[str], version: int) -> None:
         """Records copies of these units in the memory of their own nodes, likewise."""
@@ -119,13 +122,25 @@ class LossLedger:
         """Records a checkpoint of everything, likewise."""
         self._note(CHECKPOINT, None, self._places, version)
 
-    def _note(self, level: int, ledger: TokenLedger | None, units: Iterable[str], version: int) -> None:
+    def _note(
+        self,
+        level: int,
+        ledger: TokenLedger | None,
+        units: Iterable[str],
+        version: int,
+        behind: Collection[str] = (),
+    ) -> None:
         if not self._notes_copies:
             return
-        places = self._at(unit for unit in units if unit in self._places)
-        self.marks.note(level, places, version, self.total_LE - self.lost_LE)
+        experts = [unit for unit in units if unit in self._places]
+        places, older = self._at(experts), self._at(unit for unit in experts if unit in behind)
+        newer_LE = np.zeros_like(self.total_LE)
+        newer_LE[tuple(older)] = self.counts()[tuple(older)]
+        processed_LE = self.total_LE - self.lost_LE
+        self.marks.note(level, older, version - 1, processed_LE - newer_LE)
+        self.marks.note(level, self._at(unit for unit in experts if unit not in behind), version, processed_LE)
         if ledger is not None:
-            ledger.copied(_by_layer(places, len(self._layers)))
+            ledger.copied(_by_layer(places, len(self._layers)), newer_LE)
 
     def skipped(self, units: Collection[str], version: int) -> None:
         """Records that the copies of units that were begun at this version never came to be."""

@@ -285,12 +285,9 @@ class Protection:
         for keeper in self.keepers:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began
-        selected = self._selected or set()
-        if selected & self._behind:  # of what cannot be repeated the replica has the state before the step
-            self.ledger.copied(selected & self._behind, version - 1)
         self.ledger.add(step_of(version))
-        if selected - self._behind:
-            self.ledger.copied(selected - self._behind, version)
+        if self._selected:  # of what cannot be repeated the replica has the state before the step
+            self.ledger.copied(self._selected, version, self._behind)
 
     def begin_copies(self, version: int) -> None:
         """Begins to copy the state, which is that of `version`, as far as that is due."""
