@@ -10,8 +10,8 @@ from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Confirm, Listener
 from evermoe.keeper import Keeper
+from evermoe.loss_ledger import LossLedger
 from evermoe.replay.replicas import Replicas
-from evermoe.selection import LossLedger
 from evermoe.snapshot.store import MOST_TRIES
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of

@@ -22,6 +22,7 @@ from evermoe.comm.membership import Membership
 from evermoe.events import Arranged, Confirm, Covered, Listener, Send
 from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
+from evermoe.loss_ledger import LossLedger
 from evermoe.persist.checkpoint_store import is_read_only
 from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.folder import PERSISTED
@@ -44,7 +45,7 @@ from evermoe.protection_inputs import (
 )
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
-from evermoe.selection import ExpertSelector, LossLedger
+from evermoe.selection import ExpertSelector
 from evermoe.snapshot.rank_plan import COPIES
 from evermoe.snapshot.snapshots import Snapshots
 from evermoe.snapshot.store import SnapshotStore
@@ -284,12 +285,9 @@ class Protection:
         for keeper in self.keepers:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began
-        selected = self._selected or set()
-        if selected & self._behind:  # of what cannot be repeated the replica has the state before the step
-            self.ledger.copied(selected & self._behind, version - 1)
         self.ledger.add(step_of(version))
-        if selected - self._behind:
-            self.ledger.copied(selected - self._behind, version)
+        if self._selected:  # of what cannot be repeated the replica has the state before the step
+            self.ledger.copied(self._selected, version, self._behind)
 
     def begin_copies(self, version: int) -> None:
         """Begins to copy the state, which is that of `version`, as far as that is due."""

@@ -189,12 +189,36 @@ impl TokenLedger {
     /// # Errors
     /// [`Error::Invalid`](crate::error::Error::Invalid) unless there is one list for each layer, of experts that exist.
     pub fn copied(&mut self, selection: &[Vec<usize>]) -> Result<()> {
+        self.copied_without(selection, &vec![0; self.at_risk.len()])
+    }
+
+    /// Notes a checkpoint whose copies lack the newest tokens of their experts: `newer`, `[layers, experts]`, stay at risk.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, experts that do not exist, and more tokens of a
+    /// chosen expert than are at risk; the ledger is then as before.
+    pub fn copied_without(&mut self, selection: &[Vec<usize>], newer: &[i64]) -> Result<()> {
         let chosen = self.cells("selection", selection)?;
+        ensure!(
+            newer.len() == self.at_risk.len(),
+            "newer: expected {} layers × {} experts, got {} numbers",
+            self.layers,
+            self.experts,
+            newer.len()
+        );
+        for &cell in &chosen {
+            let ([layer, expert], most) = ([cell / self.experts, cell % self.experts], self.at_risk[cell]);
+            ensure!(
+                (0..=most).contains(&newer[cell]),
+                "newer: layer {layer} expert {expert} has {}; expected 0 to {most}, which are at risk",
+                newer[cell]
+            );
+        }
         for (waiting, &tokens) in self.waiting.iter_mut().zip(&self.at_risk) {
             *waiting = waiting.saturating_add(i64::from(tokens > 0));
         }
         for cell in chosen {
-            self.at_risk[cell] = 0;
+            self.at_risk[cell] = newer[cell];
             self.waiting[cell] = 0;
         }
         self.checkpoint = self.checkpoint.saturating_add(1);
@@ -394,6 +418,25 @@ mod tests {
         ledger.copied(&[vec![0, 1], vec![1]]).unwrap();
         let none = Starvation { expert: None, checkpoints: 0, tokens: 0.0, steps: 0.0 };
         assert_eq!(ledger.starvation(), [none; 2]);
+    }
+
+    #[test]
+    fn copies_without_the_newest_tokens_leave_them_at_risk_and_have_not_passed_anyone_over() {
+        let mut ledger = ledger();
+        ledger.copied_without(&[vec![0, 1], vec![]], &[2, 0, 99, 99]).unwrap();
+        assert_eq!((ledger.at_risk(), ledger.waiting()), (&[2, 0, 0, 10][..], &[0, 0, 0, 1][..]));
+        assert_eq!(ledger.checkpoint(), 2);
+        let before = ledger.clone();
+        for (newer, message) in
+            [([0, 1, 0, 0], "expert 1 has 1; expected 0 to 0,"), ([-1, 0, 0, 0], "has -1")]
+        {
+            let refused = ledger.copied_without(&[vec![0, 1], vec![]], &newer).unwrap_err().to_string();
+            assert!(refused.contains(message), "{refused}");
+        }
+        assert!(
+            ledger.copied_without(&[vec![], vec![]], &[0]).unwrap_err().to_string().contains("got 1 numbers")
+        );
+        assert_eq!(ledger, before);
     }
 
     #[test]

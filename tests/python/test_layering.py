@@ -36,6 +36,7 @@ ROOMS = [
     "state",
     "placement",
     "keeper",
+    "loss_ledger",
     "selection",
     "replay",
     "persist",

@@ -10,8 +10,8 @@ import torch
 
 from evermoe import MoE
 from evermoe.keeper import CopyOptions
+from evermoe.loss_ledger import LossLedger
 from evermoe.protection import Protection
-from evermoe.selection import LossLedger
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -26,8 +26,8 @@ def ledger():
     return make_ledger()
 
 
-def make_ledger(has_marks=True, **options):
-    layer = MoE(8, 8, 2, top_k=1)
+def make_ledger(has_marks=True, experts=2, **options):
+    layer = MoE(8, 8, experts, top_k=1)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1), has_marks=has_marks)
     found = LossLedger(state, CopyOptions(preset="pec", **options))
 
@@ -36,7 +36,7 @@ def make_ledger(has_marks=True, **options):
         layer.experts.count.add(np.array(tokens), is_counted=True)
         found.add(step)
 
-    found.take = take
+    found.layer, found.take = layer, take
     return found
 
 
@@ -81,6 +81,22 @@ def test_a_copy_that_never_came_to_be_before_one_that_did_changes_nothing(ledger
     assert ledger.selection.at_risk.tolist() == [[1, 160]]
     ledger.skipped([FIRST], at(3))
     assert ledger.selection.at_risk.tolist() == [[11, 160]]
+
+
+def test_copies_of_both_kinds_after_a_step_pass_over_the_others_once():
+    """The first replica repeats the step, the second gets the state of before it, and the third expert has none."""
+    ledger = make_ledger(experts=3)
+    protection = SimpleNamespace(ledger=ledger, keepers=[], first=SimpleNamespace(version=None), _step_began=0.0)
+    protection._selected, protection._behind = {FIRST, SECOND, "dense"}, {SECOND}
+    ledger.take(1, 5, 50, 500)
+    ledger.layer.experts.count.forget()
+    ledger.layer.experts.count.add(np.array([7, 70, 0]), is_counted=True)
+    Protection.committed(protection, at(2), None)
+    assert ledger.selection.checkpoint == 1
+    assert ledger.selection.at_risk.tolist() == [[0, 70, 500]]
+    assert ledger.selection.waiting.tolist() == [[0, 0, 1]]
+    assert ledger.selection.starvation()[0].checkpoints == 1
+    assert ledger.count_lost({FIRST: at(2), SECOND: at(1)}) == {FIRST: 0, SECOND: 70}
 
 
 def test_state_of_a_recovery_is_known_without_copies(ledger):

@@ -80,13 +80,19 @@ class TokenLedger:
         """
         self._native.add(array("counts", counts, np.int64, 2))
 
-    def copied(self, selection: Sequence[Sequence[int]]) -> None:
+    def copied(self, selection: Sequence[Sequence[int]], newer: ArrayLike | None = None) -> None:
         """Note a checkpoint that copied these experts of each layer as they are now; also an empty one.
 
+        Args:
+            selection: of each layer.
+            newer: [L, E] the newest tokens of these experts, where their copies lack some: they stay at risk.
+
         Raises:
-            ValueError: not one list for each layer, or an expert that does not exist.
+            ValueError: not one list for each layer, an expert that does not exist, a wrong shape, or more tokens of an
+                expert of the selection than are at risk; the ledger is then as before.
         """
-        self._native.copied(count_lists("selection", selection))
+        lacking = None if newer is None else array("newer", newer, np.int64, 2)
+        self._native.copied(count_lists("selection", selection), lacking)
 
     def put_back(self, tokens: ArrayLike) -> None:
         """Note that copies which were `copied` never came to be: of these tokens [L, E] there is no copy.

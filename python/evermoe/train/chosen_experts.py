@@ -19,11 +19,12 @@ import numpy as np
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
+from evermoe.loss_ledger import LossLedger
 from evermoe.options import count
 from evermoe.planning import budgets
 from evermoe.planning.recovery import Lagging
 from evermoe.recovery.report import Outcome
-from evermoe.selection import LossLedger, most_at_risk
+from evermoe.selection import most_at_risk
 from evermoe.snapshot.bundles import Bundle
 from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.train.pipeline_config import PipelineConfig

@@ -112,8 +112,15 @@ impl TokenLedger {
         Ok(self.0.add(&numbers(&counts))?)
     }
 
-    fn copied(&mut self, selection: Vec<Vec<usize>>) -> PyResult<()> {
-        Ok(self.0.copied(&selection)?)
+    #[pyo3(signature = (selection, newer=None))]
+    fn copied(
+        &mut self,
+        selection: Vec<Vec<usize>>,
+        newer: Option<PyReadonlyArray2<'_, i64>>,
+    ) -> PyResult<()> {
+        let Some(newer) = newer else { return Ok(self.0.copied(&selection)?) };
+        check_shape("newer", &newer, self.0.shape())?;
+        Ok(self.0.copied_without(&selection, &numbers(&newer))?)
     }
 
     fn put_back(&mut self, tokens: PyReadonlyArray2<'_, i64>) -> PyResult<()> {

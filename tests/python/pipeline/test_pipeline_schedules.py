@@ -20,14 +20,6 @@ SCHEDULES = {
 SHAPES = {"2 x 2": (2, 2), "4 x 1": (4, 1)}
 TOGETHER = {"2 x 2": (2, 3), "4 x 1": (1, 3)}
 """Ranks that die at once: all of a stage, or two stages of which neither keeps the other's copies."""
-QUICK = {("ScheduleZBVZeroBubble", "2 x 2")}
-
-
-CASES = [
-    pytest.param(schedule, shape, marks=() if (schedule, shape) in QUICK else pytest.mark.long)
-    for schedule in SCHEDULES
-    for shape in SHAPES
-]
 
 
 def options_of(schedule, shape):
@@ -36,7 +28,8 @@ def options_of(schedule, shape):
     return options | {"attempts": "means", "dropout": 0.1, "steps": STEPS, "microbatches": 8, "rate": 1e-3}
 
 
-@pytest.mark.parametrize(("schedule", "shape"), CASES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.long
 def test_digests_are_those_of_an_undisturbed_run(start_job, tmp_path, schedule, shape):
     """Each rank dies once in a step, one after the other; then two of them die in the same step."""

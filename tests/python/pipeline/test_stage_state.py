@@ -10,7 +10,7 @@ from torch import nn
 import evermoe
 from evermoe.errors import UnsupportedState
 from evermoe.keeper import CopyOptions
-from evermoe.selection import LossLedger
+from evermoe.loss_ledger import LossLedger
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.stages import StageState

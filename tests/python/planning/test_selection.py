@@ -157,6 +157,8 @@ TOKENS = [[1, 2], [3, 4]]
         (lambda: TokenLedger(1, 2).add([[1, -2]]), r"counts: layer 0 expert 1 has -2 tokens"),
         (lambda: TokenLedger(1, 2).copied([[2]]), r"selection: layer 0 names expert 2"),
         (lambda: TokenLedger(1, 2).copied([[-1]]), r"selection: expected an integer from 0"),
+        (lambda: TokenLedger(1, 2).copied([[0]], [[1]]), r"newer: expected shape \[1, 2\]"),
+        (lambda: TokenLedger(1, 2).copied([[1]], [[0, 1]]), r"newer: layer 0 expert 1 has 1; expected 0 to 0"),
         (lambda: TokenLedger(1, 2).lose([[0], [0]]), r"experts: expected one list of experts for each of 1 layers"),
         (lambda: TokenLedger.from_json("{}"), r"text: expected the JSON of a token ledger: missing field"),
         (lambda: TokenLedger.from_json("[" * 10_000), r"text: expected the JSON of a token ledger"),
