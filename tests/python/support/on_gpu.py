@@ -49,6 +49,7 @@ TESTS = (
     "session/test_several_gpus.py",
     "snapshot/test_gpu_source.py",
     "state/test_gpu_digests.py",
+    "test_checkpointed_moe.py",
     "test_host_waits.py",
     "test_masters.py",
     "test_optim.py",
