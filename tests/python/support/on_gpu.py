@@ -52,6 +52,7 @@ TESTS = (
     "test_checkpointed_moe.py",
     "test_host_waits.py",
     "test_masters.py",
+    "test_moe.py",
     "test_optim.py",
 )
 """Where tests are that need a GPU: to collect all others takes longer than some checks."""
