@@ -1,5 +1,6 @@
 """The commands for a machine with a GPU start, and end well on one without."""
 
+import argparse
 import ast
 import importlib
 import json
@@ -78,6 +79,20 @@ def test_the_counters_of_kernels_are_read_by_op(monkeypatch):
         ("unpermute_backward", "invert_positions", 0.5, 8.0),
         ("unpermute_backward", "unpermute_backward_bf16_f32_i32", 1.5, 32.0),
     ]
+
+
+def test_without_counters_ops_are_timed_beside_a_copy(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    bench_kernels = importlib.import_module("bench_kernels")
+    least = {op.name: op.least for op in bench_kernels.OPS}
+    took = {"copy": 500.0, **{name: 10.0 + number for number, name in enumerate(least)}}
+    monkeypatch.setattr(bench_kernels, "times", lambda seconds: iter(took.items()))
+    monkeypatch.setattr(bench_kernels, "where", lambda device: "a GPU")
+    report = tmp_path / "report"
+    bench_kernels.show_times(argparse.Namespace(seconds=0.0, json=str(report), device="cpu"))
+    rows = {row["op"]: row["of copy"] for row in json.loads(report.read_text())["rows"]}
+    rate = 2 * bench_kernels.COPIED / 500.0
+    assert rows == {name: pytest.approx(least[name] / took[name] / rate) for name in least}
 
 
 def needs_gpu(path):
