@@ -33,9 +33,9 @@ def test_the_options_of_the_benches_exist(tmp_path, name):
     assert "skipped" in ran.stdout
 
 
-def test_the_limits_keep_each_command_under_eight_minutes():
+def test_the_limits_keep_the_tests_under_eight_minutes_and_the_benches_under_ten():
     assert on_gpu.TEST_SECONDS + len(on_gpu.CHECKS) * on_gpu.CHECK_SECONDS < 480
-    assert sum(seconds for seconds, _ in on_gpu.BENCHES.values()) < 480
+    assert sum(seconds for seconds, _ in on_gpu.BENCHES.values()) < 600
 
 
 @pytest.mark.long
