@@ -88,7 +88,8 @@ def test_a_recovery_takes_little_more_memory_than_training_does_after_it(start_j
     for each in (workers[0], workers[2]):
         peaks = [(event["until"], event["bytes"]) for event in each.events("peak")]
         recovery = max(number for number, (until, _) in enumerate(peaks) if until == "recovered")
-        training = [taken for _, taken in peaks[recovery + 3 :]]  # without the first step, which begins to copy anew
+        # Without the first step, in which the script still has the loss of the interrupted one, and with it its graph.
+        training = [taken for _, taken in peaks[recovery + 3 :]]
         assert len(training) >= 3 and min(training) > 100e6
         assert peaks[recovery][1] / max(training) < 1.3
 
