@@ -1,15 +1,18 @@
 """A step with and without copies, and recovery by phase: real workers, real kills, one run of this script.
 
-    python benches/bench_session.py [--kills 3] [--json PATH]
+    python benches/bench_session.py [--device cuda] [--kills 3] [--json PATH]
 
 Runs with and without copies alternate, so that a machine that slows down does so for both. The ratio of their median
-step times is the cost of copies; the demo's own summary gives the phases of each recovery.
+step times is the cost of copies; the demo's own summary gives the phases of each recovery. With `--device cuda` workers
+share the GPUs of this machine. Where these are fewer, tensors travel over gloo; and to count what routers choose, the
+demo makes its host wait once more a layer, with and without copies.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -17,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from common import parse
 from evermoe.demo.driver import Run
 from evermoe.demo.flags import add_arguments
 from evermoe.demo.summary import PHASES, copy_seconds, episodes, step_seconds
@@ -24,11 +28,14 @@ from evermoe.demo.summary import PHASES, copy_seconds, episodes, step_seconds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=2, help="pairs of runs with and without copies (%(default)s)")
     parser.add_argument("--kills", type=int, default=3, help="runs with a kill (%(default)s)")
     add_arguments(parser)
-    parser.set_defaults(steps=30)
-    options = parser.parse_args()
+    parser.set_defaults(steps=30, threads=[])
+    options = parse(parser)
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the workers would take the GPUs
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder), console)

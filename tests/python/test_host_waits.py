@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evermoe import Expert, Experts, MoE, Router, experts
+from evermoe.comm.group import Group
 from evermoe.moe_exchange import Exchange, HostMemory, Padding
 from support.paper_gpu import PaperGpu
 from support.ranks import run_ranks
@@ -235,9 +236,44 @@ def watched(mode):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on_gpu(dtype):
+@contextmanager
+def counted():
+    """What the host waits for: what CUDA's own count warns of, and events, which it leaves out."""
+    found, synchronize = [], torch.cuda.Event.synchronize
+
+    def wait(event):
+        found.append("an event")
+        synchronize(event)
+
+    patch = mock.patch.object(torch.cuda.Event, "synchronize", wait)
+    with watched("warn"), warnings.catch_warnings(record=True) as warned, patch:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(each.message) for each in warned if "synchroniz" in str(each.message).lower()]
+
+
+class Twin(Group):
+    """A group of two, whose other rank brings what this one brings."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self.is_alone = 2, False
+
+    def all_gather(self, tensor):
+        return torch.stack([tensor, tensor])
+
+    def all_to_all(self, rows, send_counts, receive_counts):
+        received = rows.new_zeros((sum(receive_counts), *rows.shape[1:]))
+        number = min(len(rows), len(received))
+        received[:number] = rows[:number]
+        return received
+
+
+def on_gpu(dtype, ranks=1, **options):
     torch.manual_seed(0)
-    layer = MoE(H, 16, E, gated=True, dtype=dtype, device="cuda")
+    layer = MoE(H, 16, E, gated=True, dtype=dtype, device="cuda", **options)
+    if ranks > 1:
+        hold(layer, Twin(), np.ones((ranks, E), np.int64))
     x = torch.randn(2, 9, H, dtype=dtype, device="cuda")
     layer(x[1]).float().sum().backward()  # so that all is loaded
     layer.experts.count.forget()
@@ -248,8 +284,9 @@ def on_gpu(dtype):
 @pytest.mark.chip
 def test_a_gpu_makes_nobody_wait_for_a_layer_that_is_alone():
     layer, x = on_gpu(torch.bfloat16)
-    with watched("error"):
+    with counted() as waits:
         layer(x).float().sum().backward()
+    assert waits == []
     assert layer.load_E.sum() == 2 * len(x)
 
 
@@ -257,10 +294,30 @@ def test_a_gpu_makes_nobody_wait_for_a_layer_that_is_alone():
 @pytest.mark.chip
 def test_a_gpu_makes_the_host_wait_once():
     layer, x = on_gpu(torch.float32)
-    with watched("warn"), warnings.catch_warnings(record=True) as waited:
-        warnings.simplefilter("always")
+    with counted() as waits:
         layer(x)
-    assert len(waited) == 1, [str(each.message) for each in waited]
+    assert waits == ["an event"]
+
+
+@pytest.mark.gpu
+@pytest.mark.chip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"token_split": "even"}, ["an event"]),
+        ({"token_split": "balanced"}, ["an event"]),
+        ({"max_tokens": 12}, []),
+    ],
+)
+def test_a_gpu_makes_the_host_wait_once_for_what_goes_to_another_and_comes_from_it(options, expected):
+    layer, x = on_gpu(torch.bfloat16, 2, **options)
+    with counted() as waits:
+        out = layer(x)
+    assert waits == expected
+    with counted() as waits:
+        out.float().sum().backward()
+    assert waits == []
+    assert layer.load_E.sum() == 2 * 2 * len(x)
 
 
 @pytest.mark.gpu

@@ -16,6 +16,8 @@ ELSEWHERE = "goes_back or inductor or compiled_out"
 """Of the ops' tests one that takes minutes here, and those that compile kernels for a GPU."""
 STILL_RUNS = "given_later or nothing_after"
 """Tests of work that has not run yet, as it may have here if it need not be late."""
+SHORT_COPIES = "CPU or free_memory or asked_for or let_go or digests_are or current_stream"
+"""Captures and digests on each way through the code, in seconds."""
 COPIES = [
     "snapshot/test_gpu_source.py",
     "state/test_gpu_digests.py",
@@ -27,6 +29,7 @@ COPIES = [
 ]
 CASES = {
     "copies late": (LATE, COPIES, ""),
+    "captures and digests": (LATE, ["snapshot/test_gpu_source.py", "state/test_gpu_digests.py"], SHORT_COPIES),
     "copies early": (EARLY, COPIES, f"not ({STILL_RUNS})"),
     "examples of ops": (RANDOM, ["ops"], "example or second or refusals or launches"),
     "copies in any order": (RANDOM, COPIES, f"not ({STILL_RUNS})"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -18,11 +19,15 @@ CLOSE_SECONDS = 5.0
 DRIFT = 1e-4
 """Part by which a GPU's clock may be slower than the host's."""
 
+RELAXED = 2
+"""CUDA's `cudaStreamCaptureModeRelaxed`."""
+
 
 class StreamFollower:
     """Waits in a thread for events on a GPU's streams, in the order in which they come here.
 
-    One that is reached before those that came earlier is told of with them.
+    One that is reached before those that came earlier is told of with them. A capture of another stream into a CUDA
+    graph goes on meanwhile.
     """
 
     def __init__(self) -> None:
@@ -59,6 +64,7 @@ class StreamFollower:
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
+        _wait_beside_captures()
         while (each := self._reached.get()) is not None:
             event, tell = each
             with suppress(RuntimeError):  # the GPU has failed: who computes on it is told
@@ -73,3 +79,10 @@ class StreamFollower:
             at = min(now, then + round(before.elapsed_time(event) * 1e6 * (1 + DRIFT)))
         self._last = event, at
         tell(at)
+
+
+def _wait_beside_captures() -> None:
+    """Allows this thread's waits while another one captures a stream into a CUDA graph, which they would spoil."""
+    exchange = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)  # torch has loaded its runtime
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(RELAXED)))

@@ -1,6 +1,10 @@
-"""Does the emulator do what CUDA does, and find what it must? With the small kernels of probes/probe.cu."""
+"""Does the emulator do what CUDA does, and find what it must? With the small kernels of probes/probe.cu.
+
+And whether the driver is asked for all of evermoe's own.
+"""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -150,3 +154,16 @@ def test_each_block_has_its_shared_memory(launch):
         out = Buffer([BLOCKS * 64], torch.int32)
         launch("own_shared_memory", BLOCKS, 64, 256, out, Buffer([1], torch.int32, 0))
         out.equals(values.view(BLOCKS, 64).flip(1).flatten() * 2)
+
+
+def test_the_driver_is_asked_for_each_kernel_in_its_own_binary(library):
+    compiled = {
+        path.name.split(".")[0]: sorted(re.findall(r"EVERMOE_KERNEL\((\w+)", path.read_text()))
+        for path in library.parent.glob("*.kernels.cpp")
+    }
+    table = (ROOT / "src/cuda/kernels.rs").read_text()
+    asked = {
+        file: sorted(re.findall(r'"(\w+)"', names))
+        for file, names in re.findall(r'binary!\("(\w+)":(.*?)\)', table, re.DOTALL)
+    }
+    assert asked == compiled

@@ -278,16 +278,3 @@ def test_sloppy_floats_are_found(tmp_path):
 def test_parts_of_instructions():
     assert has(["LDG.E.128.CONSTANT"], "LDG.E.128")
     assert not has(["LDG.E.64", "LDG.E.1280"], "LDG.E.128")
-
-
-def test_the_driver_is_asked_for_each_kernel_in_its_own_binary(library):
-    compiled = {
-        path.name.split(".")[0]: sorted(re.findall(r"EVERMOE_KERNEL\((\w+)", path.read_text()))
-        for path in library.parent.glob("*.kernels.cpp")
-    }
-    table = (ROOT / "src/cuda/kernels.rs").read_text()
-    asked = {
-        file: sorted(re.findall(r'"(\w+)"', names))
-        for file, names in re.findall(r'binary!\("(\w+)":(.*?)\)', table, re.DOTALL)
-    }
-    assert asked == compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from evermoe.profile.follower import StreamFollower
 from evermoe.train.host_copy import BorderDigest, HostCopy, on_device, to_host
+from support import stand_in
 from support.pipeline_worker import MICROBATCHES, ROWS
 from support.pipelines import RANKS, Pipeline, run_undisturbed
 
@@ -129,3 +131,21 @@ def test_transfers_are_told_of_in_order_when_streams_have_reached_them(cuda):
     follower.close()
     assert [(number, is_reached) for number, _, is_reached in told] == [(0, True), (1, True), (2, True)]
     assert [at for _, at, _ in told] == sorted(at for _, at, _ in told)
+
+
+@pytest.mark.gpu
+def test_a_stream_is_captured_while_another_is_told_of(cuda):
+    """In the mode in which torch captures, an unsafe call of any thread spoils what is captured."""
+    driver = stand_in.DRIVER or ctypes.CDLL("libcuda.so.1")
+    captured, followed = torch.cuda.Stream(), torch.cuda.Stream()
+    event, graph, is_told = torch.cuda.Event(blocking=True), ctypes.c_void_p(), threading.Event()
+    event.record(followed)
+    event.synchronize()  # all is loaded, and the event there
+    follower = StreamFollower()
+    assert driver.cuStreamBeginCapture_v2(ctypes.c_void_p(captured.cuda_stream), 0) == 0
+    event.record(followed)
+    follower.follow(event, lambda at: is_told.set())
+    was_told = is_told.wait(60)
+    assert driver.cuStreamEndCapture(ctypes.c_void_p(captured.cuda_stream), ctypes.byref(graph)) == 0
+    assert was_told and driver.cuGraphDestroy(graph) == 0
+    follower.close()

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from support.gpu_memory import LEAST_WORKSPACE, MeasuredWorker
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.slow_links import HOST_RATE, SlowHostWorker
@@ -73,6 +74,24 @@ def test_messages_are_planned_by_a_copy_to_the_host_that_is_slower_than_the_netw
         found = re.search(r"messages keep pace with the copy from GPU to host, ([0-9.e+-]+) MB/s", said)
         assert found, said
         assert float(found[1]) * 1e6 <= HOST_RATE
+
+
+@pytest.mark.gpu
+@pytest.mark.chip
+@pytest.mark.timeout(300)
+def test_a_recovery_takes_little_more_memory_than_training_does_after_it(start_job, cuda):
+    job = start_job(3, preset="gemini", hang_limit=30.0, **FEWEST)
+    common = {"kind": MeasuredWorker, "device": cuda.type, "optimizer": "evermoe", "environment": LEAST_WORKSPACE}
+    faults = {"a": [], "b": [Fault("forward", 4)], "c": []}
+    workers = [job.start(name, *faults[name], steps=10, **common) for name in faults]
+    assert [each.join(SLOW) for each in workers] == [0, -9, 0]
+    for each in (workers[0], workers[2]):
+        peaks = [(event["until"], event["bytes"]) for event in each.events("peak")]
+        recovery = max(number for number, (until, _) in enumerate(peaks) if until == "recovered")
+        # Without the first step, in which the script still has the loss of the interrupted one, and with it its graph.
+        training = [taken for _, taken in peaks[recovery + 3 :]]
+        assert len(training) >= 3 and min(training) > 100e6
+        assert peaks[recovery][1] / max(training) < 1.3
 
 
 @pytest.mark.timeout(300)

@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 DEVICE = torch.device("cuda", 0)
 OPS = {
     "aten": """
-        _softmax _softmax_backward_data _to_copy add add_ addmm arange cat clamp clone cumsum detach div
-        empty_like expand gather ge index_select lt masked_fill mean mm mul neg new_empty new_zeros ones
-        ones_like pow randn_like remainder rsqrt rsub scalar_tensor scatter scatter_ scatter_add searchsorted
-        select sigmoid sigmoid_backward silu silu_backward slice slice_backward split_with_sizes squeeze stack
-        sub sum t take topk transpose unbind uniform_ unsqueeze view where zero_ zeros zeros_like
+        _foreach_norm _softmax _softmax_backward_data _to_copy abs add add_ addmm all arange cat clamp clone
+        cumsum detach div empty_like eq expand gather ge index_select isfinite lt masked_fill mean mm mul ne neg
+        new_empty new_zeros ones ones_like pow randn_like remainder rsqrt rsub scalar_tensor scatter scatter_
+        scatter_add searchsorted select sigmoid sigmoid_backward silu silu_backward slice slice_backward
+        split_with_sizes squeeze stack sub sum t take topk transpose unbind uniform_ unsqueeze view where zero_
+        zeros zeros_like
     """,
     "c10d": "allgather_ alltoall_base_",  # over NCCL
     "evermoe": """dequantize_rows dispatch_plan expert_histogram invert_positions permute quantize_rows regroup

@@ -1,0 +1,82 @@
+"""How often a step makes the host wait for a GPU from the loss to the vote, and how many collectives a vote takes."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from evermoe import MoE
+from evermoe.comm import vote
+from evermoe.comm.group import Group
+from evermoe.events import Reduce, Vote
+from evermoe.sampler import Share
+from evermoe.state.training_state import TrainingState
+from evermoe.train.session_driver import SessionDriver
+from evermoe.train.step import Step
+from support.paper_gpu import PaperGpu
+from support.ranks import run_ranks
+
+H, E, PARTS = 16, 4, 3
+
+
+class Model(nn.Module):
+    """A layer between two others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.moe, self.last = nn.Linear(H, H), MoE(H, H, E, dtype=torch.bfloat16), nn.Linear(H, H)
+
+    def forward(self, x):
+        return self.last(self.moe(self.first(x)))
+
+
+def driver_of(model, clip, seen):
+    """What `SessionDriver.finish_step` uses of a driver: the state is real, and nobody else is there."""
+    driver = mock.MagicMock()
+    driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
+    driver._group, driver._config.max_grad_norm = Group(), clip
+    driver._protection.finish.return_value = True, False
+    driver._protection.measures.return_value = 0.0, 0.0
+    driver._script.loss_scale.value, driver.lost.reported, driver.lost.is_returning = 1.0, 0.0, False
+    driver._checkpointer.is_over = False
+    driver._emit = seen
+    return driver
+
+
+def take(model, xs, count, clip, waits):
+    """A step of several parts: its ballot, and the waits so far when gradients are reduced, and before the vote."""
+    seen = []
+    driver = driver_of(model, clip, lambda event: seen.append((event, *waits)))
+    watcher = mock.Mock(check_loss=lambda loss: 1.0)
+    step = Step(0, Share(torch.arange(3 * PARTS), 1.0), watcher, commit=lambda step: True, fail=lambda error: None)
+    waits.clear()  # of the state, which is made once
+    for batch, x in zip(step.micro_batches(PARTS), xs, strict=True):
+        batch.backward(model(x).float().square().sum() + model.moe.balance_loss, count=count)
+    return SessionDriver.finish_step(driver, step), seen
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_the_host_waits_once_for_loss_norms_and_whether_all_is_finite(clip, counts):
+    xs, count = torch.randn(PARTS, 3, H), torch.tensor(7.0) if counts else None
+    expected, _ = take(Model(), xs, count, clip, [])
+    with PaperGpu() as gpu:
+        there = [gpu.tensor(x) for x in xs]
+        ballot, seen = take(gpu.move(Model()), there, count and gpu.tensor(count), clip, gpu.waits)
+        assert gpu.waits == ["aten::_to_copy from the GPU"]
+    assert seen == [(Reduce(0),), (Vote(0),)], "none before"
+    assert ballot == pytest.approx(expected, rel=1e-3)
+    assert ballot.votes == 1 and ballot.is_finite and (ballot.squares > 0) == (clip is not None)
+    assert ballot.counted == 7 * PARTS * counts
+
+
+def vote_of(group):
+    before = group.begun.count
+    sums = vote.cast(group, vote.Ballot(votes=1.0, loss=0.5 + group.rank))
+    return {"collectives": group.begun.count - before, "votes": sums.votes, "loss": sums.loss}
+
+
+def test_a_vote_is_one_collective(tmp_path):
+    assert run_ranks(tmp_path, 2, vote_of) == [{"collectives": 1, "votes": 2.0, "loss": 2.0}] * 2
