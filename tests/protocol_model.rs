@@ -158,9 +158,26 @@ fn two_members_that_leave_on_notice() {
 
 #[test]
 fn two_members_and_a_newcomer() {
-    for keeper in KEEPERS {
-        explore(&Setting { joiners: 1, inquiries: 1, ..setting(2, 2, 1, keeper) });
+    with_another(Keeper::Replicas, false);
+}
+
+#[test]
+fn two_members_and_a_spare() {
+    with_another(Keeper::Replicas, true);
+}
+
+/// In `make test-long`.
+#[test]
+#[ignore = "takes half a minute"]
+fn two_members_and_another_without_replicas() {
+    for has_spare in [false, true] {
+        with_another(Keeper::Snapshots, has_spare);
     }
+}
+
+/// Another process comes to two members: to train, or to stand by.
+fn with_another(keeper: Keeper, has_spare: bool) {
+    explore(&Setting { joiners: 1, has_spare, inquiries: 1, ..setting(2, 2, 1, keeper) });
 }
 
 #[test]
@@ -168,13 +185,6 @@ fn two_members_and_a_newcomer() {
 fn two_members_that_inquire_twice_and_a_newcomer() {
     for keeper in KEEPERS {
         explore(&Setting { joiners: 1, inquiries: 2, ..setting(2, 2, 1, keeper) });
-    }
-}
-
-#[test]
-fn two_members_and_a_spare() {
-    for keeper in KEEPERS {
-        explore(&Setting { joiners: 1, has_spare: true, inquiries: 1, ..setting(2, 2, 1, keeper) });
     }
 }
 

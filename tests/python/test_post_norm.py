@@ -118,6 +118,7 @@ def check(results, expected):
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 24}], ids=str)  # 24: some padding on each rank
 @pytest.mark.parametrize("ranks", PLACEMENTS)
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.few(7)
 def test_a_norm_sees_the_rows_of_tokens_alone(tmp_path, norm, ranks, options):
     expected = run(make(norm), *choices(), by_loops)
     check(run_ranks(tmp_path, ranks, on_rank, norm, options, PLACEMENTS[ranks], False), expected)

@@ -292,6 +292,7 @@ def test_killed_at_any_operation_what_was_written_is_there_and_nothing_is_torn(s
 
 
 @stores()
+@pytest.mark.few(1)
 def test_killed_at_any_operation_no_version_is_there_in_part(store, killed):
     for run in killed(store):
         found = versions(store, run)
@@ -364,6 +365,7 @@ def check_that_the_same_versions_are_written(store, place: Path, runs: list[Path
 
 
 @stores()
+@pytest.mark.few(1)
 def test_killed_between_files_the_next_process_writes_the_same_versions(store, place, killed):
     check_that_the_same_versions_are_written(store, place, [run for run in killed(store) if not is_within_file(run)])
 

@@ -66,6 +66,7 @@ def aligned(size):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("grid", [(1, 32), (2, 64)])
+@pytest.mark.few(19)
 def test_pack(kernels, case, grid):
     tensors = Tensors(*CASES[case])
     chunks, hashes = aligned(tensors.num_blocks * BLOCK), Buffer([tensors.num_blocks], torch.int64)
@@ -90,6 +91,7 @@ def test_pack_of_a_range_of_the_stream(kernels):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wrong_block", [None, 0, -1])
+@pytest.mark.few(23)
 def test_unpack_writes_right_blocks_only(kernels, case, wrong_block):
     """A block with a byte flipped is counted in its chunk, and leaves its part of the tensors as it was."""
     source, target = Tensors(*CASES[case]), Tensors(*CASES[case])
@@ -123,6 +125,7 @@ def test_every_bit_of_a_block_counts(kernels):
     assert len(set(expected.tolist())) == 64
 
 
+@pytest.mark.long
 def test_tensors_far_beyond_2_to_the_31(fast_kernels):
     """The last blocks of a stream of 9 GB, which takes memory only where it is touched."""
     size, blocks = 9_000_000_011, 3

@@ -74,7 +74,7 @@ def test_split_of_random_tokens(kernels):
         check_split(kernels, *draw_split(seed + 1000 * kernels.order), warps=1 + seed % 3, at_once=1 + seed % 5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_split_of_many_random_tokens(fast_kernels):
     for seed in range(1500):
         check_split(
@@ -101,6 +101,7 @@ def test_split_of_extremes(kernels):
         check_split(kernels, counts, replicas, rank)
 
 
+@pytest.mark.long
 def test_split_over_as_many_ranks_as_fit(fast_kernels):
     ranks = (48 * 1024 - 16) // 52
     random = torch.Generator().manual_seed(0)
@@ -144,6 +145,7 @@ def regroup_on_kernel(kernels, rows, counts, inverse, threads=64):
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 20, 40])  # of int16: units of 2, 4, 8 and 16 bytes
 @pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.few(29)
 def test_regroup(kernels, width, counts):
     counts = torch.tensor(counts)
     flat, turned = counts.flatten(), counts.t().flatten()

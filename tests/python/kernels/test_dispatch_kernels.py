@@ -64,6 +64,7 @@ def test_invert_positions(kernels, shape, index):
 
 
 @pytest.mark.parametrize("row", TYPES)
+@pytest.mark.long
 def test_large_rows(fast_kernels, row):
     for offset in (0, 3):
         check_permute(fast_kernels, MANY_ROWS, row, offset)
@@ -74,6 +75,7 @@ def test_large_rows(fast_kernels, row):
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
 @pytest.mark.parametrize("shape", ROWS)
 @pytest.mark.parametrize("row", TYPES)
+@pytest.mark.few(53)
 def test_permute(kernels, shape, row, offset):
     check_permute(kernels, shape, row, offset)
 
@@ -95,6 +97,7 @@ def check_permute(kernels, shape, row, offset):
 @pytest.mark.parametrize("shape", ROWS[:-1])
 @pytest.mark.parametrize("row", TYPES)
 @pytest.mark.parametrize("weight", ["none", "f32", "same"])
+@pytest.mark.few(101)
 def test_unpermute(kernels, shape, row, weight, offset):
     check_unpermute(kernels, shape, row, weight, offset)
 
@@ -118,6 +121,7 @@ def check_unpermute(kernels, shape, row, weight, offset):
 @pytest.mark.parametrize("shape", ROWS[:-1])
 @pytest.mark.parametrize("row", TYPES)
 @pytest.mark.parametrize("weight", ["f32", "same"])
+@pytest.mark.few(47)
 def test_unpermute_backward(kernels, shape, row, weight, offset):
     check_unpermute_backward(kernels, shape, row, weight, offset)
 

@@ -28,6 +28,7 @@ def check(kernels, x, name, blocks=2, threads=64):
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("width", FP8_WIDTHS)
+@pytest.mark.few(37)
 def test_rows(kernels, name, width):
     for rows, blocks, threads in [(1, 1, 32), (5, 2, 64), (3, 1, 128)]:
         check(kernels, draw_rows(rows, width, TYPES[name], seed=width), name, blocks, threads)
@@ -46,6 +47,7 @@ def test_rows_that_are_not_aligned(kernels):
     check(kernels, memory[1:].view(5, 64), "bf16")
 
 
+@pytest.mark.long
 def test_every_bfloat16(fast_kernels):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = torch.full((len(every), 2), 448.0, dtype=torch.bfloat16)

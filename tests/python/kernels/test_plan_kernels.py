@@ -92,16 +92,19 @@ def check_plan(kernels, shape, ids_type, index):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ids_type", INDICES)
 @pytest.mark.parametrize("index", INDICES)
+@pytest.mark.few(29)
 def test_plan(kernels, shape, ids_type, index):
     check_plan(kernels, shape, ids_type, index)
 
 
 @pytest.mark.parametrize("ids_type", INDICES)
 @pytest.mark.parametrize("index", INDICES)
+@pytest.mark.long
 def test_large_plan(fast_kernels, ids_type, index):
     check_plan(fast_kernels, LARGE, ids_type, index)
 
 
+@pytest.mark.long
 def test_plan_of_many_sizes(fast_kernels):
     random = torch.Generator().manual_seed(fast_kernels.order)
     sizes = {"slots": 900, "experts": 40, "ranks": 20, "tile": 300, "warps": 6}

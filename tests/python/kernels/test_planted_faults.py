@@ -466,7 +466,7 @@ def test_unchanged_source_passes(library, launch, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_fault_is_found(planted, fault, order):
     with contextlib.closing(Kernels(planted(fault), order)) as kernels:
         if order in fault.unnoticed:

@@ -86,6 +86,7 @@ def check(kernels, name, op, steps, *tensors):
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
 @pytest.mark.parametrize("arithmetic", ["evermoe", "torch_cpu_fused", "torch_cuda_fused", "torch_cuda_foreach"])
+@pytest.mark.few(41)
 def test_adamw(kernels, arithmetic, size, per_thread):
     gradients, states = draw(size)
     rows = []
@@ -98,6 +99,7 @@ def test_adamw(kernels, arithmetic, size, per_thread):
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
 @pytest.mark.parametrize("arithmetic", ["evermoe", "torch_cpu_fused"])
+@pytest.mark.few(23)
 def test_sgd(kernels, arithmetic, size, per_thread):
     gradients, states = draw(size)
     later = [SGD | {"nesterov": True}, SGD | {"dampening": 0.4}, SGD | {"weight_decay": 0.0, "momentum": 0.0}]
@@ -156,6 +158,7 @@ def test_tensors_with_and_without_a_buffer(kernels):
     check(kernels, "sgd", ops.sgd_, steps, *tensors)
 
 
+@pytest.mark.long
 def test_large(fast_kernels):
     gradients, states = draw(200_003)
     rows = torch.stack([ops.adamw_step(t=t, **ADAMW) for t in range(1, 6)])

@@ -50,6 +50,7 @@ def numbers(settings, steps, **more):
 @pytest.mark.parametrize(
     ("arithmetic", "sizes"), [("evermoe", (8, 4096 + 8, 70_000)), ("torch_cpu_fused", (1, 7, 71, 2048 + 5, 70_003))]
 )
+@pytest.mark.few(17)
 def test_equals_torch_bit_for_bit(settings, kind, arithmetic, sizes, device):
     random = torch.Generator().manual_seed(0)
     for size in sizes:

@@ -59,6 +59,7 @@ def numbers(settings, firsts, **more):
         ({"foreach": False}, "evermoe", (1, 71, 4099)),
     ],
 )
+@pytest.mark.few(37)
 def test_equals_torch_bit_for_bit(settings, kind, variant, arithmetic, sizes, device):
     random = torch.Generator().manual_seed(0)
     for size in sizes:

@@ -28,6 +28,7 @@ def undisturbed(request, tmp_path_factory):
     return request.param, *run_undisturbed(tmp_path_factory.mktemp("undisturbed"), **WAYS[request.param])
 
 
+@pytest.mark.few(1)
 def test_each_rank_holds_its_experts_and_computes_what_one_with_all_would(undisturbed, tmp_path):
     way, done, steps = undisturbed
     options = WAYS[way]

@@ -42,6 +42,7 @@ def damaged(pipeline):
     return {each.options.rank: {event["step"] for event in each.events("damaged")} for each in pipeline.ranks}
 
 
+@pytest.mark.few(1)
 def test_each_version_but_the_first_travels_as_a_step(undisturbed, tmp_path):
     shape, done = undisturbed
     plain, _ = run_undisturbed(tmp_path, **options_of(shape, replay=False))

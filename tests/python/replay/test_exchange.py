@@ -109,6 +109,7 @@ def train_some(group, skipped, are_early):
 
 @pytest.mark.parametrize("are_early", [False, True], ids=["with gradients", "early"])
 @pytest.mark.parametrize("skipped", [None, 4, STEPS])
+@pytest.mark.few(3)
 def test_units_that_were_left_out_of_a_step_follow_again(tmp_path, skipped, are_early):
     results = run_ranks(tmp_path, 2, train_some, skipped, are_early)
     for rank in range(2):

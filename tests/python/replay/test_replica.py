@@ -112,6 +112,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.few(3)
 def test_replica_equals_trainer_after_many_steps(name):
     trainer = Trainer(OPTIMIZERS[name])
     with warnings.catch_warnings():
@@ -173,6 +174,7 @@ def deliver(replica, trainer, messages):
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.few(3)
 def test_faults_heal_by_a_full_state(name):
     trainer = Trainer(adamw)
     choose = random.Random(0)
