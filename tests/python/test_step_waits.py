@@ -34,11 +34,10 @@ class Model(nn.Module):
 
 def driver_of(model, clip, seen):
     """What `SessionDriver.finish_step` uses of a driver: the state is real, and nobody else is there."""
-    driver = mock.MagicMock()
+    answers = {"_protection.finish.return_value": (True, False), "_protection.measures.return_value": (0.0, 0.0)}
+    driver = mock.MagicMock(**answers)
     driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
     driver._group, driver._config.max_grad_norm = Group(), clip
-    driver._protection.finish.return_value = True, False
-    driver._protection.measures.return_value = 0.0, 0.0
     driver._script.loss_scale.value, driver.lost.reported, driver.lost.is_returning = 1.0, 0.0, False
     driver._checkpointer.is_over = False
     driver._emit = seen
