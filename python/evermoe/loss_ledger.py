@@ -133,14 +133,15 @@ class LossLedger:
         if not self._notes_copies:
             return
         experts = [unit for unit in units if unit in self._places]
-        places, older = self._at(experts), self._at(unit for unit in experts if unit in behind)
-        newer_LE = np.zeros_like(self.total_LE)
-        newer_LE[tuple(older)] = self.counts()[tuple(older)]
-        processed_LE = self.total_LE - self.lost_LE
-        self.marks.note(level, older, version - 1, processed_LE - newer_LE)
-        self.marks.note(level, self._at(unit for unit in experts if unit not in behind), version, processed_LE)
+        older, newer_LE = self._at(unit for unit in experts if unit in behind), None
+        if older.size:
+            newer_LE = np.zeros_like(self.total_LE)
+            newer_LE[tuple(older)] = self.counts()[tuple(older)]
+            self.marks.note(level, older, version - 1, self.total_LE - self.lost_LE - newer_LE)
+        current = self._at(unit for unit in experts if unit not in behind)
+        self.marks.note(level, current, version, self.total_LE - self.lost_LE)
         if ledger is not None:
-            ledger.copied(_by_layer(places, len(self._layers)), newer_LE)
+            ledger.copied(_by_layer(self._at(experts), len(self._layers)), newer_LE)
 
     def skipped(self, units: Collection[str], version: int) -> None:
         """Records that the copies of units that were begun at this version never came to be."""

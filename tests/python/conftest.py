@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
     cases = {}
     for item in items:
         is_one_of_few = item.get_closest_marker("few") or "start_job" in item.fixturenames
-        if is_one_of_few and not item.get_closest_marker("long"):
+        if is_one_of_few and not (item.get_closest_marker("long") or item.get_closest_marker("gpu")):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     for found in cases.values():
         mark = found[0].get_closest_marker("few")

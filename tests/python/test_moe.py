@@ -145,7 +145,7 @@ def test_any_placement_equals_plain_loops(tmp_path, kind, name):
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("kind", KINDS, ids=["top1", "top1-gated", "top2", "top2-gated"])
-@pytest.mark.few(7)
+@pytest.mark.few(11)
 def test_a_padded_exchange_equals_plain_loops(tmp_path, kind, name):
     """Also with all tokens on one rank, for one expert: no buffer is too small."""
     kind = (*kind, 23)
@@ -160,7 +160,7 @@ def test_a_padded_exchange_equals_plain_loops(tmp_path, kind, name):
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("max_tokens", [None, 23])
 @pytest.mark.parametrize("kind", KINDS[1:3], ids=["top1-gated", "top2"])
-@pytest.mark.few(7)
+@pytest.mark.few(11)
 def test_tokens_travel_in_8_bits(tmp_path, kind, max_tokens, name):
     kind, tokens = (*kind, max_tokens, True), TOKENS[len(PLACEMENTS[name])]
     expected = reference(make(*kind), *inputs(sum(tokens)))

@@ -166,7 +166,7 @@ def on_rank(group, variant, matrix, tokens):
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.few(17)
+@pytest.mark.few(25)
 def test_a_layer_equals_plain_loops(tmp_path, variant, ranks):
     expected = by_loops(make(variant), TOKENS[ranks])
     results = run_ranks(tmp_path, ranks, on_rank, variant, PLACEMENTS[ranks], TOKENS[ranks])

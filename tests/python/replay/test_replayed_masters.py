@@ -89,7 +89,7 @@ def test_replica_has_the_bits_of_masters_and_parameters(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 def test_gradients_that_are_clipped_after_they_were_sent_are_rounded_as_the_trainer_does(name, dtype, device):
     trainer = Trainer(OPTIMIZERS[name], dtype, is_hooked=False, device=device)
     experts = [f"experts.{index}" for index in range(EXPERTS)]

@@ -174,7 +174,6 @@ def deliver(replica, trainer, messages):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.few(3)
 def test_faults_heal_by_a_full_state(name):
     trainer = Trainer(adamw)
     choose = random.Random(0)
