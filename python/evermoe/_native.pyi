@@ -817,16 +817,14 @@ class ReplayLog:
     """A replica's records, until it repeats the steps; `evermoe.replay.Replica` drives it."""
 
     def __init__(self, units: list[tuple[str, int, int]], limit_bytes: int) -> None: ...
-    def accept(
-        self, record: NDArray[np.uint8], hold: bool = False
-    ) -> tuple[str, int | None, str, NDArray[np.float32] | None]:
-        """(code, unit, message, the full state as words); code "state" asks for `installed` once it is in place.
+    def accept(self, record: NDArray[np.uint8], hold: bool = False) -> tuple[str, int | None, str, int | None]:
+        """(code, unit, message, digest); code "state" asks for `installed` once the record's payload is in place.
 
         With `hold` a step counts only from `release` on, and `discard` takes it back.
         """
     def hold_all(
         self, records: NDArray[np.uint8], sizes: list[int]
-    ) -> tuple[int, tuple[str, int | None, str, NDArray[np.float32] | None] | None]:
+    ) -> tuple[int, tuple[str, int | None, str, int | None] | None]:
         """Hold records that lie one after the other, up to one that is more than logged; how many, and its fate."""
     def waiting(self) -> list[int | None]:
         """How many steps each unit's newest one is ahead of its state; None without a state."""
@@ -834,6 +832,8 @@ class ReplayLog:
         """The held steps count; None: they change nothing, as the trainers have left them out."""
     def discard(self) -> None: ...
     def take(self, unit: int, max_steps: int, until: int) -> _Batch | None: ...
+    def begin(self, unit: int, step: int) -> None:
+        """A unit gets its full state of after a step from elsewhere; `installed` must follow."""
     def installed(self, unit: int) -> None: ...
     def applied(self, unit: int, epoch: int, version: int, nbytes: int) -> bool: ...
     def forget(self, unit: int) -> None: ...

@@ -185,20 +185,18 @@ fn code(fault: &Fault) -> &'static str {
 struct ReplayLog(Mutex<replay::Log>);
 
 /// Fate of a record: code, unit, message, the state's bytes as words.
-type Received<'py> = (&'static str, Option<usize>, String, Option<Bound<'py, PyArray1<f32>>>);
+type Received = (&'static str, Option<usize>, String, Option<u64>);
 /// Epoch, version, steps of the unit, numbers, gradients, bytes, whether all is what came.
 type Taken<'py> =
     (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize, bool);
 
-fn received(py: Python<'_>, accepted: std::result::Result<Accepted, (Option<usize>, Fault)>) -> Received<'_> {
+fn received(accepted: std::result::Result<Accepted, (Option<usize>, Fault)>) -> Received {
     match accepted {
         Ok(Accepted::Logged { unit }) => ("ok", Some(unit), String::new(), None),
         Ok(Accepted::Duplicate { unit }) => ("duplicate", Some(unit), String::new(), None),
         Ok(Accepted::ApplyNow { unit }) => ("apply_now", Some(unit), String::new(), None),
         Ok(Accepted::Proof { unit }) => ("proof", Some(unit), String::new(), None),
-        Ok(Accepted::State { unit, words }) => {
-            ("state", Some(unit), String::new(), Some(words.into_pyarray(py)))
-        }
+        Ok(Accepted::State { unit, digest }) => ("state", Some(unit), String::new(), Some(digest)),
         Err((unit, fault)) => (code(&fault), unit, fault.to_string(), None),
     }
 }
@@ -237,27 +235,22 @@ impl ReplayLog {
     }
 
     #[pyo3(signature = (record, hold = false))]
-    fn accept<'py>(
-        &self,
-        py: Python<'py>,
-        record: PyReadonlyArray1<'_, u8>,
-        hold: bool,
-    ) -> PyResult<Received<'py>> {
+    fn accept(&self, py: Python<'_>, record: PyReadonlyArray1<'_, u8>, hold: bool) -> PyResult<Received> {
         let bytes = record.as_slice().map_err(|_| contiguous())?;
         let accepted = py.detach(|| match hold {
             true => self.lock().hold(bytes, &TorchPool),
             false => self.lock().accept(bytes, &TorchPool),
         });
-        Ok(received(py, accepted))
+        Ok(received(accepted))
     }
 
     /// Holds records that lie one after the other, up to the first that is more than logged; how many, and its fate.
-    fn hold_all<'py>(
+    fn hold_all(
         &self,
-        py: Python<'py>,
+        py: Python<'_>,
         records: PyReadonlyArray1<'_, u8>,
         sizes: Vec<usize>,
-    ) -> PyResult<(usize, Option<Received<'py>>)> {
+    ) -> PyResult<(usize, Option<Received>)> {
         let mut rest = records.as_slice().map_err(|_| contiguous())?;
         let (expected, got) =
             (sizes.iter().fold(0, |sum: usize, &size| sum.saturating_add(size)), rest.len());
@@ -276,7 +269,7 @@ impl ReplayLog {
             }
             (sizes.len(), None)
         });
-        Ok((held, other.map(|accepted| received(py, accepted))))
+        Ok((held, other.map(received)))
     }
 
     fn take<'py>(
@@ -322,6 +315,10 @@ impl ReplayLog {
 
     fn discard(&self, py: Python<'_>) {
         py.detach(|| self.lock().discard());
+    }
+
+    fn begin(&self, py: Python<'_>, unit: usize, step: u64) -> PyResult<()> {
+        self.with(py, unit, |log| log.begin(unit, step))
     }
 
     fn installed(&self, py: Python<'_>, unit: usize) -> PyResult<()> {

@@ -85,8 +85,8 @@ pub enum Accepted {
     State {
         /// Place of the record's unit.
         unit: usize,
-        /// The state's bytes, padded to whole words.
-        words: Vec<f32>,
+        /// Digest of the state, which is the record's payload: [`state_digest`](super::state_digest).
+        digest: u64,
     },
 }
 
@@ -183,6 +183,12 @@ impl Log {
     pub fn forget(&mut self, unit: usize) {
         self.clear(unit);
         self.units[unit].version = None;
+    }
+
+    /// A unit gets its full state of after a step from elsewhere; then call [`Log::installed`].
+    pub fn begin(&mut self, unit: usize, step: u64) {
+        self.forget(unit);
+        self.units[unit].newest = step;
     }
 
     /// Takes a record over, or says what is wrong; its unit then waits for the full state.
@@ -346,11 +352,10 @@ impl Log {
         record: &Record<'_>,
         pool: &dyn Parallel,
     ) -> std::result::Result<Accepted, Fault> {
-        let (words, _) = record.copied_payload(pool)?;
-        self.forget(unit);
-        let own = &mut self.units[unit];
-        (own.newest, own.checksum) = (record.header.step, record.checksum());
-        Ok(Accepted::State { unit, words })
+        let digest = record.verify(pool)?;
+        self.begin(unit, record.header.step);
+        self.units[unit].checksum = record.checksum();
+        Ok(Accepted::State { unit, digest })
     }
 
     fn accept_proof(

@@ -45,6 +45,8 @@ class Run:
         self.events: dict[int, list[dict[str, Any]]] = {}
         self._offsets: dict[int, int] = {}
         self._last_event = time.monotonic()
+        self._graves: dict[Path, float] = {}
+        """Memory of lost nodes, and when they were lost."""
         self._arranged = ""
         """How copies were arranged last, in one sentence."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,10 +118,19 @@ class Run:
         self.console.print(f"[cyan]worker {spare.index} asks to join[/]")
 
     def _bury(self, job: LocalJob, kills: Mapping[int, int]) -> None:
-        """A node's memory dies with it: what a real machine would take along is removed."""
+        """A node's memory dies with it: nobody finds it any more.
+
+        It is freed once the others have taken a step: a machine that is lost takes no processor from them.
+        """
         for worker in job.workers:
-            if worker.index in kills and worker.process.poll() is not None:
-                shutil.rmtree(job.memory / worker.node, ignore_errors=True)
+            memory, grave = job.memory / worker.node, job.memory / f"{worker.node}-lost"
+            if worker.index in kills and worker.process.poll() is not None and memory.exists():
+                memory.rename(grave)
+                self._graves[grave] = time.time()
+        updates = [event["time"] for rows in self.events.values() for event in rows[-8:] if event["event"] == "update"]
+        for grave in [each for each, since in self._graves.items() if max(updates, default=0.0) > since]:
+            shutil.rmtree(grave, ignore_errors=True)
+            del self._graves[grave]
 
     def _check_alive(self, job: LocalJob) -> None:
         for worker in job.workers:

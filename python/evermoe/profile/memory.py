@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -45,11 +46,11 @@ def share_of_host_bytes(nodes: Sequence[str], rank: int) -> int | None:
 def return_freed_memory() -> None:
     """Gives the system back what this process has freed, where the C library keeps it for later: glibc's `malloc_trim`.
 
-    It looks at all pages that are free, so it is for rare events after which much is.
+    It looks at all pages that are free, so it is for rare events after which much is; in a thread of its own.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
-        trim(0)
+        threading.Thread(target=trim, args=(0,), name="evermoe-trim", daemon=True).start()
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:

@@ -73,23 +73,31 @@ class Fetch:
         self._pool.shutdown()
         return {unit: found.result() for unit, found in self._digests.items()}
 
-    def remote(self, transfers: Sequence[Transfer]) -> dict[str, Tensor]:
+    def remote(self, transfers: Sequence[Transfer], meanwhile: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
         """The units that this rank gets from others; collective. It sends others theirs while these arrive.
 
         However long it takes, all ranks wait for each other, as long as anything moves anywhere.
 
         Args:
             transfers: the same, in the same order, on all ranks.
+            meanwhile: what this thread does while another one moves them.
 
         Raises:
             PeerLost: another member is gone, or nothing has moved for as long as a collective waits; the group is
                 dropped.
         """
         if self._group.transport is None or all(each.source == each.destination for each in transfers):
+            meanwhile()
             return {}
         incoming, move = self._movement(transfers, self._begin_digest)
         task = Task(move)
         threading.Thread(target=task.run, name="evermoe-fetch", daemon=True).start()
+        try:
+            meanwhile()
+        except BaseException as error:
+            self._group.drop(f"a member cannot read what it has: {error}")
+            task.wait()
+            raise
         self.complete(task)
         return incoming
 

@@ -260,8 +260,8 @@ class Recovery:
             self._late.nbytes,
             lambda transfer, out: self._survey.read(promised[transfer], out),
         )
-        local = fetch.local(list(promised))
-        remote = fetch.remote(list(promised))
+        local: dict[str, Tensor] = {}
+        remote = fetch.remote(list(promised), lambda: local.update(fetch.local(list(promised))))
         sizes = dict(self.state.catalog.sizes())
         self._outcome.count_fetched({"local memory": local, "peer": remote}, sizes)
         nodes, rank = self.target.nodes(self.group.size), self.group.rank

@@ -23,15 +23,15 @@ from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.comm.transport import Transfer
 from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
-from evermoe.profile.memory import return_freed_memory
+from evermoe.profile.memory import in_huge_pages
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.early_states import MESSAGE_BYTES, EarlyStates
 from evermoe.replay.frame import Frame
-from evermoe.replay.part import part_name, parts_of
+from evermoe.replay.part import parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replica import CaughtUp, Received, Replica
 from evermoe.replay.sender import GradientSender, Row
-from evermoe.replay.source import Record, state_record, wait_for_gradients
+from evermoe.replay.source import Record, RecordMemory, wait_for_gradients
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import TensorSpec
@@ -42,8 +42,6 @@ MOST_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
 PROOF_STEPS = 32
 """Steps in which each replica is compared with its trainer once, or fewer: one digest of the state in so many steps."""
-FREED_BYTES = 64 << 20
-"""Bytes of messages that have been taken over, after which their memory goes back to the system."""
 LOG_STEPS = 12
 """Gradients that a replica has room for: a batch, the newest steps, and one that is on its way."""
 
@@ -117,8 +115,6 @@ class ReplayExchange:
         ]
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
         self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
-        self._freed_bytes = 0
-        """Of states that were taken over, since their memory went back to the system."""
         self._previous: dict[tuple[str, int], CaughtUp] = {}
         """What `stored` has found of the step before the newest, which the replica itself has left behind since."""
 
@@ -160,15 +156,16 @@ class ReplayExchange:
         )
         for unit in self.units:
             if unit in mine:
-                self._begin_here(unit, step, copies.data(unit), result)
+                self._begin_here(unit, step, copies, result)
         for unit in self._holders:
             self.sender.follow(unit)
         lacking = ((unit, [p for p in holders if unit not in copies.at(p)]) for unit, holders in self._holders.items())
+        memory = RecordMemory(courier.in_flight + 1)  # those under way, and the one that is made
         result.sent_bytes = courier.send(
             (
                 Message(torch.from_numpy(record), peer, REPLAY_TAIL, AT_ONCE)
                 for unit, peers in lacking
-                for _, record in self.sender.full_state_messages(step, [unit] if peers else [])
+                for _, record in self.sender.full_state_messages(step, [unit] if peers else [], memory.take)
                 for peer in peers
             ),
             lambda sent: self._take_states(courier, arriving, result, waits=False),
@@ -184,33 +181,23 @@ class ReplayExchange:
             data, transfer = arriving.popleft()
             courier.wait_received(transfer)
             self._take(data, result)
-            self._freed_bytes += data.nbytes
-            del data, transfer
-            if self._freed_bytes >= FREED_BYTES:  # else what has come would take its memory a second time
-                return_freed_memory()
-                self._freed_bytes = 0
 
     def _room_for(self, unit: str) -> Iterator[Tensor]:
-        """Memory for the records with a unit's full state; pages that nothing has come to yet take none."""
-        for specs in parts_of(self.state.catalog.by_name[unit]):
-            yield torch.empty(RECORD_HEADER_BYTES + sum(spec.nbytes for spec in specs), dtype=torch.uint8)
+        """Memory for the records with a unit's full state, in which its replica keeps it.
 
-    def _begin_here(self, unit: str, step: int, data: Tensor, result: ExchangeResult) -> None:
-        found = self.state.catalog.by_name[unit]
-        if len(data) != found.nbytes:
+        Pages that nothing has come to yet take none.
+        """
+        for specs in parts_of(self.state.catalog.by_name[unit]):
+            nbytes = RECORD_HEADER_BYTES + sum(spec.nbytes for spec in specs)
+            yield in_huge_pages(torch.empty(nbytes, dtype=torch.uint8))
+
+    def _begin_here(self, unit: str, step: int, copies: KeptCopies, result: ExchangeResult) -> None:
+        state = in_huge_pages(torch.empty(self.state.catalog.by_name[unit].nbytes, dtype=torch.uint8))
+        if copies.read(unit, state):
+            self.replica.begin(unit, step, state)
+        else:
             result.needs_full_state.add(unit)
             result.problem = result.problem or f"{unit}: the copy that was here cannot be read any more"
-            return
-        tensors = found.tensors(data)
-        for specs in parts_of(found):
-            count = tensors.get(f"{specs[0].name}/step")
-            record = state_record(
-                part_name(unit, specs[0].name),
-                [tensors[spec.name] for spec in specs],
-                step,
-                0 if count is None else int(count),
-            )
-            self._take(torch.from_numpy(record), result)
 
     def exchange(self, courier: Courier, step: int, selected: Collection[str] | None = None) -> ExchangeResult:
         """Sends the step's messages and takes over those of the others; in a thread of the courier.
@@ -339,7 +326,7 @@ class ReplayExchange:
         return Message(head, peer, REPLAY_HEAD, AT_ONCE)
 
     def _take(self, message: Tensor, result: ExchangeResult) -> None:
-        received = self.replica.receive(message.numpy(), hold=True)
+        received = self.replica.receive(message.numpy(), hold=True, keep=True)
         result.held += received.code == "ok"
         self._note(received, result)
 

@@ -42,11 +42,19 @@ class Part:
         """The unit's and the parameter's."""
         return self.layout.name
 
-    def install(self, words: NDArray[np.float32]) -> None:
-        """Takes over a full state, padded to whole words."""
-        self.state = torch.from_numpy(words).view(torch.uint8)[: self.layout.nbytes].to(self.device)
+    def install(self, state: Tensor, digest: int | None = None) -> None:
+        """Takes over a full state, uint8 `[nbytes]`; on the CPU its memory, too.
+
+        Args:
+            state: aligned for the layout's elements.
+            digest: of it, that of `state_digest`, if that is known.
+        """
+        self.state = state.to(self.device)
         self._finish()
-        self.seal()
+        if digest is None or self.device.type != "cpu":
+            self.seal()
+        else:
+            self._seal = digest
 
     def seal(self) -> None:
         """The state is as it should be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -48,6 +49,13 @@ class Repeater:
         """Why parts have no state, by place."""
         self._damages: list[Damage] = []
 
+    def install(self, index: int, state: Tensor, digest: int | None = None) -> None:
+        """A part gets a full state that the log knows of: see `Part.install`. Takes the part's lock."""
+        with self._parts[index].lock:
+            self._parts[index].install(state, digest)
+            self._log.installed(index)
+            self.failures.pop(index, None)
+
     def apply_locked(self, index: int, until: int) -> bool:
         """Applies one batch up to a step; whether there was one."""
         part = self._parts[index]
@@ -67,6 +75,29 @@ class Repeater:
         self._log.applied(index, epoch, version, nbytes)
         self.prove_locked(index)
         return True
+
+    def make_room(self, index: int | None, before: int, kept_steps: int) -> None:
+        """Applies a batch of the part that takes most of the log, or of another that has older steps. Takes the locks.
+
+        Args:
+            index: of that part; None where all of the log is being applied by a thread, which holds one of the locks.
+            before: bytes of the log that were too many.
+            kept_steps: newest steps that wait if they can.
+        """
+        if index is None:
+            for part in self._parts:
+                with part.lock:
+                    pass
+            return
+        for each in (index, *range(len(self._parts))):
+            with self._parts[each].lock:
+                newest = self._log.newest(each)
+                if newest is not None and self.apply_locked(each, newest - kept_steps):
+                    return
+        with self._parts[index].lock:  # nothing but steps that should wait
+            newest = self._log.newest(index)
+            if newest is not None and self._log.nbytes >= before:
+                self.apply_locked(index, newest)
 
     def prove_locked(self, index: int) -> None:
         """Compares the state with the trainer's digest, if there is one of its version."""
@@ -99,6 +130,11 @@ class Repeater:
                 f"{self.failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
             )
         return part.state
+
+    def catch_up(self, index: int, step: int) -> None:
+        """Brings a part to a step, as far as that is there. Takes the part's lock."""
+        with suppress(ReplicaBehind), self._parts[index].lock:
+            self.state_locked(index, step)
 
     def take_damages(self) -> list[Damage]:
         """What was found to be damaged since this was called last."""

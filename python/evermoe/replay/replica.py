@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -32,18 +33,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe._native import ReplayLog, digest
+from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, digest
 from evermoe.errors import ReplicaBehind
 from evermoe.replay.part import Part, parts_of
 from evermoe.replay.repeater import Damage, Repeater, batch_steps
 from evermoe.state.unit import Unit, digests_of
 
+ALIGNMENT = 8
+"""Bytes to which the memory of a state is aligned, at least: those of the largest element."""
+CATCH_UP_THREADS = 4
+"""Threads that repeat steps while members are about to need the states, at most: training may have one processor."""
 KEPT_STEPS = 1
 """Newest steps that wait: members that survive a failure may differ by one, and a step is not undone."""
 
 
-_Accepted = tuple[str, int | None, str, NDArray[np.float32] | None]
-"""Fate of a record, by `ReplayLog`: code, unit, reason, full state."""
+_Accepted = tuple[str, int | None, str, int | None]
+"""Fate of a record, by `ReplayLog`: code, unit, reason, digest of a full state."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,16 @@ class Replica(AbstractContextManager["Replica"]):
         self._thread = threading.Thread(target=self._apply_in_background, name="evermoe-replica", daemon=True)
         self._thread.start()
 
-    def receive(self, message: bytes | bytearray | memoryview | NDArray[np.uint8], *, hold: bool = False) -> Received:
+    def receive(
+        self, message: bytes | bytearray | memoryview | NDArray[np.uint8], *, hold: bool = False, keep: bool = False
+    ) -> Received:
         """Takes over one message; its memory is the caller's again afterwards. For one thread at a time.
 
         Args:
             message: one of `GradientSender.messages` or `next_step_messages`.
             hold: a step does not count before `release`, as the trainers have not agreed on it yet.
+            keep: a full state stays in the message's memory, which is the replica's from now on; it is aligned to 8
+                bytes.
 
         Returns:
             What became of it. A damaged, missing or reordered message is no exception: the unit keeps the state that it
@@ -143,7 +152,23 @@ class Replica(AbstractContextManager["Replica"]):
         if self._closed:
             raise ValueError("replica: it is closed")
         record = np.frombuffer(message, np.uint8)
-        return self._take(record, hold, self._log.accept(record, hold))
+        return self._take(record, hold, self._log.accept(record, hold), keep=keep)
+
+    def begin(self, unit: str, step: int, state: Tensor) -> None:
+        """Takes over a unit's full state that is here already, and its memory.
+
+        Args:
+            unit: its name.
+            step: of the trainer, after which it is.
+            state: uint8 `[nbytes]` on the CPU, the unit's tensors one after the other.
+
+        Raises:
+            KeyError: there is no such unit.
+        """
+        sizes = [self._parts[index].layout.nbytes for index in self._units[unit]]
+        for index, part in zip(self._units[unit], state.split(sizes), strict=True):
+            self._log.begin(index, step)
+            self._repeater.install(index, part if part.data_ptr() % ALIGNMENT == 0 else part.clone())
 
     def hold(self, messages: NDArray[np.uint8], sizes: list[int]) -> tuple[int, list[Received]]:
         """Takes over messages of one step, like `receive` with `hold`.
@@ -240,15 +265,14 @@ class Replica(AbstractContextManager["Replica"]):
         return state
 
     def catch_up_all(self, units: Iterable[str] | None = None) -> Iterator[None]:
-        """Brings units that have a state, None for all, to their newest step, one after the other when asked for."""
-        for unit in self._units if units is None else units:
-            step = self.version(unit)
-            if step is None:
-                continue
-            for index in self._units[unit]:
-                with suppress(ReplicaBehind), self._parts[index].lock:
-                    self._repeater.state_locked(index, step)
-                yield
+        """Brings units that have a state, None for all, to their newest step, some at a time, for as long as asked."""
+        steps = {unit: self.version(unit) for unit in (self._units if units is None else units)}
+        due = [(index, step) for unit, step in steps.items() if step is not None for index in self._units[unit]]
+        pool = ThreadPoolExecutor(CATCH_UP_THREADS, "evermoe-catch-up")
+        try:
+            yield from pool.map(lambda each: self._repeater.catch_up(*each), due)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def survey(self, units: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         """Unit, step and digest of units that have a state, each at its newest step; on the CPU without a copy.
@@ -285,24 +309,22 @@ class Replica(AbstractContextManager["Replica"]):
 
     # ---- applying steps
 
-    def _take(self, record: NDArray[np.uint8], hold: bool, accepted: _Accepted) -> Received:
-        code, index, reason, state = accepted
+    def _take(self, record: NDArray[np.uint8], hold: bool, accepted: _Accepted, *, keep: bool = False) -> Received:
+        code, index, reason, digest = accepted
         while code == "apply_now":
             before = self._log.nbytes  # the thread makes room, too
-            code, index, reason, state = self._log.accept(record, hold)
+            code, index, reason, digest = self._log.accept(record, hold)
             if code != "apply_now":
                 break
-            self._apply_some(self._log.fullest(), before)
+            self._repeater.make_room(self._log.fullest(), before, self._kept_steps)
             if hold and self._log.nbytes >= before:
                 code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"
         name = None if index is None else self._parts[index].unit.name
         if index is not None and index in self._repeater.failures and code != "state":
             return Received(name, "failed", self._repeater.failures[index])
-        if code == "state" and index is not None and state is not None:
-            with self._parts[index].lock:
-                self._parts[index].install(state)
-                self._log.installed(index)
-                self._repeater.failures.pop(index, None)
+        if code == "state" and index is not None:
+            state = torch.from_numpy(record[RECORD_HEADER_BYTES:])
+            self._repeater.install(index, state if keep else state.clone(), digest)
         elif code == "ok" and index is not None and not hold:
             newest, version = self._log.newest(index), self._log.version(index)
             is_due = newest is not None and version is not None and newest - version >= self._batches[index]
@@ -331,23 +353,3 @@ class Replica(AbstractContextManager["Replica"]):
             if newest is not None:
                 with self._parts[index].lock:
                     self._repeater.apply_locked(index, newest - self._kept_steps)
-
-    def _apply_some(self, index: int | None, before: int) -> None:
-        """Makes room in the log: a batch of the unit that takes most of it, or of another that has older steps.
-
-        `before`: bytes of the log that were too many.
-        """
-        if index is None:  # all of it is being applied by the thread, which holds one of the locks
-            for part in self._parts:
-                with part.lock:
-                    pass
-            return
-        for each in (index, *range(len(self._parts))):
-            with self._parts[each].lock:
-                newest = self._log.newest(each)
-                if newest is not None and self._repeater.apply_locked(each, newest - self._kept_steps):
-                    return
-        with self._parts[index].lock:  # nothing but steps that should wait
-            newest = self._log.newest(index)
-            if newest is not None and self._log.nbytes >= before:
-                self._repeater.apply_locked(index, newest)

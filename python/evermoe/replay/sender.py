@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,8 +206,15 @@ class GradientSender:
             source.take_digest(self._optimizer)
         return [proof for proof in (source.proof(step) for source in followed) if proof is not None]
 
-    def full_state_messages(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, Bytes]]:
+    def full_state_messages(
+        self, step: int, units: Iterable[str] | None = None, memory: Callable[[int], Bytes] | None = None
+    ) -> Iterator[tuple[str, Bytes]]:
         """Units and messages with their full state as it is now, after a step.
+
+        Args:
+            step: the trainer's.
+            units: their names; None for all.
+            memory: uint8 of so many bytes, for a message; None for new memory.
 
         Raises:
             KeyError, UnsupportedState: as of `next_step_messages`.
@@ -215,7 +222,7 @@ class GradientSender:
         self._counts.forget()
         for unit in self._units if units is None else units:
             for source in self._units[unit]:
-                yield unit, source.full_state(self._optimizer, step)
+                yield unit, source.full_state(self._optimizer, step, memory)
 
     def follow(self, unit: str) -> None:
         """Notes that replicas have a unit's state as it is now, from elsewhere.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, state_digest
 from evermoe.errors import UnsupportedState
 from evermoe.optim import HALF, MASTER
+from evermoe.profile.memory import in_huge_pages
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.step_counts import Stamp, StepCounts
 from evermoe.state.unit import TensorSpec
@@ -244,26 +246,42 @@ class Source:
         seal_record(record, kind="proof", t=0, numbers=[], payload=None, **about)
         return record
 
-    def full_state(self, optimizer: torch.optim.Optimizer, step: int) -> Bytes:
-        """Everything, as of after a step."""
+    def full_state(
+        self, optimizer: torch.optim.Optimizer, step: int, memory: Callable[[int], Bytes] | None = None
+    ) -> Bytes:
+        """Everything, as of after a step.
+
+        Args:
+            optimizer: whose state it has, too.
+            step: the trainer's.
+            memory: uint8 of so many bytes, for the record; None for new memory.
+        """
         self.sent = self.stamp()
         tensors = list(self._tensors(optimizer).values())
-        return state_record(self.record_name, tensors, step, self.count())
+        sizes = [tensor.nbytes for tensor in tensors]
+        nbytes = RECORD_HEADER_BYTES + sum(sizes)
+        record = np.empty(nbytes, np.uint8) if memory is None else memory(nbytes)
+        for part, tensor in zip(torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes), tensors, strict=True):
+            part.copy_(tensor.reshape(-1).view(torch.uint8))
+        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": tensors[0].numel()}
+        seal_record(record, kind="full_state", t=self.count(), numbers=[], payload=None, **about)
+        return record
 
 
-def state_record(name: str, tensors: Sequence[Tensor], step: int, count: int) -> Bytes:
-    """The record with a full state.
+class RecordMemory:
+    """Memory of records that are made one after the other: each has it until so many others were made.
 
     Args:
-        name: of unit and parameter, as `part_name` makes it.
-        tensors: the parameter and the optimizer's state of it, in the order of their names.
-        step: after which of the trainer's steps it is.
-        count: steps that the parameter has taken.
+        records: that have memory of their own at a time.
     """
-    sizes = [tensor.nbytes for tensor in tensors]
-    record = np.empty(RECORD_HEADER_BYTES + sum(sizes), np.uint8)
-    for part, tensor in zip(torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes), tensors, strict=True):
-        part.copy_(tensor.reshape(-1).view(torch.uint8))
-    about: dict[str, Any] = {"name": name, "step": step, "elements": tensors[0].numel()}
-    seal_record(record, kind="full_state", t=count, numbers=[], payload=None, **about)
-    return record
+
+    def __init__(self, records: int) -> None:
+        self._slots: deque[Bytes] = deque([np.empty(0, np.uint8)] * records)
+
+    def take(self, nbytes: int) -> Bytes:
+        """Memory for the next record, uint8 `[nbytes]`."""
+        slot = self._slots.popleft()
+        if len(slot) < nbytes:
+            slot = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8)).numpy()
+        self._slots.append(slot)
+        return slot[:nbytes]

@@ -222,8 +222,7 @@ class SnapshotRound:
         data = torch.from_numpy(kept.arena.buffer(kept.index))
         for name, offset, nbytes in kept.arena.units():
             if name in self._copies.here:
-                found = self._copies.data(name)
-                data[offset : offset + len(found)] = found[:nbytes]
+                self._copies.read(name, data[offset : offset + nbytes])
                 self._courier.progress += 1
 
     def _note_sent(self, sent: Sent) -> None:

@@ -140,7 +140,10 @@ class Snapshots(StateKeeper):
         self._page_locks = PageLocks()
         self._fixed_steps = (options.snapshot_every or 1) if options.choices.takes_turns else options.local_every
         """Steps between local snapshots; None for as few as the budget allows."""
-        self._local_steps, self._newest_local = 1, 0
+        self._local_steps = 1
+        self._newest_local: float = 0
+        self._is_local_later, self._is_pruned = False, True
+        """Whether the first local snapshots of the plan come a step later; and those of before are gone."""
         self._generation = 0
         self._copies = NO_COPIES
         """Copies of before, which need not be sent again."""
@@ -160,6 +163,8 @@ class Snapshots(StateKeeper):
         self.version_pace.is_used = self.copies_late
         self._copies, at = assignment.copies, self._membership
         self._local_steps = self._fixed_steps or 1
+        as_budget_allows = self._fixed_steps is None and not self._options.choices.per_expert_versions
+        self._is_local_later = assignment.is_beside and as_budget_allows and not self.copies_late
         if not self._options.copies:
             return
         found, local = planned_bundles(assignment, at.nodes, at.domains, self._options)
@@ -189,22 +194,26 @@ class Snapshots(StateKeeper):
     # ---- everything once
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Begins to copy all bundles as of `version`; to other members what they do not have already."""
-        if self._sent or self._local:
-            self._round = SnapshotRound(
-                self._store, version, self.courier, emit=self._emit, copies=self._copies
-            ).start()
+        """Begins to copy all bundles as of `version`; to other members what they do not have already.
+
+        Where local snapshots come as the budget allows, they begin a step later: what others need is first.
+        """
+        due = set(self._sent) if self._is_local_later else None
+        if self._sent or (self._local and not self._is_local_later):
+            self._round = SnapshotRound(self._store, version, self.courier, due, self._emit, self._copies).start()
         return ()
 
     def release(self, step: int) -> None:
-        """Removes the arenas of earlier plans."""
-        self._whole = {kept.number: step for kept in self._store.own}
-        if self._options.copies:
+        """Removes the arenas of earlier plans, unless their local snapshots are all there is."""
+        copied = self._sent if self._is_local_later else self._sent | self._local
+        self._whole = dict.fromkeys(copied.keys() & {kept.number for kept in self._store.own}, step)
+        self._is_pruned = not (self._is_local_later and self._local)
+        if self._options.copies and self._is_pruned:
             self._store.prune(self._generation)
 
     def restart(self, step: int) -> None:
         """Begins the next step, whose windows are not known yet."""
-        self._is_settled, self._newest_local = False, step
+        self._is_settled, self._newest_local = False, -math.inf if self._is_local_later else step
         self.window_planner.restart(step, self.copies_late)
         self.version_pace.restart(step)
         self.pacer.begin_step()
@@ -217,6 +226,9 @@ class Snapshots(StateKeeper):
         if self._round is not None and is_due:
             self.pacer.hurry()
             self.wait()
+        if not self._is_pruned and self._round is not None and self._round.whole.keys() >= self._local.keys():
+            self._is_pruned = True
+            self._store.prune(self._generation)
 
     def before_vote(self, step: int) -> bool:
         """Waits for what must be safe by then; whether that is so."""

@@ -44,13 +44,15 @@ class ReadInPlace(Protocol):
 
 def read_stored(found: StoredUnit, out: Tensor) -> None:
     """Copies a stored unit's bytes to `out`, uint8 `[nbytes]`; those that cannot be read are zeros."""
+    out[_read(found, out) :] = 0
+
+
+def _read(found: StoredUnit, out: Tensor) -> int:
     if isinstance(found, ReadInPlace):
-        count = found.read(out)
-    else:
-        data = found.data
-        count = len(data)
-        out[:count] = data
-    out[count:] = 0
+        return found.read(out)
+    data = found.data
+    out[: len(data)] = data
+    return len(data)
 
 
 class KeptCopies:
@@ -85,10 +87,11 @@ class KeptCopies:
         """Names of the units that this rank has."""
         return self.at(self._rank)
 
-    def data(self, unit: str) -> Tensor:
-        """The bytes of a unit that this rank has, uint8 `[nbytes]`; empty if they cannot be read any more."""
+    def read(self, unit: str, out: Tensor) -> bool:
+        """Writes the bytes of a unit that this rank has to `out`, uint8 `[nbytes]`; False if they cannot be read."""
         found = self._own.get(unit)
-        return torch.empty(0, dtype=torch.uint8) if found is None else found.data
+        is_there = found is not None and _read(found, out) == len(out)
+        return is_there and (not isinstance(found, AwaitedUnit) or digest(out.numpy()) == found.digest)
 
     def forget(self) -> None:
         """No member has any, from now on: their memory is needed."""
@@ -107,14 +110,19 @@ class TrainedUnit:
     version: int
     digest: int
     nbytes: int
-    read: Callable[[str, Tensor], None]
+    reader: Callable[[str, Tensor], None]
     """Copies a unit's bytes now."""
+
+    def read(self, out: Tensor) -> int:
+        """Writes its bytes to `out`, uint8 `[nbytes]`, and tells how many."""
+        self.reader(self.unit, out)
+        return len(out)
 
     @property
     def data(self) -> Tensor:
         """Its bytes, uint8 `[nbytes]` on the CPU."""
         data = torch.empty(self.nbytes, dtype=torch.uint8)
-        self.read(self.unit, data)
+        self.read(data)
         return data
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
 from evermoe.experts import Experts, expert_layers
+from evermoe.profile.memory import in_huge_pages
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
@@ -287,7 +288,7 @@ class TrainingState:
     def _retain(self, names: Iterable[str], leaving: Mapping[str, int]) -> None:
         for name in names:
             if name in leaving:
-                data = torch.empty(self.catalog.by_name[name].nbytes, dtype=torch.uint8)
+                data = in_huge_pages(torch.empty(self.catalog.by_name[name].nbytes, dtype=torch.uint8))
                 self.read(name, data)
                 self.retained.add(name, leaving[name], data)
 
