@@ -21,7 +21,7 @@ from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.place import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging
 from evermoe.recovery.early_survey import GROUP_BYTES
-from evermoe.state.stored import AwaitedUnit, StoredUnit, read_stored
+from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, read_stored
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION, Unit, digests_of
 from evermoe.state.version import step_of
@@ -299,6 +299,8 @@ class Survey:
 
 def _fits(found: StoredUnit, kind: str, unit: Unit) -> bool:
     """Whether a copy has the tensors that this job's preset has; what another one left may lack some, or have more."""
+    if isinstance(found, RetainedUnit):
+        return True
     if isinstance(found, PersistedUnit):
         return list(found.names) == [spec.name for spec in unit.specs]
     return kind != SNAPSHOT or unit.nbytes == len(found.data)

@@ -63,7 +63,7 @@ class LateState:
     def read(self, unit: Unit, version: int, out: Tensor) -> None:
         """Copies the optimizer's state of a unit that this rank has at a version to `out`, uint8 on the CPU."""
         held = next((each for each in self._retained.stored(version) if each.unit == unit.name), None)
-        tensors = self._tensors(unit) if held is None else unit.tensors(held.data).values()
+        tensors = self._tensors(unit) if held is None else held.tensors
         read_tensors([t for spec, t in zip(unit.specs, tensors, strict=True) if spec.is_state], out)
 
     @torch.no_grad()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mmap
 import resource
-from collections.abc import Hashable, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +29,8 @@ class StackMemory:
 
     def __init__(self, rows: int, row_bytes: int) -> None:
         self.nbytes = rows * row_bytes
+        self.used_bytes = 0
+        """Bytes of the stack now; what is after them may be given back."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._pages = mmap.mmap(-1, self.nbytes, flags=flags)
         whole = torch.frombuffer(self._pages, dtype=torch.uint8)
@@ -47,9 +48,9 @@ class StackMemory:
         count = rows * like.shape[1:].numel()
         return torch.frombuffer(self._pages, dtype=like.dtype, count=count).view(rows, *like.shape[1:])
 
-    def free_after(self, nbytes: int) -> None:
-        """Gives the system back what comes after so many bytes, in large pages."""
-        begin, advice = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, getattr(mmap, "MADV_DONTNEED", None)
+    def free_unused(self) -> None:
+        """Gives the system back what comes after the stack, in large pages."""
+        begin, advice = -(-self.used_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, getattr(mmap, "MADV_DONTNEED", None)
         if begin < self.nbytes and advice is not None:
             self._pages.madvise(advice, begin, self.nbytes - begin)
 
@@ -61,29 +62,52 @@ class StackMemories:
         self._memories: dict[Hashable, StackMemory] = {}
         self._may_reserve = may_reserve()
 
-    def restack(self, key: Hashable, old: Tensor, kept: Sequence[tuple[int, int]], rows: int, most: int) -> Tensor:
+    def restack(
+        self,
+        key: Hashable,
+        old: Tensor,
+        kept: Sequence[tuple[int, int]],
+        rows: int,
+        most: int,
+        leaving: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
         """A stack with some rows of an old one, which is not to be used any more: both may be the same memory.
+
+        Example, in one memory: of rows a, b, c the first leaves, and one comes before c: b, new, c, and behind them a.
 
         Args:
             key: of the stack.
             old: `[rows, length]`.
-            kept: new and old numbers of the rows that stay, the new ones ascending; others are to be written.
+            kept: new and old numbers of the rows that stay; others are to be written.
             rows: of the new stack.
             most: rows that the stack can ever have.
+            leaving: old numbers of rows that are to be retained until `free_unused`.
+
+        Returns:
+            The stack, and the rows that leave, on the host: behind it, or in memory of their own.
         """
-        if any(row > later for (_, row), (_, later) in pairwise(kept)):  # they would be in each other's way
-            self._memories.pop(key, None)
         is_on_host = self._may_reserve and old.device.type == "cpu" and old.is_contiguous()
         memory = self._memory(key, old, most) if is_on_host else None
-        new = in_huge_pages(old.new_empty((rows, *old.shape[1:]))) if memory is None else memory.stack(rows, old)
-        # In one memory, what moves to the front goes first, and what moves to the back begins with the last.
-        to_front, to_back = [each for each in kept if each[0] < each[1]], [each for each in kept if each[0] >= each[1]]
-        for to, row in (*to_front, *reversed(to_back)):
-            if new[to].data_ptr() != old[row].data_ptr():
+        if memory is None or not memory.has(old):
+            left = [in_huge_pages(torch.empty(old.shape[1:], dtype=old.dtype)).copy_(old[row]) for row in leaving]
+            new = in_huge_pages(old.new_empty((rows, *old.shape[1:]))) if memory is None else memory.stack(rows, old)
+            for to, row in kept:
                 new[to].copy_(old[row])
+        else:
+            ends = [rows + place for place in range(len(leaving))]
+            every = memory.stack(max(len(old), rows + len(leaving)), old)
+            _move(every, dict(zip(leaving, ends, strict=True)) | {row: to for to, row in kept})
+            new, left = memory.stack(rows, old), [every[place] for place in ends]
         if memory is not None:
-            memory.free_after(new.nbytes)
-        return new
+            memory.used_bytes = new.nbytes
+            if not leaving:
+                memory.free_unused()
+        return new, left
+
+    def free_unused(self) -> None:
+        """Rows that have left are not needed any more."""
+        for memory in self._memories.values():
+            memory.free_unused()
 
     def release(self) -> None:
         """Lets go of all memory; stacks that are still used keep theirs."""
@@ -100,6 +124,20 @@ class StackMemories:
             except (OSError, ValueError):
                 return None
         return found
+
+
+def _move(rows: Tensor, moves: Mapping[int, int]) -> None:
+    """Moves rows within their memory, each to a place of its own, of old to new number; others may be overwritten."""
+    pending, aside = {row: to for row, to in moves.items() if row != to}, []
+    while pending:
+        row = next((row for row, to in pending.items() if to not in pending), None)
+        if row is None:  # all are in each other's way
+            row = next(iter(pending))
+            aside.append((pending.pop(row), rows[row].clone()))
+        else:
+            rows[pending.pop(row)].copy_(rows[row])
+    for to, data in aside:
+        rows[to].copy_(data)
 
 
 def may_reserve() -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from evermoe._native import digest
+from evermoe.state.unit import read_tensors
 from evermoe.state.version import step_of
 
 
@@ -163,7 +164,20 @@ class RetainedUnit:
     unit: str
     version: int
     digest: int
-    data: Tensor
+    tensors: Sequence[Tensor]
+    """Whose bytes one after the other are the unit's; on the CPU."""
+
+    def read(self, out: Tensor) -> int:
+        """Writes its bytes to `out`, uint8 `[nbytes]`, and tells how many."""
+        read_tensors(self.tensors, out)
+        return len(out)
+
+    @property
+    def data(self) -> Tensor:
+        """Its bytes, uint8 `[nbytes]`."""
+        data = torch.empty(sum(tensor.nbytes for tensor in self.tensors), dtype=torch.uint8)
+        self.read(data)
+        return data
 
 
 class RetainedUnits:
@@ -171,11 +185,14 @@ class RetainedUnits:
 
     Until the copies of the new arrangement are complete, the member that got a unit may be the only one that has it. So
     the one that gave it away retains its bytes until then: a failure in between finds them here.
+
+    Args:
+        on_release: is called once they are not needed any more.
     """
 
-    def __init__(self) -> None:
-        self._version = 0
-        self._units: dict[str, tuple[int, Tensor]] = {}
+    def __init__(self, on_release: Callable[[], None] = lambda: None) -> None:
+        self._on_release, self._version = on_release, 0
+        self._units: dict[str, tuple[int, list[Tensor]]] = {}
 
     def begin(self, version: int, current: Collection[tuple[str, int]]) -> None:
         """A recovery to this version is adopted; what was retained before stays if it is of the same state.
@@ -187,9 +204,14 @@ class RetainedUnits:
         kept = {unit: found for unit, found in self._units.items() if (unit, found[0]) in current}
         self._version, self._units = version, kept
 
-    def add(self, unit: str, digest: int, data: Tensor) -> None:
-        """Retains a unit's bytes, uint8 `[nbytes]` on the CPU, of the version that was begun."""
-        self._units[unit] = digest, data
+    def add(self, unit: str, digest: int, tensors: Sequence[Tensor]) -> None:
+        """Retains a unit's tensors, on the CPU, of the version that was begun. `move` before their memory is used."""
+        self._units[unit] = digest, list(tensors)
+
+    def move(self) -> None:
+        """Gives all that is retained memory of its own."""
+        for _, tensors in self._units.values():
+            tensors[:] = [tensor.clone() for tensor in tensors]
 
     def stored(self, version: int) -> Iterator[RetainedUnit]:
         """The retained units; `version` is that of this member's state.
@@ -198,9 +220,10 @@ class RetainedUnits:
         """
         if step_of(version) != step_of(self._version):
             version = self._version
-        for unit, (value, data) in self._units.items():
-            yield RetainedUnit(unit, version, value, data)
+        for unit, (value, tensors) in self._units.items():
+            yield RetainedUnit(unit, version, value, tensors)
 
     def release(self) -> None:
         """Frees the memory: the copies of the new arrangement are complete everywhere."""
         self._units = {}
+        self._on_release()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
 from evermoe.experts import Experts, expert_layers
-from evermoe.profile.memory import in_huge_pages
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
@@ -89,7 +88,7 @@ class TrainingState:
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""
         self.catalog = UnitCatalog(self._list_units())
-        self.retained = RetainedUnits()
+        self.retained = RetainedUnits(self._memories.free_unused)
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
         self.late = LateState(self._tensors, self.retained, self.devices)
         """Units whose optimizer state is still on its way to this rank. What reads one waits until it is there."""
@@ -272,7 +271,9 @@ class TrainingState:
         if missing := needed - fetched.keys() - set(self.held()):
             raise KeyError(*sorted(missing))
         self.late.missing.clear()
-        self._retain(self.owners.by_unit, leaving)
+        self.retained.move()  # what stacks have behind them may be overwritten
+        for name in self.owners.by_unit.keys() & leaving.keys():
+            self.retained.add(name, leaving[name], [tensor.to("cpu", copy=True) for tensor in self.tensors([name])[0]])
         self.owners.hold(rank)
         if self.deferral is not None and not self._is_made:
             self.deferral.make(self.dense, self.optimizer)
@@ -280,17 +281,9 @@ class TrainingState:
         self._take_over(self._dense, fetched)
         for path, ids in experts.items():
             if ids != self.layers[path].ids:
-                self._retain((expert_unit(path, expert) for expert in self.layers[path].ids), leaving)
-                self._replace(self.layers[path], ids, self._restack(path, ids, fetched))
+                self._replace(self.layers[path], ids, self._restack(path, ids, fetched, leaving))
             self._take_over([expert_unit(path, expert) for expert in ids], fetched)
         self._take_over(self.held(), fetched)
-
-    def _retain(self, names: Iterable[str], leaving: Mapping[str, int]) -> None:
-        for name in names:
-            if name in leaving:
-                data = in_huge_pages(torch.empty(self.catalog.by_name[name].nbytes, dtype=torch.uint8))
-                self.read(name, data)
-                self.retained.add(name, leaving[name], data)
 
     def _take_over(self, names: Iterable[str], fetched: dict[str, Tensor]) -> None:
         for name in names:
@@ -302,20 +295,31 @@ class TrainingState:
                     if spec.name in values:
                         target.copy_(values[spec.name])
 
-    def _restack(self, path: str, ids: list[int], fetched: Collection[str] = ()) -> dict[str, Tensor]:
+    def _restack(
+        self, path: str, ids: list[int], fetched: Collection[str] = (), leaving: Mapping[str, int] = _NOTHING
+    ) -> dict[str, Tensor]:
         """Stacks with the rows that are held already; the others, which are fetched, are to be written.
 
-        What is held in memory of the stacks' own stays there: the stacks of before are void.
+        What is held in memory of the stacks' own stays there: the stacks of before are void. What leaves is retained.
         """
-        layer = self.layers[path]
+        layer, stacks = self.layers[path], {}
         rows = {expert: row for row, expert in enumerate(layer.ids) if expert_unit(path, expert) not in fetched}
         kept = [(to, rows[expert]) for to, expert in enumerate(ids) if expert in rows]
-        return {
-            key: self._memories.restack((path, key), old.detach(), kept, len(ids), layer.num_experts)
-            if old.dim() == 2
-            else old
-            for key, old in self._stacks(layer).items()
-        }
+        units = {expert_unit(path, expert): row for row, expert in enumerate(layer.ids) if expert not in ids}
+        left: dict[str, list[Tensor]] = {unit: [] for unit in units if unit in leaving}
+        gone = [units[unit] for unit in left]
+        for key, old in self._stacks(layer).items():
+            if old.dim() == 2:
+                stacks[key], parts = self._memories.restack(
+                    (path, key), old.detach(), kept, len(ids), layer.num_experts, gone
+                )
+            else:
+                stacks[key], parts = old, [old.to("cpu", copy=True)] * len(gone)
+            for unit, part in zip(left, parts, strict=True):
+                left[unit].append(part)
+        for unit, tensors in left.items():
+            self.retained.add(unit, leaving[unit], tensors)
+        return stacks
 
     def _replace(self, layer: Experts, ids: list[int], tensors: dict[str, Tensor]) -> None:
         """A new Parameter, never a resized one: graphs of an interrupted step may still have the shape of the old."""

@@ -11,7 +11,7 @@ from evermoe.state.version import version_of
 def retained_at(version):
     retained = RetainedUnits()
     retained.begin(version, set())
-    retained.add("x", 7, torch.tensor([1, 2], dtype=torch.uint8))
+    retained.add("x", 7, [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)])
     return retained
 
 
@@ -36,7 +36,7 @@ def test_a_state_that_got_a_new_version_without_a_step_takes_them_along():
 def test_a_second_recovery_to_the_same_state_keeps_what_the_first_has_moved():
     retained = retained_at(version_of(2, 5))
     retained.begin(version_of(4, 5), {("x", 7), ("y", 8)})
-    retained.add("y", 8, torch.tensor([3], dtype=torch.uint8))
+    retained.add("y", 8, [torch.tensor([3], dtype=torch.uint8)])
     assert [unit for unit, *_ in listed(retained, version_of(4, 5))] == ["x", "y"]
 
 

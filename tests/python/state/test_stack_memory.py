@@ -28,34 +28,50 @@ def subsets():
     return [list(found) for size in range(EXPERTS + 1) for found in itertools.combinations(every, size)]
 
 
+def restack(memories, old, kept, rows, leaving=()):
+    return memories.restack("x", old, kept, rows, EXPERTS, leaving)
+
+
+def placed(memories, experts):
+    return restack(memories, stack_of(experts), [(row, row) for row in range(len(experts))], len(experts))[0]
+
+
 def test_experts_keep_their_numbers_whichever_come_and_go():
     for before, after in itertools.product(subsets(), repeat=2):
         memories = StackMemories()
-        old = memories.restack("x", stack_of(before), [(row, row) for row in range(len(before))], len(before), EXPERTS)
+        old = placed(memories, before)
         kept = [(to, before.index(expert)) for to, expert in enumerate(after) if expert in before]
-        new = memories.restack("x", old, kept, len(after), EXPERTS)
+        leaving = [row for row, expert in enumerate(before) if expert not in after]
+        new, left = restack(memories, old, kept, len(after), leaving)
         assert new.shape == (len(after), LENGTH)
+        new[
+            [to for to, expert in enumerate(after) if expert not in before]
+        ] = -1.0  # they come: whatever was there goes
         for to, _ in kept:
             assert (new[to] == after[to]).all(), (before, after)
+        for row, data in zip(leaving, left, strict=True):
+            assert (data == before[row]).all(), (before, after)
         if before and after:
             assert new.data_ptr() == old.data_ptr()
             assert new.untyped_storage().nbytes() == new.nbytes, "who saves or copies it takes the rows alone"
 
 
-def test_experts_that_stand_in_another_order_are_put_into_other_memory():
-    memories = StackMemories()
-    old = memories.restack("x", stack_of([3, 1]), [(0, 0), (1, 1)], 2, EXPERTS)
-    new = memories.restack("x", old, [(0, 1), (1, 0)], 2, EXPERTS)
-    assert torch.equal(new, stack_of([1, 3]))
-    assert torch.equal(old, stack_of([3, 1]))
+def test_experts_that_stand_in_another_order_change_places():
+    for order in itertools.permutations(range(4)):
+        memories = StackMemories()
+        old = placed(memories, [3, 1, 0, 2])
+        new, _ = restack(memories, old, [(to, row) for to, row in enumerate(order)], 4)
+        assert torch.equal(new, stack_of([[3, 1, 0, 2][row] for row in order]))
+        assert new.data_ptr() == old.data_ptr()
 
 
 def test_a_stack_that_has_been_replaced_leaves_the_memory_to_who_has_it():
     memories = StackMemories()
-    old = memories.restack("x", stack_of([3, 1]), [(0, 0), (1, 1)], 2, EXPERTS)
-    new = memories.restack("x", stack_of([4, 0]), [(0, 0)], 1, EXPERTS)
+    old = placed(memories, [3, 1])
+    new, (left,) = restack(memories, stack_of([4, 0]), [(0, 0)], 1, [1])
     assert torch.equal(new, stack_of([4]))
     assert torch.equal(old, stack_of([3, 1]))
+    assert (left == 0).all()
 
 
 def resident(address):
@@ -79,7 +95,8 @@ def test_rows_take_memory_from_when_they_come_until_they_go():
     assert before <= 4 * HUGE_PAGE_BYTES
     memory.stack(64, like).fill_(1)
     assert resident(first.data_ptr()) >= 60 * HUGE_PAGE_BYTES
-    memory.free_after(first.nbytes)
+    memory.used_bytes = first.nbytes
+    memory.free_unused()
     assert resident(first.data_ptr()) <= before
     assert (first == 1).all()
 
@@ -108,3 +125,31 @@ def test_optimizer_state_and_weights_of_experts_stay_where_they_are_as_others_co
             data = torch.empty_like(every[names[expert]])
             state.read(names[expert], data)
             assert torch.equal(data, every[names[expert]])
+
+
+def test_what_leaves_stays_behind_the_stacks_and_out_of_the_way_of_the_next_recovery():
+    layer = evermoe.MoE(4, 6, EXPERTS)
+    state = TrainingState(layer, evermoe.optim.AdamW(layer.parameters()))
+    (path,) = state.layers
+    names = [expert_unit(path, expert) for expert in range(EXPERTS)]
+    bytes_now = {}
+    for name, tensors in zip(names, state.tensors(names), strict=True):
+        for number, tensor in enumerate(tensors[:-1]):
+            tensor.fill_(number + len(bytes_now))
+        bytes_now[name] = torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8)
+        state.read(name, bytes_now[name])
+
+    def retained():
+        return {each.unit: each.data for each in state.retained.stored(1)}
+
+    state.adopt({path: [0, 1, 2, 3]}, {})
+    state.retained.begin(1, set())
+    state.adopt({path: [0, 2]}, {}, leaving=dict.fromkeys([names[1], names[3]], 0))
+    first = state.layers[path].weights.data_ptr()
+    for step in range(2):
+        assert retained().keys() == {names[1], names[3]}
+        assert all(torch.equal(data, bytes_now[name]) for name, data in retained().items()), step
+        state.adopt({path: [0, 2, 4]}, {names[4]: bytes_now[names[4]].clone()})  # before anything is released
+        assert state.layers[path].weights.data_ptr() == first
+    state.retained.release()
+    assert not retained()
