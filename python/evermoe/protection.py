@@ -212,6 +212,7 @@ class Protection:
         for keeper in self.keepers:
             keeper.restart(step)
         if is_beside:  # now, as the threads that send would be in the way of what all wait for
+            self.state.late.start()
             self.first.begin(version)
         return not self.first.is_arriving
 

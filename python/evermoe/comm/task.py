@@ -58,11 +58,16 @@ class Task(Generic[T]):
 
 
 def run_beside(task: Task[T], name: str, devices: Iterable[torch.device]) -> None:
-    """Runs a task in a thread of its own.
+    """Runs a task in a thread of its own: see `prepared_beside`."""
+    prepared_beside(task, name, devices)()
+
+
+def prepared_beside(task: Task[T], name: str, devices: Iterable[torch.device]) -> Callable[[], None]:
+    """What runs a task in a thread of its own, when it is called.
 
     Args:
         name: of the thread.
-        devices: what it reads from a GPU of these is what the caller's stream will have written by then.
+        devices: what it reads from a GPU of these is what the caller's stream will have written by now.
     """
     device = next((device for device in devices if device.type == "cuda"), None)
     stream = None if device is None else torch.cuda.Stream(device)
@@ -73,7 +78,7 @@ def run_beside(task: Task[T], name: str, devices: Iterable[torch.device]) -> Non
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             task.run()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    return threading.Thread(target=run, name=name, daemon=True).start
 
 
 class Worker:

@@ -7,12 +7,13 @@ sevenths with bfloat16 weights and masters, comes while it computes, and is ther
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
 
-from evermoe.comm.task import Task, run_beside
+from evermoe.comm.task import Task, prepared_beside
 from evermoe.errors import PeerLost
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import Unit, read_tensors
@@ -40,6 +41,9 @@ class LateState:
         self._tensors, self._retained, self._devices = tensors, retained, devices
         self._task: Task[None] | None = None
         self._complete: Callable[[Task[None]], None] = _nothing
+        self._run: Callable[[], None] | None = None
+        """Starts the task; None where that has been done."""
+        self._starting = threading.Lock()
         self.missing: set[str] = set()
         """Units whose state is not here, as it is on its way or has got lost with its sender."""
 
@@ -49,15 +53,23 @@ class LateState:
         return self._task is not None
 
     def begin(self, units: Collection[str], task: Task[None], complete: Callable[[Task[None]], None]) -> None:
-        """Runs a task in a thread of its own. It `take`s the state of these units, and `read`s that of others.
+        """Takes a task for a thread of its own, which `start` or whoever waits for it starts.
 
         Args:
             units: that lack their state here.
-            task: sends and receives. What it reads from a GPU is what the caller's stream will have written by then.
+            task: it `take`s the state of these, and `read`s that of others. What it reads from a GPU is what the
+                caller's stream will have written by now.
             complete: waits for the tasks of all members; collective.
         """
         self.missing, self._task, self._complete = set(units), task, complete
-        run_beside(task, "evermoe-late-state", self._devices())
+        self._run = prepared_beside(task, "evermoe-late-state", self._devices())
+
+    def start(self) -> None:
+        """Starts the task, unless it was, or there is none: not before, as it is in the way of what all wait for."""
+        with self._starting:
+            run, self._run = self._run, None
+        if run is not None:
+            run()
 
     @torch.no_grad()
     def read(self, unit: Unit, version: int, out: Tensor) -> None:
@@ -85,15 +97,18 @@ class LateState:
         Raises:
             PeerLost: a member is gone or silent, or what came is damaged; the group is dropped.
         """
+        self.start()
         task, self._task = self._task, None
         if task is not None:
             self._complete(task)
 
     def end(self) -> None:
         """Waits until nothing is on its way any more, which is at once in a dropped group."""
-        if self._task is not None:
+        with self._starting:
+            was_started, self._run = self._run is None, None
+        if self._task is not None and was_started:
             self._task.wait()
-            self._task = None
+        self._task = None
 
     def wait(self, names: Collection[str]) -> None:
         """Waits until the state of units that this rank trains is there.
@@ -103,6 +118,7 @@ class LateState:
         """
         task = self._task
         if task is not None and self.missing.intersection(names):
+            self.start()
             task.wait()
         if lost := self.missing.intersection(names):
             raise PeerLost(f"the optimizer's state of {min(lost)} has not arrived")
