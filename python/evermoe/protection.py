@@ -30,7 +30,7 @@ from evermoe.persist.partial import PartialCheckpoints
 from evermoe.persist.partial_store import open_partial
 from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection
 from evermoe.planning.recovery import Lagging
-from evermoe.profile.memory import return_freed_memory
+from evermoe.profile.memory import return_freed_memory_beside
 from evermoe.protection_inputs import (
     about_member,
     about_units,
@@ -227,7 +227,7 @@ class Protection:
             keeper.release(step_of(version))
         self.state.retained.release()
         self.first.end()
-        return_freed_memory()
+        return_freed_memory_beside()
         if self._covered is not None:
             self._emit(self._covered)
 

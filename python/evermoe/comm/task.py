@@ -41,6 +41,11 @@ class Task(Generic[T]):
             del self._work
             self._over.set()
 
+    def cancel(self, why: str) -> None:
+        """It was never run, and will not be: `lost` says why."""
+        self.lost = why
+        self._over.set()
+
     def is_over_within(self, seconds: float) -> bool:
         """Whether it is over by then."""
         return self._over.wait(seconds)

@@ -22,7 +22,7 @@ class EarlySurvey:
     Args:
         state: of this member.
         catch_up: brings the replicas that are kept here, and that the members who have agreed may need, to their newest
-            step, one after the other.
+            step, some at a time.
     """
 
     def __init__(self, state: TrainingState, catch_up: Callable[[], Iterable[None]]) -> None:

@@ -96,7 +96,7 @@ class Fetch:
             meanwhile()
         except BaseException as error:
             self._group.drop(f"a member cannot read what it has: {error}")
-            task.wait()
+            task.is_over_within(threading.TIMEOUT_MAX)  # its own error is a consequence
             raise
         self.complete(task)
         return incoming

@@ -112,14 +112,16 @@ class Replica(AbstractContextManager["Replica"]):
         log_bytes: int = 1 << 30,
         kept_steps: int = KEPT_STEPS,
     ) -> None:
-        self._kept_steps = kept_steps
+        self._kept_steps, own = kept_steps, torch.device(device)
+        if own.type == "cuda" and own.index is None:  # each thread has a GPU of its own that is the current one
+            own = torch.device("cuda", torch.cuda.current_device())
         self._units: dict[str, list[int]] = {}
         self._parts: list[Part] = []
         for unit in units:
             if unit.name in self._units:
                 raise ValueError(f"units: {unit.name!r} is there twice; names must be unique")
             first = len(self._parts)
-            self._parts += [Part(unit, specs, torch.device(device)) for specs in parts_of(unit)]
+            self._parts += [Part(unit, specs, own) for specs in parts_of(unit)]
             self._units[unit.name] = list(range(first, len(self._parts)))
         self._log = ReplayLog([(part.name, part.elements, part.layout.nbytes) for part in self._parts], log_bytes)
         self._repeater = Repeater(self._parts, self._log)
@@ -147,11 +149,13 @@ class Replica(AbstractContextManager["Replica"]):
             has, and follows no more steps until its full state comes.
 
         Raises:
-            ValueError: the replica is closed.
+            ValueError: the replica is closed, or the memory to keep is read-only.
         """
         if self._closed:
             raise ValueError("replica: it is closed")
         record = np.frombuffer(message, np.uint8)
+        if keep and not record.flags.writeable:
+            raise ValueError("replica: keep needs memory that may be written")
         return self._take(record, hold, self._log.accept(record, hold), keep=keep)
 
     def begin(self, unit: str, step: int, state: Tensor) -> None:
@@ -265,7 +269,10 @@ class Replica(AbstractContextManager["Replica"]):
         return state
 
     def catch_up_all(self, units: Iterable[str] | None = None) -> Iterator[None]:
-        """Brings units that have a state, None for all, to their newest step, some at a time, for as long as asked."""
+        """Brings units that have a state, None for all, to their newest step, some at a time.
+
+        Yields of each parameter. Whoever stops asking waits for those that are under way alone.
+        """
         steps = {unit: self.version(unit) for unit in (self._units if units is None else units)}
         due = [(index, step) for unit, step in steps.items() if step is not None for index in self._units[unit]]
         pool = ThreadPoolExecutor(CATCH_UP_THREADS, "evermoe-catch-up")
@@ -323,8 +330,8 @@ class Replica(AbstractContextManager["Replica"]):
         if index is not None and index in self._repeater.failures and code != "state":
             return Received(name, "failed", self._repeater.failures[index])
         if code == "state" and index is not None:
-            state = torch.from_numpy(record[RECORD_HEADER_BYTES:])
-            self._repeater.install(index, state if keep else state.clone(), digest)
+            payload = record[RECORD_HEADER_BYTES:]
+            self._repeater.install(index, torch.from_numpy(payload if keep else payload.copy()), digest)
         elif code == "ok" and index is not None and not hold:
             newest, version = self._log.newest(index), self._log.version(index)
             is_due = newest is not None and version is not None and newest - version >= self._batches[index]

@@ -18,6 +18,7 @@ from evermoe.planning.protection import UnitProtection
 from evermoe.profile.follower import StreamFollower
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.bundles import Bundle, bundles
+from evermoe.snapshot.former import FormerSnapshots
 from evermoe.snapshot.gpu_sources import GpuSources
 from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
@@ -142,8 +143,9 @@ class Snapshots(StateKeeper):
         """Steps between local snapshots; None for as few as the budget allows."""
         self._local_steps = 1
         self._newest_local: float = 0
-        self._is_local_later, self._is_pruned = False, True
-        """Whether the first local snapshots of the plan come a step later; and those of before are gone."""
+        self._is_local_later = False
+        """Whether the first local snapshots of the plan come a step later."""
+        self._former = FormerSnapshots(lambda: store.prune(self._generation))
         self._generation = 0
         self._copies = NO_COPIES
         """Copies of before, which need not be sent again."""
@@ -158,13 +160,15 @@ class Snapshots(StateKeeper):
         Raises:
             OSError: a job starts, and the shared memory is too small.
         """
-        self.missing, self.locked_bytes, self.problem = {}, 0, ""
+        had_room, self.problem = not self.problem, ""
+        self.missing, self.locked_bytes = {}, 0
+        self._former.forget()
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self.version_pace.is_used = self.copies_late
         self._copies, at = assignment.copies, self._membership
         self._local_steps = self._fixed_steps or 1
         as_budget_allows = self._fixed_steps is None and not self._options.choices.per_expert_versions
-        self._is_local_later = assignment.is_beside and as_budget_allows and not self.copies_late
+        self._is_local_later = assignment.is_beside and as_budget_allows and not self.copies_late and had_room
         if not self._options.copies:
             return
         found, local = planned_bundles(assignment, at.nodes, at.domains, self._options)
@@ -178,6 +182,7 @@ class Snapshots(StateKeeper):
             assignment.copies,
             reserves=is_on_gpu or not assignment.is_beside,
         )
+        self._is_local_later &= bool(assignment.copies)  # else those of before have made room
         self.locked_bytes = self._page_locks.lock(self._store, share)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
@@ -188,8 +193,8 @@ class Snapshots(StateKeeper):
 
     @property
     def local_units(self) -> list[str]:
-        """Units of which snapshots stay on their own nodes."""
-        return [unit for units in self._local.values() for unit in units]
+        """Units of which the first copies of the plan have snapshots that stay on their own nodes."""
+        return [] if self._is_local_later else [unit for units in self._local.values() for unit in units]
 
     # ---- everything once
 
@@ -207,9 +212,8 @@ class Snapshots(StateKeeper):
         """Removes the arenas of earlier plans, unless their local snapshots are all there is."""
         copied = self._sent if self._is_local_later else self._sent | self._local
         self._whole = dict.fromkeys(copied.keys() & {kept.number for kept in self._store.own}, step)
-        self._is_pruned = not (self._is_local_later and self._local)
-        if self._options.copies and self._is_pruned:
-            self._store.prune(self._generation)
+        if self._options.copies:
+            self._former.release(are_needed=self._is_local_later and bool(self._local))
 
     def restart(self, step: int) -> None:
         """Begins the next step, whose windows are not known yet."""
@@ -221,19 +225,20 @@ class Snapshots(StateKeeper):
     # ---- a step
 
     def make_room(self, step: int) -> None:
-        """One version at a time: waits for the one under way if another one is due."""
+        """One version at a time: waits for the one under way if another one is due. Those of before may go."""
+        self._former.give_up()
         is_due = self.version_pace.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
         if self._round is not None and is_due:
             self.pacer.hurry()
             self.wait()
-        if not self._is_pruned and self._round is not None and self._round.whole.keys() >= self._local.keys():
-            self._is_pruned = True
-            self._store.prune(self._generation)
 
     def before_vote(self, step: int) -> bool:
         """Waits for what must be safe by then; whether that is so."""
         if self._round is not None and self.copies_late:
             return not self.version_pace.is_due(step) or self.wait()
+        if self._round is not None and self._former.are_replaced:
+            self.pacer.hurry()
+            return self._former.note_whole(self.wait())
         if self._round is not None and not self._sent:  # no peer is waited for
             self._round.task.wait()
         return True
@@ -320,6 +325,8 @@ class Snapshots(StateKeeper):
             return
         if due.bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
             self._newest_local = step_of(version)
+        if due.bundles is not None and due.bundles & self._local.keys():
+            self._former.replace()
         if not self._is_settled:  # where the members change, no peer would receive it
             if self._round is not None:
                 self._whole |= self._round.whole

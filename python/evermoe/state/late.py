@@ -67,9 +67,9 @@ class LateState:
     def start(self) -> None:
         """Starts the task, unless it was, or there is none: not before, as it is in the way of what all wait for."""
         with self._starting:
-            run, self._run = self._run, None
-        if run is not None:
-            run()
+            if self._run is not None:
+                self._run()
+                self._run = None
 
     @torch.no_grad()
     def read(self, unit: Unit, version: int, out: Tensor) -> None:
@@ -104,11 +104,13 @@ class LateState:
 
     def end(self) -> None:
         """Waits until nothing is on its way any more, which is at once in a dropped group."""
+        task, self._task = self._task, None
         with self._starting:
-            was_started, self._run = self._run is None, None
-        if self._task is not None and was_started:
-            self._task.wait()
-        self._task = None
+            if task is not None and self._run is not None:
+                task.cancel("the members have changed before it began")
+            self._run = None
+        if task is not None:
+            task.wait()
 
     def wait(self, names: Collection[str]) -> None:
         """Waits until the state of units that this rank trains is there.

@@ -228,6 +228,7 @@ class TrainingState:
         What is there already stays.
         """
         assert self.deferral is not None
+        self.retained.move()
         if not self._is_made:
             self.owners.hold(rank)
             self.deferral.make(self.dense, self.optimizer)

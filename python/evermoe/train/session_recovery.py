@@ -19,7 +19,7 @@ from evermoe.events import Commit, Copy, Joined, Listener, Lost, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
-from evermoe.profile.memory import return_freed_memory
+from evermoe.profile.memory import return_freed_memory, return_freed_memory_beside
 from evermoe.protection import Protection
 from evermoe.recovery.early_survey import EarlySurvey
 from evermoe.recovery.recovery import Recovery
@@ -208,7 +208,7 @@ class RecoveryDriver(Driver):
         """
         if self._trains:
             self._script.zero_gradients()
-        return_freed_memory()
+        return_freed_memory_beside()
 
     def _warn_of_settings(self, progress: dict[str, Any]) -> None:
         differing = loop_state.differences(progress, self._script.optimizer, self._script.scheduler)

@@ -33,15 +33,15 @@ def watch(record: Recorder) -> None:
     sender, replica = replicas.copies.sender, replicas.copies.replica
     make, receive = sender.full_state_messages, replica.receive
 
-    def make_noted(step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
-        for unit, message in make(step, units):
+    def make_noted(step: int, units: Iterable[str] | None = None, memory: Any = None) -> Iterator[tuple[str, Any]]:
+        for unit, message in make(step, units, memory):
             record.write("state", unit=unit, at=step)
             record.fault("state", step)
             record.fault(f"state of {len(nodes)}", step)
             yield unit, message
 
-    def receive_noted(message: Any, *, hold: bool = False) -> Any:
-        received = receive(message, hold=hold)
+    def receive_noted(message: Any, **options: Any) -> Any:
+        received = receive(message, **options)
         record.write("taken", unit=received.unit, code=received.code)
         return received
 

@@ -1,0 +1,46 @@
+"""Local snapshots of before a change of members, until all members have new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class FormerSnapshots:
+    """What becomes of local snapshots of before, which all members give up with the same vote.
+
+    Until then a crash of all processes needs them: only together do members have all units, at one version.
+
+    Args:
+        prune: removes them here.
+    """
+
+    def __init__(self, prune: Callable[[], None]) -> None:
+        self._prune = prune
+        self._are_needed = self._are_whole = False
+        self.are_replaced = False
+        """Whether the snapshots that take their place are under way."""
+
+    def forget(self) -> None:
+        """The members change: what becomes of them is decided anew."""
+        self._are_needed = self.are_replaced = self._are_whole = False
+
+    def release(self, *, are_needed: bool) -> None:
+        """The copies of a plan are whole, but for local snapshots of it if those of before are needed."""
+        self._are_needed = are_needed
+        if not are_needed:
+            self._prune()
+
+    def replace(self) -> None:
+        """Snapshots that take their place are begun now, on all members."""
+        self.are_replaced = self._are_needed
+
+    def note_whole(self, is_whole: bool) -> bool:
+        """Whether those that take their place are whole here, which this member says in its vote."""
+        self._are_whole = is_whole
+        return is_whole
+
+    def give_up(self) -> None:
+        """A vote has passed: if members have said in it that theirs are whole, those of before go."""
+        if self._are_whole:
+            self.forget()
+            self._prune()
