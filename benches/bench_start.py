@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import uuid
 from pathlib import Path
 
 import torch
@@ -202,7 +203,8 @@ def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, fl
     """What each worker of a job says."""
     names = ("layers", "hidden", "intermediate", "experts", "copies", "slots", "preset")
     own = [f"--{name}={getattr(options, name)}" for name in names]
-    command = [sys.executable, "-m", "evermoe", "run", "--workers", str(options.workers), __file__, "--worker"]
+    job = f"--job=bench-start-{uuid.uuid4().hex[:8]}"
+    command = [sys.executable, "-m", "evermoe", "run", "--workers", str(options.workers), job, __file__, "--worker"]
     done = subprocess.run(
         [*command, f"--how={how}", f"--folder={folder}", *own],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

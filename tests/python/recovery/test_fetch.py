@@ -117,3 +117,22 @@ def test_destinations_take_turns_as_documented():
     transfers = [Transfer(str(number), 0, rank, "active") for number, rank in enumerate([1, 1, 1, 2, 3, 3])]
     assert [each.destination for each in in_turn(transfers)] == [1, 2, 3, 1, 3, 1]
     assert [each.unit for each in in_turn(transfers) if each.destination == 1] == ["0", "1", "2"]
+
+
+def one_cannot_read_its_own(group, folder):
+    """What rank 1 has itself cannot be read, while rank 0 sends it something."""
+    mine, _ = members(group, folder, PATIENCE)
+
+    def meanwhile():
+        if mine.rank == 1:
+            raise RuntimeError("it cannot be read")
+
+    with pytest.raises(RuntimeError if mine.rank == 1 else PeerLost) as raised:
+        Fetch(mine, lambda transfer: 5, copy_slowly).remote([Transfer("c", 0, 1, "active")], meanwhile)
+    return str(raised.value), mine.broken is not None
+
+
+def test_a_rank_that_cannot_read_what_it_has_ends_the_wait_of_all(tmp_path):
+    others, own = run_ranks(tmp_path, 2, one_cannot_read_its_own, str(tmp_path))
+    assert own == ("it cannot be read", True)
+    assert others[1], others

@@ -183,3 +183,31 @@ def test_damaged_sizes_of_messages_are_a_lost_peer_and_no_wait():
     assert came.tail_bytes() == len(tail) == 60
     found = [each for data, sizes in came.parts(tail) for each in data.split(sizes)]
     assert [each.tolist() for each in found] == [each.tolist() for each in messages]
+
+
+def begin_everywhere(group):
+    """Digests of what each rank keeps of rank 0's experts, each of which two ranks keep; first what rank 0 trains."""
+    torch.manual_seed(group.rank)
+    layer = MoE(8, 8, 12, top_k=1)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+    state = TrainingState(layer, optimizer)
+    path = next(iter(state.layers))
+    state.adopt({path: list(range(12)) if group.rank == 0 else []}, {})
+    kept = [UnitProtection(expert_unit(path, expert), "replayed", 0, (1, 2)) for expert in range(12)]
+    courier = Courier(connected(group, PATIENCE), None, "courier")
+    copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer))
+    begin(courier, copies)
+    found = {unit: value for unit, _, value in copies.stored()}
+    if group.rank == 0:
+        names = [each.unit for each in kept]
+        found = dict(zip(names, state.digests(names), strict=True))
+    group.all_reduce(torch.zeros(1))
+    copies.close()
+    courier.close()
+    return found
+
+
+def test_records_for_several_peers_are_made_in_memory_that_is_used_again(tmp_path):
+    trained, *copies = run_ranks(tmp_path, 3, begin_everywhere)
+    assert len(trained) == 12 == len(set(trained.values()))
+    assert copies == [trained, trained]

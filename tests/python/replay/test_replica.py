@@ -422,3 +422,40 @@ def test_a_replica_follows_a_trainer_on_its_device(device, make):
         for _ in range(20):
             deliver(replica, trainer, trainer.step())
         check(replica, trainer)
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch adamw", "sgd", "plain sgd"])
+def test_a_replica_begins_with_bytes_that_are_here(name):
+    """Also with a unit of several parameters, not all of which begin at a whole word of eight bytes."""
+    trainer = Trainer(OPTIMIZERS[name])
+    for _ in range(3):
+        trainer.step()
+    with Replica(trainer.sender.layouts()) as replica:
+        for unit in trainer.units:
+            trainer.sender.follow(unit)
+            replica.begin(unit, trainer.step_number, trainer.state(unit))
+        check(replica, trainer)
+        for _ in range(5):
+            for message in trainer.step():
+                assert replica.receive(message).code == "ok"
+        check(replica, trainer)
+
+
+def test_a_state_stays_in_the_memory_of_its_message_if_that_may_be_kept():
+    trainer = Trainer(adamw)
+    messages = trainer.step()
+    with Replica(trainer.sender.layouts()) as replica, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for message in messages:
+            with pytest.raises(ValueError, match="may be written"):
+                replica.receive(bytes(message), keep=True)
+            assert replica.receive(bytes(message)).code == "ok", "its memory is not the replica's"
+        check(replica, trainer)
+    with Replica(trainer.sender.layouts()) as replica:
+        kept = [message.copy() for message in messages]
+        for message in kept:
+            assert replica.receive(message, keep=True).code == "ok"
+        check(replica, trainer)
+        for message in trainer.step():
+            replica.receive(message)
+        check(replica, trainer)

@@ -1,10 +1,18 @@
-"""What a member retains of the units that a recovery moves elsewhere."""
+"""What a member has of units beside what it trains: retained, as copies, or with optimizer state on its way."""
 
 from __future__ import annotations
 
+import threading
+from typing import NamedTuple
+
+import pytest
 import torch
 
-from evermoe.state.stored import RetainedUnits
+from evermoe._native import digest
+from evermoe.comm.task import Task
+from evermoe.errors import PeerLost
+from evermoe.state.late import LateState
+from evermoe.state.stored import AwaitedUnit, KeptCopies, RetainedUnits
 from evermoe.state.version import version_of
 
 
@@ -46,3 +54,57 @@ def test_a_recovery_to_another_state_drops_them():
         retained = retained_at(version_of(2, 5))
         retained.begin(version, {("x", 6)})
         assert listed(retained, version) == []
+
+
+class Copy(NamedTuple):
+    """A copy of a unit that says how many bytes it could write."""
+
+    unit: str
+    version: int
+    digest: int
+    data: torch.Tensor
+
+
+def test_a_copy_that_is_not_what_its_trainer_has_is_not_begun_with():
+    data = torch.arange(8, dtype=torch.uint8)
+    own = {
+        "right": AwaitedUnit(Copy("right", 1, 0, data), digest(data.numpy())),
+        "wrong": AwaitedUnit(Copy("wrong", 1, 0, data), digest(data.numpy()) + 1),
+        "short": Copy("short", 1, 0, data[:4]),
+        "whole": Copy("whole", 1, 0, data),
+    }
+    copies = KeptCopies([list(own)], 0, own)
+    out = torch.zeros(8, dtype=torch.uint8)
+    assert [unit for unit in (*own, "nowhere") if copies.read(unit, out)] == ["right", "whole"]
+    assert torch.equal(out, data)
+
+
+def late_task():
+    """Optimizer state on its way, and how often it was begun."""
+    retained, begun = RetainedUnits(), []
+    late = LateState(lambda unit: [], retained, lambda: [])
+    late.begin(["x"], Task(lambda: begun.append(1)), lambda task: None)
+    return late, begun
+
+
+def test_late_state_is_sent_once_whoever_starts_it():
+    late, begun = late_task()
+    assert not begun, "it would be in the way of what all wait for"
+    threads = [threading.Thread(target=late.start) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    late.missing.clear()
+    late.end()
+    assert begun == [1]
+    assert not late.is_under_way
+
+
+def test_late_state_that_nobody_has_begun_to_send_is_lost_with_the_members():
+    late, begun = late_task()
+    late.end()
+    late.start()
+    assert not begun
+    with pytest.raises(PeerLost, match="x has not arrived"):
+        late.wait(["x"])
