@@ -6,7 +6,7 @@ use crate::memory::within;
 use evermoe::cpu::{AdamWOptions, AdamWStep, Gradient, Serial};
 use evermoe::replay::{
     Accepted, BLOCK, Encoding, Fault, HEADER_BYTES, Header, Kind, Log, PROOF_BYTES, Rule, Stored,
-    encode_gradient, most_payload_bytes,
+    encode_gradient, most_payload_bytes, state_digest,
 };
 use std::collections::VecDeque;
 use xxhash_rust::xxh3::Xxh3;
@@ -220,10 +220,10 @@ fn deliver(draw: &mut Draw, log: &mut Log, bytes: &[u8], hold: bool) -> u64 {
     for _ in 0..3 {
         match give(log, bytes, hold) {
             Ok(Accepted::ApplyNow { .. }) => take(draw, log, u64::MAX),
-            Ok(Accepted::State { unit, words }) => {
-                let words: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-                let step = log.version(unit).unwrap();
-                assert_eq!(words[..12 * UNITS[unit].1], state(unit, step), "the state of step {step}");
+            Ok(Accepted::State { unit, digest }) => {
+                let (step, payload) = (log.version(unit).unwrap(), &bytes[HEADER_BYTES..]);
+                assert_eq!(payload, state(unit, step), "the state of step {step}");
+                assert_eq!(digest, state_digest(&[payload], &Serial));
                 return 0;
             }
             Ok(_) => return 0,
