@@ -44,6 +44,7 @@ class Task(Generic[T]):
     def cancel(self, why: str) -> None:
         """It was never run, and will not be: `lost` says why."""
         self.lost = why
+        del self._work
         self._over.set()
 
     def is_over_within(self, seconds: float) -> bool:

@@ -57,7 +57,7 @@ def test_a_recovery_to_another_state_drops_them():
 
 
 class Copy(NamedTuple):
-    """A copy of a unit that says how many bytes it could write."""
+    """A copy of a unit, whole or not."""
 
     unit: str
     version: int

@@ -44,9 +44,8 @@ def test_experts_keep_their_numbers_whichever_come_and_go():
         leaving = [row for row, expert in enumerate(before) if expert not in after]
         new, left = restack(memories, old, kept, len(after), leaving)
         assert new.shape == (len(after), LENGTH)
-        new[
-            [to for to, expert in enumerate(after) if expert not in before]
-        ] = -1.0  # they come: whatever was there goes
+        coming = [to for to, expert in enumerate(after) if expert not in before]
+        new[coming] = -1.0  # whatever was there goes
         for to, _ in kept:
             assert (new[to] == after[to]).all(), (before, after)
         for row, data in zip(leaving, left, strict=True):
@@ -101,15 +100,23 @@ def test_rows_take_memory_from_when_they_come_until_they_go():
     assert (first == 1).all()
 
 
-def test_optimizer_state_and_weights_of_experts_stay_where_they_are_as_others_come():
+def trained_layer():
+    """The state of a layer, its path, the names of its experts, and the bytes of each, no two of which are alike."""
     layer = evermoe.MoE(4, 6, EXPERTS)
     state = TrainingState(layer, evermoe.optim.AdamW(layer.parameters()))
     (path,) = state.layers
     names = [expert_unit(path, expert) for expert in range(EXPERTS)]
     every = {}
-    for name in names:
+    for expert, (name, tensors) in enumerate(zip(names, state.tensors(names), strict=True)):
+        for number, tensor in enumerate(tensors[:-1]):  # the last one is the count of all
+            tensor.fill_(expert + number / 4)
         every[name] = torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8)
         state.read(name, every[name])
+    return state, path, names, every
+
+
+def test_optimizer_state_and_weights_of_experts_stay_where_they_are_as_others_come():
+    state, path, names, every = trained_layer()
 
     def addresses():
         stacks = state.tensors(names[:2])
@@ -128,16 +135,7 @@ def test_optimizer_state_and_weights_of_experts_stay_where_they_are_as_others_co
 
 
 def test_what_leaves_stays_behind_the_stacks_and_out_of_the_way_of_the_next_recovery():
-    layer = evermoe.MoE(4, 6, EXPERTS)
-    state = TrainingState(layer, evermoe.optim.AdamW(layer.parameters()))
-    (path,) = state.layers
-    names = [expert_unit(path, expert) for expert in range(EXPERTS)]
-    bytes_now = {}
-    for name, tensors in zip(names, state.tensors(names), strict=True):
-        for number, tensor in enumerate(tensors[:-1]):
-            tensor.fill_(number + len(bytes_now))
-        bytes_now[name] = torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8)
-        state.read(name, bytes_now[name])
+    state, path, names, every = trained_layer()
 
     def retained():
         return {each.unit: each.data for each in state.retained.stored(1)}
@@ -148,8 +146,8 @@ def test_what_leaves_stays_behind_the_stacks_and_out_of_the_way_of_the_next_reco
     first = state.layers[path].weights.data_ptr()
     for step in range(2):
         assert retained().keys() == {names[1], names[3]}
-        assert all(torch.equal(data, bytes_now[name]) for name, data in retained().items()), step
-        state.adopt({path: [0, 2, 4]}, {names[4]: bytes_now[names[4]].clone()})  # before anything is released
+        assert all(torch.equal(data, every[name]) for name, data in retained().items()), step
+        state.adopt({path: [0, 2, 4]}, {names[4]: every[names[4]].clone()})  # before anything is released
         assert state.layers[path].weights.data_ptr() == first
     state.retained.release()
     assert not retained()
