@@ -134,7 +134,7 @@ impl PartialEq for Step {
 impl Eq for Step {}
 
 pub(super) struct Chooser<'a> {
-    request: &'a CopyRequest<'a>,
+    pub(super) request: &'a CopyRequest<'a>,
     risk: Risk<'a>,
     pub(super) domain: Vec<usize>,
     capacity: Capacity<'a>,

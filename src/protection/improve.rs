@@ -1,20 +1,79 @@
 //! Exchanges between two units, where the greedy choice has no capacity left.
 
-use super::choose::Chooser;
+use super::choose::{Chooser, Unit};
 use super::options::Choice;
+use super::plan::{CopyKind, Holder};
+use super::request::CopyUnit;
 use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::rc::Rc;
 
-/// Nodes that may be looked at in all: a fraction of a second.
-const MOST_WORK: usize = 1 << 24;
+/// Nodes that may be looked at in all: some tens of milliseconds, for which members wait.
+const MOST_WORK: usize = 1 << 21;
+/// Share by which a loss must be less, to be more than rounding.
+const LESS: f64 = 1e-9;
+/// Share by which losses that are alike may differ: less than `LESS`, or units would exchange for ever.
+const ROUNDING: f64 = 1e-12;
+
+/// What the first unit of an exchange can choose, and what the other one has left then.
+#[derive(Clone, Copy)]
+struct Outcome {
+    choice: Choice,
+    /// None where nothing fits.
+    rest: Option<Choice>,
+    /// Losses of the two for each of their tokens.
+    loss: [f64; 2],
+    /// How many of the two are covered.
+    covered: usize,
+}
+
+/// What exchanges come to. Units that differ in their tokens alone, such as most experts, have the same.
+struct Exchanges {
+    /// Nodes that may still be looked at.
+    work: usize,
+    /// By unit, what it is but for its tokens.
+    groups: Vec<usize>,
+    /// By unit, its group with its present copies.
+    classes: Vec<usize>,
+    numbers: HashMap<(usize, CopyKind, Vec<Holder>), usize>,
+    /// By the classes of the two, as long as no capacity is taken or given back.
+    outcomes: HashMap<(usize, usize), Rc<[Outcome]>>,
+}
+
+impl Exchanges {
+    fn new(units: &[Unit], given: &[CopyUnit]) -> Self {
+        let mut known = HashMap::new();
+        let mut group = |(unit, given): (&Unit, &CopyUnit)| {
+            let CopyUnit { state_bytes, gradient_bytes, replayable, tokens, .. } = *given;
+            let bytes = (state_bytes, gradient_bytes, replayable, tokens > 0.0);
+            let next = known.len();
+            let places = (unit.sender, unit.active.clone(), unit.preferred.clone(), unit.missing);
+            *known.entry((bytes, places)).or_insert(next)
+        };
+        let groups = units.iter().zip(given).map(&mut group).collect();
+        let classes = vec![0; units.len()];
+        let mut made =
+            Self { work: MOST_WORK, groups, classes, numbers: HashMap::new(), outcomes: HashMap::new() };
+        (0..units.len()).for_each(|index| made.classify(index, &units[index]));
+        made
+    }
+
+    fn classify(&mut self, index: usize, unit: &Unit) {
+        let next = self.numbers.len();
+        let key = (self.groups[index], unit.kind, unit.holders.clone());
+        self.classes[index] = *self.numbers.entry(key).or_insert(next);
+    }
+}
 
 impl Chooser<'_> {
     /// Exchanges as long as it helps: one unit gives way, another one takes a better choice, and the first what is left.
     pub(super) fn improve(&mut self) {
-        let mut work = MOST_WORK;
-        while self.improve_once(&mut work) {}
+        let mut exchanges = Exchanges::new(&self.units, self.request.units);
+        while self.improve_once(&mut exchanges) {}
     }
 
-    fn improve_once(&mut self, work: &mut usize) -> bool {
+    fn improve_once(&mut self, exchanges: &mut Exchanges) -> bool {
         let mut open: Vec<usize> =
             (0..self.units.len()).filter(|&unit| !self.units[unit].covered()).collect();
         open.sort_by(|&a, &b| self.units[b].loss.total_cmp(&self.units[a].loss).then(a.cmp(&b)));
@@ -23,10 +82,10 @@ impl Chooser<'_> {
         let mut improved = false;
         for unit in open {
             for &other in held.iter().filter(|&&other| other != unit) {
-                if *work == 0 {
+                if exchanges.work == 0 {
                     return false;
                 }
-                if self.exchange(unit, other, work) {
+                if self.exchange(unit, other, exchanges) {
                     improved = true;
                     break;
                 }
@@ -36,34 +95,60 @@ impl Chooser<'_> {
     }
 
     /// Whether the two lose less together, or as little with more of them covered, after an exchange.
-    fn exchange(&mut self, unit: usize, other: usize, work: &mut usize) -> bool {
-        let before = (self.save(unit), self.save(other));
-        let value = |chooser: &Self| {
-            let pair = [&chooser.units[unit], &chooser.units[other]];
-            (pair[0].loss + pair[1].loss, pair.iter().filter(|unit| unit.covered()).count())
+    fn exchange(&mut self, unit: usize, other: usize, exchanges: &mut Exchanges) -> bool {
+        let pair = [&self.units[unit], &self.units[other]];
+        let old = (pair[0].loss + pair[1].loss, pair.iter().filter(|unit| unit.covered()).count());
+        let tokens = [unit, other].map(|index| self.request.units[index].tokens);
+        let helps = |found: &&Outcome| {
+            let loss = found.loss[0] * tokens[0] + found.loss[1] * tokens[1];
+            let is_less = loss < old.0 * (1.0 - LESS);
+            is_less || (loss <= old.0 * (1.0 + ROUNDING) && Reverse(found.covered) < Reverse(old.1))
         };
-        let old = value(self);
+        let Some(found) = self.outcomes(unit, other, exchanges).iter().find(helps).copied() else {
+            return false;
+        };
+        self.clear(other);
+        let fits = self.choose(unit, found.choice).is_ok();
+        let rest_fits = found.rest.is_none_or(|rest| self.choose(other, rest).is_ok());
+        debug_assert!(fits && rest_fits, "what was tried once fits again");
+        exchanges.outcomes.clear();
+        for index in [unit, other] {
+            exchanges.classify(index, &self.units[index]);
+        }
+        true
+    }
+
+    /// What the unit can choose where the other one gives way, best first.
+    fn outcomes(&mut self, unit: usize, other: usize, exchanges: &mut Exchanges) -> Rc<[Outcome]> {
+        let Exchanges { work, classes, outcomes, .. } = exchanges;
+        match outcomes.entry((classes[unit], classes[other])) {
+            Entry::Occupied(known) => Rc::clone(known.get()),
+            Entry::Vacant(free) => Rc::clone(free.insert(self.try_exchanges(unit, other, work).into())),
+        }
+    }
+
+    fn try_exchanges(&mut self, unit: usize, other: usize, work: &mut usize) -> Vec<Outcome> {
+        let before = (self.save(unit), self.save(other));
+        let mut found = Vec::new();
         for choice in self.better(unit) {
             self.clear(other);
             *work = work.saturating_sub(self.domain.len());
             if self.choose(unit, choice).is_ok() {
-                for rest in self.better(other) {
+                let rest = self.better(other).into_iter().find(|&rest| {
                     *work = work.saturating_sub(self.domain.len());
-                    if self.choose(other, rest).is_ok() {
-                        break;
-                    }
-                }
-                let new = value(self);
-                // More than rounding.
-                let less = new.0 < old.0 * (1.0 - 1e-9);
-                if less || (new.0 <= old.0 && Reverse(new.1) < Reverse(old.1)) {
-                    return true;
-                }
+                    self.choose(other, rest).is_ok()
+                });
+                let pair = [unit, other];
+                let loss = pair.map(|index| {
+                    self.units[index].loss / self.request.units[index].tokens.max(f64::MIN_POSITIVE)
+                });
+                let covered = pair.iter().filter(|&&index| self.units[index].covered()).count();
+                found.push(Outcome { choice, rest, loss, covered });
             }
             self.restore(unit, &before.0);
             self.restore(other, &before.1);
         }
-        false
+        found
     }
 
     /// The choices of a unit that cover it or lose less than its present one, best first.

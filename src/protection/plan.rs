@@ -5,7 +5,7 @@ use crate::schedule::Place;
 use std::fmt;
 
 /// Kind of protection of a unit beside the nodes that train on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CopyKind {
     /// Enough nodes train on it: no copy.
     Active,
@@ -38,7 +38,7 @@ impl CopyKind {
 }
 
 /// A node that keeps a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Holder {
     /// Number of the node.
     pub node: usize,
