@@ -46,19 +46,25 @@ class Fetch:
         group: all members, and their transport.
         nbytes: what a transfer moves.
         read: writes all bytes of a transfer whose source is this rank.
+        lend: has them where they are instead, uint8 `[nbytes]`, and nothing writes them as long as they are needed;
+            None where they must be read.
     """
 
     def __init__(
-        self, group: Group, nbytes: Callable[[Transfer], int], read: Callable[[Transfer, Tensor], None]
+        self,
+        group: Group,
+        nbytes: Callable[[Transfer], int],
+        read: Callable[[Transfer, Tensor], None],
+        lend: Callable[[Transfer], Tensor | None] = lambda transfer: None,
     ) -> None:
-        self._group, self._nbytes, self._read = group, nbytes, read
+        self._group, self._nbytes, self._read, self._lend = group, nbytes, read, lend
         self._moved = 0
         """Messages that were sent or have come."""
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, "evermoe-digest")
         self._digests: dict[str, Future[int]] = {}
 
     def local(self, transfers: Sequence[Transfer]) -> dict[str, Tensor]:
-        """The units that this rank has in its own memory, read."""
+        """The units that this rank has in its own memory, read or lent."""
         found = {
             transfer.unit: self._bytes_of(transfer)
             for transfer in transfers
@@ -202,8 +208,10 @@ class Fetch:
         self._moved += 1
 
     def _bytes_of(self, transfer: Transfer) -> Tensor:
-        data = self._empty(transfer)
-        self._read(transfer, data)
+        data = self._lend(transfer)
+        if data is None or len(data) != self._nbytes(transfer):
+            data = self._empty(transfer)
+            self._read(transfer, data)
         return data
 
     def _empty(self, transfer: Transfer) -> Tensor:

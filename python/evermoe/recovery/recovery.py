@@ -259,6 +259,8 @@ class Recovery:
             self.group,
             self._late.nbytes,
             lambda transfer, out: self._survey.read(promised[transfer], out),
+            # Experts that were taken at an older version are written before they are adopted.
+            lambda transfer: None if self._outcome.stale else self._survey.lend(promised[transfer]),
         )
         local: dict[str, Tensor] = {}
         remote = fetch.remote(list(promised), lambda: local.update(fetch.local(list(promised))))

@@ -21,7 +21,7 @@ from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.place import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging
 from evermoe.recovery.early_survey import GROUP_BYTES
-from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, read_stored
+from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, lent, read_stored
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION, Unit, digests_of
 from evermoe.state.version import step_of
@@ -277,6 +277,10 @@ class Survey:
             self._state.read(holding.unit, out)  # without the optimizer's state if there is no room for it
             return
         read_stored(self._stored[holding.unit, holding.digest, holding.kind], out)
+
+    def lend(self, holding: Holding) -> Tensor | None:
+        """The bytes where they are, not to be written, until the state is; None where they must be read."""
+        return None if holding.kind == ACTIVE else lent(self._stored[holding.unit, holding.digest, holding.kind])
 
     def copies(self, version: int) -> dict[str, StoredUnit]:
         """The copies in memory of a version, by unit."""

@@ -281,17 +281,18 @@ class ReplayExchange:
                 with suppress(ReplicaBehind):
                     self._previous[unit, newest - 1] = self.replica.catch_up(unit, newest - 1)
 
-    def read(self, unit: str, step: int, out: Tensor | None = None) -> Tensor:
+    def read(self, unit: str, step: int, out: Tensor | None = None, *, lends: bool = False) -> Tensor:
         """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more.
 
-        They are written to `out`, uint8 `[nbytes]`, if it is given.
+        They are written to `out`, uint8 `[nbytes]`, if it is given. `lends`: they may be in the replica's own memory,
+        which the next step of the unit writes.
         """
         self._remember_previous([unit])
         if (unit, step) in self._previous:
             state = self._previous[unit, step].state
             return state if out is None else out[: len(state)].copy_(state)
         try:
-            return self.replica.read(unit, step, out)
+            return self.replica.read(unit, step, out, lends=lends)
         except ReplicaBehind:
             return torch.empty(0, dtype=torch.uint8)
 

@@ -36,6 +36,8 @@ class Part:
         self.state: Tensor | None = None
         """uint8 `[nbytes]` on the device."""
         self._seal: int | None = None
+        self.writes = 0
+        """How often the state was written."""
 
     @property
     def name(self) -> str:
@@ -50,6 +52,7 @@ class Part:
             digest: of it, that of `state_digest`, if that is known.
         """
         self.state = state.to(self.device)
+        self.writes += 1
         self._finish()
         if digest is None or self.device.type != "cpu":
             self.seal()
@@ -108,6 +111,7 @@ class Part:
         steps = torch.from_numpy(numbers).view(len(gradients), -1)
         received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
         repeat_steps(self.layout, self.state, steps, received, t)
+        self.writes += 1
         self._finish()
         self.seal()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from evermoe._native import ReplayLog
 from evermoe.errors import CorruptCopy, ReplicaBehind
 from evermoe.replay.part import Part
+from evermoe.state.unit import digests_of
 
 BATCH_STEPS = 8
 """Steps that are applied in one pass over the memory, at most."""
@@ -48,6 +49,8 @@ class Repeater:
         self.failures: dict[int, str] = {}
         """Why parts have no state, by place."""
         self._damages: list[Damage] = []
+        self._digests: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        """By the parts of a unit how often they were written, the step that they are at, and the digest of them all."""
 
     def install(self, index: int, state: Tensor, digest: int | None = None) -> None:
         """A part gets a full state that the log knows of: see `Part.install`. Takes the part's lock."""
@@ -135,6 +138,22 @@ class Repeater:
         """Brings a part to a step, as far as that is there. Takes the part's lock."""
         with suppress(ReplicaBehind), self._parts[index].lock:
             self.state_locked(index, step)
+
+    def find_digest(self, indices: Sequence[int], step: int) -> None:
+        """Computes a unit's digest after a step, for `digest_locked`, as far as its state is there. Takes the locks."""
+        with suppress(ReplicaBehind), ExitStack() as locks:
+            for index in indices:
+                locks.enter_context(self._parts[index].lock)
+            states = [self.state_locked(index, step) for index in indices]
+            self._digests[tuple(indices)] = self._writes(indices), step, digests_of([states])[0]
+
+    def digest_locked(self, indices: Sequence[int], step: int) -> int | None:
+        """What `find_digest` has found, XXH3-64 of the unit's bytes; None where it was not asked, or is out of date."""
+        writes, at, value = self._digests.get(tuple(indices), (-1, -1, 0))
+        return value if (writes, at) == (self._writes(indices), step) else None
+
+    def _writes(self, indices: Sequence[int]) -> int:
+        return sum(self._parts[index].writes for index in indices)
 
     def take_damages(self) -> list[Damage]:
         """What was found to be damaged since this was called last."""

@@ -254,30 +254,40 @@ class Replica(AbstractContextManager["Replica"]):
         state = self.read(unit, step)
         return CaughtUp(step, state, digest(state.numpy()))
 
-    def read(self, unit: str, step: int, out: Tensor | None = None) -> Tensor:
-        """The state of `catch_up`, without its digest, in memory of its own or in `out`; the same errors."""
+    def read(self, unit: str, step: int, out: Tensor | None = None, *, lends: bool = False) -> Tensor:
+        """The state of `catch_up`, without its digest, in memory of its own or in `out`; the same errors.
+
+        `lends`: it may be the replica's own memory, which the next step of the unit writes.
+        """
         newest = self.version(unit)
         if newest is None:
             raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
         if step > newest:
             raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
-        sizes = [self._parts[index].layout.nbytes for index in self._units[unit]]
+        indices = self._units[unit]
+        if lends and len(indices) == 1 and self._parts[indices[0]].device.type == "cpu":
+            with self._parts[indices[0]].lock:
+                return self._repeater.state_locked(indices[0], step)
+        sizes = [self._parts[index].layout.nbytes for index in indices]
         state = torch.empty(sum(sizes), dtype=torch.uint8) if out is None else out[: sum(sizes)]
-        for index, part in zip(self._units[unit], state.split(sizes), strict=True):
+        for index, part in zip(indices, state.split(sizes), strict=True):
             with self._parts[index].lock:
                 part.copy_(self._repeater.state_locked(index, step))
         return state
 
     def catch_up_all(self, units: Iterable[str] | None = None) -> Iterator[None]:
-        """Brings units that have a state, None for all, to their newest step, some at a time.
+        """Brings units that have a state, None for all, to their newest step, some at a time, for `survey`.
 
-        Yields of each parameter. Whoever stops asking waits for those that are under way alone.
+        Yields of each parameter and unit. Whoever stops asking waits for those that are under way alone.
         """
         steps = {unit: self.version(unit) for unit in (self._units if units is None else units)}
-        due = [(index, step) for unit, step in steps.items() if step is not None for index in self._units[unit]]
+        found = [(self._units[unit], step) for unit, step in steps.items() if step is not None]
+        due = [(index, step) for indices, step in found for index in indices]
+        on_host = [(each, step) for each, step in found if all(self._parts[i].device.type == "cpu" for i in each)]
         pool = ThreadPoolExecutor(CATCH_UP_THREADS, "evermoe-catch-up")
         try:
             yield from pool.map(lambda each: self._repeater.catch_up(*each), due)
+            yield from pool.map(lambda each: self._repeater.find_digest(*each), on_host)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -286,6 +296,7 @@ class Replica(AbstractContextManager["Replica"]):
 
         `units`: their names; None for all.
         """
+        known: list[tuple[str, int, int]] = []
         found: list[tuple[str, int]] = []
         states: list[list[Tensor]] = []
         with ExitStack() as locks:
@@ -295,12 +306,16 @@ class Replica(AbstractContextManager["Replica"]):
                     continue
                 for index in indices:
                     locks.enter_context(self._parts[index].lock)
+                value = self._repeater.digest_locked(indices, step)
+                if value is not None:
+                    known.append((unit, step, value))
+                    continue
                 try:
                     states.append([self._repeater.state_locked(index, step) for index in indices])
                 except ReplicaBehind:
                     continue
                 found.append((unit, step))
-            return [(*each, value) for each, value in zip(found, digests_of(states), strict=True)]
+            return known + [(*each, value) for each, value in zip(found, digests_of(states), strict=True)]
 
     def close(self) -> None:
         """Ends the thread after the batch that it is at; what is logged stays and `catch_up` works. Twice is fine."""

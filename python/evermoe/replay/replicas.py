@@ -77,6 +77,10 @@ class ReplayedUnit:
         """Writes the bytes to `out`, uint8 `[nbytes]`; how many: 0 if the replica has left the version behind."""
         return len(self.copies.read(self.unit, step_of(self.version), out))
 
+    def lend(self) -> Tensor:
+        """The bytes where they are, if they are one piece: until the unit's next step."""
+        return self.copies.read(self.unit, step_of(self.version), lends=True)
+
     @property
     def data(self) -> Tensor:
         """uint8 `[nbytes]`; empty if the replica has left the version behind."""

@@ -43,6 +43,19 @@ class ReadInPlace(Protocol):
         """Writes the unit's bytes to `out`, uint8 `[nbytes]`, and tells how many: 0 if they cannot be read any more."""
 
 
+@runtime_checkable
+class Lending(Protocol):
+    """A stored unit whose bytes can be used where they are."""
+
+    def lend(self) -> Tensor | None:
+        """uint8 `[nbytes]` on the CPU, not to be written, as it is until the next step; None to read it instead."""
+
+
+def lent(found: StoredUnit) -> Tensor | None:
+    """A stored unit's bytes where they are, uint8 `[nbytes]`, not to be written; None where they must be read."""
+    return found.lend() if isinstance(found, Lending) else None
+
+
 def read_stored(found: StoredUnit, out: Tensor) -> None:
     """Copies a stored unit's bytes to `out`, uint8 `[nbytes]`; those that cannot be read are zeros."""
     out[_read(found, out) :] = 0
@@ -144,6 +157,10 @@ class AwaitedUnit:
     def version(self) -> int:
         """The version that it can be brought to."""
         return self.found.version
+
+    def lend(self) -> Tensor | None:
+        """The bytes where they are, whatever they are, as of `read`."""
+        return lent(self.found)
 
     def read(self, out: Tensor) -> int:
         """Writes the bytes to `out`, uint8 `[nbytes]`, whatever they are: who reads in a recovery compares digests."""
