@@ -299,10 +299,11 @@ class Arena:
         the path exists or there is too little space; nothing is left behind, `room` neither.
         """
     def reserve(self, most_bytes: int) -> bool:
-        """Reserve at most so many bytes more of its space; return whether all of it is reserved.
+        """Reserve at most so many bytes more of its space; return whether all is reserved, and the next buffer ready.
 
-        Nothing may be written to a buffer before that; a `Capture` sees to it itself. It takes time for each byte,
-        without the GIL. OSError if the space is not there any more; it may be tried again.
+        Nothing may be written to a buffer before that; a `Capture` sees to it itself. Ask before each version: the
+        second buffer takes its page faults before the second one. It takes time for each byte, without the GIL. OSError
+        if the space is not there any more; it may be tried again.
         """
     @staticmethod
     def open(path: str | PathLike[str]) -> Arena:

@@ -27,7 +27,7 @@ pub struct Arena {
     page_lock: Mutex<Option<PageLock>>,
     mapping: MmapRaw,
     layout: Layout,
-    /// What is to be reserved before anything is written.
+    /// What is not ready to be written as yet.
     missing: Mutex<Option<Space>>,
 }
 
@@ -74,15 +74,18 @@ impl Arena {
         Self { path, page_lock: Mutex::new(None), mapping, layout, missing: Mutex::new(missing) }
     }
 
-    /// Reserves at most so many bytes more of its space; returns whether all of it is reserved. Several threads may.
+    /// Reserves at most so many bytes more of its space; returns whether all of it is reserved, and the buffer that is
+    /// written next, or now, is ready. Several threads may. The page faults of the other buffer come before its turn.
     ///
     /// # Errors
     /// [`Error::Io`] when the space is not there any more; it may be tried again.
     pub fn reserve(&self, most_bytes: usize) -> Result<bool> {
         let mut missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(space) = missing.as_mut() else { return Ok(true) };
-        let is_reserved = space.take(most_bytes, &self.path, &self.mapping)?;
-        if is_reserved {
+        let next = oldest([self.complete(0), self.complete(1)]);
+        let end = if next == 0 { self.layout.buffer_at(1) } else { self.layout.file_bytes() };
+        let is_reserved = space.take(most_bytes, end, &self.path, &self.mapping)?;
+        if space.is_ready() {
             *missing = None;
         }
         Ok(is_reserved)

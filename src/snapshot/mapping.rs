@@ -116,13 +116,24 @@ pub(super) struct Space {
 }
 
 impl Space {
-    /// Makes at most so many bytes more ready; whether all are then. Nothing may be written before.
-    pub(super) fn take(&mut self, most: usize, path: &Path, mapping: &MmapRaw) -> Result<bool> {
-        let bytes = most.min(self.bytes - self.ready);
-        self.reserve(path, self.ready + bytes)?;
-        populate(mapping, self.ready, bytes);
-        self.ready += bytes;
-        Ok(self.ready == self.bytes)
+    /// Makes at most so many bytes more of the first `end` ready, then reserves what is left of so many of the rest;
+    /// whether all of the first are ready and all is reserved then. Nothing may be written before.
+    pub(super) fn take(&mut self, most: usize, end: usize, path: &Path, mapping: &MmapRaw) -> Result<bool> {
+        let bytes = most.min(end.saturating_sub(self.ready));
+        if bytes > 0 {
+            self.reserve(path, self.ready + bytes)?;
+            populate(mapping, self.ready, bytes);
+            self.ready += bytes;
+        }
+        if self.ready >= end {
+            self.reserve(path, self.bytes.min(self.taken.saturating_add(most - bytes)))?;
+        }
+        Ok(self.ready >= end && self.taken == self.bytes)
+    }
+
+    /// Whether nothing is left to do.
+    pub(super) fn is_ready(&self) -> bool {
+        self.ready == self.bytes
     }
 
     /// What the file has of its space already; it gives back what is more.

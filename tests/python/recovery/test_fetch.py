@@ -136,3 +136,27 @@ def test_a_rank_that_cannot_read_what_it_has_ends_the_wait_of_all(tmp_path):
     others, own = run_ranks(tmp_path, 2, one_cannot_read_its_own, str(tmp_path))
     assert own == ("it cannot be read", True)
     assert others[1], others
+
+
+def lend_some(group):
+    """Rank 0 lends `c`, and not all of `d`; it has both for itself and for rank 1."""
+    group.transport = connected(group, PATIENCE)
+    lent = {"c": bytes_of(Transfer("c", 0, 0, "replayed")), "d": torch.zeros(1, dtype=torch.uint8)}
+    read = []
+
+    def copy(transfer, out):
+        read.append(transfer.unit)
+        out.copy_(bytes_of(transfer))
+
+    transfers = [Transfer(unit, 0, rank, "replayed") for unit in lent for rank in (0, 1)]
+    found = Fetch(group, lambda transfer: SIZES[transfer.unit], copy, lambda transfer: lent[transfer.unit])
+    local = found.local(transfers)
+    remote = found.remote(transfers)
+    assert found.digests() == {unit: digest(data.numpy()) for unit, data in (local | remote).items()}
+    assert group.rank == 1 or local["c"] is lent["c"], "nothing is copied"
+    return read, {unit: data.tolist() for unit, data in (local | remote).items()}
+
+
+def test_what_is_lent_whole_is_not_read(tmp_path):
+    expected = {unit: bytes_of(Transfer(unit, 0, 0, "replayed")).tolist() for unit in "cd"}
+    assert run_ranks(tmp_path, 2, lend_some) == [(["d", "d"], expected), ([], expected)]

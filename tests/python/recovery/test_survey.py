@@ -174,6 +174,23 @@ def test_awaited_copies_are_read_once_they_are_needed_and_checked_then(state):
         assert torch.equal(survey.copies(now)[unit].data, expected)
 
 
+def test_a_copy_is_lent_where_it_is_if_it_can_be(state):
+    (unit,) = state.held()
+    data = torch.arange(state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
+    value, now = digest(data.numpy()), version_of(1, 9)
+
+    class Lent(Replayed):
+        def lend(self):
+            return self.bytes_then
+
+    for copy, expected in ((Lent(unit, now, data), data), (Replayed(unit, now, data), None)):
+        survey = survey_of(state, copy)
+        survey.expect({(unit, now): value})
+        assert survey.lend(Holding(unit, now, value, "replayed")) is expected
+        assert survey.lend(Holding(unit, now, value, "active")) is None, "an update writes it"
+        assert copy.reads == 0
+
+
 def test_awaited_copies_are_made_where_they_may_be_needed(state):
     (unit,) = state.held()
     data = torch.arange(state.catalog.by_name[unit].nbytes, dtype=torch.uint8)

@@ -459,3 +459,30 @@ def test_a_state_stays_in_the_memory_of_its_message_if_that_may_be_kept():
         for message in trainer.step():
             replica.receive(message)
         check(replica, trainer)
+
+
+def test_digests_that_were_found_beside_count_until_the_unit_is_written():
+    trainer = Trainer(adamw)
+
+    def step_and_expected():
+        for message in trainer.step():
+            replica.receive(message)
+        return {(unit, trainer.step_number, digest(trainer.state(unit).numpy())) for unit in trainer.units}
+
+    with Replica(trainer.sender.layouts()) as replica:
+        for _ in range(3):
+            expected = step_and_expected()
+            assert set(replica.survey()) == expected
+            for _ in replica.catch_up_all():
+                pass
+            assert set(replica.survey()) == expected
+        unit = "experts.1"
+        lent, other = (replica.read(unit, trainer.step_number, lends=True) for _ in range(2))
+        assert torch.equal(lent, trainer.state(unit))
+        assert lent.data_ptr() == other.data_ptr(), "it is where the replica has it"
+        assert torch.equal(replica.read("dense", trainer.step_number, lends=True), trainer.state("dense"))
+        lent[8] ^= 1
+        assert set(replica.survey()) == expected, "nothing is read again"
+        with pytest.raises(ReplicaBehind, match="a bit has flipped"):
+            replica.read(unit, trainer.step_number, lends=True)
+        assert {each for each in step_and_expected() if each[0] != unit} == set(replica.survey())

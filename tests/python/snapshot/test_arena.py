@@ -232,6 +232,9 @@ def test_space_is_reserved_later_in_steps(path):
     arena.buffer(index)[:] = 5
     arena.commit(index)
     assert Arena.open(path).versions() == [(index, 3)]
+    assert not arena.reserve(1 << 12), "the other buffer, which comes next, is not ready"
+    assert arena.reserve(1 << 62)
+    assert arena.begin(4) != index
 
 
 def test_space_that_is_gone_before_it_is_reserved_may_come_back(small_disk):
