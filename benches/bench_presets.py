@@ -18,6 +18,9 @@ less would cost. Beside the presets there are (all with copies=0):
                 one before is whole; its default staging copies on the training thread
     dcp-staged  the same with `DefaultStager` in a thread; the next update waits until the copy is whole
 
+Before its first turn a preset takes `--warm-up` steps, in whose first twenty it finds when the network is idle: it does
+so after each change of the members and each thousand steps, and a few of these steps take tens of milliseconds more.
+
 Settings: `busy` has the workers' threads saturate the machine. In `idle` each worker waits `--delay-ms` before each
 step without its processor or network, as one does whose step runs on an accelerator, or whose data come late. `--pin`
 leaves a processor to the copies: all training runs on the others, of all candidates alike.
@@ -80,8 +83,12 @@ class Candidate:
                 self._job.start(index, f"node-{index:02d}", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
     def start(self):
-        """Waits until all workers have made their copies of the first state."""
+        """Waits until all workers have made their copies of the first state; a preset's find their idle windows."""
         self.about = self.answers()
+        if self.name.split("+")[0] in PRESET_NAMES and self.arguments.warm_up:
+            setting = self.arguments.settings[0]
+            self._tell(range(self.arguments.workers), steps=self.arguments.warm_up, delay_ms=self._delay_ms(setting))
+            self.answers()
 
     def answers(self):
         """A line of each worker."""
@@ -99,9 +106,11 @@ class Candidate:
 
     def turn(self, setting):
         """Some steps; per worker, what they took."""
-        delay_ms = self.arguments.delay_ms if setting == "idle" else 0.0
-        self._tell(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=delay_ms)
+        self._tell(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=self._delay_ms(setting))
         return self.answers()
+
+    def _delay_ms(self, setting):
+        return self.arguments.delay_ms if setting == "idle" else 0.0
 
     def pair(self, plain, setting):
         """A turn, and one of `plain` beside it, in either order."""
@@ -203,6 +212,7 @@ def parser(doc, *, presets=PRESET_NAMES, rounds=4):
     made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
     made.add_argument("--rounds", type=int, default=rounds, help="turns of each candidate and setting (%(default)s)")
     made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
+    made.add_argument("--warm-up", type=int, default=24, help="steps of each preset before its turns (%(default)s)")
     made.add_argument("--delay-ms", type=float, default=150.0, help="of the setting idle (%(default)s)")
     made.add_argument("--pin", action="store_true", help="training leaves one processor to the copies")
     made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
