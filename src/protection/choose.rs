@@ -135,7 +135,7 @@ impl Eq for Step {}
 
 pub(super) struct Chooser<'a> {
     pub(super) request: &'a CopyRequest<'a>,
-    risk: Risk<'a>,
+    pub(super) risk: Risk<'a>,
     pub(super) domain: Vec<usize>,
     capacity: Capacity<'a>,
     pub(super) units: Vec<Unit>,

@@ -9,19 +9,17 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::rc::Rc;
 
-/// Nodes that may be looked at in all: some tens of milliseconds, for which members wait.
+/// Nodes and pairs that may be looked at in all: some tens of milliseconds, for which members wait.
 const MOST_WORK: usize = 1 << 21;
 /// Share by which a loss must be less, to be more than rounding.
 const LESS: f64 = 1e-9;
 /// Share by which losses that are alike may differ: less than `LESS`, or units would exchange for ever.
 const ROUNDING: f64 = 1e-12;
 
-/// What the first unit of an exchange can choose, and what the other one has left then.
-#[derive(Clone, Copy)]
+/// What the two units of an exchange would have.
+#[derive(Clone)]
 struct Outcome {
-    choice: Choice,
-    /// None where nothing fits.
-    rest: Option<Choice>,
+    kept: [(CopyKind, Vec<Holder>); 2],
     /// Losses of the two for each of their tokens.
     loss: [f64; 2],
     /// How many of the two are covered.
@@ -30,7 +28,7 @@ struct Outcome {
 
 /// What exchanges come to. Units that differ in their tokens alone, such as most experts, have the same.
 struct Exchanges {
-    /// Nodes that may still be looked at.
+    /// Nodes and pairs that may still be looked at.
     work: usize,
     /// By unit, what it is but for its tokens.
     groups: Vec<usize>,
@@ -96,6 +94,7 @@ impl Chooser<'_> {
 
     /// Whether the two lose less together, or as little with more of them covered, after an exchange.
     fn exchange(&mut self, unit: usize, other: usize, exchanges: &mut Exchanges) -> bool {
+        exchanges.work = exchanges.work.saturating_sub(1);
         let pair = [&self.units[unit], &self.units[other]];
         let old = (pair[0].loss + pair[1].loss, pair.iter().filter(|unit| unit.covered()).count());
         let tokens = [unit, other].map(|index| self.request.units[index].tokens);
@@ -104,17 +103,20 @@ impl Chooser<'_> {
             let is_less = loss < old.0 * (1.0 - LESS);
             is_less || (loss <= old.0 * (1.0 + ROUNDING) && Reverse(found.covered) < Reverse(old.1))
         };
-        let Some(found) = self.outcomes(unit, other, exchanges).iter().find(helps).copied() else {
+        let outcomes = self.outcomes(unit, other, exchanges);
+        let Some(found) = outcomes.iter().find(helps) else {
             return false;
         };
+        self.clear(unit);
         self.clear(other);
-        let fits = self.choose(unit, found.choice).is_ok();
-        let rest_fits = found.rest.is_none_or(|rest| self.choose(other, rest).is_ok());
-        debug_assert!(fits && rest_fits, "what was tried once fits again");
-        exchanges.outcomes.clear();
-        for index in [unit, other] {
+        for (index, (kind, holders)) in [unit, other].into_iter().zip(&found.kept) {
+            let domains: Vec<usize> = holders.iter().map(|holder| self.domain[holder.node]).collect();
+            let (given, active) = (&self.request.units[index], &self.units[index].active);
+            let loss = self.risk.loss(given, *kind, active, &domains);
+            self.restore(index, &(*kind, holders.clone(), loss));
             exchanges.classify(index, &self.units[index]);
         }
+        exchanges.outcomes.clear();
         true
     }
 
@@ -134,16 +136,17 @@ impl Chooser<'_> {
             self.clear(other);
             *work = work.saturating_sub(self.domain.len());
             if self.choose(unit, choice).is_ok() {
-                let rest = self.better(other).into_iter().find(|&rest| {
+                let _ = self.better(other).into_iter().any(|rest| {
                     *work = work.saturating_sub(self.domain.len());
                     self.choose(other, rest).is_ok()
                 });
                 let pair = [unit, other];
+                let kept = pair.map(|index| (self.units[index].kind, self.units[index].holders.clone()));
                 let loss = pair.map(|index| {
                     self.units[index].loss / self.request.units[index].tokens.max(f64::MIN_POSITIVE)
                 });
                 let covered = pair.iter().filter(|&&index| self.units[index].covered()).count();
-                found.push(Outcome { choice, rest, loss, covered });
+                found.push(Outcome { kept, loss, covered });
             }
             self.restore(unit, &before.0);
             self.restore(other, &before.1);

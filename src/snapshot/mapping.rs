@@ -117,7 +117,7 @@ pub(super) struct Space {
 
 impl Space {
     /// Makes at most so many bytes more of the first `end` ready, then reserves what is left of so many of the rest;
-    /// whether all of the first are ready and all is reserved then. Nothing may be written before.
+    /// whether all of the first are ready and all is reserved then. None of these may be written before.
     pub(super) fn take(&mut self, most: usize, end: usize, path: &Path, mapping: &MmapRaw) -> Result<bool> {
         let bytes = most.min(end.saturating_sub(self.ready));
         if bytes > 0 {

@@ -88,7 +88,7 @@ class ReplayExchange:
         device: str = "cpu",
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        self.state, self.keeps_previous = state, keeps_previous
+        self.state, self.keeps_previous, self.device = state, keeps_previous, torch.device(device)
         kept = list(kept)
         self._holders = {each.unit: each.holders for each in kept if each.primary == rank}
         """Of each unit that is sent from here; in the order in which replicas begin."""
@@ -284,8 +284,7 @@ class ReplayExchange:
     def read(self, unit: str, step: int, out: Tensor | None = None, *, lends: bool = False) -> Tensor:
         """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more.
 
-        They are written to `out`, uint8 `[nbytes]`, if it is given. `lends`: they may be in the replica's own memory,
-        which the next step of the unit writes.
+        They are written to `out`, uint8 `[nbytes]`, if it is given. `lends`: they may be in the replica's own memory.
         """
         self._remember_previous([unit])
         if (unit, step) in self._previous:

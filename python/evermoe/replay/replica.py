@@ -294,7 +294,8 @@ class Replica(AbstractContextManager["Replica"]):
     def survey(self, units: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         """Unit, step and digest of units that have a state, each at its newest step; on the CPU without a copy.
 
-        `units`: their names; None for all.
+        `units`: their names; None for all. Of those that `catch_up_all` has brought there, and that were not written
+        since, the digest is the one that it has found.
         """
         known: list[tuple[str, int, int]] = []
         found: list[tuple[str, int]] = []

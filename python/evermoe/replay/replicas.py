@@ -32,6 +32,7 @@ from evermoe.planning.schedule import DEFAULT_LINK
 from evermoe.replay.calibrate import Arithmetic, calibrate
 from evermoe.replay.early_states import MESSAGE_BYTES
 from evermoe.replay.exchange import ExchangeResult, ReplayExchange
+from evermoe.replay.part import parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replayable import can_replay
 from evermoe.state.stored import NO_COPIES
@@ -77,8 +78,10 @@ class ReplayedUnit:
         """Writes the bytes to `out`, uint8 `[nbytes]`; how many: 0 if the replica has left the version behind."""
         return len(self.copies.read(self.unit, step_of(self.version), out))
 
-    def lend(self) -> Tensor:
-        """The bytes where they are, if they are one piece: until the unit's next step."""
+    def lend(self) -> Tensor | None:
+        """The bytes where they are, uint8 `[nbytes]`, until the unit's next step; None if they are not one piece."""
+        if self.copies.device.type != "cpu" or len(parts_of(self.copies.state.catalog.by_name[self.unit])) > 1:
+            return None
         return self.copies.read(self.unit, step_of(self.version), lends=True)
 
     @property

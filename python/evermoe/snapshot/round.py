@@ -25,6 +25,8 @@ from evermoe.state.version import step_of
 
 Arriving = dict[int, deque[Transfer]]
 """By number of a bundle that is not visible yet, its messages that have not come, in order."""
+UNDER_WAY = ("waiting", "copying")
+"""States of a `Capture` that is not over."""
 RESERVED_AT_ONCE = 64 << 20
 """Bytes of an arena that are reserved before there is progress: tens of milliseconds."""
 
@@ -170,8 +172,12 @@ class SnapshotRound:
     def _reserve(self) -> bool:
         """Takes the memory of arenas that have none as yet, as captures do for theirs; whether it is there."""
         try:
-            for kept in (*self._peers, *self._own):
-                while not kept.arena.reserve(RESERVED_AT_ONCE):
+            for kept, capture in (
+                *((each, None) for each in self._peers),
+                *zip(self._own, self._captures, strict=True),
+            ):
+                # What is captured meanwhile: no more than that, as the other buffer's turn is with the next version.
+                while (capture is None or capture.state in UNDER_WAY) and not kept.arena.reserve(RESERVED_AT_ONCE):
                     self._courier.progress += 1
         except OSError as error:
             self.problem = str(error)
