@@ -37,8 +37,9 @@ class CopyOptions(Options):
     copy_budget: float = option(0.01, shared=True, above=0, most=1)
     """Share of a step that copies may take where they do not fit into idle time."""
     local_every: int | None = option(None, shared=True, least=1)
-    """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: as few
-    as the budget allows. `gemini` and `baft` make them at every step."""
+    """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: so many
+    that they take no more than the budget, of which they get a tenth where the model is on the host. `gemini` and
+    `baft` make them at every step."""
     replay_log_bytes: int = option(1 << 30, least=1)
     """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
     snapshot_memory: SnapshotMemory = "host"

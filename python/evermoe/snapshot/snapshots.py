@@ -32,6 +32,9 @@ from evermoe.state.version import step_of
 
 MOST_LOCAL_STEPS = 1000
 """Steps between two snapshots on a unit's own node, at most."""
+SHARE_ON_HOST = 0.1
+"""Part of the budget that these take where the model is on the host, as there they take processors from training, and
+the copies on other nodes do, too, which come first."""
 
 
 def local_bundles(assignment: Assignment, nodes: Sequence[str], options: CopyOptions) -> list[Bundle]:
@@ -289,7 +292,8 @@ class Snapshots(StateKeeper):
     def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
         """Sets, from the sums over all members, how often local snapshots cost no more than the budget."""
         if self._fixed_steps is None and step_seconds > 0:
-            steps = math.ceil(capture_seconds / (self._options.copy_budget * step_seconds))
+            share = SHARE_ON_HOST if self._membership.device.type == "cpu" else 1.0
+            steps = math.ceil(capture_seconds / (share * self._options.copy_budget * step_seconds))
             self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
 
     # ---- what is due

@@ -20,7 +20,7 @@ PERIOD = 3
 PATIENCE = 20.0
 
 
-def make(group, folder):
+def make(group, folder, local_every=1):
     """Rank 0 has an expert whose snapshots rank 1 keeps, too, and each rank has one whose snapshots stay at home."""
     torch.manual_seed(0)
     layer = MoE(8, 8, 3, top_k=1)
@@ -41,7 +41,7 @@ def make(group, folder):
         device=torch.device("cpu"),
         established=False,
     )
-    store, options = SnapshotStore(Path(folder) / str(group.rank), state), CopyOptions(local_every=1)
+    store, options = SnapshotStore(Path(folder) / str(group.rank), state), CopyOptions(local_every=local_every)
     snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda event: None)
     kept = [
         UnitProtection(sent, "snapshot", 0, (1,), PERIOD),
@@ -96,3 +96,19 @@ def test_what_stays_at_home_waits_for_what_travels_over_several_steps(tmp_path):
     assert receiver["under way"]["sent"] == 0
     assert sender["over"] == {"home": PERIOD + 2, "sent": PERIOD}
     assert receiver["over"]["sent"] == PERIOD
+
+
+def first_steps_at_home(group, folder):
+    """The first steps of which there are snapshots at home, where capturing takes 2 % of a step: on the host, a GPU."""
+    snapshots, *_ = make(group, folder, local_every=None)
+    found = []
+    for device in ("cpu", "cuda"):
+        snapshots._membership.device = torch.device(device)
+        snapshots.set_pace(0.04, 2.0)
+        found.append(next(step for step in range(1, 99) if snapshots.due(step, None).local))
+    return found
+
+
+def test_snapshots_at_home_take_what_they_may_of_a_step(tmp_path):
+    """Of a budget of 1 % a tenth where the model is on the host: 2 % each 20 steps; on a GPU all of it."""
+    assert run_ranks(tmp_path, 2, first_steps_at_home, str(tmp_path)) == [[20, 2], [20, 2]]
