@@ -17,7 +17,6 @@ const LESS: f64 = 1e-9;
 const ROUNDING: f64 = 1e-12;
 
 /// What the two units of an exchange would have.
-#[derive(Clone)]
 struct Outcome {
     kept: [(CopyKind, Vec<Holder>); 2],
     /// Losses of the two for each of their tokens.
