@@ -106,8 +106,6 @@ impl Chooser<'_> {
         let Some(found) = outcomes.iter().find(helps) else {
             return false;
         };
-        self.clear(unit);
-        self.clear(other);
         for (index, (kind, holders)) in [unit, other].into_iter().zip(&found.kept) {
             let domains: Vec<usize> = holders.iter().map(|holder| self.domain[holder.node]).collect();
             let (given, active) = (&self.request.units[index], &self.units[index].active);
