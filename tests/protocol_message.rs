@@ -1,6 +1,8 @@
 //! What strangers tell the Lighthouse never does more than to be called a stranger's; what members tell is understood.
 
-use evermoe::protocol::{Begun, Heard, Message, PROTOCOL, Role, Seat, Standing, hear, promote, tell};
+use evermoe::protocol::{
+    Begun, Heard, Message, PROTOCOL, Role, Seat, Standing, hear, promote, tell, tell_ended,
+};
 use evermoe::secret::Secret;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -331,6 +333,24 @@ fn an_operators_word_names_the_generation_that_it_is_for() {
     }
     let mut envelope: Value = serde_json::from_str(&promote("p", "j", None, None).unwrap()).unwrap();
     for wrong in ["promote ", "promote x", "promote -1", "promote1", "promote 1 2"] {
+        envelope["message"] = json!(wrong);
+        assert!(is_stranger(&envelope.to_string()), "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_word_for_a_member_that_has_ended_names_it() {
+    let (secret, other) = secrets();
+    for member in ["", "b", "ended b", "a b"] {
+        let text = tell_ended("a", "j", member, Some(&secret)).unwrap();
+        let expected = Heard::Ended { job: "j".into(), member: member.into() };
+        assert_eq!(hear("a", &text, Some(&secret)), expected);
+        for (id, secret) in [("a", Some(&other)), ("b", Some(&secret)), ("a", None)] {
+            assert!(matches!(hear(id, &text, secret), Heard::OtherSecret { .. }), "{id}");
+        }
+    }
+    let mut envelope: Value = serde_json::from_str(&tell_ended("a", "j", "b", None).unwrap()).unwrap();
+    for wrong in ["ended", "endedb", " ended b"] {
         envelope["message"] = json!(wrong);
         assert!(is_stranger(&envelope.to_string()), "{wrong:?}");
     }

@@ -633,6 +633,9 @@ def tell(id: str, job: str, message: str, secret: Secret | None = None) -> str:
         ValueError: the message is not one.
     """
 
+def tell_ended(id: str, job: str, member: str, secret: Secret | None = None) -> str:
+    """The JSON by which others tell, under the name `id`, that the process of `member` has ended."""
+
 def hear(id: str, text: str, secret: Secret | None = None) -> str:
     """JSON of a `protocol::Heard`: what to make of something that the Lighthouse has passed on. Fails for no text."""
 
@@ -692,11 +695,11 @@ class Door:
 
 def ask_all(
     members: Sequence[tuple[str, str]], milliseconds: int, secret: Secret | None = None
-) -> list[tuple[int, int] | None]:
+) -> tuple[list[tuple[int, int] | None], list[str]]:
     """What members, by id and address of the door (`host:port`), answer within so many milliseconds.
 
     For each: the group for whose next step it computes and the one in which it has waited in vain, 0 for none. None
-    for one that does not answer.
+    for one that does not answer. Then the ids of those whose processes have ended, as their hosts refuse a connection.
     """
 
 class Watch:
@@ -705,11 +708,12 @@ class Watch:
     def __init__(
         self, members: Sequence[tuple[str, str]], group: int, milliseconds: int, secret: Secret | None = None
     ) -> None: ...
-    def wait(self) -> tuple[list[str], str | None]:
-        """Waits until a member has not answered for so many milliseconds, or its process has ended: its id.
+    def wait(self) -> tuple[list[str], bool, str | None]:
+        """Waits until a member has not answered for so many milliseconds, or its process has ended.
 
-        Then those of others that have missed an answer. Or else a member that has waited in vain in the group. Nothing
-        once the watch is stopped.
+        Returns:
+            Its id, then those of others that have missed an answer; whether its process has ended; else a member that
+            has waited in vain in the group. Nothing once the watch is stopped.
         """
 
     def stop(self) -> None:

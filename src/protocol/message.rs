@@ -15,11 +15,13 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 8;
+pub const PROTOCOL: u64 = 9;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// What stands in the place of a member's message in that of an operator.
 const PROMOTION: &str = "promote";
+/// What stands there in that of a member that speaks for another one whose process has ended.
+const ENDED: &str = "ended ";
 /// Bytes of the longest message that is read.
 const MOST_BYTES: usize = 1 << 20;
 
@@ -86,6 +88,14 @@ pub enum Heard {
         job: String,
         /// The newest generation of the members that it is for; none if it only asks who is there.
         generation: Option<u64>,
+    },
+    /// Others, which say that a member's process has ended: under its name, so that the Lighthouse does not wait for it,
+    /// and under another one, so that its set gets another number.
+    Ended {
+        /// Its job.
+        job: String,
+        /// Its id.
+        member: String,
     },
     /// A member of some job, of another protocol.
     OtherProtocol {
@@ -200,6 +210,14 @@ pub fn promote(
     wrap(id, job, message, false, secret)
 }
 
+/// The JSON by which others tell, under the name `id`, that the process of `member` has ended.
+///
+/// # Errors
+/// The reason why it cannot be written.
+pub fn tell_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> Result<String, String> {
+    wrap(id, job, format!("{ENDED}{member}"), false, secret)
+}
+
 fn wrap(
     id: &str,
     job: &str,
@@ -251,6 +269,9 @@ fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> 
             None => return Err("promotion: expected a generation after it".into()),
         };
         return Ok(Heard::Promotion { job: envelope.job, generation });
+    }
+    if let Some(member) = envelope.message.strip_prefix(ENDED).filter(|_| !envelope.established) {
+        return Ok(Heard::Ended { job: envelope.job, member: member.into() });
     }
     let message: Message = parse(&envelope.message)?;
     // serde takes lists for objects and leaves out what may be none; members write every field, by its name.

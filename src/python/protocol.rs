@@ -12,6 +12,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(generation_of, module)?)?;
     module.add_function(wrap_pyfunction!(tell, module)?)?;
     module.add_function(wrap_pyfunction!(promote, module)?)?;
+    module.add_function(wrap_pyfunction!(tell_ended, module)?)?;
     module.add_function(wrap_pyfunction!(hear, module)?)?;
     module.add("PROTOCOL", protocol::PROTOCOL)?;
     module.add_class::<Protocol>()
@@ -44,6 +45,13 @@ fn tell(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult
 fn promote(id: &str, job: &str, generation: Option<u64>, secret: Option<&Secret>) -> PyResult<String> {
     let wrong = |why: String| Error::Runtime(format!("what an operator tells members: {why}"));
     Ok(protocol::promote(id, job, generation, secret.map(Secret::get)).map_err(wrong)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (id, job, member, secret=None))]
+fn tell_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let wrong = |why: String| Error::Runtime(format!("what this member tells of another: {why}"));
+    Ok(protocol::tell_ended(id, job, member, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::python::secret::Secret;
-use crate::reach;
+use crate::reach::{self, Answer};
 use pyo3::prelude::*;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -52,10 +52,18 @@ fn ask_all(
     members: Vec<(String, String)>,
     milliseconds: u64,
     secret: Option<&Secret>,
-) -> Vec<Option<Said>> {
+) -> (Vec<Option<Said>>, Vec<String>) {
     let secret = secret.map(Secret::get);
-    let said = py.detach(|| reach::ask_all(&members, Duration::from_millis(milliseconds), secret));
-    said.into_iter().map(|said| said.map(|said| (said.computes, said.gave_up))).collect()
+    let answers = py.detach(|| reach::ask_all(&members, Duration::from_millis(milliseconds), secret));
+    let (mut said, mut ended) = (Vec::new(), Vec::new());
+    for (answer, (member, _)) in answers.into_iter().zip(members) {
+        said.push(match answer {
+            Answer::Said(said) => Some((said.computes, said.gave_up)),
+            Answer::Ended | Answer::Nothing => None,
+        });
+        ended.extend((answer == Answer::Ended).then_some(member));
+    }
+    (said, ended)
 }
 
 /// Threads that ask members until one falls silent.
@@ -71,9 +79,9 @@ impl Watch {
         Self(reach::Watch::start(members, group, limit, secret.map(Secret::get)))
     }
 
-    fn wait(&self, py: Python<'_>) -> (Vec<String>, Option<String>) {
+    fn wait(&self, py: Python<'_>) -> (Vec<String>, bool, Option<String>) {
         let seen = py.detach(|| self.0.wait());
-        (seen.silent, seen.gave_up)
+        (seen.silent, seen.has_ended, seen.gave_up)
     }
 
     fn stop(&self) {

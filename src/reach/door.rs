@@ -1,21 +1,24 @@
 //! The side that answers.
 
-use super::{Said, listen, proof, read_knock, wake};
+use super::{Said, knock_bytes, listen, proof, read_knock, wake};
 use crate::error::{Error, Result};
 use crate::secret::Secret;
-use std::io::Write;
+use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Connections that are answered at a time; more are closed at once.
 const MOST_CONNECTIONS: usize = 4096;
 /// How long a connection may be silent.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Stack of a thread that answers.
-const STACK_BYTES: usize = 64 << 10;
+/// Time after which one is accepted again, where the system had no room for it.
+const PAUSE: Duration = Duration::from_millis(10);
+/// Bytes that are read at a time.
+const KNOCK_BYTES: usize = 64;
 
 /// A port that answers for one member, until it is dropped.
 #[derive(Debug)]
@@ -51,11 +54,21 @@ impl Door {
             computes: AtomicU64::new(0),
             gave_up: AtomicU64::new(0),
         });
-        let inside = keeper.clone();
+        let (inside, shared) = (keeper.clone(), listener.as_raw_fd());
+        let (report, is_alone) = mpsc::channel();
         thread::Builder::new()
             .name("evermoe-door".into())
-            .spawn(move || serve(&listener, &inside))
+            .spawn(move || {
+                // Who opens the door waits for it.
+                let _heard = report.send(keep_alone(&listener));
+                serve(&listener, &inside);
+            })
             .map_err(failed)?;
+        if is_alone.recv().unwrap_or(false) {
+            // SAFETY: this descriptor was the listener's, which the thread owns, and closes in its own table. Nobody else
+            // closes it in this one.
+            unsafe { libc::close(shared) };
+        }
         Ok(Self { address, keeper })
     }
 
@@ -75,6 +88,12 @@ impl Door {
     }
 }
 
+impl Keeper {
+    fn said(&self) -> Said {
+        Said { computes: self.computes.load(Ordering::SeqCst), gave_up: self.gave_up.load(Ordering::SeqCst) }
+    }
+}
+
 impl Drop for Door {
     fn drop(&mut self) {
         self.keeper.is_closed.store(true, Ordering::SeqCst);
@@ -82,48 +101,95 @@ impl Drop for Door {
     }
 }
 
-fn serve(listener: &TcpListener, keeper: &Arc<Keeper>) {
-    let open = Arc::new(AtomicUsize::new(0));
-    for stream in listener.incoming() {
+/// Answers from one thread, for as long as the door is open.
+fn serve(listener: &TcpListener, keeper: &Keeper) {
+    let mut visitors: Vec<Visitor> = Vec::new();
+    while listener.set_nonblocking(true).is_ok() {
+        let mut has_come = await_any(listener, &visitors).into_iter();
         if keeper.is_closed.load(Ordering::SeqCst) {
-            return;
+            return; // who asks learns so, as nothing is answered any more
         }
-        let Ok(stream) = stream else {
-            thread::sleep(Duration::from_millis(10)); // out of descriptors, perhaps: others end meanwhile
-            continue;
-        };
-        if open.fetch_add(1, Ordering::SeqCst) >= MOST_CONNECTIONS {
-            open.fetch_sub(1, Ordering::SeqCst);
-            continue;
-        }
-        let (keeper, done) = (keeper.clone(), open.clone());
-        let answering = thread::Builder::new().stack_size(STACK_BYTES).spawn(move || {
-            // An error ends the connection, and nothing else.
-            let _ended = talk(stream, &keeper);
-            done.fetch_sub(1, Ordering::SeqCst);
+        // An error ends the connection, and nothing else.
+        visitors.retain_mut(|visitor| {
+            let is_due = has_come.next().unwrap_or(false) || visitor.heard.elapsed() >= PATIENCE;
+            !is_due || visitor.talk(keeper).is_ok()
         });
-        if answering.is_err() {
-            open.fetch_sub(1, Ordering::SeqCst);
+        match listener.accept() {
+            Ok((stream, _)) if visitors.len() < MOST_CONNECTIONS => visitors.extend(Visitor::new(stream)),
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(_) => thread::sleep(PAUSE), // out of descriptors, perhaps: others end meanwhile
         }
     }
 }
 
-fn talk(mut stream: TcpStream, keeper: &Keeper) -> std::io::Result<()> {
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    loop {
-        let (member, secret) = (&keeper.member, keeper.secret.as_ref());
-        let number = read_knock(&mut stream, member, secret)?;
-        if keeper.is_closed.load(Ordering::SeqCst) {
-            return Ok(()); // who asks learns so, as no other connection is answered
-        }
-        let said = Said {
-            computes: keeper.computes.load(Ordering::SeqCst),
-            gave_up: keeper.gave_up.load(Ordering::SeqCst),
-        };
-        let mut answer = said.to_bytes().to_vec();
-        answer.extend(proof(member, number, &said.to_bytes(), secret));
-        stream.write_all(&answer)?;
+/// Waits until somebody connects, asks or hangs up, or has been silent for too long. Which visitors did something.
+fn await_any(listener: &TcpListener, visitors: &[Visitor]) -> Vec<bool> {
+    let descriptors = visitors.iter().map(|each| each.stream.as_raw_fd()).chain([listener.as_raw_fd()]);
+    let mut polled: Vec<_> =
+        descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
+    let oldest = visitors.iter().map(|each| PATIENCE.saturating_sub(each.heard.elapsed())).min();
+    let limit = oldest.map_or(-1, |left| left.as_millis() as i32 + 1);
+    // SAFETY: the pointer and the length are those of the vector, and all descriptors are open: they are borrowed.
+    unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, limit) };
+    polled.iter().map(|each| each.revents != 0).collect()
+}
+
+/// One that has connected.
+struct Visitor {
+    stream: TcpStream,
+    /// What has come of its next knock.
+    knock: Vec<u8>,
+    /// When it has sent something.
+    heard: Instant,
+}
+
+impl Visitor {
+    fn new(stream: TcpStream) -> Option<Self> {
+        stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).ok()?;
+        Some(Self { stream, knock: Vec::new(), heard: Instant::now() })
     }
+
+    /// Answers what has come. An error: it has hung up, is no member, or was silent for too long.
+    fn talk(&mut self, keeper: &Keeper) -> std::io::Result<()> {
+        let (member, secret) = (&keeper.member, keeper.secret.as_ref());
+        let mut room = [0; KNOCK_BYTES];
+        loop {
+            match self.stream.read(&mut room) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(come) => self.knock.extend(&room[..come]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    let is_silent = self.heard.elapsed() >= PATIENCE;
+                    return if is_silent { Err(ErrorKind::TimedOut.into()) } else { Ok(()) };
+                }
+                Err(error) => return Err(error),
+            }
+            self.heard = Instant::now();
+            while self.knock.len() >= knock_bytes(secret) {
+                let rest = self.knock.split_off(knock_bytes(secret));
+                let number = read_knock(&mut &self.knock[..], member, secret)?;
+                self.knock = rest;
+                let said = keeper.said().to_bytes();
+                // So few bytes that one who reads them has room for them.
+                self.stream.write_all(&[&said[..], &proof(member, number, &said, secret)].concat())?;
+            }
+        }
+    }
+}
+
+/// Leaves this thread the listener alone of all that the process has open, and in a table of its own. Whether it has one.
+///
+/// The system frees a killed process's memory before it closes what its threads share, which takes a second for some ten
+/// gigabytes. What one thread alone has open is closed as that thread ends: so others learn at once that the process has
+/// ended. Nor do its children, such as those that load data, get the listener and keep it open.
+fn keep_alone(listener: &TcpListener) -> bool {
+    let own = listener.as_raw_fd() as libc::c_uint;
+    let close = |first: libc::c_uint, last: libc::c_uint, flags: libc::c_uint| {
+        // SAFETY: the call takes three numbers. What it closes, it closes in this thread's table, which is its own from
+        // the first call on; nothing else that this thread or those that it starts use is open there.
+        unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) == 0 }
+    };
+    close(own + 1, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)
+        && own.checked_sub(1).is_none_or(|last| close(0, last, 0))
 }

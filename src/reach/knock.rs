@@ -9,21 +9,33 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What members answer within `limit`, all asked at once; none for those that do not.
+/// What became of a question to a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// It answers.
+    Said(Said),
+    /// Its host refuses the connection: its process has ended.
+    Ended,
+    /// No answer of the member's has come.
+    Nothing,
+}
+
+/// What members answer within `limit`, all asked at once.
 ///
 /// A member is its id and the address of its door, `host:port`. Names are looked up within the limit, too. With a secret
 /// both sides must have it.
 ///
 /// ```
-/// use evermoe::reach::{Door, Said, ask_all};
+/// use evermoe::reach::{Answer, Door, Said, ask_all};
 /// use std::time::Duration;
 /// let door = Door::open("a", None, None)?;
 /// let address = format!("127.0.0.1:{}", door.port());
 /// let members = [("a".to_owned(), address.clone()), ("b".to_owned(), address)]; // that port is not b's
-/// assert_eq!(ask_all(&members, Duration::from_secs(5), None), [Some(Said::default()), None]);
+/// let limit = Duration::from_secs(5);
+/// assert_eq!(ask_all(&members, limit, None), [Answer::Said(Said::default()), Answer::Nothing]);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
-pub fn ask_all(members: &[(String, String)], limit: Duration, secret: Option<&Secret>) -> Vec<Option<Said>> {
+pub fn ask_all(members: &[(String, String)], limit: Duration, secret: Option<&Secret>) -> Vec<Answer> {
     let deadline = Instant::now() + limit;
     let (report, reports) = mpsc::channel();
     for (index, (member, address)) in members.iter().cloned().enumerate() {
@@ -33,16 +45,19 @@ pub fn ask_all(members: &[(String, String)], limit: Duration, secret: Option<&Se
         let _started = thread::Builder::new().name("evermoe-knock".into()).spawn(move || {
             let said = Visit::begin(&address, deadline)
                 .and_then(|mut visit| visit.knock(&member, deadline, secret.as_ref()));
-            if let Ok(said) = said {
-                // All answers may be in already that somebody waits for.
-                let _heard = report.send((index, said));
-            }
+            let answer = match said {
+                Ok(said) => Answer::Said(said),
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => Answer::Ended,
+                Err(_) => return,
+            };
+            // All answers may be in already that somebody waits for.
+            let _heard = report.send((index, answer));
         });
     }
     drop(report);
-    let mut found = vec![None; members.len()];
-    while let Ok((index, said)) = reports.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-        found[index] = Some(said);
+    let mut found = vec![Answer::Nothing; members.len()];
+    while let Ok((index, answer)) = reports.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        found[index] = answer;
     }
     found
 }

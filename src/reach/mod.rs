@@ -1,15 +1,16 @@
 //! Whether other members can be reached: each has a door, which answers what it is sent.
 //!
 //! A door answers from a thread of its own, so that a member that computes, or holds Python's lock, is reached. A
-//! process that is stopped does not answer, nor does a host without power, nor one behind a cut.
+//! process that is stopped does not answer, nor does a host without power, nor one behind a cut; the host of a process
+//! that has ended refuses the connection.
 
 mod door;
 mod knock;
 mod watch;
 
 pub use door::Door;
-pub use knock::ask_all;
 pub(crate) use knock::unforeseen;
+pub use knock::{Answer, ask_all};
 pub use watch::{Seen, Watch};
 
 use crate::secret::{Secret, TAG_BYTES};
@@ -85,6 +86,11 @@ fn write_knock(
         knock.extend(secret.tag("knock", &[member.as_bytes(), &number]));
     }
     stream.write_all(&knock)
+}
+
+/// Bytes of a knock.
+fn knock_bytes(secret: Option<&Secret>) -> usize {
+    size_of::<Number>() + secret.map_or(0, |_| TAG_BYTES)
 }
 
 /// The number of a knock.

@@ -27,6 +27,8 @@ pub struct Watch(Arc<Shared>);
 pub struct Seen {
     /// Members that no longer answer: the first one, then others that have missed an answer, too.
     pub silent: Vec<String>,
+    /// Whether the process of the first one has ended, as its host says.
+    pub has_ended: bool,
     /// A member that has waited in vain in the group; then nobody is silent.
     pub gave_up: Option<String>,
 }
@@ -152,12 +154,12 @@ impl Shared {
         state.is_over
     }
 
-    fn fell_silent(&self, member: usize) {
+    fn fell_silent(&self, member: usize, has_ended: bool) {
         let state = self.lock();
         let missed = |&other: &usize| other != member && state.heard[other].elapsed() > self.limit / 2;
         let others = (0..self.members.len()).filter(missed);
         let silent = std::iter::once(member).chain(others).map(|each| self.members[each].0.clone()).collect();
-        self.report(state, Seen { silent, gave_up: None });
+        self.report(state, Seen { silent, has_ended, gave_up: None });
     }
 
     fn report(&self, mut state: MutexGuard<'_, State>, seen: Seen) {
@@ -183,7 +185,7 @@ fn ask(shared: &Shared, member: usize) {
             .and_then(|mut open| open.knock(id, deadline, shared.secret.as_ref()).map(|said| (open, said)))
         {
             Ok((_, said)) if said.gave_up == shared.group => {
-                return shared.report(shared.lock(), Seen { silent: Vec::new(), gave_up: Some(id.clone()) });
+                return shared.report(shared.lock(), Seen { gave_up: Some(id.clone()), ..Seen::default() });
             }
             Ok((open, _)) => {
                 shared.lock().heard[member] = Instant::now();
@@ -194,9 +196,10 @@ fn ask(shared: &Shared, member: usize) {
                 visit = Some(open);
             }
             // A connection may break for other reasons; one that is refused means that the process has ended.
-            Err(error) if Instant::now() >= deadline || error.kind() == ErrorKind::ConnectionRefused => {
-                return shared.fell_silent(member);
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+                return shared.fell_silent(member, true);
             }
+            Err(_) if Instant::now() >= deadline => return shared.fell_silent(member, false),
             Err(_) if is_new && shared.pause() => return,
             Err(_) => {}
         }

@@ -26,6 +26,7 @@ from evermoe.comm.lighthouse import Lighthouses, split_addresses
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.reach import LOOK_SECONDS, Reach, find_place
+from evermoe.comm.stand_in import StandIn
 from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
@@ -108,6 +109,7 @@ class Membership:
         """What each member of the latest set of the Lighthouse has told, by id."""
         self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reach(self.id, place, secret)
         """What this member can reach of the others."""
+        self._stand_in = StandIn(self.id, self.messages)
         self.stores = EarlyStores(place, self._hang_limit, secret, self.reach)
         """Where groups meet, and connections to those of others."""
         self.watch = Watch(
@@ -177,7 +179,7 @@ class Membership:
         for quorum in self._inquiry.take():
             asked = self.messages.read(quorum.participants, is_established=True)
             self.stores.connect({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
-            if self.id in {member.id for member in asked}:
+            if self.id in {member.id for member in asked} and not self.messages.contradiction:
                 heard.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
         return heard
 
@@ -205,7 +207,8 @@ class Membership:
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
             if self.is_spare and not self.established:  # those that are to begin a new job get time to come
                 patience = max(patience, self._came + self._hang_limit.total_seconds() - time.monotonic())
-            quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
+            with self._stand_in.speaking(self.lighthouses.current, self.reach.ended, list(self.members)):
+                quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
             self._inquiry.give_way(quorum, is_intact=is_intact)
         except ConnectionError:
             # The Lighthouse may come back without any memory, and to others a little later.
@@ -214,8 +217,13 @@ class Membership:
         asked = self.messages.read(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
         )
-        if self.id not in {member.id for member in asked}:
+        alive = {member.id for member in asked}
+        if self.id not in alive:
             raise ConnectionError("the Lighthouse passes on another message than this member has told")
+        self._stand_in.forget(alive)
+        if self.messages.contradiction:
+            raise ConnectionError(self.messages.contradiction)
+        self.reach.ended.clear()
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self.named = {member.id: member.data for member in asked}

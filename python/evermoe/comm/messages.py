@@ -109,6 +109,9 @@ class Messages:
         self._warned: set[str] = set()
         self.is_promoted = False
         """Whether an operator has said, in the latest set, that its members go on though others may be missing."""
+        self.contradiction = ""
+        """Why the latest set says nothing: it has one of the two names alone under which others speak for a member, or that
+        member itself, too. Empty where that is not so."""
         self.doubt = ""
         """Why it waits: as many differ from it in the secret as agree with it. Empty where that is not so."""
 
@@ -121,6 +124,16 @@ class Messages:
         shared = {name: getattr(self._identity, name) for name in ("layout", "arithmetic")}
         shared["options"] = dict(self._identity.options)
         return json.loads(_native.tell(self._id, self._identity.job, json.dumps(shared | message), self._secret))
+
+    def write_ended(self, member: str) -> dict[str, dict[str, Any]]:
+        """What the Lighthouse is told when a member's process has ended, by the names under which it is told.
+
+        It is told so under another name than the member's, too, as then its set gets another number: else a member that
+        was wrongly taken for dead might believe that it was in that set.
+        """
+        job = self._identity.job
+        names = [f"ended-{member}", member]
+        return {name: json.loads(_native.tell_ended(name, job, member, self._secret)) for name in names}
 
     def read(self, members: Iterable[Any], *, is_established: bool, steps: int = 0, needed: int = 1) -> list[Told]:
         """The members of this job by id: of the established ones' job, or else of most members'.
@@ -153,6 +166,7 @@ class Messages:
     def _hear(self, members: list[Any]) -> Heard:
         found = Heard([], [], {})
         promoted: set[int | None] = set()
+        spoken_for, announced = set[str](), set[str]()
         for each in members:
             heard = json.loads(_native.hear(each.replica_id, as_text(each.data), self._secret))
             if heard["kind"] == "member":
@@ -161,6 +175,10 @@ class Messages:
             if heard["kind"] == "promotion":
                 if heard["job"] == self._identity.job:
                     promoted.add(heard["generation"])
+                continue
+            if heard["kind"] == "ended":
+                if heard["job"] == self._identity.job:
+                    (spoken_for if each.replica_id == heard["member"] else announced).add(heard["member"])
                 continue
             if heard["kind"] == "stranger":
                 self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")
@@ -176,6 +194,8 @@ class Messages:
                 found.others.append(Other(each.replica_id, heard["established"], protocol))
         own = [each.data["standing"]["generation"] for each in found.told if each.job == self._identity.job]
         self.is_promoted = max(own, default=0) in promoted
+        doubtful = sorted((spoken_for - announced) | (announced & {each.id for each in found.told}))
+        self.contradiction = f"others begin to speak for {doubtful[0]}, or it is back" if doubtful else ""
         return found
 
     def _warn(self, sender: str, why: str) -> None:

@@ -115,6 +115,8 @@ class Reach:
         """When members were asked."""
         self.unreachable: dict[str, str] = {}
         """Members that did not answer, by id, with the addresses of their doors."""
+        self.ended: set[str] = set()
+        """Members whose processes have ended, as their hosts say."""
 
     def knock(self, members: Mapping[str, str]) -> list[str]:
         """Asks members for an answer, all at once.
@@ -127,7 +129,8 @@ class Reach:
         """
         self._asked = time.monotonic()
         asked = list(members.items())
-        answers = ask_all(asked, round(1000 * REACH_SECONDS), self._secret)
+        answers, ended = ask_all(asked, round(1000 * REACH_SECONDS), self._secret)
+        self.ended.update(ended)
         missing = {member: address for (member, address), said in zip(asked, answers, strict=True) if said is None}
         self.said = {member: said for member, said in zip(members, answers, strict=True) if said is not None}
         for member in members:
@@ -137,7 +140,7 @@ class Reach:
 
     def silent(self, members: Mapping[str, str]) -> list[str]:
         """The ids of members that do not answer within `REACH_SECONDS`, of addresses by id; nothing is remembered."""
-        answers = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
+        answers, _ = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
         return [member for member, said in zip(members, answers, strict=True) if said is None]
 
     def look_again(self, pause: float = 0.0) -> list[str]:

@@ -146,8 +146,10 @@ class Watch:
             self._reach.say(computes=0 if begins else self._epoch)
 
     def _wait(self, asking: _native.Watch) -> None:
-        self.silent, gave_up = asking.wait()
+        self.silent, has_ended, gave_up = asking.wait()
         if self.silent:
+            if has_ended:
+                self._reach.ended.add(self.silent[0])
             who = f"{self.silent[0]} at {self._members[self.silent[0]]}"
             self._on_silent(f"{who} has ended, or has not answered for {self._limit:g} s")
         elif gave_up is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import threading
 
 import pytest
 
-from evermoe._native import Door, Watch
+from evermoe._native import Door, Watch, ask_all
 from evermoe.comm.group import Group
 from evermoe.comm.reach import LOOPBACK, Place, Reach
 from evermoe.comm.watch import Watch as GroupWatch
@@ -46,14 +49,58 @@ def test_a_killed_member_is_noticed_between_two_questions(member):
     process, port = member
     watch = Watch([("a", f"127.0.0.1:{port}")], 1, HOUR)  # which asks every quarter of an hour
     os.kill(process.pid, 9)
-    assert seen(watch) == [(["a"], None)]
+    assert seen(watch) == [(["a"], True, None)]
+
+
+def open_and_fork(connection):
+    """A door, and a child, as a loader of data has, that has inherited what was open, and outlives the process."""
+    door = Door("a", "127.0.0.1")
+    child = os.fork()
+    if not child:
+        while True:
+            signal.pause()
+    connection.send((door.port, child))
+    connection.recv()
+
+
+def test_a_killed_member_is_noticed_though_a_child_of_it_lives():
+    here, there = SERVER.Pipe()
+    process = SERVER.Process(target=open_and_fork, args=(there,))
+    process.start()
+    port, child = here.recv()
+    try:
+        watch = Watch([("a", f"127.0.0.1:{port}")], 1, HOUR)
+        process.kill()
+        assert seen(watch) == [(["a"], True, None)]
+        os.kill(child, 0)  # it is there
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.join()
+
+
+def test_a_door_answers_many_and_those_that_ask_in_bits():
+    door = Door("a", "127.0.0.1")
+    address = ("127.0.0.1", door.port)
+    with contextlib.ExitStack() as visits:
+        silent = [visits.enter_context(socket.create_connection(address)) for _ in range(100)]
+        slow = visits.enter_context(socket.create_connection(address))
+        for byte in bytes(16):  # two knocks, each of a number of 8 bytes
+            slow.send(bytes([byte]))
+        slow.settimeout(PATIENCE)
+        assert len(slow.recv(48, socket.MSG_WAITALL)) == 48  # what it says in 16 bytes, and 8 that prove it, twice
+        assert ask_all([("a", f"127.0.0.1:{door.port}")] * 50, round(1000 * PATIENCE)) == ([(0, 0)] * 50, [])
+        del door
+        for each in silent:
+            each.settimeout(PATIENCE)
+            assert each.recv(1) == b""
+    assert ask_all([("a", "127.0.0.1:%d" % address[1])], round(1000 * PATIENCE)) == ([None], ["a"])
 
 
 def test_a_watch_that_is_stopped_sees_nothing(member):
     _, port = member
     watch = Watch([("a", f"127.0.0.1:{port}")], 1, HOUR)
     watch.stop()
-    assert seen(watch) == [([], None)]
+    assert seen(watch) == [([], False, None)]
 
 
 @pytest.fixture

@@ -94,10 +94,10 @@ def test_tags_are_those_of_pythons_hmac():
 def test_door_answers_those_alone_that_have_the_secret():
     door = Door("a", "127.0.0.1", Secret(RIGHT))
     members = [("a", f"127.0.0.1:{door.port}")]
-    assert ask_all(members, 5000, Secret(RIGHT)) == [(0, 0)]
-    assert ask_all([("b", members[0][1])], 5000, Secret(RIGHT)) == [None]
-    assert ask_all(members, 5000, Secret(WRONG)) == [None]
-    assert ask_all(members, 300) == [None]
+    assert ask_all(members, 5000, Secret(RIGHT)) == ([(0, 0)], [])
+    assert ask_all([("b", members[0][1])], 5000, Secret(RIGHT)) == ([None], [])
+    assert ask_all(members, 5000, Secret(WRONG)) == ([None], [])
+    assert ask_all(members, 300) == ([None], [])
     with socket.create_connection(("127.0.0.1", door.port), timeout=5) as stranger:
         stranger.sendall(bytes(40))
         assert stranger.recv(40) == b"", "it says nothing"
@@ -109,7 +109,7 @@ def test_door_answers_those_alone_that_have_the_secret():
 
 def test_open_door_does_not_answer_for_one_with_a_secret():
     door = Door("a", "127.0.0.1")
-    assert ask_all([("a", f"127.0.0.1:{door.port}")], 5000, Secret(RIGHT)) == [None]
+    assert ask_all([("a", f"127.0.0.1:{door.port}")], 5000, Secret(RIGHT)) == ([None], [])
 
 
 def test_store_refuses_what_strangers_have_stored(tmp_path):
