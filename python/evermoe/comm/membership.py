@@ -107,9 +107,9 @@ class Membership:
         """When the Lighthouse answered first in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
         """What each member of the latest set of the Lighthouse has told, by id."""
-        self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reach(self.id, place, secret)
+        self._inquiry, self._stand_in = Inquiry(self.lighthouses, self.id), StandIn(self.id, self.messages)
+        self.reach = Reach(self.id, place, secret)
         """What this member can reach of the others."""
-        self._stand_in = StandIn(self.id, self.messages)
         self.stores = EarlyStores(place, self._hang_limit, secret, self.reach)
         """Where groups meet, and connections to those of others."""
         self.watch = Watch(
@@ -179,7 +179,8 @@ class Membership:
         for quorum in self._inquiry.take():
             asked = self.messages.read(quorum.participants, is_established=True)
             self.stores.connect({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
-            if self.id in {member.id for member in asked} and not self.messages.contradiction:
+            with suppress(ConnectionError):
+                self.messages.check(asked)
                 heard.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
         return heard
 
@@ -217,13 +218,8 @@ class Membership:
         asked = self.messages.read(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
         )
-        alive = {member.id for member in asked}
-        if self.id not in alive:
-            raise ConnectionError("the Lighthouse passes on another message than this member has told")
-        self._stand_in.forget(alive)
-        if self.messages.contradiction:
-            raise ConnectionError(self.messages.contradiction)
-        self.reach.ended.clear()
+        self._stand_in.forget(member.id for member in asked)
+        self.messages.check(asked)
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self.named = {member.id: member.data for member in asked}

@@ -109,9 +109,9 @@ class Messages:
         self._warned: set[str] = set()
         self.is_promoted = False
         """Whether an operator has said, in the latest set, that its members go on though others may be missing."""
-        self.contradiction = ""
-        """Why the latest set says nothing: it has one of the two names alone under which others speak for a member, or that
-        member itself, too. Empty where that is not so."""
+        self._contradiction = ""
+        """Why the latest set says nothing: of the two names under which others speak for a member it has one alone, or
+        that member itself, too. Empty where that is not so."""
         self.doubt = ""
         """Why it waits: as many differ from it in the secret as agree with it. Empty where that is not so."""
 
@@ -163,6 +163,17 @@ class Messages:
         identity = Identity(reference.job, *shared)
         return [member for member in mine if identity.is_same(member)]
 
+    def check(self, told: list[Told]) -> None:
+        """Checks whether the latest set is to be believed, of which these are this job's members.
+
+        Raises:
+            ConnectionError: it is not; ask again.
+        """
+        if self._id not in {each.id for each in told}:
+            raise ConnectionError("the Lighthouse passes on another message than this member has told")
+        if self._contradiction:
+            raise ConnectionError(self._contradiction)
+
     def _hear(self, members: list[Any]) -> Heard:
         found = Heard([], [], {})
         promoted: set[int | None] = set()
@@ -195,7 +206,7 @@ class Messages:
         own = [each.data["standing"]["generation"] for each in found.told if each.job == self._identity.job]
         self.is_promoted = max(own, default=0) in promoted
         doubtful = sorted((spoken_for - announced) | (announced & {each.id for each in found.told}))
-        self.contradiction = f"others begin to speak for {doubtful[0]}, or it is back" if doubtful else ""
+        self._contradiction = f"others begin to speak for {doubtful[0]}, or it is back" if doubtful else ""
         return found
 
     def _warn(self, sender: str, why: str) -> None:

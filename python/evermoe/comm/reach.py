@@ -159,7 +159,8 @@ class Reach:
         self.unreachable.update({each: address for each, address in members.items() if each in silent})
 
     def forget_all_but(self, members: Container[str]) -> None:
-        """Forgets those that are no members any more."""
+        """Forgets those that are no members any more, and who has ended: that is told."""
+        self.ended.clear()
         for member in [each for each in self.unreachable if each not in members]:
             del self.unreachable[member]
 

@@ -1,7 +1,7 @@
 """Answers at the Lighthouse in the name of members whose processes have ended, so that nobody waits for them there.
 
-The Lighthouse names a set once all whose heartbeats are fresh have asked. A process that has ended asks no more, and its
-last heartbeat is fresh for the Lighthouse's limit, 5 s by default.
+The Lighthouse names a set once all whose heartbeats are fresh have asked. A process that has ended asks no more, and
+its last heartbeat is fresh for the Lighthouse's limit, 5 s by default.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _tell(is_over: threading.Event, address: str, name: str, data: dict[str, Any
 def speakers(ended: str, members: Sequence[str], all_ended: Iterable[str]) -> list[str]:
     """The members that speak for one that has ended: the first that follow it, of those that have not.
 
-        >>> speakers("b", ["a", "b", "c", "d"], {"b", "c"})
-        ['d', 'a']
+    >>> speakers("b", ["a", "b", "c", "d"], {"b", "c"})
+    ['d', 'a']
     """
     at = members.index(ended)
     following = [*members[at + 1 :], *members[:at]]

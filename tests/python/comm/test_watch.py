@@ -93,7 +93,7 @@ def test_a_door_answers_many_and_those_that_ask_in_bits():
         for each in silent:
             each.settimeout(PATIENCE)
             assert each.recv(1) == b""
-    assert ask_all([("a", "127.0.0.1:%d" % address[1])], round(1000 * PATIENCE)) == ([None], ["a"])
+    assert ask_all([("a", f"127.0.0.1:{address[1]}")], round(1000 * PATIENCE)) == ([None], ["a"])
 
 
 def test_a_watch_that_is_stopped_sees_nothing(member):
