@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm.early_stores import EarlyStores
+from evermoe.comm.ended_members import EndedMembers
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.reach import LOOK_SECONDS, Reach, find_place
-from evermoe.comm.stand_in import StandIn
 from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
@@ -107,7 +107,7 @@ class Membership:
         """When the Lighthouse answered first in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
         """What each member of the latest set of the Lighthouse has told, by id."""
-        self._inquiry, self._stand_in = Inquiry(self.lighthouses, self.id), StandIn(self.id, self.messages)
+        self._inquiry, self._ended = Inquiry(self.lighthouses, self.id), EndedMembers(self.id, self.messages)
         self.reach = Reach(self.id, place, secret)
         """What this member can reach of the others."""
         self.stores = EarlyStores(place, self._hang_limit, secret, self.reach)
@@ -208,7 +208,7 @@ class Membership:
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
             if self.is_spare and not self.established:  # those that are to begin a new job get time to come
                 patience = max(patience, self._came + self._hang_limit.total_seconds() - time.monotonic())
-            with self._stand_in.speaking(self.lighthouses.current, self.reach.ended, list(self.members)):
+            with self._ended.speaking(self.lighthouses.current, self.reach.ended, list(self.members)):
                 quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
             self._inquiry.give_way(quorum, is_intact=is_intact)
         except ConnectionError:
@@ -218,7 +218,7 @@ class Membership:
         asked = self.messages.read(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
         )
-        self._stand_in.forget(member.id for member in asked)
+        self._ended.forget(member.id for member in asked)
         self.messages.check(asked)
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
@@ -262,9 +262,9 @@ class Membership:
         """
         self.watch.end()
         try:
-            self._knock(members)
-            self._meeting = address = self.named[members[0]]["store"]
             doors = {each: self.named[each]["door"] for each in members if each != self.id}
+            self.reach.check(doors)
+            self._meeting = address = self.named[members[0]]["store"]
             self.watch.begin(epoch, doors, members.index(self.id))
             with self.stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self.stores.get(address))
@@ -297,13 +297,6 @@ class Membership:
             self.trainer_group.drop(reason)
         else:
             self.stores.end(meeting)
-
-    def _knock(self, members: list[str]) -> None:
-        """Asks all other members for an answer, so that nobody waits for the silent ones."""
-        doors = {each: self.named[each]["door"] for each in members if each != self.id}
-        silent = [f"{each} at {doors[each]}" for each in self.reach.knock(doors)]
-        if silent:
-            raise ConnectionError(f"{', '.join(silent)} cannot be reached from here")
 
     def _rebuild(self, store: Any, rank: int, size: int) -> None:
         self.trainer_group.drop("the group is being rebuilt")

@@ -138,6 +138,16 @@ class Reach:
         self.unreachable.update(missing)
         return list(missing)
 
+    def check(self, members: Mapping[str, str]) -> None:
+        """Asks members for an answer, so that nobody waits for the silent ones.
+
+        Raises:
+            ConnectionError: some are silent.
+        """
+        silent = [f"{each} at {members[each]}" for each in self.knock(members)]
+        if silent:
+            raise ConnectionError(f"{', '.join(silent)} cannot be reached from here")
+
     def silent(self, members: Mapping[str, str]) -> list[str]:
         """The ids of members that do not answer within `REACH_SECONDS`, of addresses by id; nothing is remembered."""
         answers, _ = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)

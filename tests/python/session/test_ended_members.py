@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 
 from evermoe.comm._torchft import torchft
+from evermoe.comm.ended_members import EndedMembers, speakers
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.messages import Identity, Messages, Told
-from evermoe.comm.stand_in import StandIn, speakers
 from support.harness import PATIENCE, wait_until
 from support.history import check_history
 from support.worker import Fault
@@ -75,7 +75,7 @@ def messages(lighthouse):
 def test_a_set_with_one_that_is_spoken_for_has_another_number(patient):
     """Else a member that was wrongly taken for dead could believe that it was in it, and go on with what it has."""
     before = Asking(patient, "abc").answer()
-    with StandIn("a", messages(patient)).speaking(patient, {"b"}, ["a", "b", "c"]):
+    with EndedMembers("a", messages(patient)).speaking(patient, {"b"}, ["a", "b", "c"]):
         after = Asking(patient, "ac").answer()
     assert after.quorum_id > before.quorum_id
     names = {each.replica_id: each for each in after.participants}
@@ -91,13 +91,13 @@ def test_a_set_with_one_that_is_spoken_for_has_another_number(patient):
 
 
 def test_who_speaks_for_itself_is_not_spoken_for(patient):
-    stand_in = StandIn("a", messages(patient))
+    ended = EndedMembers("a", messages(patient))
     Asking(patient, "abc").answer()
-    with stand_in.speaking(patient, {"b"}, ["a", "b", "c"]):
+    with ended.speaking(patient, {"b"}, ["a", "b", "c"]):
         assert len(Asking(patient, "ac").answer().participants) == 4
-    stand_in.forget(["b"])
-    wait_until(lambda: not any(each.name == "evermoe-stand-in" for each in threading.enumerate()), "it is told no more")
-    with stand_in.speaking(patient, set(), ["a", "c"]):
+    ended.forget(["b"])
+    wait_until(lambda: not any(each.name == "evermoe-ended" for each in threading.enumerate()), "it is told no more")
+    with ended.speaking(patient, set(), ["a", "c"]):
         # The Lighthouse takes the second name for alive as long as its limit: somebody has to answer for it here.
         again = Asking(patient, ["a", "b", "c", "ended-b"]).answer()
     assert {each.replica_id: each.data for each in again.participants}["b"] == {"of": "b"}
@@ -111,6 +111,6 @@ def test_the_next_members_in_the_order_of_ranks_speak():
 
 
 def test_a_lighthouse_that_is_away_is_not_told(caplog):
-    caplog.set_level("INFO", "evermoe.comm.stand_in")
-    with StandIn("a", messages("")).speaking("http://127.0.0.1:9", {"b"}, ["a", "b"]):
+    caplog.set_level("INFO", "evermoe.comm.ended_members")
+    with EndedMembers("a", messages("")).speaking("http://127.0.0.1:9", {"b"}, ["a", "b"]):
         wait_until(lambda: all(f"the name {each}:" in caplog.text for each in ("b", "ended-b")), "both threads say so")

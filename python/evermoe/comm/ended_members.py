@@ -32,7 +32,7 @@ LATER_SECONDS = 0.01
 ask again."""
 
 
-class StandIn:
+class EndedMembers:
     """Speaks for members that have ended.
 
     Args:
@@ -66,7 +66,7 @@ class StandIn:
             logger.info("telling the Lighthouse that %s has ended", each)
             for number, (name, data) in enumerate(self._messages.write_ended(each).items()):
                 arguments = (is_over, address, name, data, number * LATER_SECONDS)
-                thread = threading.Thread(target=_tell, args=arguments, name="evermoe-stand-in", daemon=True)
+                thread = threading.Thread(target=_tell, args=arguments, name="evermoe-ended", daemon=True)
                 with suppress(RuntimeError):  # it cannot be started: then the heartbeats get old
                     thread.start()
         try:
