@@ -127,13 +127,16 @@ pub enum Event {
     Overheard {
         /// As in `Quorum`.
         id: u64,
-        /// As in `Quorum`.
+        /// As in `Quorum`; empty for a set that names this member and is not to be believed otherwise.
         participants: Vec<Participant>,
     },
-    /// Answers `Ask`: no Lighthouse answered.
+    /// Answers `Ask`: no Lighthouse answered, or with a set that is not to be believed.
     Unanswered {
         /// Why, for people.
         reason: String,
+        /// Number of that set, if it names this member: nothing happens in it without this member.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        named: Option<u64>,
     },
     /// Answers `Compare`: what each member of the group has heard, by rank.
     Compared {

@@ -215,12 +215,18 @@ impl Protocol {
             (Phase::Asking, Event::Quorum { id, participants, .. }) if self.group.is_some() => {
                 self.compare(Some((id, participants)))
             }
-            (Phase::Asking, Event::Unanswered { .. }) if self.group.is_some() => self.compare(None),
+            (Phase::Asking, Event::Unanswered { named, .. }) if self.group.is_some() => {
+                self.note_refused(named);
+                self.compare(None)
+            }
             (Phase::Comparing, Event::Compared { sets }) => self.compared(&sets),
             (Phase::Asking, Event::Quorum { id, participants, is_promoted }) => {
                 self.judge(id, &participants, is_promoted)
             }
-            (Phase::Asking, Event::Unanswered { reason }) => self.retry(reason),
+            (Phase::Asking, Event::Unanswered { reason, named }) => {
+                self.note_refused(named);
+                self.retry(reason)
+            }
             (Phase::Asking | Phase::Waiting, Event::OutOfTime { reason }) => {
                 self.stop(Stop::OutOfTime { reason })
             }

@@ -21,11 +21,12 @@ struct Door(reach::Door);
 impl Door {
     #[new]
     #[pyo3(signature = (member, address=None, secret=None))]
-    fn new(member: &str, address: Option<&str>, secret: Option<&Secret>) -> PyResult<Self> {
+    fn new(py: Python<'_>, member: &str, address: Option<&str>, secret: Option<&Secret>) -> PyResult<Self> {
         let wrong =
             |error| Error::Invalid(format!("Door: expected a numeric address, got {address:?}: {error}"));
         let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
-        Ok(Self(reach::Door::open(member, address, secret.map(Secret::get))?))
+        let secret = secret.map(Secret::get);
+        Ok(Self(py.detach(|| reach::Door::open(member, address, secret))?))
     }
 
     #[getter]

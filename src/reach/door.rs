@@ -4,6 +4,7 @@ use super::{Said, knock_bytes, listen, proof, read_knock, wake};
 use crate::error::{Error, Result};
 use crate::secret::Secret;
 use std::io::{ErrorKind, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,6 +18,8 @@ const MOST_CONNECTIONS: usize = 4096;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Time after which one is accepted again, where the system had no room for it.
 const PAUSE: Duration = Duration::from_millis(10);
+/// Descriptors of the standard streams.
+const STREAMS: libc::c_uint = 3;
 /// Bytes that are read at a time.
 const KNOCK_BYTES: usize = 64;
 
@@ -59,6 +62,7 @@ impl Door {
         thread::Builder::new()
             .name("evermoe-door".into())
             .spawn(move || {
+                block_signals();
                 // Who opens the door waits for it.
                 let _heard = report.send(keep_alone(&listener));
                 serve(&listener, &inside);
@@ -104,7 +108,10 @@ impl Drop for Door {
 /// Answers from one thread, for as long as the door is open.
 fn serve(listener: &TcpListener, keeper: &Keeper) {
     let mut visitors: Vec<Visitor> = Vec::new();
-    while listener.set_nonblocking(true).is_ok() {
+    if listener.set_nonblocking(true).is_err() {
+        return;
+    }
+    loop {
         let mut has_come = await_any(listener, &visitors).into_iter();
         if keeper.is_closed.load(Ordering::SeqCst) {
             return; // who asks learns so, as nothing is answered any more
@@ -114,11 +121,16 @@ fn serve(listener: &TcpListener, keeper: &Keeper) {
             let is_due = has_come.next().unwrap_or(false) || visitor.heard.elapsed() >= PATIENCE;
             !is_due || visitor.talk(keeper).is_ok()
         });
-        match listener.accept() {
-            Ok((stream, _)) if visitors.len() < MOST_CONNECTIONS => visitors.extend(Visitor::new(stream)),
-            Ok(_) => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            Err(_) => thread::sleep(PAUSE), // out of descriptors, perhaps: others end meanwhile
+        loop {
+            match listener.accept() {
+                Ok((stream, _)) if visitors.len() < MOST_CONNECTIONS => visitors.extend(Visitor::new(stream)),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => {
+                    thread::sleep(PAUSE); // out of descriptors, perhaps: others end meanwhile
+                    break;
+                }
+            }
         }
     }
 }
@@ -154,42 +166,55 @@ impl Visitor {
     fn talk(&mut self, keeper: &Keeper) -> std::io::Result<()> {
         let (member, secret) = (&keeper.member, keeper.secret.as_ref());
         let mut room = [0; KNOCK_BYTES];
-        loop {
-            match self.stream.read(&mut room) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(come) => self.knock.extend(&room[..come]),
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    let is_silent = self.heard.elapsed() >= PATIENCE;
-                    return if is_silent { Err(ErrorKind::TimedOut.into()) } else { Ok(()) };
-                }
-                Err(error) => return Err(error),
+        // Once: of one who sends without end the rest waits until others have had their turn.
+        match self.stream.read(&mut room) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(come) => self.knock.extend(&room[..come]),
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                let is_silent = self.heard.elapsed() >= PATIENCE;
+                return if is_silent { Err(ErrorKind::TimedOut.into()) } else { Ok(()) };
             }
-            self.heard = Instant::now();
-            while self.knock.len() >= knock_bytes(secret) {
-                let rest = self.knock.split_off(knock_bytes(secret));
-                let number = read_knock(&mut &self.knock[..], member, secret)?;
-                self.knock = rest;
-                let said = keeper.said().to_bytes();
-                // So few bytes that one who reads them has room for them.
-                self.stream.write_all(&[&said[..], &proof(member, number, &said, secret)].concat())?;
-            }
+            Err(error) => return Err(error),
         }
+        self.heard = Instant::now();
+        while self.knock.len() >= knock_bytes(secret) {
+            let rest = self.knock.split_off(knock_bytes(secret));
+            let number = read_knock(&mut &self.knock[..], member, secret)?;
+            self.knock = rest;
+            let said = keeper.said().to_bytes();
+            // So few bytes that one who reads them has room for them.
+            self.stream.write_all(&[&said[..], &proof(member, number, &said, secret)].concat())?;
+        }
+        Ok(())
     }
 }
 
-/// Leaves this thread the listener alone of all that the process has open, and in a table of its own. Whether it has one.
+/// Gives this thread a table of descriptors of its own, with the listener and the standard streams alone in it. Whether
+/// it has one.
 ///
 /// The system frees a killed process's memory before it closes what its threads share, which takes a second for some ten
-/// gigabytes. What one thread alone has open is closed as that thread ends: so others learn at once that the process has
-/// ended. Nor do its children, such as those that load data, get the listener and keep it open.
+/// gigabytes. What one thread alone has open is closed as that thread ends, unless it is the last one to: so others learn
+/// at once that the process has ended. Nor do its children, such as those that load data, get the listener and keep it open.
 fn keep_alone(listener: &TcpListener) -> bool {
     let own = listener.as_raw_fd() as libc::c_uint;
     let close = |first: libc::c_uint, last: libc::c_uint, flags: libc::c_uint| {
         // SAFETY: the call takes three numbers. What it closes, it closes in this thread's table, which is its own from
-        // the first call on; nothing else that this thread or those that it starts use is open there.
+        // the first call on; nothing else that this thread uses is open there.
         unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) == 0 }
     };
-    close(own + 1, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)
-        && own.checked_sub(1).is_none_or(|last| close(0, last, 0))
+    let is_alone = close(own + 1, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE);
+    if is_alone && own > STREAMS {
+        close(STREAMS, own - 1, 0);
+    }
+    is_alone
+}
+
+/// Leaves signals to other threads: what handles them may write to descriptors that this one does not have.
+fn block_signals() {
+    let mut all = MaybeUninit::uninit();
+    // SAFETY: the first call writes the set that the second one reads; the old set is not asked for.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+    }
 }

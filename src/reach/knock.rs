@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub enum Answer {
     /// It answers.
     Said(Said),
-    /// Its host refuses the connection: its process has ended.
+    /// Its host refuses the connection, as it does where the process has ended.
     Ended,
     /// No answer of the member's has come.
     Nothing,
@@ -68,16 +68,19 @@ pub(super) struct Visit(TcpStream);
 impl Visit {
     /// Connects to `host:port`.
     pub(super) fn begin(address: &str, deadline: Instant) -> std::io::Result<Self> {
-        let mut result = Err(Error::new(ErrorKind::NotFound, "the name has no address"));
-        for socket in address.to_socket_addrs()? {
-            result = left(deadline).and_then(|limit| TcpStream::connect_timeout(&socket, limit));
-            if result.is_ok() {
-                break;
+        let mut why = Error::new(ErrorKind::NotFound, "the name has no address");
+        for (number, socket) in address.to_socket_addrs()?.enumerate() {
+            match left(deadline).and_then(|limit| TcpStream::connect_timeout(&socket, limit)) {
+                Ok(stream) => {
+                    stream.set_nodelay(true)?;
+                    return Ok(Self(stream));
+                }
+                // A process has ended if all its addresses refuse the connection: it may listen on one of them alone.
+                Err(error) if number == 0 || error.kind() != ErrorKind::ConnectionRefused => why = error,
+                Err(_) => {}
             }
         }
-        let stream = result?;
-        stream.set_nodelay(true)?;
-        Ok(Self(stream))
+        Err(why)
     }
 
     /// What the member answers.

@@ -1,7 +1,8 @@
 """Answers at the Lighthouse in the name of members whose processes have ended, so that nobody waits for them there.
 
 The Lighthouse names a set once all whose heartbeats are fresh have asked. A process that has ended asks no more, and
-its last heartbeat is fresh for the Lighthouse's limit, 5 s by default.
+its last heartbeat is fresh for the Lighthouse's limit, 5 s by default. Where there is doubt whether a member has ended,
+nobody speaks for it, and members wait until its heartbeat is old.
 """
 
 from __future__ import annotations
@@ -9,27 +10,30 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 from evermoe.comm._torchft import torchft
-from evermoe.comm.messages import Messages
+from evermoe.comm.messages import Messages, Told
+from evermoe.comm.reach import Reach
 
 logger = logging.getLogger(__name__)
 
 SPEAKERS = 2
 """Members that speak for one that has ended: the next ones in the order of ranks."""
-REMEMBERED_SECONDS = 60.0
-"""Time for which one that was spoken for may still count as alive at a Lighthouse, as that takes it for a heartbeat."""
+REMEMBERED_SECONDS = 10.0
+"""Time for which the Lighthouse may take a member for alive that was spoken for, as that counts as a heartbeat: so long
+it is spoken for in further agreements, too. And time for which nobody speaks where there was doubt."""
+MOST_DOUBTS = 2
+"""Sets in a row that are not believed, until there is doubt: one may have what a member asked before it ended."""
 ANSWER_LIMIT = timedelta(seconds=2)
-"""Time after which it is told again."""
+"""Time after which the Lighthouse is told again."""
 RETRY_SECONDS = 0.05
 """Time between two times that it is told."""
 LATER_SECONDS = 0.01
-"""Time by which the second of the two names comes later: a set that has it without the first says nothing, and members
-ask again."""
+"""Time by which the member's own name comes after the other one, without which it is not believed."""
 
 
 class EndedMembers:
@@ -38,32 +42,40 @@ class EndedMembers:
     Args:
         member: this member's id.
         messages: writes what the Lighthouse is told.
+        reach: knows who has ended.
     """
 
-    def __init__(self, member: str, messages: Messages) -> None:
-        self._member, self._messages = member, messages
+    def __init__(self, member: str, messages: Messages, reach: Reach) -> None:
+        self._member, self._messages, self._reach = member, messages, reach
+        self._ended: set[str] = set()
+        """Members that have ended, as far as was known when the Lighthouse was asked."""
         self._until: dict[str, float] = {}
+        """Until when members are spoken for."""
+        self._doubts, self._quiet_until = 0, 0.0
 
     @contextmanager
-    def speaking(self, address: str, ended: Iterable[str], members: Sequence[str]) -> Iterator[None]:
+    def speaking(self, address: str, members: Sequence[str]) -> Iterator[None]:
         """Tells the Lighthouse that members have ended, in threads, while this one asks it itself.
 
         It does so for those for which this member is among `speakers`, and for those for which it has done so lately.
+        Of more than half of a group it does not believe that they have ended: it may be this member that is cut off.
 
         Args:
             address: of the Lighthouse.
-            ended: the members, by id.
-            members: ids of the group that they were in, in the order of ranks.
+            members: ids of the latest group, in the order of ranks.
         """
-        now = time.monotonic()
-        ended = set(ended)
-        for each in ended.intersection(members):
-            if self._member in speakers(each, members, ended):
-                self._until.setdefault(each, now + REMEMBERED_SECONDS)
-        self._until = {each: until for each, until in self._until.items() if until > now}
+        now, self._messages.refused = time.monotonic(), None
+        self._ended = set(self._reach.ended)
+        gone = self._ended.intersection(members)
+        is_sure = 2 * len(gone) <= len(members) and now >= self._quiet_until
+        for each in gone if is_sure else ():
+            if self._member in speakers(each, members, gone):
+                if each not in self._until:
+                    logger.info("telling the Lighthouse that %s has ended", each)
+                self._until[each] = now + REMEMBERED_SECONDS
+        self._until = {each: until for each, until in self._until.items() if until > now and is_sure}
         is_over = threading.Event()
         for each in self._until:
-            logger.info("telling the Lighthouse that %s has ended", each)
             for number, (name, data) in enumerate(self._messages.write_ended(each).items()):
                 arguments = (is_over, address, name, data, number * LATER_SECONDS)
                 thread = threading.Thread(target=_tell, args=arguments, name="evermoe-ended", daemon=True)
@@ -74,14 +86,35 @@ class EndedMembers:
         finally:
             is_over.set()
 
-    def forget(self, alive: Iterable[str]) -> None:
-        """Speaks no more for members that speak for themselves."""
+    def check(self, number: int, told: list[Told], group: Collection[str]) -> None:
+        """Checks whether the set that the Lighthouse has answered with is to be believed.
+
+        Args:
+            number: the set's.
+            told: its members, as `Messages.read` has them.
+            group: this member's latest one.
+
+        Raises:
+            ConnectionError: it is not; ask again.
+        """
+        alive = {each.id: each.data["door"] for each in told}
+        # Either it has asked before it ended, or it lives.
+        self._reach.knock({each: alive[each] for each in self._ended.intersection(alive)})
         for each in alive:
             self._until.pop(each, None)
+        problem = self._messages.problem(told, group)
+        if problem:
+            self._messages.refused = number if self._messages.names(told) else None
+            self._doubts += 1
+            if self._doubts >= MOST_DOUBTS:
+                self._doubts, self._quiet_until = 0, time.monotonic() + REMEMBERED_SECONDS
+            raise ConnectionError(problem)
+        self._doubts = 0
+        self._reach.ended -= self._ended.difference(alive)
 
 
 def _tell(is_over: threading.Event, address: str, name: str, data: dict[str, Any], pause: float) -> None:
-    """Tells it again where it was in a set of which the member that asks has not heard."""
+    """Tells the Lighthouse again and again until the member that asks has its answer, which may come in a later set."""
     while not is_over.wait(pause):
         pause = RETRY_SECONDS
         try:

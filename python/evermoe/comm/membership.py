@@ -107,9 +107,9 @@ class Membership:
         """When the Lighthouse answered first in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
         """What each member of the latest set of the Lighthouse has told, by id."""
-        self._inquiry, self._ended = Inquiry(self.lighthouses, self.id), EndedMembers(self.id, self.messages)
-        self.reach = Reach(self.id, place, secret)
+        self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reach(self.id, place, secret)
         """What this member can reach of the others."""
+        self._ended = EndedMembers(self.id, self.messages, self.reach)
         self.stores = EarlyStores(place, self._hang_limit, secret, self.reach)
         """Where groups meet, and connections to those of others."""
         self.watch = Watch(
@@ -179,8 +179,8 @@ class Membership:
         for quorum in self._inquiry.take():
             asked = self.messages.read(quorum.participants, is_established=True)
             self.stores.connect({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
-            with suppress(ConnectionError):
-                self.messages.check(asked)
+            if self.messages.names(asked):
+                asked = [] if self.messages.problem(asked) else asked
                 heard.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
         return heard
 
@@ -208,7 +208,7 @@ class Membership:
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
             if self.is_spare and not self.established:  # those that are to begin a new job get time to come
                 patience = max(patience, self._came + self._hang_limit.total_seconds() - time.monotonic())
-            with self._ended.speaking(self.lighthouses.current, self.reach.ended, list(self.members)):
+            with self._ended.speaking(self.lighthouses.current, list(self.members)):
                 quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
             self._inquiry.give_way(quorum, is_intact=is_intact)
         except ConnectionError:
@@ -218,8 +218,7 @@ class Membership:
         asked = self.messages.read(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
         )
-        self._ended.forget(member.id for member in asked)
-        self.messages.check(asked)
+        self._ended.check(quorum.quorum_id, asked, self.members)
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self.named = {member.id: member.data for member in asked}

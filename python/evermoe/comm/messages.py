@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -109,9 +109,13 @@ class Messages:
         self._warned: set[str] = set()
         self.is_promoted = False
         """Whether an operator has said, in the latest set, that its members go on though others may be missing."""
-        self._contradiction = ""
-        """Why the latest set says nothing: of the two names under which others speak for a member it has one alone, or
-        that member itself, too. Empty where that is not so."""
+        self.refused: int | None = None
+        """Number of the set that the latest question was answered with, if it is not to be believed and `names` this
+        member."""
+        self.spoken_for: set[str] = set()
+        """Members for which others speak in the latest set, under their names: see `write_ended`."""
+        self._announced: set[str] = set()
+        """Those for which they speak there under the other one."""
         self.doubt = ""
         """Why it waits: as many differ from it in the secret as agree with it. Empty where that is not so."""
 
@@ -163,21 +167,36 @@ class Messages:
         identity = Identity(reference.job, *shared)
         return [member for member in mine if identity.is_same(member)]
 
-    def check(self, told: list[Told]) -> None:
-        """Checks whether the latest set is to be believed, of which these are this job's members.
+    def problem(self, told: list[Told], group: Collection[str] = ()) -> str:
+        """Why the latest set is not to be believed, of which these are this job's members; empty if it is.
 
-        Raises:
-            ConnectionError: it is not; ask again.
+        Args:
+            told: from `read`.
+            group: this member's last one: who goes on as others are spoken for has heard of all of it.
         """
-        if self._id not in {each.id for each in told}:
-            raise ConnectionError("the Lighthouse passes on another message than this member has told")
-        if self._contradiction:
-            raise ConnectionError(self._contradiction)
+        alive = {each.id for each in told}
+        if self._id not in alive:
+            is_spoken_for = self._id in self.spoken_for
+            what = (
+                "others say that this member's process has ended" if is_spoken_for else "another message than it told"
+            )
+            return f"the Lighthouse does not pass on what this member has told: {what}"
+        doubtful = sorted((self.spoken_for - self._announced) | (self._announced & alive))
+        if doubtful:
+            return f"members differ on whether {doubtful[0]} has ended"
+        missing = sorted(set(group) - alive - self.spoken_for)
+        if self.spoken_for and missing:
+            return f"{missing[0]} has not asked, and others are spoken for"
+        return ""
+
+    def names(self, told: list[Told]) -> bool:
+        """Whether the latest set has this member, and nobody who says that it has ended."""
+        return self._id in {each.id for each in told} and self._id not in self._announced
 
     def _hear(self, members: list[Any]) -> Heard:
         found = Heard([], [], {})
         promoted: set[int | None] = set()
-        spoken_for, announced = set[str](), set[str]()
+        self.spoken_for, self._announced = set(), set()
         for each in members:
             heard = json.loads(_native.hear(each.replica_id, as_text(each.data), self._secret))
             if heard["kind"] == "member":
@@ -189,7 +208,8 @@ class Messages:
                 continue
             if heard["kind"] == "ended":
                 if heard["job"] == self._identity.job:
-                    (spoken_for if each.replica_id == heard["member"] else announced).add(heard["member"])
+                    is_own_name = each.replica_id == heard["member"]
+                    (self.spoken_for if is_own_name else self._announced).add(heard["member"])
                 continue
             if heard["kind"] == "stranger":
                 self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")
@@ -205,8 +225,6 @@ class Messages:
                 found.others.append(Other(each.replica_id, heard["established"], protocol))
         own = [each.data["standing"]["generation"] for each in found.told if each.job == self._identity.job]
         self.is_promoted = max(own, default=0) in promoted
-        doubtful = sorted((spoken_for - announced) | (announced & {each.id for each in found.told}))
-        self._contradiction = f"others begin to speak for {doubtful[0]}, or it is back" if doubtful else ""
         return found
 
     def _warn(self, sender: str, why: str) -> None:

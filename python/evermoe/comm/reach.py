@@ -116,7 +116,7 @@ class Reach:
         self.unreachable: dict[str, str] = {}
         """Members that did not answer, by id, with the addresses of their doors."""
         self.ended: set[str] = set()
-        """Members whose processes have ended, as their hosts say."""
+        """Members whose hosts refuse a connection to them, as they do where the process has ended."""
 
     def knock(self, members: Mapping[str, str]) -> list[str]:
         """Asks members for an answer, all at once.
@@ -130,6 +130,7 @@ class Reach:
         self._asked = time.monotonic()
         asked = list(members.items())
         answers, ended = ask_all(asked, round(1000 * REACH_SECONDS), self._secret)
+        self.ended.difference_update(members)
         self.ended.update(ended)
         missing = {member: address for (member, address), said in zip(asked, answers, strict=True) if said is None}
         self.said = {member: said for member, said in zip(members, answers, strict=True) if said is not None}
@@ -169,8 +170,7 @@ class Reach:
         self.unreachable.update({each: address for each, address in members.items() if each in silent})
 
     def forget_all_but(self, members: Container[str]) -> None:
-        """Forgets those that are no members any more, and who has ended: that is told."""
-        self.ended.clear()
+        """Forgets those that are no members any more."""
         for member in [each for each in self.unreachable if each not in members]:
             del self.unreachable[member]
 

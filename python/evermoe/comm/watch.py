@@ -151,7 +151,7 @@ class Watch:
             if has_ended:
                 self._reach.ended.add(self.silent[0])
             who = f"{self.silent[0]} at {self._members[self.silent[0]]}"
-            self._on_silent(f"{who} has ended, or has not answered for {self._limit:g} s")
+            self._on_silent(f"{who} has ended" if has_ended else f"{who} has not answered for {self._limit:g} s")
         elif gave_up is not None:
             # A collective that fails breaks its group before it ends: who waited with the others is not late.
             is_late = self._is_training and not self._is_waiting and self._groups[0].broken is None

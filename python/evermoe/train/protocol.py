@@ -60,12 +60,13 @@ class Rendezvous:
         try:
             number, participants = self._membership.ask(standing, is_intact=is_intact)
         except ConnectionError as error:
+            unanswered = {"event": "unanswered", "reason": str(error), "named": self._membership.messages.refused}
             if is_intact:
-                return {"event": "unanswered", "reason": str(error)}
+                return unanswered
             if self._membership.is_out_of_time():
                 return {"event": "out_of_time", "reason": str(error)}
             time.sleep(WAIT_SECONDS)
-            return {"event": "unanswered", "reason": str(error)}
+            return unanswered
         return {
             "event": "quorum",
             "id": number,

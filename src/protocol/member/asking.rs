@@ -98,6 +98,13 @@ impl Protocol {
         }
     }
 
+    /// As [`note_named`](Self::note_named), of a set that is not to be believed: nobody goes on in it.
+    pub(super) fn note_refused(&mut self, set: Option<u64>) {
+        if let Some(id) = set {
+            self.note_named(id);
+        }
+    }
+
     fn note_spares(&mut self, participants: &[Participant]) {
         self.knows_spares = participants.iter().any(|each| each.standing.is_spare);
     }
@@ -119,6 +126,9 @@ impl Protocol {
     /// together.
     pub(super) fn overhear(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
         self.note_named(id);
+        if participants.is_empty() {
+            return vec![];
+        }
         self.note_spares(participants);
         let participants = &without_idle_spares(participants, self.settings.members)[..];
         if let Some(group) = &self.group {

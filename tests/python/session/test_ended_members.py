@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 
@@ -11,11 +12,19 @@ from evermoe.comm._torchft import torchft
 from evermoe.comm.ended_members import EndedMembers, speakers
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.messages import Identity, Messages, Told
+from evermoe.comm.reach import LOOPBACK, Place, Reach
 from support.harness import PATIENCE, wait_until
 from support.history import check_history
 from support.worker import Fault
 
 HOUR = 3600.0
+
+
+class Spoken(NamedTuple):
+    """One of a set, as torchft has it."""
+
+    replica_id: str
+    data: dict
 
 
 @pytest.fixture
@@ -26,21 +35,12 @@ def patient():
     server.shutdown()
 
 
-def test_killed_members_are_not_waited_for(start_job, patient):
-    """Nor is the first again, whose heartbeat is as fresh at the second one's death."""
+def test_a_killed_member_is_not_waited_for(start_job, patient):
     job = start_job(lighthouse=patient)
-    workers = job.start_all({"b": [Fault("reduce", 4)], "c": [Fault("vote", 9)]}, steps=14)
-    assert [each.join() for each in workers] == [0, -9, -9]
+    workers = job.start_all({"b": [Fault("reduce", 4)]}, steps=9)
+    assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
-    assert [each["members"] for each in workers[0].events("recovered")] == [3, 2, 1]
-
-
-def test_members_killed_at_a_time_are_not_waited_for(start_job, patient):
-    job = start_job(4, lighthouse=patient, copies=3)
-    workers = job.start_all({each: [Fault("reduce", 4)] for each in "bd"}, "abcd", steps=9)
-    assert [each.join() for each in workers] == [0, -9, 0, -9]
-    check_history(workers)
-    assert workers[0].events("recovered")[-1]["members"] == 2
+    assert [each["members"] for each in workers[0].events("recovered")] == [3, 2]
 
 
 class Asking:
@@ -68,39 +68,138 @@ class Asking:
         return first
 
 
-def messages(lighthouse):
-    return Messages("a", Identity("job", "layout"), lighthouse, None)
+def messages(member="a"):
+    return Messages(member, Identity("job", "layout"), "http://there:1", None)
+
+
+class Job:
+    """A member of a job, and what it knows of others."""
+
+    def __init__(self, member="a"):
+        self.reach = Reach(member, Place(LOOPBACK, LOOPBACK))
+        self.ended = EndedMembers(member, messages(member), self.reach)
+
+    def speaking(self, address, gone, members):
+        self.reach.ended.update(gone)
+        return self.ended.speaking(address, list(members))
+
+    def told(self, members):
+        """What members of this job say that speak for themselves: of them all this one's door is known."""
+        return [Told(each, "job", {"door": self.reach.address}) for each in members]
 
 
 def test_a_set_with_one_that_is_spoken_for_has_another_number(patient):
     """Else a member that was wrongly taken for dead could believe that it was in it, and go on with what it has."""
     before = Asking(patient, "abc").answer()
-    with EndedMembers("a", messages(patient)).speaking(patient, {"b"}, ["a", "b", "c"]):
+    with Job().speaking(patient, "b", "abc"):
         after = Asking(patient, "ac").answer()
     assert after.quorum_id > before.quorum_id
     names = {each.replica_id: each for each in after.participants}
     assert set(names) == {"a", "b", "c", "ended-b"}
-    own = Told("a", "job", {})
-    said = messages(patient)
-    assert said.read(names.values(), is_established=True) == []
-    said.check([own])
+    assert judged(names) == ("", True)
+    assert judged(names, group="abc") == ("", True)
+    assert "d has not asked" in judged(names, group="abcd")[0]
+    assert "ended-b" in names
     del names["ended-b"]
+    problem, is_named = judged(names)
+    assert "whether b has ended" in problem
+    assert is_named
+
+
+def judged(names, told="ac", group=""):
+    """What is wrong with a set, and whether it names "a", of which members `told` speak for themselves."""
+    said = messages()
     said.read(names.values(), is_established=True)
-    with pytest.raises(ConnectionError, match="speak for b"):
-        said.check([own])
+    members = [Told(each, "job", {}) for each in told]
+    return said.problem(members, group), said.names(members)
+
+
+def test_one_that_lives_does_not_believe_that_it_has_ended(patient):
+    """Nor do others where it speaks for itself: they ask again."""
+    with Job("b").speaking(patient, "a", "ab"):
+        answer = Asking(patient, "bc").answer()
+        while len(answer.participants) < 4:
+            answer = Asking(patient, "bc").answer()
+    names = {each.replica_id: each for each in answer.participants}
+    assert judged(names, told="bc") == (
+        "the Lighthouse does not pass on what this member has told: others say that this member's process has ended",
+        False,
+    )
+    problem, is_named = judged({"ended-a": names["ended-a"]}, told="abc")
+    assert "whether a has ended" in problem
+    assert not is_named
+
+
+def nobody_speaks():
+    return not any(each.name == "evermoe-ended" for each in threading.enumerate())
 
 
 def test_who_speaks_for_itself_is_not_spoken_for(patient):
-    ended = EndedMembers("a", messages(patient))
+    job = Job()
     Asking(patient, "abc").answer()
-    with ended.speaking(patient, {"b"}, ["a", "b", "c"]):
+    with job.speaking(patient, "b", "abc"):
         assert len(Asking(patient, "ac").answer().participants) == 4
-    ended.forget(["b"])
-    wait_until(lambda: not any(each.name == "evermoe-ended" for each in threading.enumerate()), "it is told no more")
-    with ended.speaking(patient, set(), ["a", "c"]):
-        # The Lighthouse takes the second name for alive as long as its limit: somebody has to answer for it here.
+    job.ended.check(1, job.told("abc"), "abc")
+    wait_until(nobody_speaks, "it is told no more")
+    job.reach.ended.clear()
+    with job.speaking(patient, "", "ac"):
+        # The Lighthouse takes the other name for alive as long as its limit: somebody has to answer for it here.
         again = Asking(patient, ["a", "b", "c", "ended-b"]).answer()
     assert {each.replica_id: each.data for each in again.participants}["b"] == {"of": "b"}
+
+
+def test_one_that_asked_before_it_ended_is_spoken_for_when_members_ask_again():
+    """Its door, unlike that of one that lives, refuses who asks."""
+    job, gone = Job(), Reach("b", Place(LOOPBACK, LOOPBACK))
+    told = [*job.told("a"), Told("b", "job", {"door": gone.address})]
+    with job.speaking("http://127.0.0.1:9", "b", "ab"):
+        pass
+    gone.close()
+    wait_until(lambda: bool(job.reach.knock({"b": gone.address})) and job.reach.ended == {"b"}, "the door is closed")
+    job.ended.check(1, told, "ab")
+    assert job.reach.ended == {"b"}
+    job.ended.check(2, told[:1], "a")
+    assert job.reach.ended == set()
+
+
+def test_one_that_lives_after_all_has_not_ended():
+    job, alive = Job(), Reach("b", Place(LOOPBACK, LOOPBACK))
+    with job.speaking("http://127.0.0.1:9", "b", "ab"):
+        pass
+    job.ended.check(1, [*job.told("a"), Told("b", "job", {"door": alive.address})], "ab")
+    assert job.reach.ended == set()
+
+
+def spoken(job, gone, members):
+    """Whether it speaks; there is no Lighthouse, so that it goes on while it asks."""
+    wait_until(nobody_speaks, "nobody speaks")
+    with job.speaking("http://127.0.0.1:9", gone, members):
+        return not nobody_speaks()
+
+
+def test_where_there_is_doubt_nobody_speaks():
+    assert not spoken(Job(), "bc", "abc")  # it may be "a" that is cut off
+    assert spoken(Job(), "bc", "abcd")
+    for doubts in (1, 2):
+        job = Job()
+        for number in range(doubts):
+            with pytest.raises(ConnectionError, match="does not pass on"):
+                job.ended.check(number, job.told("c"), "abc")
+        assert spoken(job, "b", "abc") == (doubts < 2)  # one may have what "b" asked before it ended
+
+
+def test_the_number_of_a_set_that_is_not_believed_is_noted_by_those_that_it_names():
+    """Or those that go on later take it for one in which others went on without them."""
+    said = messages()
+    ended = EndedMembers("a", said, Reach("a", Place(LOOPBACK, LOOPBACK)))
+    told = [Told(each, "job", {"door": "127.0.0.1:1"}) for each in "ac"]
+    said.read([Spoken("b", said.write_ended("b")["b"])], is_established=True)
+    with pytest.raises(ConnectionError, match="whether b has ended"):
+        ended.check(7, told, "abc")
+    assert said.refused == 7
+    with pytest.raises(ConnectionError, match="does not pass on"):
+        ended.check(8, told[1:], "abc")
+    assert said.refused is None
 
 
 def test_the_next_members_in_the_order_of_ranks_speak():
@@ -112,5 +211,5 @@ def test_the_next_members_in_the_order_of_ranks_speak():
 
 def test_a_lighthouse_that_is_away_is_not_told(caplog):
     caplog.set_level("INFO", "evermoe.comm.ended_members")
-    with EndedMembers("a", messages("")).speaking("http://127.0.0.1:9", {"b"}, ["a", "b"]):
+    with Job().speaking("http://127.0.0.1:9", "b", "ab"):
         wait_until(lambda: all(f"the name {each}:" in caplog.text for each in ("b", "ended-b")), "both threads say so")
