@@ -98,8 +98,9 @@ class EndedMembers:
             ConnectionError: it is not; ask again.
         """
         alive = {each.id: each.data["door"] for each in told}
-        # Either it has asked before it ended, or it lives.
-        self._reach.knock({each: alive[each] for each in self._ended.intersection(alive)})
+        doubtful = {each: alive[each] for each in self._ended.intersection(alive)}
+        if doubtful:  # either it has asked before it ended, or it lives
+            self._reach.knock(doubtful)
         for each in alive:
             self._until.pop(each, None)
         problem = self._messages.problem(told, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -160,6 +161,22 @@ def test_one_that_asked_before_it_ended_is_spoken_for_when_members_ask_again():
     assert job.reach.ended == {"b"}
     job.ended.check(2, told[:1], "a")
     assert job.reach.ended == set()
+
+
+def test_members_that_do_not_answer_are_asked_again_in_time_though_the_lighthouse_is_asked_meanwhile():
+    job, back = Job(), Reach("b", Place(LOOPBACK, LOOPBACK))
+    job.reach.unreachable = {"b": back.address}
+    job.reach.knock({"c": "127.0.0.1:1"})
+    pause = 0.2
+    end = time.monotonic() + PATIENCE
+    while job.reach.unreachable and time.monotonic() < end:
+        with job.speaking("http://127.0.0.1:9", "", "a"):
+            pass
+        job.ended.check(1, job.told("a"), "a")
+        job.reach.unreachable.pop("c", None)
+        job.reach.look_again(pause)
+        time.sleep(pause / 10)
+    assert not job.reach.unreachable
 
 
 def test_one_that_lives_after_all_has_not_ended():
