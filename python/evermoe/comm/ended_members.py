@@ -25,7 +25,7 @@ SPEAKERS = 2
 """Members that speak for one that has ended: the next ones in the order of ranks."""
 REMEMBERED_SECONDS = 10.0
 """Time for which the Lighthouse may take a member for alive that was spoken for, as that counts as a heartbeat: so long
-it is spoken for in further agreements, too. And time for which nobody speaks where there was doubt."""
+it is spoken for in further agreements, too."""
 MOST_DOUBTS = 2
 """Sets in a row that are not believed, until there is doubt: one may have what a member asked before it ended."""
 ANSWER_LIMIT = timedelta(seconds=2)
@@ -43,22 +43,25 @@ class EndedMembers:
         member: this member's id.
         messages: writes what the Lighthouse is told.
         reach: knows who has ended.
+        speaks: False for one that goes on without others in any case, which it might wrongly take for dead.
     """
 
-    def __init__(self, member: str, messages: Messages, reach: Reach) -> None:
+    def __init__(self, member: str, messages: Messages, reach: Reach, *, speaks: bool = True) -> None:
+        self._speaks = speaks
         self._member, self._messages, self._reach = member, messages, reach
         self._ended: set[str] = set()
         """Members that have ended, as far as was known when the Lighthouse was asked."""
         self._until: dict[str, float] = {}
         """Until when members are spoken for."""
-        self._doubts, self._quiet_until = 0, 0.0
+        self._doubts, self._doubtful = 0, set[str]()
 
     @contextmanager
     def speaking(self, address: str, members: Sequence[str]) -> Iterator[None]:
         """Tells the Lighthouse that members have ended, in threads, while this one asks it itself.
 
         It does so for those for which this member is among `speakers`, and for those for which it has done so lately.
-        Of more than half of a group it does not believe that they have ended: it may be this member that is cut off.
+        Of half of a group it does not believe that they have ended: it may be this member that is cut off. Where there
+        was doubt, it speaks for nobody until the group is another one.
 
         Args:
             address: of the Lighthouse.
@@ -67,7 +70,7 @@ class EndedMembers:
         now, self._messages.refused = time.monotonic(), None
         self._ended = set(self._reach.ended)
         gone = self._ended.intersection(members)
-        is_sure = 2 * len(gone) <= len(members) and now >= self._quiet_until
+        is_sure = self._speaks and 2 * len(gone) < len(members) and set(members) != self._doubtful
         for each in gone if is_sure else ():
             if self._member in speakers(each, members, gone):
                 if each not in self._until:
@@ -107,8 +110,8 @@ class EndedMembers:
         if problem:
             self._messages.refused = number if self._messages.names(told) else None
             self._doubts += 1
-            if self._doubts >= MOST_DOUBTS:
-                self._doubts, self._quiet_until = 0, time.monotonic() + REMEMBERED_SECONDS
+            if self._doubts >= MOST_DOUBTS or self._member in self._messages.spoken_for:
+                self._doubts, self._doubtful = 0, set(group)
             raise ConnectionError(problem)
         self._doubts = 0
         self._reach.ended -= self._ended.difference(alive)

@@ -109,7 +109,7 @@ class Membership:
         """What each member of the latest set of the Lighthouse has told, by id."""
         self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reach(self.id, place, secret)
         """What this member can reach of the others."""
-        self._ended = EndedMembers(self.id, self.messages, self.reach)
+        self._ended = EndedMembers(self.id, self.messages, self.reach, speaks=not self.goes_on_alone)
         self.stores = EarlyStores(place, self._hang_limit, secret, self.reach)
         """Where groups meet, and connections to those of others."""
         self.watch = Watch(

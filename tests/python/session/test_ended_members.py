@@ -117,7 +117,7 @@ def judged(names, told="ac", group=""):
 
 def test_one_that_lives_does_not_believe_that_it_has_ended(patient):
     """Nor do others where it speaks for itself: they ask again."""
-    with Job("b").speaking(patient, "a", "ab"):
+    with Job("b").speaking(patient, "a", "abc"):
         answer = Asking(patient, "bc").answer()
         while len(answer.participants) < 4:
             answer = Asking(patient, "bc").answer()
@@ -195,14 +195,20 @@ def spoken(job, gone, members):
 
 
 def test_where_there_is_doubt_nobody_speaks():
-    assert not spoken(Job(), "bc", "abc")  # it may be "a" that is cut off
-    assert spoken(Job(), "bc", "abcd")
+    for gone, members in (("b", "ab"), ("bc", "abc"), ("bc", "abcd")):
+        assert not spoken(Job(), gone, members)  # it may be "a" that is cut off
+    assert spoken(Job(), "de", "abcde")
+    for is_alone in (True, False):
+        alone = Job()
+        alone.ended = EndedMembers("a", messages(), alone.reach, speaks=not is_alone)
+        assert spoken(alone, "b", "abc") != is_alone
     for doubts in (1, 2):
         job = Job()
         for number in range(doubts):
             with pytest.raises(ConnectionError, match="does not pass on"):
                 job.ended.check(number, job.told("c"), "abc")
         assert spoken(job, "b", "abc") == (doubts < 2)  # one may have what "b" asked before it ended
+        assert spoken(job, "b", "abd")  # another group
 
 
 def test_the_number_of_a_set_that_is_not_believed_is_noted_by_those_that_it_names():
@@ -228,5 +234,5 @@ def test_the_next_members_in_the_order_of_ranks_speak():
 
 def test_a_lighthouse_that_is_away_is_not_told(caplog):
     caplog.set_level("INFO", "evermoe.comm.ended_members")
-    with Job().speaking("http://127.0.0.1:9", "b", "ab"):
+    with Job().speaking("http://127.0.0.1:9", "b", "abc"):
         wait_until(lambda: all(f"the name {each}:" in caplog.text for each in ("b", "ended-b")), "both threads say so")
