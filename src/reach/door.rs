@@ -18,6 +18,8 @@ const MOST_CONNECTIONS: usize = 4096;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Time after which one is accepted again, where the system had no room for it.
 const PAUSE: Duration = Duration::from_millis(10);
+/// Connections that are accepted before visitors have their turn again.
+const ACCEPTS: usize = 128;
 /// Descriptors of the standard streams.
 const STREAMS: libc::c_uint = 3;
 /// Bytes that are read at a time.
@@ -121,7 +123,7 @@ fn serve(listener: &TcpListener, keeper: &Keeper) {
             let is_due = has_come.next().unwrap_or(false) || visitor.heard.elapsed() >= PATIENCE;
             !is_due || visitor.talk(keeper).is_ok()
         });
-        loop {
+        for _ in 0..ACCEPTS {
             match listener.accept() {
                 Ok((stream, _)) if visitors.len() < MOST_CONNECTIONS => visitors.extend(Visitor::new(stream)),
                 Ok(_) => {}

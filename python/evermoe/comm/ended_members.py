@@ -110,7 +110,7 @@ class EndedMembers:
         if problem:
             self._messages.refused = number if self._messages.names(told) else None
             self._doubts += 1
-            if self._doubts >= MOST_DOUBTS or self._member in self._messages.spoken_for:
+            if self._doubts >= MOST_DOUBTS or self._messages.is_spoken_for:
                 self._doubts, self._doubtful = 0, set(group)
             raise ConnectionError(problem)
         self._doubts = 0

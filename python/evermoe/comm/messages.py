@@ -112,7 +112,7 @@ class Messages:
         self.refused: int | None = None
         """Number of the set that the latest question was answered with, if it is not to be believed and `names` this
         member."""
-        self.spoken_for: set[str] = set()
+        self._spoken_for: set[str] = set()
         """Members for which others speak in the latest set, under their names: see `write_ended`."""
         self._announced: set[str] = set()
         """Those for which they speak there under the other one."""
@@ -176,18 +176,21 @@ class Messages:
         """
         alive = {each.id for each in told}
         if self._id not in alive:
-            is_spoken_for = self._id in self.spoken_for
-            what = (
-                "others say that this member's process has ended" if is_spoken_for else "another message than it told"
-            )
-            return f"the Lighthouse does not pass on what this member has told: {what}"
-        doubtful = sorted((self.spoken_for - self._announced) | (self._announced & alive))
+            if self.is_spoken_for:
+                return "others say that this member's process has ended"
+            return "the Lighthouse passes on another message than this member has told"
+        doubtful = sorted((self._spoken_for - self._announced) | (self._announced & alive))
         if doubtful:
             return f"members differ on whether {doubtful[0]} has ended"
-        missing = sorted(set(group) - alive - self.spoken_for)
-        if self.spoken_for and missing:
+        missing = sorted(set(group) - alive - self._spoken_for)
+        if self._spoken_for and missing:
             return f"{missing[0]} has not asked, and others are spoken for"
         return ""
+
+    @property
+    def is_spoken_for(self) -> bool:
+        """Whether others say in the latest set that this member's process has ended."""
+        return self._id in self._spoken_for
 
     def names(self, told: list[Told]) -> bool:
         """Whether the latest set has this member, and nobody who says that it has ended."""
@@ -196,7 +199,7 @@ class Messages:
     def _hear(self, members: list[Any]) -> Heard:
         found = Heard([], [], {})
         promoted: set[int | None] = set()
-        self.spoken_for, self._announced = set(), set()
+        self._spoken_for, self._announced = set(), set()
         for each in members:
             heard = json.loads(_native.hear(each.replica_id, as_text(each.data), self._secret))
             if heard["kind"] == "member":
@@ -209,7 +212,7 @@ class Messages:
             if heard["kind"] == "ended":
                 if heard["job"] == self._identity.job:
                     is_own_name = each.replica_id == heard["member"]
-                    (self.spoken_for if is_own_name else self._announced).add(heard["member"])
+                    (self._spoken_for if is_own_name else self._announced).add(heard["member"])
                 continue
             if heard["kind"] == "stranger":
                 self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")

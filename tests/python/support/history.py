@@ -74,11 +74,18 @@ def committed_steps(workers: Iterable[Worker]) -> int:
 
 
 def states_by_version(workers: Iterable[Worker]) -> dict[int, dict[str, int]]:
-    """Digests of all units by version, as recorded after updates, so before anything was recovered."""
+    """Digests of all units by version, as recorded after updates, so before anything was recovered.
+
+    Of a version that members have by a vote that they recall, as they learnt of a loss before they had its result:
+    those of what they keep when a recovery begins.
+    """
     found: dict[int, dict[str, int]] = defaultdict(dict)
     for each in workers:
         for event in each.events("copy", after="update"):
             found[event["version"]] |= event["digests"]
+    for each in workers:
+        for event in each.events("kept"):
+            found[event["version"]] = event["digests"] | found[event["version"]]
     return found
 
 

@@ -202,7 +202,7 @@ class Recorder:
         self._options = options
         self._file = os.open(options.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._seen = [0] * len(options.faults)
-        self._last = ""
+        self._last, self._has_updated = "", False
         self._copied_step = -1
         self._has_copied = threading.Condition()
         self.session: evermoe.Session | None = None
@@ -215,6 +215,7 @@ class Recorder:
         name, fields = event.name, event.fields()
         if name in ("update", "skipped", "phase"):
             self._last = "phase" if name == "phase" else "update"
+            self._has_updated |= name != "phase"
         more: dict[str, Any] = {}
         if name == "copy":
             assert self.session is not None
@@ -222,10 +223,11 @@ class Recorder:
             more = {"after": self._last, "tokens": tokens, **self._state()}
         if name == "arranged":
             protection = self.session._protection  # type: ignore[union-attr]
-            kept = protection.plan.units
-            more = {"holders": {each.unit: [each.kind, each.primary, each.holders] for each in kept}}
-            more["active"] = protection.active
+            holders = {each.unit: [each.kind, each.primary, each.holders] for each in protection.plan.units}
+            more = {"holders": holders, "active": protection.active}
         self.write(name, **fields, **more)
+        if fields.get("phase") == "fetch" and self._has_updated:
+            self.write("kept", **self._state())  # also after a recalled vote, which updates without a step's events
         if name == "arranged" and self._options.states:
             from support.states import watch  # this file also runs by itself, without the others
 
