@@ -23,6 +23,8 @@ WITHOUT_KERNELS = EVERMOE_CUDA=off
 WITH_UCX = EVERMOE_UCX=$(CURDIR)/$(firstword $(wildcard $(BIN)/../lib/python3*/site-packages/libucx/lib/libucp.so.0))
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
+# Tests start thousands of processes: without kept bytecode each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-rust test-python test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel check-wheel release coverage docs evidence clean

@@ -59,6 +59,8 @@ def run(page: Path) -> int:
 
 def main(pages: list[Path]) -> int:
     """Imports once what most pages need, then runs them one after another; the exit code."""
+    import torch._dynamo  # noqa: F401 -- which the first optimizer imports
+
     import evermoe.train.session  # noqa: F401
 
     failed = [str(page) for page in pages if run(page) != 0]

@@ -221,7 +221,8 @@ class Snapshots(StateKeeper):
     def restart(self, step: int) -> None:
         """Begins the next step, whose windows are not known yet."""
         self._is_settled, self._newest_local = False, -math.inf if self._is_local_later else step
-        self.window_planner.restart(step, self.copies_late)
+        is_urgent = bool(self._sent) or self._options.choices.selects_by_budget
+        self.window_planner.restart(step, self.copies_late, is_urgent=is_urgent)
         self.version_pace.restart(step)
         self.pacer.begin_step()
 

@@ -6,7 +6,8 @@
 Both ends must divide a bundle alike, so they plan from the same gathered data, at a step that all know from its number.
 The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
 
-A first plan is made from one step, and looked at again as more are recorded. When the members change, their windows
+A first plan is made from one step, and looked at again as more are recorded: where nothing is sent in windows, none is
+made before the profile is whole. When the members change, their windows
 stay in use, by newcomers, too, until the next steps say otherwise. Only whole profiles say over how many steps a
 version is sent.
 """
@@ -116,6 +117,7 @@ class WindowPlanner:
         self._options, self._policy, self._until_vote = options, policy, False
         self._default = DEFAULT_LINK
         self._base = 0
+        self._looks: Collection[int] = FIRST_LOOKS
         self._reports: list[RankReport] = []
         self._recorded: tuple[list[TimedStep], Windows | None] = [], None
         self._is_settled = False
@@ -157,7 +159,7 @@ class WindowPlanner:
         """Group of all members, replica nodes included."""
         return self._membership.everyone
 
-    def restart(self, step: int, until_vote: bool) -> None:
+    def restart(self, step: int, until_vote: bool, *, is_urgent: bool = True) -> None:
         """Discards the plan: other members, or another protection plan, from this step on. Collective.
 
         The windows of before are used for a new one until the next steps are recorded.
@@ -165,11 +167,12 @@ class WindowPlanner:
         Args:
             step: steps taken.
             until_vote: whether each version must be whole before the vote that follows it.
+            is_urgent: whether anything waits for windows, or for what a step has room for; the same on all members.
 
         Raises:
             PeerLost: another member is gone.
         """
-        self._until_vote = until_vote
+        self._until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else ()
         self._base, self._reports, self.windows, self._is_settled = step, [], None, False
         self._left_out = ()
         self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
@@ -210,7 +213,7 @@ class WindowPlanner:
         last = steps if number == 0 else steps + 1
         if number and not place:
             self._pacer.record(steps)
-        elif place == last or (number == 0 and place < last and place in FIRST_LOOKS):
+        elif place == last or (number == 0 and place < last and place in self._looks):
             self._consider(step, self._policy, is_whole=place == last)
             if place == last:
                 self._pacer.record(0)

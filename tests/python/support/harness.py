@@ -40,9 +40,11 @@ PRELOADED = [
     "torchft.process_group",
     "torchft.coordination",
     "torch._dynamo",
+    "torch.distributed.pipelining",
     "evermoe.profile",
     "transformers.models.mixtral.modeling_mixtral",
     "support.worker",
+    "support.pipeline_worker",
     "support.frozen",
 ]
 SERVER.set_forkserver_preload(PRELOADED)
