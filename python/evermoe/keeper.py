@@ -42,6 +42,9 @@ class CopyOptions(Options):
     `baft` make them at every step."""
     replay_log_bytes: int = option(1 << 30, least=1)
     """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
+    gradient_bucket_bytes: int = option(2 << 20, shared=True, least=0)
+    """Gradients for replicas that are sent together while backward computes others, in bytes of one member, at least.
+    0: all are sent once backward is over, for scripts that write to `parameter.grad.data`, which is not seen."""
     snapshot_memory: SnapshotMemory = "host"
     """Where a snapshot of state on a GPU is made. `host`: in host memory, and the optimizer's step waits until it is
     there. `gpu`: in as many bytes of the GPU's own memory, from where it goes to the host while training goes on.

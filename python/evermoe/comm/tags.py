@@ -10,6 +10,8 @@ CHECKPOINT = 4
 """What members have written of a checkpoint, and what becomes of it."""
 REPLAY_STATES = 5
 """States of before a step for replicas that follow it anew: which, and then they themselves."""
+REPLAY_GRADIENTS = 6
+"""Records of a step for replicas that are sent while backward computes others."""
 SNAPSHOT_FIRST = 16
 """The first tag of snapshots: each bundle has `SNAPSHOT_EACH` of them from here on."""
 SNAPSHOT_EACH = 4096

@@ -7,6 +7,7 @@ known to all from the vote itself: they need no message.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.profile.memory import in_huge_pages
 from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.early_gradients import MOST_MESSAGES, EarlyGradients
 from evermoe.replay.early_states import MESSAGE_BYTES, EarlyStates
 from evermoe.replay.frame import Frame
 from evermoe.replay.part import parts_of
@@ -38,8 +40,6 @@ from evermoe.state.unit import TensorSpec
 
 HEAD_BYTES = 32 << 20
 """Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
-MOST_MESSAGES = 2
-"""Messages of a parameter in a step: its full state or a proof, and its gradient."""
 PROOF_STEPS = 32
 """Steps in which each replica is compared with its trainer once, or fewer: one digest of the state in so many steps."""
 LOG_STEPS = 12
@@ -74,6 +74,8 @@ class ReplayExchange:
         keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.
         device: where the units that are kept here are.
         message_bytes: of states that are sent while a step computes, at most in a message.
+        alone: units whose gradients are final once backward has brought them: see `early_gradients`.
+        bucket_bytes: of those that are sent while backward computes others, at least in a message; 0: none are.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class ReplayExchange:
         keeps_previous: bool = False,
         device: str = "cpu",
         message_bytes: int = MESSAGE_BYTES,
+        alone: Collection[str] = (),
+        bucket_bytes: int = 0,
     ) -> None:
         self.state, self.keeps_previous, self.device = state, keeps_previous, torch.device(device)
         kept = list(kept)
@@ -98,8 +102,6 @@ class ReplayExchange:
         self._from = _by_peer((primary, unit) for unit, primary in self._primaries.items())
         mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
         theirs = [state.catalog.by_name[unit] for units in self._from.values() for unit in units]
-        self._outgoing_frames = {peer: self._frame(units, keeps_tail=True) for peer, units in self._to.items()}
-        self._incoming_frames = {peer: self._frame(units) for peer, units in self._from.items()}
         self.sender = GradientSender(
             state.optimizer, {unit: rows_of(state, unit) for unit in mine}, arithmetic=arithmetic, is_hooked=False
         )
@@ -107,6 +109,12 @@ class ReplayExchange:
             state.catalog, self._holders, self._primaries, self.sender, state.optimizer, message_bytes
         )
         """States of before the next step, which may be sent while it computes; else `exchange` sends them."""
+        with_rest = {each.primary for each in kept if each.unit not in alone}
+        early = [each for each in kept if each.unit in alone]
+        self.gradients = EarlyGradients(state, early, with_rest, rank, self.sender, bucket_bytes)
+        """Gradients that are sent while backward computes others."""
+        self._outgoing_frames = {peer: self._frame(units, keeps_tail=True) for peer, units in self._to.items()}
+        self._incoming_frames = {peer: self._frame(units) for peer, units in self._from.items()}
         gradients = [
             4 * int(np.prod(spec.shape)) + RECORD_BYTES
             for units in self._from.values()
@@ -199,13 +207,16 @@ class ReplayExchange:
             result.needs_full_state.add(unit)
             result.problem = result.problem or f"{unit}: the copy that was here cannot be read any more"
 
-    def exchange(self, courier: Courier, step: int, selected: Collection[str] | None = None) -> ExchangeResult:
+    def exchange(
+        self, courier: Courier, step: int, selected: Collection[str] | None = None, changed: Collection[str] = ()
+    ) -> ExchangeResult:
         """Sends the step's messages and takes over those of the others; in a thread of the courier.
 
         Args:
             courier: whose connections are used.
             step: number of the next step.
             selected: units that take part; None for all.
+            changed: layers whose gradients have changed since they were sent: see `EarlyGradients.end_backward`.
 
         Raises:
             PeerLost: another member is gone, or the sizes of its messages are damaged.
@@ -215,7 +226,7 @@ class ReplayExchange:
             courier.receive(Message(frame.data, peer, REPLAY_HEAD)) for peer, frame in self._incoming_frames.items()
         ]
         tails: list[Message] = []
-        outgoing = self._outgoing(step, selected)
+        outgoing = self._outgoing(step, selected, self.gradients.send_rest(courier, changed))
         result.sent_bytes = courier.send(self._head(peer, records, tails) for peer, records in outgoing)
         for transfer in heads:
             transfer.wait()
@@ -230,12 +241,12 @@ class ReplayExchange:
             transfer.wait()
         for record in self.early.take():
             self._take(record, result)
-        for peer, frame in self._incoming_frames.items():
-            for data, lengths in frame.parts(arriving.get(peer)):
-                held, others = self.replica.hold(data.numpy(), lengths)
-                result.held += held
-                for received in others:
-                    self._note(received, result)
+        rest = (part for peer, frame in self._incoming_frames.items() for part in frame.parts(arriving.get(peer)))
+        for data, lengths in itertools.chain(self.gradients.take(), rest):  # of a unit that came twice the later counts
+            held, others = self.replica.hold(data.numpy(), lengths)
+            result.held += held
+            for received in others:
+                self._note(received, result)
         result.damages = self.replica.take_damages()
         for each in result.damages:
             result.problem = result.problem or each.reason
@@ -296,21 +307,26 @@ class ReplayExchange:
             return torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Ends the replica's thread."""
+        """Ends the replica's thread, and sends nothing early any more."""
+        self.gradients.close()
         self.replica.close()
 
     def _frame(self, units: Sequence[str], *, keeps_tail: bool = False) -> Frame:
-        parameters = [spec for unit in units for spec in _parameters(self.state, unit)]
-        most = sum(spec.nbytes + RECORD_HEADER_BYTES for spec in parameters)
+        """Memory for records of these units, of which most steps have no other than those that no bucket has."""
+        parameters = {unit: _parameters(self.state, unit) for unit in units}
+        rest = [spec for unit in units if unit not in self.gradients.units for spec in parameters[unit]]
+        most = sum(spec.nbytes + RECORD_HEADER_BYTES for spec in rest)
         head, tail = min(most, HEAD_BYTES), most if keeps_tail and most > HEAD_BYTES else 0
-        return Frame(MOST_MESSAGES * len(parameters), head, tail)
+        return Frame(MOST_MESSAGES * sum(map(len, parameters.values())), head, tail)
 
-    def _outgoing(self, step: int, selected: Collection[str] | None) -> Iterator[tuple[int, list[Record]]]:
-        """Peers, and the records of the next step for them."""
+    def _outgoing(
+        self, step: int, selected: Collection[str] | None, told: Collection[str]
+    ) -> Iterator[tuple[int, list[Record]]]:
+        """Peers, and the records of the next step for them, but of units that they were `told` of."""
         made: dict[str, list[Record]] = {}
         self.sender.look()
         for peer, units in self._to.items():
-            chosen = [unit for unit in units if selected is None or unit in selected]
+            chosen = [unit for unit in units if unit not in told and (selected is None or unit in selected)]
             for unit in chosen:
                 if unit not in made:
                     made[unit] = list(self.sender.next_step_records(step, unit))

@@ -170,6 +170,7 @@ class Replicas(Keeper):
         kept = [each for each in assignment.plan.units if each.kind == "replayed"]
         rank = self._membership.everyone.rank
         if self._now is not None:
+            self._now.copies.gradients.close()
             if self._is_whole:
                 self._drop_older()
                 self._older = self._now
@@ -189,6 +190,8 @@ class Replicas(Keeper):
             keeps_previous=assignment.copies_late,
             device=self._options.replica_device,
             message_bytes=self._message_bytes,
+            alone={each.unit for each in kept if each.unit in experts and len(assignment.active[each.unit]) == 1},
+            bucket_bytes=self._options.gradient_bucket_bytes,
         )
         members = list(self._membership.members) or [self._membership.id]
         trainers = {each.unit: [members[rank] for rank in assignment.active[each.unit]] for each in kept}
@@ -223,6 +226,14 @@ class Replicas(Keeper):
         self._is_healing = False
         if has_states and copies.has_peers:
             self._early = self.courier.submit(lambda: copies.early.exchange(self.courier, step, selected))
+        if copies.has_peers:
+            may_send = not self._state.late.is_under_way
+            copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
+
+    def begin_backward(self) -> None:
+        """The script begins to backpropagate a loss."""
+        if self._now is not None:
+            self._now.copies.gradients.begin_backward()
 
     @property
     def has_begun(self) -> bool:
@@ -245,16 +256,17 @@ class Replicas(Keeper):
         return ()
 
     def begin(self, step: int, selected: Collection[str] | None) -> None:
-        """Begins to send the gradients of the next step: of these units, None for all."""
+        """Begins to send the gradients of the next step that are not sent yet: of these units, None for all."""
         assert self._now is not None
         copies = self._now.copies
         if not copies.has_peers:
             return
         self._pacer.hurry(everything=False)  # what is left of its states, which come first
         self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
+        changed = copies.gradients.end_backward()
 
         def exchange() -> ExchangeResult:
-            exchanged = copies.exchange(self.courier, step, selected)
+            exchanged = copies.exchange(self.courier, step, selected, changed)
             _tell(self._emit, exchanged.damages)
             if exchanged.held:
                 self._emit(Held(step))
@@ -265,8 +277,9 @@ class Replicas(Keeper):
     def wait(self) -> bool:
         """Waits until all messages that were begun are through; False if a member was `lost`."""
         is_done, group = False, self._membership.trainer_group
-        tasks: list[Task[Any] | None] = [self._states, self._digests, self._early, self._exchange]
-        for task in tasks[::2]:
+        tasks = self._tasks()
+        states: list[Task[Any] | None] = [self._states, self._early]
+        for task in states:
             if task is not None and not self.courier.wait(task, group):
                 return False
         group.on_wait(True)
@@ -296,8 +309,12 @@ class Replicas(Keeper):
     @property
     def lost(self) -> str | None:
         """Why the messages did not get through."""
-        tasks: list[Task[Any] | None] = [self._states, self._early, self._exchange]
-        return next((task.lost for task in tasks if task is not None and task.lost), None)
+        return next((task.lost for task in self._tasks() if task is not None and task.lost), None)
+
+    def _tasks(self) -> list[Task[Any] | None]:
+        """Those of the step, and what came before."""
+        gradients = [] if self._now is None else self._now.copies.gradients.tasks
+        return [self._states, self._digests, self._early, *gradients, self._exchange]
 
     def after_update(self, version: int, clip: float | None) -> None:
         """Replicas may take the step, with gradients multiplied by `clip`; None: they leave it out, too."""
@@ -329,9 +346,10 @@ class Replicas(Keeper):
     def settle(self) -> bool:
         """Waits until nothing is under way; whether all that was is through."""
         self._pacer.hurry(everything=False)
-        tasks: list[Task[Any] | None] = [self._states, self._digests, self._early, self._exchange]
-        is_whole = all([task is None or task.wait() for task in tasks])
+        is_whole = all([task is None or task.wait() for task in self._tasks()])
         self._states = self._digests = self._early = self._exchange = None
+        if self._now is not None:
+            self._now.copies.gradients.tasks.clear()
         return is_whole
 
     def catch_up(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ _LENGTHS = (9, 10)
 
 def step_bytes(unit: Unit) -> int:
     """Bytes of a step of a unit."""
-    return sum(ALIGNMENT + _padded(_gradient_bytes(specs[0])) for specs in parts_of(unit))
+    return sum(ALIGNMENT + _padded(gradient_bytes(specs[0])) for specs in parts_of(unit))
 
 
 def write_step(unit: Unit, steps: Sequence[NotedStep | None], out: Tensor) -> None:
@@ -70,7 +70,7 @@ def _parts(unit: Unit, data: Tensor) -> Iterator[tuple[list[TensorSpec], int, Te
     """Of each parameter its tensors, the first of their bytes in the unit, and its head and gradient in a step's."""
     at = start = 0
     for specs in parts_of(unit):
-        first, nbytes = at + ALIGNMENT, _gradient_bytes(specs[0])
+        first, nbytes = at + ALIGNMENT, gradient_bytes(specs[0])
         yield specs, start, data[at:first], data[first : first + nbytes].view(_gradient_type(specs[0]))
         at = first + _padded(nbytes)
         start += sum(spec.nbytes for spec in specs)
@@ -80,7 +80,8 @@ def _gradient_type(parameter: TensorSpec) -> torch.dtype:
     return torch.bfloat16 if parameter.dtype == torch.bfloat16 else torch.float32
 
 
-def _gradient_bytes(parameter: TensorSpec) -> int:
+def gradient_bytes(parameter: TensorSpec) -> int:
+    """Bytes of a parameter's gradient as it is sent: in bfloat16 that of one in bfloat16, all others in float32."""
     return parameter.nbytes // parameter.dtype.itemsize * _gradient_type(parameter).itemsize
 
 

@@ -142,7 +142,7 @@ class Job:
         self._lighthouse = None if lighthouse else self._start_lighthouse()
         self.address = lighthouse or self._lighthouse.address()
         defaults = {"hang_limit": 10.0, "agree_limit": 30.0, "rejoin_limit": 1.0, "members": members, "join_every": 5}
-        defaults |= {"local_every": 1}
+        defaults |= {"local_every": 1, "gradient_bucket_bytes": 1}
         places = {"job": self.name, "memory_dir": str(self.memory)}
         self.session = defaults | places | session
         self.workers: list[Worker] = []

@@ -1,0 +1,284 @@
+"""Gradients for replicas that are sent while backward computes others.
+
+    backward   ──last layer── … ──first layer──┐
+    beside it          └ bucket 0 ── bucket 1 ──┴ the rest, and what has changed since ── VOTE
+
+They are those of experts that one member alone trains: nothing is added to them once backward is over. A bucket has all
+that a member sends of some layers, the last ones first, as backward has them first.
+
+A bucket is sent before it is known that its gradients are final: a script may backpropagate again, or change them. So
+those that have changed since are sent once more with the rest, and replicas hold the later record of a step.
+
+Each bucket of the plan comes in each step, empty if it could not be sent early: who receives waits for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from evermoe._native import RECORD_HEADER_BYTES
+from evermoe.comm.courier import Courier, Message
+from evermoe.comm.pacer import ANY_TIME
+from evermoe.comm.tags import REPLAY_GRADIENTS
+from evermoe.comm.task import Task
+from evermoe.comm.transport import Transfer
+from evermoe.planning.protection import UnitProtection
+from evermoe.replay.frame import Frame
+from evermoe.replay.part import parts_of
+from evermoe.replay.sender import GradientSender
+from evermoe.replay.source import PROOF_BYTES, Record, wait_for_gradients
+from evermoe.replay.step_bytes import gradient_bytes
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import Unit
+
+MOST_MESSAGES = 2
+"""Messages of a parameter in a step: its full state or a proof, and its gradient."""
+
+
+class Sent(NamedTuple):
+    """The gradient of a layer's experts when it was sent."""
+
+    weights: Tensor
+    gradient: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Sent:
+        """What it is now."""
+        gradient = weights.grad
+        return cls(weights, gradient, 0 if gradient is None else gradient._version)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it is another one now; writing to `gradient.data` is not seen."""
+        now = Sent.of(self.weights)
+        return now.gradient is not self.gradient or now.version != self.version
+
+
+def layer_groups(units: Iterable[Unit], bucket_bytes: int, *, has_rest: bool) -> list[list[str]]:
+    """The layers of each bucket of one member, the last ones first; the same on all members.
+
+        >>> import torch
+        >>> from evermoe.state.unit import TensorSpec
+        >>> layers = ["one", "two", "three"]
+        >>> units = [Unit(f"{each}.0", (TensorSpec("weights", (4,), torch.float32),), each, 0) for each in layers]
+        >>> layer_groups(units, 20, has_rest=False)  # two of 16 bytes each; the first layer's is the last to come
+        [['three', 'two']]
+
+    Args:
+        units: that the member sends early, in the order of the catalog.
+        bucket_bytes: of the gradients in a bucket, at least; 0: there are no buckets.
+        has_rest: whether it sends others, too, once they are reduced; else the last bucket is the rest.
+    """
+    nbytes: dict[str, int] = {}
+    for unit in units:
+        assert unit.layer is not None
+        nbytes[unit.layer] = nbytes.get(unit.layer, 0) + sum(gradient_bytes(specs[0]) for specs in parts_of(unit))
+    groups: list[list[str]] = []
+    room = 0
+    for layer in reversed(nbytes) if bucket_bytes else ():
+        if room <= 0:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append(layer)
+        room -= nbytes[layer]
+    return groups if has_rest else groups[:-1]
+
+
+class _Bucket(NamedTuple):
+    """What a member sends another one of some layers."""
+
+    units: list[str]
+    frame: Frame
+
+    def fill(self, made: Mapping[str, list[Record]]) -> Tensor:
+        """The message with the records of these units."""
+        data, _ = self.frame.fill([record for unit in self.units for record in made.get(unit, ())])
+        return data
+
+
+class EarlyGradients:
+    """The buckets that this member sends and gets in each step.
+
+    Args:
+        state: this member's units.
+        kept: units that are sent early, with who sends and who keeps them, the same on all members.
+        with_rest: members that send other units, too.
+        rank: this member.
+        sender: of this member's units.
+        bucket_bytes: of the gradients in a bucket, at least; 0: there are none.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        kept: Sequence[UnitProtection],
+        with_rest: Collection[int],
+        rank: int,
+        sender: GradientSender,
+        bucket_bytes: int,
+    ) -> None:
+        self._state, self._sender = state, sender
+        self._layers: list[list[str]] = []
+        """Of each bucket that is sent."""
+        self._outgoing: list[dict[int, _Bucket]] = []
+        """The same by peer."""
+        self._incoming: dict[int, list[Frame]] = {}
+        """By peer."""
+        self.units: set[str] = set()
+        """Those that buckets have room for, of all that are sent from here or kept here."""
+        order = {unit.name: number for number, unit in enumerate(state.catalog.units)}
+        kept = sorted(kept, key=lambda each: order[each.unit])
+        for primary in sorted({each.primary for each in kept}):
+            own = [each for each in kept if each.primary == primary]
+            if rank != primary and all(rank not in each.holders for each in own):
+                continue
+            units = [state.catalog.by_name[each.unit] for each in own]
+            groups = layer_groups(units, bucket_bytes, has_rest=primary in with_rest)
+            layers_of_all = {layer for layers in groups for layer in layers}
+            self.units |= {unit.name for unit in units if unit.layer in layers_of_all}
+            if primary == rank:
+                self._layers, self._outgoing = groups, [self._buckets(own, layers) for layers in groups]
+            else:
+                found = [self._buckets(own, layers).get(rank) for layers in groups]
+                self._incoming[primary] = [bucket.frame for bucket in found if bucket is not None]
+        self._transfers: list[Transfer] = []
+        self._courier: Courier | None = None
+        """Sends this step's buckets as soon as they are there; None where that may not be."""
+        self._step, self._selected = 0, frozenset[str]()
+        self._backwards = self._backwards_before = 0
+        """Backpropagations of this step, and of the one before: as many are waited for before a bucket is sent."""
+        self._arrived: set[str] = set()
+        """Layers of which the latest backpropagation has brought gradients."""
+        self._expected: set[str] = set()
+        """The same of the step before."""
+        self._sent: dict[str, Sent] = {}
+        """By layer."""
+        self._next = 0
+        """Bucket that is sent next."""
+        self._told: set[str] = set()
+        """Units whose gradients were sent in this step."""
+        self.tasks: list[Task[None]] = []
+        """Those of this step."""
+        weights = {layer: state.layers[layer].weights for layers in self._layers for layer in layers}
+        self._hooks = [
+            each.register_post_accumulate_grad_hook(partial(self._arrive, layer))
+            for layer, each in weights.items()
+            if each.requires_grad
+        ]
+
+    def _buckets(self, kept: Sequence[UnitProtection], layers: Collection[str]) -> dict[int, _Bucket]:
+        """Of one member's units, those of some layers, by peer."""
+        by_name = self._state.catalog.by_name
+        mine = [each for each in kept if by_name[each.unit].layer in layers]
+        units = {
+            peer: [each.unit for each in mine if peer in each.holders]
+            for peer in sorted({peer for each in mine for peer in each.holders})
+        }
+        return {peer: _Bucket(some, _frame([by_name[unit] for unit in some])) for peer, some in units.items()}
+
+    # ---- the training thread, and the one that runs backward
+
+    def begin_step(self, courier: Courier, step: int, selected: Collection[str] | None, *, may_send: bool) -> None:
+        """The script begins to compute a step; what was under way is over.
+
+        Args:
+            courier: sends and receives.
+            step: number of the next step.
+            selected: units that take part; None for all.
+            may_send: whether gradients may be sent as soon as they are there.
+        """
+        self._courier = courier if may_send else None
+        self._step, self._selected = step, frozenset(self._state.catalog.by_name if selected is None else selected)
+        self._backwards_before, self._backwards = self._backwards, 0
+        self._expected, self._arrived = self._arrived, set()
+        self._next, self._sent, self._told, self.tasks = 0, {}, set(), []
+        if self._incoming:
+            self.tasks.append(courier.submit(partial(self._expect, courier)))
+
+    def begin_backward(self) -> None:
+        """The script begins to backpropagate a loss."""
+        self._backwards += 1
+        self._arrived = set()
+
+    def _arrive(self, layer: str, _: Tensor) -> None:
+        self._arrived.add(layer)
+        courier = self._courier
+        if courier is None or self._backwards == 0 or self._backwards != self._backwards_before:
+            return
+        while self._next < len(self._layers):
+            layers = self._layers[self._next]
+            if not self._arrived.issuperset(self._expected.intersection(layers)):
+                return
+            self._sent |= {each: Sent.of(self._state.layers[each].weights) for each in layers}
+            self.tasks.append(courier.submit(partial(self._send, courier, self._next)))
+            self._next += 1
+
+    def end_backward(self) -> Collection[str]:
+        """All gradients are final. Layers whose gradients have changed since they were sent."""
+        self._courier = None
+        return {layer for layer, sent in self._sent.items() if sent.has_changed}
+
+    def close(self) -> None:
+        """Removes its hooks. Twice is fine."""
+        self._courier = None
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- the courier's thread
+
+    def _expect(self, courier: Courier) -> None:
+        frames = [(peer, frame) for peer, some in self._incoming.items() for frame in some]
+        self._transfers = [courier.receive(Message(frame.data, peer, REPLAY_GRADIENTS)) for peer, frame in frames]
+
+    def _send(self, courier: Courier, number: int) -> None:
+        """Sends a bucket, without units that replicas cannot follow: they come with the rest."""
+        self._sender.look()
+        buckets = self._outgoing[number]
+        units = self._selected.intersection(unit for bucket in buckets.values() for unit in bucket.units)
+        self._told |= {unit for unit in units if not self._sender.lacking(unit)}
+        made: dict[str, list[Record]] = {
+            unit: list(self._sender.next_step_records(self._step, unit)) for unit in units & self._told
+        }
+        wait_for_gradients(self._state.devices())
+        courier.send(
+            Message(bucket.fill(made), peer, REPLAY_GRADIENTS, ANY_TIME, for_vote=True)
+            for peer, bucket in buckets.items()
+        )
+
+    def send_rest(self, courier: Courier, changed: Collection[str]) -> Collection[str]:
+        """Sends the buckets that were not sent, empty; units of this step whose gradients are no more to be sent.
+
+        `changed`: what `end_backward` has returned.
+        """
+        courier.tell(
+            Message(bucket.fill({}), peer, REPLAY_GRADIENTS)
+            for buckets in self._outgoing[self._next :]
+            for peer, bucket in buckets.items()
+        )
+        by_name = self._state.catalog.by_name
+        return {unit for unit in self._told if by_name[unit].layer not in changed}
+
+    def take(self) -> Iterator[tuple[Tensor, list[int]]]:
+        """Waits for the buckets of the others. Their records, as pieces of memory, and the sizes of these.
+
+        Raises:
+            PeerLost: a member is gone, or the sizes of its messages are damaged.
+        """
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers = []
+        for peer, frames in self._incoming.items():
+            for frame in frames:
+                frame.check(peer)
+                yield from frame.parts(None)
+
+
+def _frame(units: Iterable[Unit]) -> Frame:
+    parameters = [specs[0] for unit in units for specs in parts_of(unit)]
+    most = sum(gradient_bytes(each) + PROOF_BYTES + MOST_MESSAGES * RECORD_HEADER_BYTES for each in parameters)
+    return Frame(MOST_MESSAGES * len(parameters), most)

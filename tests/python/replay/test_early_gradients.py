@@ -1,0 +1,104 @@
+"""Gradients for replicas that are sent while backward computes others: whatever a script does, replicas are right."""
+
+import pytest
+import torch
+from torch import nn
+
+from evermoe import MoE
+from evermoe.comm.courier import Courier
+from evermoe.planning.protection import UnitProtection
+from evermoe.replay.calibrate import calibrate
+from evermoe.replay.exchange import ReplayExchange
+from evermoe.state.stored import KeptCopies
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import expert_unit
+from support.harness import PATIENCE
+from support.ranks import connected, run_ranks
+
+STEPS, LAYERS, SIZE = 8, 3, 3
+HEALED = 4
+"""The step with which one rank's full states come again."""
+KINDS = ["plain", "twice", "more", "fewer", "clipped", "replaced", "removed", "unused", "left out", "late"]
+
+
+def compute(weights, rank, step, kind, begin_backward):
+    """Backpropagates as a script may."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    for _ in range({"twice": 2, "more": 1 + step // 3, "fewer": 3 - step // 3}.get(kind, 1)):
+        begin_backward()
+        used = weights[: LAYERS - (step + rank) % 2] if kind == "unused" else weights
+        sum((each * torch.randn(each.shape, generator=generator)).sum() for each in used).backward()
+    if kind == "clipped" and step % 2:
+        nn.utils.clip_grad_value_(weights[rank:], 0.1)
+    if kind == "replaced" and step % 3:
+        weights[1].grad = weights[1].grad * 2
+    if kind == "removed" and step % 3 == 0:
+        weights[2].grad = None
+
+
+def train(group, kind, bucket_bytes, rest):
+    """What each rank trained, what it keeps of others, and per step the buckets that it sent early.
+
+    `rest`: the rank of whose units one is not known to be whole after backward.
+    """
+    torch.manual_seed(0)
+    rank, model = group.rank, nn.Sequential(*(MoE(8, 8, 6, top_k=1) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    state = TrainingState(model, optimizer)
+    state.adopt({path: [2 * rank, 2 * rank + 1] for path in state.layers}, {})
+    places = [(path, expert) for expert in range(6) for path in state.layers]  # not the catalog's order
+    kept = [
+        UnitProtection(
+            expert_unit(path, e), "replayed", e // 2, tuple((e // 2 + i) % SIZE for i in range(1, 2 + e % 2))
+        )
+        for path, e in places
+    ]
+    alone = {each.unit for each in kept if each.primary != rest or each.unit != kept[2 * LAYERS * rest].unit}
+    courier = Courier(connected(group, PATIENCE), None, "courier")
+    copies = ReplayExchange(
+        state, kept, rank, calibrate(optimizer), alone=alone, bucket_bytes=bucket_bytes, keeps_previous=True
+    )
+    begun = courier.submit(lambda: copies.begin_with(courier, 0, KeptCopies()))
+    assert begun.wait(), begun.lost
+    weights, early = [layer.weights for layer in state.layers.values()], []
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        selected = {each.unit for number, each in enumerate(kept) if kind != "left out" or (number + step) % 3}
+        selected = None if step == STEPS else selected
+        if step == HEALED and rank == 1:
+            copies.sender.request_full_state()
+        copies.gradients.begin_step(courier, step, selected, may_send=kind != "late" or step % 2 == 0)
+        compute(weights, rank, step, kind, copies.gradients.begin_backward)
+        early.append(copies.gradients._next)
+        changed = copies.gradients.end_backward()
+        task = courier.submit(
+            lambda step=step, selected=selected, changed=changed: copies.exchange(courier, step, selected, changed)
+        )
+        assert task.wait(), task.lost
+        assert not task.result.needs_full_state
+        optimizer.step()
+        copies.committed(1.0)
+    mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
+    for name, data in mine.items():
+        state.read(name, data)
+    theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
+    group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
+    copies.close()
+    courier.close()
+    return {"mine": mine, "theirs": theirs, "early": early}
+
+
+@pytest.mark.parametrize(("bucket_bytes", "rest", "buckets"), [(1, 1, LAYERS), (1, -1, LAYERS - 1), (0, -1, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(6)
+def test_replicas_have_what_was_trained(tmp_path, kind, bucket_bytes, rest, buckets):
+    results = run_ranks(tmp_path, SIZE, train, kind, bucket_bytes, rest)
+    mine = {unit: data for result in results for unit, data in result["mine"].items()}
+    assert len(mine) == 6 * LAYERS
+    for result in results:
+        assert len(result["theirs"]) == 3 * LAYERS  # both experts of the rank before, one of the other
+        assert all(torch.equal(data, mine[unit]) for unit, data in result["theirs"].items())
+    for rank, result in enumerate(results):
+        assert result["early"][0] == 0, "how often a script backpropagates is not known yet"
+        if kind not in ("more", "fewer", "late", "unused"):
+            assert result["early"][1:] == [buckets if rank == rest or rest < 0 else LAYERS - 1] * (STEPS - 1)
