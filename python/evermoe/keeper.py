@@ -42,9 +42,10 @@ class CopyOptions(Options):
     `baft` make them at every step."""
     replay_log_bytes: int = option(1 << 30, least=1)
     """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
-    gradient_bucket_bytes: int = option(2 << 20, shared=True, least=0)
-    """Gradients for replicas that are sent together while backward computes others, in bytes of one member, at least.
-    0: all are sent once backward is over, for scripts that write to `parameter.grad.data`, which is not seen."""
+    gradient_bucket_bytes: int | None = option(None, shared=True, least=0)
+    """Bytes of a member's gradients that are sent to replicas together, at least, while backward computes others. 0:
+    all are sent once backward is over. None: 32 MiB where the model is on a GPU, else 0: on a CPU it costs more than it
+    hides."""
     snapshot_memory: SnapshotMemory = "host"
     """Where a snapshot of state on a GPU is made. `host`: in host memory, and the optimizer's step waits until it is
     there. `gpu`: in as many bytes of the GPU's own memory, from where it goes to the host while training goes on.
@@ -119,6 +120,8 @@ class Assignment:
     """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
     copies: KeptCopies = NO_COPIES
     """Copies that members have already of the state that is protected."""
+    gradient_bucket_bytes: int = 0
+    """As the option of that name says, for what the job trains on."""
     is_beside: bool = False
     """Whether the copies that are missing are made beside training; nobody waits for memory to be reserved, either."""
 

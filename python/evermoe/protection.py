@@ -37,6 +37,7 @@ from evermoe.protection_inputs import (
     copies_are_late,
     covered,
     covered_now,
+    gradient_bucket_bytes,
     has_room,
     in_order_of_risk,
     missing_bytes,
@@ -155,7 +156,8 @@ class Protection:
         group = self._membership.everyone
         mine = about_member(self._membership, self.window_planner, self.options)
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
-        units = share_json(group, about_units(self.state, self.replicas) if group.rank == 0 else None)
+        told = about_units(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
+        units, bucket_bytes = share_json(group, told if group.rank == 0 else None)
         self.active = self.state.active(self._membership.num_trainers)
         self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
@@ -169,7 +171,7 @@ class Protection:
             self.selector.copied = {each.unit for each in kept if each.holders}
         self._behind = self._followed - {info.name for info in infos if info.replayable}
         self.copies_late = copies_are_late(plan, self.options)
-        assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies)
+        assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes)
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.copies or any(each["failed"] for each in everyone)
         assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
@@ -257,8 +259,7 @@ class Protection:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             self.state.late.finish()
-            if not self.replicas.has_begun:
-                self.replicas.begin(step, self._selected)
+            self.replicas.begin(step, self._selected)
             is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
             if self.first.is_arriving:
                 is_whole = self.first.have_arrived() and is_whole

@@ -34,6 +34,8 @@ from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 
+GPU_BUCKET_BYTES = 32 << 20
+"""Gradients that are sent together beside backward on a GPU, where nothing else is said."""
 VERSIONS = 2
 """Of a replica's state, at a time: what it begins with is in messages beside it."""
 
@@ -52,6 +54,13 @@ def about_member(membership: Membership, planner: WindowPlanner, options: CopyOp
         planner.link,
         planner.host_speed or None,
     )
+
+
+def gradient_bucket_bytes(state: TrainingState, options: CopyOptions) -> int:
+    """The option of that name, as this trainer's device has it."""
+    is_on_gpu = any(device.type == "cuda" for device in state.devices())
+    default = GPU_BUCKET_BYTES if is_on_gpu else 0
+    return default if options.gradient_bucket_bytes is None else options.gradient_bucket_bytes
 
 
 def about_units(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:

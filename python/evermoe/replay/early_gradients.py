@@ -6,8 +6,9 @@
 They are those of experts that one member alone trains: nothing is added to them once backward is over. A bucket has all
 that a member sends of some layers, the last ones first, as backward has them first.
 
-A bucket is sent before it is known that its gradients are final: a script may backpropagate again, or change them. So
-those that have changed since are sent once more with the rest, and replicas hold the later record of a step.
+A bucket is sent before it is known that its gradients are final: a script may backpropagate again, or change them, the
+state or the optimizer's numbers. So what has changed since is sent once more with the rest, and replicas hold the later
+record of a step. Who had to do so sends none early for some steps.
 
 Each bucket of the plan comes in each step, empty if it could not be sent early: who receives waits for all of them.
 """
@@ -37,6 +38,8 @@ from evermoe.state.unit import Unit
 
 MOST_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
+PATIENT_STEPS = 64
+"""Steps in which nothing is sent early once gradients have changed after they were sent."""
 
 
 class Sent(NamedTuple):
@@ -158,6 +161,8 @@ class EarlyGradients:
         """The same of the step before."""
         self._sent: dict[str, Sent] = {}
         """By layer."""
+        self._patient_until = 0
+        """Step from which on buckets are sent early again."""
         self._next = 0
         """Bucket that is sent next."""
         self._told: set[str] = set()
@@ -192,7 +197,7 @@ class EarlyGradients:
             selected: units that take part; None for all.
             may_send: whether gradients may be sent as soon as they are there.
         """
-        self._courier = courier if may_send else None
+        self._courier = courier if may_send and step >= self._patient_until else None
         self._step, self._selected = step, frozenset(self._state.catalog.by_name if selected is None else selected)
         self._backwards_before, self._backwards = self._backwards, 0
         self._expected, self._arrived = self._arrived, set()
@@ -214,18 +219,24 @@ class EarlyGradients:
             layers = self._layers[self._next]
             if not self._arrived.issuperset(self._expected.intersection(layers)):
                 return
-            self._sent |= {each: Sent.of(self._state.layers[each].weights) for each in layers}
-            self.tasks.append(courier.submit(partial(self._send, courier, self._next)))
+            sent = {each: Sent.of(self._state.layers[each].weights) for each in layers}
+            self._sent |= sent
+            self.tasks.append(courier.submit(partial(self._send, courier, self._next, list(sent.values()))))
             self._next += 1
 
     def end_backward(self) -> Collection[str]:
         """All gradients are final. Layers whose gradients have changed since they were sent."""
-        self._courier = None
-        return {layer for layer, sent in self._sent.items() if sent.has_changed}
+        changed = {layer for layer, sent in self._sent.items() if sent.has_changed}
+        self.forget()
+        return changed
+
+    def forget(self) -> None:
+        """Sends nothing of this step early any more, and keeps no gradients for that."""
+        self._courier, self._sent = None, {}
 
     def close(self) -> None:
         """Removes its hooks. Twice is fine."""
-        self._courier = None
+        self.forget()
         for hook in self._hooks:
             hook.remove()
 
@@ -235,15 +246,18 @@ class EarlyGradients:
         frames = [(peer, frame) for peer, some in self._incoming.items() for frame in some]
         self._transfers = [courier.receive(Message(frame.data, peer, REPLAY_GRADIENTS)) for peer, frame in frames]
 
-    def _send(self, courier: Courier, number: int) -> None:
+    def _send(self, courier: Courier, number: int, sent: Sequence[Sent]) -> None:
         """Sends a bucket, without units that replicas cannot follow: they come with the rest."""
-        self._sender.look()
-        buckets = self._outgoing[number]
+        if number == 0:
+            self._sender.look()
+        buckets, gradients = self._outgoing[number], {id(each.weights): each.gradient for each in sent}
         units = self._selected.intersection(unit for bucket in buckets.values() for unit in bucket.units)
-        self._told |= {unit for unit in units if not self._sender.lacking(unit)}
-        made: dict[str, list[Record]] = {
-            unit: list(self._sender.next_step_records(self._step, unit)) for unit in units & self._told
+        made = {
+            unit: list(self._sender.next_step_records(self._step, unit, gradients))
+            for unit in units
+            if not self._sender.lacking(unit)
         }
+        self._told |= made.keys()
         wait_for_gradients(self._state.devices())
         courier.send(
             Message(bucket.fill(made), peer, REPLAY_GRADIENTS, ANY_TIME, for_vote=True)
@@ -251,7 +265,7 @@ class EarlyGradients:
         )
 
     def send_rest(self, courier: Courier, changed: Collection[str]) -> Collection[str]:
-        """Sends the buckets that were not sent, empty; units of this step whose gradients are no more to be sent.
+        """Sends the buckets that were not sent, empty. Units that peers were told of, and of which all is as it was.
 
         `changed`: what `end_backward` has returned.
         """
@@ -260,11 +274,20 @@ class EarlyGradients:
             for buckets in self._outgoing[self._next :]
             for peer, bucket in buckets.items()
         )
-        by_name = self._state.catalog.by_name
-        return {unit for unit in self._told if by_name[unit].layer not in changed}
+        if not self._told:
+            return ()
+        by_name, has_numbers = self._state.catalog.by_name, self._sender.look_again()
+        told = {
+            unit
+            for unit in self._told
+            if has_numbers and by_name[unit].layer not in changed and not self._sender.lacking(unit)
+        }
+        if len(told) < len(self._told):
+            self._patient_until = self._step + PATIENT_STEPS
+        return told
 
-    def take(self) -> Iterator[tuple[Tensor, list[int]]]:
-        """Waits for the buckets of the others. Their records, as pieces of memory, and the sizes of these.
+    def wait(self) -> None:
+        """Waits for the buckets of the others.
 
         Raises:
             PeerLost: a member is gone, or the sizes of its messages are damaged.
@@ -275,6 +298,11 @@ class EarlyGradients:
         for peer, frames in self._incoming.items():
             for frame in frames:
                 frame.check(peer)
+
+    def records(self) -> Iterator[tuple[Tensor, list[int]]]:
+        """What has come, after `wait`: records, as pieces of memory in which they lie, and their sizes."""
+        for frames in self._incoming.values():
+            for frame in frames:
                 yield from frame.parts(None)
 
 

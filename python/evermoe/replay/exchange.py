@@ -239,10 +239,13 @@ class ReplayExchange:
         result.sent_bytes += courier.send(tails)
         for transfer in transfers:
             transfer.wait()
-        for record in self.early.take():
+        self.gradients.wait()
+        for record in self.early.take():  # all has come: now it counts
             self._take(record, result)
         rest = (part for peer, frame in self._incoming_frames.items() for part in frame.parts(arriving.get(peer)))
-        for data, lengths in itertools.chain(self.gradients.take(), rest):  # of a unit that came twice the later counts
+        for data, lengths in itertools.chain(
+            self.gradients.records(), rest
+        ):  # of a unit that came twice the later counts
             held, others = self.replica.hold(data.numpy(), lengths)
             result.held += held
             for received in others:
@@ -312,12 +315,12 @@ class ReplayExchange:
         self.replica.close()
 
     def _frame(self, units: Sequence[str], *, keeps_tail: bool = False) -> Frame:
-        """Memory for records of these units, of which most steps have no other than those that no bucket has."""
+        """Memory for the records of a step; that of a tail is kept for those that no bucket has."""
         parameters = {unit: _parameters(self.state, unit) for unit in units}
-        rest = [spec for unit in units if unit not in self.gradients.units for spec in parameters[unit]]
-        most = sum(spec.nbytes + RECORD_HEADER_BYTES for spec in rest)
-        head, tail = min(most, HEAD_BYTES), most if keeps_tail and most > HEAD_BYTES else 0
-        return Frame(MOST_MESSAGES * sum(map(len, parameters.values())), head, tail)
+        nbytes = {unit: sum(each.nbytes + RECORD_HEADER_BYTES for each in specs) for unit, specs in parameters.items()}
+        rest = sum(size for unit, size in nbytes.items() if unit not in self.gradients.units)
+        tail = rest if keeps_tail and rest > HEAD_BYTES else 0
+        return Frame(MOST_MESSAGES * sum(map(len, parameters.values())), min(sum(nbytes.values()), HEAD_BYTES), tail)
 
     def _outgoing(
         self, step: int, selected: Collection[str] | None, told: Collection[str]

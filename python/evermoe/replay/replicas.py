@@ -172,15 +172,14 @@ class Replicas(Keeper):
         if self._now is not None:
             self._now.copies.gradients.close()
             if self._is_whole:
-                self._drop_older()
+                _close(self._older, self._emit)
                 self._older = self._now
             else:  # it never was: what was before it still is what there is
-                _close(self._now.copies, self._emit)
+                _close(self._now, self._emit)
         self._is_whole, self.asked, self._is_healing = False, set(), False
         experts = set(self._state.catalog.experts())
-        self.is_early = all(
-            each.unit in experts and len(assignment.active[each.unit]) == 1 for each in kept if each.primary == rank
-        )
+        alone = {each.unit for each in kept if each.unit in experts and len(assignment.active[each.unit]) == 1}
+        self.is_early = all(each.unit in alone for each in kept if each.primary == rank)
         copies = ReplayExchange(
             self._state,
             kept,
@@ -190,8 +189,8 @@ class Replicas(Keeper):
             keeps_previous=assignment.copies_late,
             device=self._options.replica_device,
             message_bytes=self._message_bytes,
-            alone={each.unit for each in kept if each.unit in experts and len(assignment.active[each.unit]) == 1},
-            bucket_bytes=self._options.gradient_bucket_bytes,
+            alone=alone,
+            bucket_bytes=assignment.gradient_bucket_bytes,
         )
         members = list(self._membership.members) or [self._membership.id]
         trainers = {each.unit: [members[rank] for rank in assignment.active[each.unit]] for each in kept}
@@ -203,12 +202,8 @@ class Replicas(Keeper):
         """Drops the copies of the previous plan: those of the latest one are complete on all members."""
         self._is_whole = True
         self._copied = dict.fromkeys(self._copied, step)
-        self._drop_older()
-
-    def _drop_older(self) -> None:
-        if self._older is not None:
-            _close(self._older.copies, self._emit)
-            self._older = None
+        _close(self._older, self._emit)
+        self._older = None
 
     # ---- a step
 
@@ -222,23 +217,18 @@ class Replicas(Keeper):
         if self._now is None:
             return
         copies, has_states = self._now.copies, self._is_healing or self._options.choices.selects_by_budget
+        if copies.has_peers:
+            may_send = not self._state.late.is_under_way
+            copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
         self._digests = self.courier.submit(copies.take_digests)
         self._is_healing = False
         if has_states and copies.has_peers:
             self._early = self.courier.submit(lambda: copies.early.exchange(self.courier, step, selected))
-        if copies.has_peers:
-            may_send = not self._state.late.is_under_way
-            copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
 
     def begin_backward(self) -> None:
         """The script begins to backpropagate a loss."""
         if self._now is not None:
             self._now.copies.gradients.begin_backward()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this step's messages are under way, or through."""
-        return self._exchange is not None
 
     def protect_all(self, version: int) -> Collection[str]:
         """Begins to send the states, which are those of `version`, to replicas that do not have them."""
@@ -256,10 +246,10 @@ class Replicas(Keeper):
         return ()
 
     def begin(self, step: int, selected: Collection[str] | None) -> None:
-        """Begins to send the gradients of the next step that are not sent yet: of these units, None for all."""
+        """Begins to send the gradients of the next step that are not sent yet: of these units, None for all; once."""
         assert self._now is not None
         copies = self._now.copies
-        if not copies.has_peers:
+        if self._exchange is not None or not copies.has_peers:
             return
         self._pacer.hurry(everything=False)  # what is left of its states, which come first
         self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
@@ -350,6 +340,7 @@ class Replicas(Keeper):
         self._states = self._digests = self._early = self._exchange = None
         if self._now is not None:
             self._now.copies.gradients.tasks.clear()
+            self._now.copies.gradients.forget()
         return is_whole
 
     def catch_up(self) -> Iterator[None]:
@@ -373,10 +364,9 @@ class Replicas(Keeper):
     def close(self) -> None:
         """Ends all threads. Nothing may be under way."""
         self.courier.close()
-        if self._now is not None:
-            _close(self._now.copies, self._emit)
-        self._drop_older()
-        self._now = None
+        _close(self._now, self._emit)
+        _close(self._older, self._emit)
+        self._now = self._older = None
 
 
 def _tell(emit: Listener, damages: Iterable[Damage]) -> None:
@@ -385,6 +375,7 @@ def _tell(emit: Listener, damages: Iterable[Damage]) -> None:
         emit(Damaged(each.unit, each.step, each.reason))
 
 
-def _close(copies: ReplayExchange, emit: Listener) -> None:
-    copies.close()
-    _tell(emit, copies.replica.take_damages())
+def _close(replicas: _ReplicaSet | None, emit: Listener) -> None:
+    if replicas is not None:
+        replicas.copies.close()
+        _tell(emit, replicas.copies.replica.take_damages())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from evermoe.errors import NotReplayable
 from evermoe.optim import HALF
 from evermoe.replay.calibrate import Arithmetic, calibrate
-from evermoe.replay.source import Bytes, GradientRecord, Record, Row, Rule, Source, wait_for_gradients
+from evermoe.replay.source import Bytes, GradientRecord, Record, Row, Rule, Source, StepNumbers, wait_for_gradients
 from evermoe.replay.step_counts import StepCounts
 from evermoe.state.unit import Unit
 
@@ -65,8 +66,7 @@ class GradientSender:
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for source in self._sources:
             self._set_rule(source, groups.get(id(source.parameter)))
-        self._numbers: dict[tuple[int, int], list[float]] = {}
-        """What a step's arithmetic needs beside the gradients, by the optimizer's group and the number of the step."""
+        self._numbers = StepNumbers(optimizer)
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
@@ -149,14 +149,24 @@ class GradientSender:
     def look(self) -> None:
         """Reads the optimizer and its state anew with the next `next_step_records`."""
         self._counts.forget()
-        self._numbers = {}
+        self._numbers.forget()
 
-    def next_step_records(self, step: int, unit: str) -> Iterator[Record]:
+    def look_again(self) -> bool:
+        """Like `look`; whether the optimizer has the numbers that records since then were made with."""
+        self._counts.forget()
+        return self._numbers.look_again()
+
+    def next_step_records(
+        self, step: int, unit: str, gradients: Mapping[int, Tensor | None] = MappingProxyType({})
+    ) -> Iterator[Record]:
         """`next_step_messages` of one unit, for a caller that encodes the gradients: `look` comes first.
 
-        Gradients from a GPU are whole after `wait_for_gradients`.
+        Gradients from a GPU are whole after `wait_for_gradients`. The last records that were made of a step count.
+
+        `gradients`: by the parameter's id, those that are used in place of the ones that are there now.
         """
         for source in self._units[unit]:
+            gradient = gradients.get(id(source.parameter), source.parameter.grad)
             source.pending = None
             if source.sent is None or source.sent != source.stamp():
                 yield source.full_state(self._optimizer, step - 1)
@@ -165,14 +175,16 @@ class GradientSender:
             if source.rule is None:
                 continue
             record: Record | None = None
-            if source.parameter.grad is None:
+            if gradient is None:
                 record = source.record(step, None, source.count())
-            elif (gradient := source.gradient()) is not None:
+            elif (values := source.gradient(gradient)) is not None:
                 t = source.next_step(self._optimizer)
-                record = GradientRecord(source.record_name, step, t, self._numbers_of(source.rule, t, source), gradient)
+                record = GradientRecord(source.record_name, step, t, self._numbers.of(t, source), values)
                 source.pending = t
+            elif source.is_told:  # in place of the record that the replica holds
+                record = source.full_state(self._optimizer, step - 1)
             if record is not None:
-                source.is_told = True
+                source.is_told = isinstance(record, GradientRecord) or gradient is None
                 yield record
 
     def lacking(self, unit: str) -> list[Source]:
@@ -262,7 +274,7 @@ class GradientSender:
         has_closure = any(value is not None for value in (*args[1:], *options.values()))
         scale = getattr(optimizer, "grad_scale", None)
         loss_scale = 1.0 if scale is None else float(scale)
-        self._numbers = {}
+        self._numbers.forget()
         for source in self._sources:
             source.draft = None
             if source.rule is None:
@@ -271,14 +283,7 @@ class GradientSender:
                 source.sent = None
             elif source.parameter.grad is not None:
                 t = source.next_step(optimizer)
-                source.encode(t, self._numbers_of(source.rule, t, source, loss_scale))
-
-    def _numbers_of(self, rule: Rule, t: int, source: Source, loss_scale: float = 1.0) -> list[float]:
-        if (rule.group, t) not in self._numbers:
-            group, device = self._optimizer.param_groups[rule.group], source.parameter.device
-            row = rule.arithmetic.numbers(group, t, device=device, loss_scale=loss_scale)
-            self._numbers[rule.group, t] = row.tolist()
-        return self._numbers[rule.group, t]
+                source.encode(t, self._numbers.of(t, source, loss_scale))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._counts.forget()

@@ -148,9 +148,12 @@ class Source:
             return 1 if self._kept(optimizer).get("momentum_buffer") is None else 2
         return self.count() + 1
 
-    def gradient(self) -> NDArray[np.float32] | NDArray[np.uint16] | None:
-        """The gradient for a record, on its way from a GPU until `wait_for_gradients`; None: full states are sent."""
-        gradient = self.parameter.grad
+    def gradient(self, of: Tensor | None = None) -> NDArray[np.float32] | NDArray[np.uint16] | None:
+        """The gradient for a record, on its way from a GPU until `wait_for_gradients`; None: full states are sent.
+
+        `of`: the parameter's; None for the one that it has now.
+        """
+        gradient = self.parameter.grad if of is None else of
         known = (self.parameter.dtype,) if self.has_master else (torch.float32, *HALF)
         if gradient is None or gradient.is_sparse or gradient.dtype not in known:
             self.sent = None
@@ -266,6 +269,42 @@ class Source:
         about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": tensors[0].numel()}
         seal_record(record, kind="full_state", t=self.count(), numbers=[], payload=None, **about)
         return record
+
+
+class StepNumbers:
+    """What the arithmetic of steps needs beside gradients, once for all parameters that it is the same for.
+
+    Args:
+        optimizer: that takes the steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[tuple[int, int], tuple[list[float], Source]] = {}
+        """By the optimizer's group and the number of the step; with a parameter of these."""
+
+    def forget(self) -> None:
+        """All is read anew."""
+        self._known = {}
+
+    def look_again(self) -> bool:
+        """Reads all anew; whether it is as it was."""
+        known, self._known = self._known, {}
+        return all(self.of(t, source) == numbers for (_, t), (numbers, source) in known.items())
+
+    def of(self, t: int, source: Source, loss_scale: float = 1.0) -> list[float]:
+        """Those of a parameter's step: see `Arithmetic.numbers`.
+
+        Raises:
+            ValueError: the arithmetic cannot be repeated with the optimizer's settings, a rate below 0, say.
+        """
+        assert source.rule is not None
+        rule = source.rule
+        if (rule.group, t) not in self._known:
+            group, device = self._optimizer.param_groups[rule.group], source.parameter.device
+            row = rule.arithmetic.numbers(group, t, device=device, loss_scale=loss_scale)
+            self._known[rule.group, t] = row.tolist(), source
+        return self._known[rule.group, t][0]
 
 
 class RecordMemory:

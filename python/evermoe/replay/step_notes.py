@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe.replay.calibrate import Arithmetic
-from evermoe.replay.source import Row, Rule, Source
+from evermoe.replay.source import Row, Rule, Source, StepNumbers
 from evermoe.replay.step_counts import StepCounts
 
 
@@ -47,7 +47,7 @@ class StepNotes:
         arithmetic: Arithmetic,
         units: Mapping[str, Mapping[str, Tensor | Row]],
     ) -> None:
-        self._optimizer, self._counts = optimizer, StepCounts(optimizer)
+        self._optimizer, self._counts, self._numbers = optimizer, StepCounts(optimizer), StepNumbers(optimizer)
         self._units = {
             unit: [Source(unit, name, of, self._counts) for name, of in named.items()] for unit, named in units.items()
         }
@@ -59,26 +59,22 @@ class StepNotes:
     def note(self) -> None:
         """The optimizer is about to take a step, with the gradients that are there."""
         self._counts.forget()
-        numbers: dict[tuple[int, int], list[float]] = {}
-        self._latest = {unit: [self._step(each, numbers) for each in some] for unit, some in self._units.items()}
+        self._numbers.forget()
+        self._latest = {unit: [self._step(each) for each in some] for unit, some in self._units.items()}
 
-    def _step(self, source: Source, known: dict[tuple[int, int], list[float]]) -> NotedStep | None:
+    def _step(self, source: Source) -> NotedStep | None:
         gradient = source.gradient()
         if gradient is None:
             return None
         assert source.rule is not None
-        t, place, device = source.next_step(self._optimizer), source.rule.group, source.parameter.device
-        group = self._optimizer.param_groups[place]
-        if (place, t) not in known:
-            try:
-                known[place, t] = source.rule.arithmetic.numbers(group, t, device=device).tolist()
-            except ValueError:  # of a rate below 0, say, with which the optimizer may go on: the state travels
-                known[place, t] = []
-        if not known[place, t]:
+        t, group = source.next_step(self._optimizer), self._optimizer.param_groups[source.rule.group]
+        try:
+            numbers = self._numbers.of(t, source)
+        except ValueError:  # of a rate below 0, say, with which the optimizer may go on: the state travels
             return None
-        if group.get("foreach") and group.get("nesterov") and device.type == "cpu":
+        if group.get("foreach") and group.get("nesterov") and source.parameter.device.type == "cpu":
             gradient = gradient.copy()  # torch adds the momentum to it in place
-        return NotedStep(t, known[place, t], gradient)
+        return NotedStep(t, numbers, gradient)
 
     def take(self) -> UnitSteps:
         """What was noted since it was taken last; nothing if no step was."""

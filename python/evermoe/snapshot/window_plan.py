@@ -6,10 +6,9 @@
 Both ends must divide a bundle alike, so they plan from the same gathered data, at a step that all know from its number.
 The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
 
-A first plan is made from one step, and looked at again as more are recorded: where nothing is sent in windows, none is
-made before the profile is whole. When the members change, their windows
-stay in use, by newcomers, too, until the next steps say otherwise. Only whole profiles say over how many steps a
-version is sent.
+A first plan is made from one step, and looked at again as more are recorded, if anything is sent in windows. When the
+members change, their windows stay in use, by newcomers, too, until the next steps say otherwise. Only whole profiles
+say over how many steps a version is sent.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = 1
 """Steps after a change of membership that are no measure."""
-FIRST_LOOKS = (1, 2, 4, 8, 16)
+FIRST_LOOKS: tuple[int, ...] = (1, 2, 4, 8, 16)
 """Recorded steps after a change of membership with which it is planned already, before all of the profile are there."""
 RECENT = 32
 """Messages that tell how fast the link is, if half of all are no more, the latest: the first ones wait for memory that
@@ -116,8 +115,7 @@ class WindowPlanner:
         self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
         self._options, self._policy, self._until_vote = options, policy, False
         self._default = DEFAULT_LINK
-        self._base = 0
-        self._looks: Collection[int] = FIRST_LOOKS
+        self._base, self._looks = 0, FIRST_LOOKS
         self._reports: list[RankReport] = []
         self._recorded: tuple[list[TimedStep], Windows | None] = [], None
         self._is_settled = False
@@ -167,12 +165,12 @@ class WindowPlanner:
         Args:
             step: steps taken.
             until_vote: whether each version must be whole before the vote that follows it.
-            is_urgent: whether anything waits for windows, or for what a step has room for; the same on all members.
+            is_urgent: whether anything waits for windows, or for a step's room; the same on all members.
 
         Raises:
             PeerLost: another member is gone.
         """
-        self._until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else ()
+        self._until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
         self._base, self._reports, self.windows, self._is_settled = step, [], None, False
         self._left_out = ()
         self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()

@@ -7,6 +7,7 @@ from torch import nn
 from evermoe import MoE
 from evermoe.comm.courier import Courier
 from evermoe.planning.protection import UnitProtection
+from evermoe.replay import early_gradients
 from evermoe.replay.calibrate import calibrate
 from evermoe.replay.exchange import ReplayExchange
 from evermoe.state.stored import KeptCopies
@@ -19,16 +20,29 @@ STEPS, LAYERS, SIZE = 8, 3, 3
 HEALED = 4
 """The step with which one rank's full states come again."""
 KINDS = ["plain", "twice", "more", "fewer", "clipped", "replaced", "removed", "unused", "left out", "late"]
+KINDS += ["rate", "weights", "state", "swapped", "patient"]
 
 
-def compute(weights, rank, step, kind, begin_backward):
-    """Backpropagates as a script may."""
+def compute(weights, optimizer, rank, step, kind, begin_backward):
+    """Backpropagates as a script may, and changes what it likes afterwards."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     for _ in range({"twice": 2, "more": 1 + step // 3, "fewer": 3 - step // 3}.get(kind, 1)):
         begin_backward()
         used = weights[: LAYERS - (step + rank) % 2] if kind == "unused" else weights
         sum((each * torch.randn(each.shape, generator=generator)).sum() for each in used).backward()
-    if kind == "clipped" and step % 2:
+    if kind == "rate" and step % 3:
+        optimizer.param_groups[0]["lr"] *= 0.9
+    if kind == "weights" and step % 3 and rank:
+        weights[step % LAYERS].data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            weights[step % LAYERS] *= 1.1
+    if kind == "state" and step % 3 == 0:
+        optimizer.state[weights[rank]]["exp_avg"].zero_()
+    if kind == "swapped":
+        gradient, weights[1].grad = weights[1].grad, None
+        (weights[1] * 2).sum().backward()
+        weights[1].grad = gradient
+    if kind in ("clipped", "patient") and step % 2:
         nn.utils.clip_grad_value_(weights[rank:], 0.1)
     if kind == "replaced" and step % 3:
         weights[1].grad = weights[1].grad * 2
@@ -41,6 +55,7 @@ def train(group, kind, bucket_bytes, rest):
 
     `rest`: the rank of whose units one is not known to be whole after backward.
     """
+    early_gradients.PATIENT_STEPS = STEPS if kind == "patient" else 1
     torch.manual_seed(0)
     rank, model = group.rank, nn.Sequential(*(MoE(8, 8, 6, top_k=1) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -68,7 +83,7 @@ def train(group, kind, bucket_bytes, rest):
         if step == HEALED and rank == 1:
             copies.sender.request_full_state()
         copies.gradients.begin_step(courier, step, selected, may_send=kind != "late" or step % 2 == 0)
-        compute(weights, rank, step, kind, copies.gradients.begin_backward)
+        compute(weights, optimizer, rank, step, kind, copies.gradients.begin_backward)
         early.append(copies.gradients._next)
         changed = copies.gradients.end_backward()
         task = courier.submit(
@@ -100,5 +115,8 @@ def test_replicas_have_what_was_trained(tmp_path, kind, bucket_bytes, rest, buck
         assert all(torch.equal(data, mine[unit]) for unit, data in result["theirs"].items())
     for rank, result in enumerate(results):
         assert result["early"][0] == 0, "how often a script backpropagates is not known yet"
-        if kind not in ("more", "fewer", "late", "unused"):
-            assert result["early"][1:] == [buckets if rank == rest or rest < 0 else LAYERS - 1] * (STEPS - 1)
+        most = buckets if rank == rest or rest < 0 else LAYERS - 1
+        if kind == "patient":
+            assert result["early"][1:] == [most, most] + [0] * (STEPS - 3), "changed in the third step, first"
+        elif kind not in ("more", "fewer", "late", "unused"):
+            assert result["early"][1:] == [most] * (STEPS - 1)

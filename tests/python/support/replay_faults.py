@@ -1,11 +1,13 @@
-"""What goes wrong in a rank of a pipeline whose versions travel as steps."""
+"""What goes wrong in a rank of a pipeline whose versions travel as steps, and as gradients for replicas are sent."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
+from evermoe.replay.early_gradients import EarlyGradients
 from evermoe.state.version import step_of
 from evermoe.train.repeated_round import RepeatedRound
 
@@ -53,3 +55,14 @@ def install(fault: str) -> None:
     """In this process: `memory 4`, for example."""
     name, _, version = fault.partition(" ")
     FAULTS[name](int(version or 0))
+
+
+def before_early_gradients(tell: Callable[[], object]) -> None:
+    """Calls `tell` in this process before each bucket of gradients is sent to replicas beside backward."""
+    send = EarlyGradients._send
+
+    def telling(*arguments):
+        tell()
+        send(*arguments)
+
+    EarlyGradients._send = telling

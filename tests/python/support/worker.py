@@ -28,9 +28,7 @@ from evermoe.profile import Profiler, memory
 from evermoe.state.unit import weight_tensors
 from evermoe.train import early_sums, late_weights
 
-VOCABULARY = 32
-WIDTH = 16
-SAMPLES = 100
+VOCABULARY, WIDTH, SAMPLES = 32, 16, 100
 EVERYTHING = 1 << 60
 """A gate that lets every step pass."""
 WRITTEN_SECONDS = 40.0
@@ -42,7 +40,7 @@ class Fault:
     """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
 
     `point`: an event of the session, "phase <name>", "forward" (between forward and backward), "bucket" (a sum beside
-    backward begins) or "late state" (it is about to send optimizer state beside training).
+    backward begins), "gradients" (a bucket is sent beside it) or "late state" (optimizer state is sent beside steps).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
     (its node's shared memory), damage (what it sends then, at "late state"), look (which copies here have steps to
     repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
@@ -309,13 +307,14 @@ class Recorder:
                 continue
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
-    def bucket(self, _name: str, _on_stream: bool) -> None:
-        """A bucket of gradients is about to be summed beside the backward pass, in a thread of its own."""
-        self.fault("bucket", self.computing)
-
-    def hook_late_state(self) -> None:
-        """Lets faults happen in the thread that sends optimizer state beside training."""
+    def hook(self) -> None:
+        """Lets faults happen in threads beside training: where gradients are summed or sent, or optimizer state is."""
         assert self.session is not None
+        self.session._membership.side_group.on_begin = lambda *_: self.fault("bucket", self.computing)
+        if any(fault.point == "gradients" for fault in self._options.faults):
+            from support.replay_faults import before_early_gradients  # as above
+
+            before_early_gradients(lambda: self.fault("gradients", self.computing))
         late = self.session._state.late
         read = late.read
 
@@ -439,8 +438,7 @@ def _train(options: Options, record: Recorder) -> None:
         lighthouse=options.lighthouse,
         **options.session,
     )
-    session._membership.side_group.on_begin = record.bucket
-    record.hook_late_state()
+    record.hook()
     if options.compiled:
         model.compile(fullgraph=True, backend="aot_eager")
     profiler = Profiler(model, keep=options.steps)
