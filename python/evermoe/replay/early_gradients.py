@@ -57,7 +57,7 @@ class Sent(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        """Whether it is another one now; writing to `gradient.data` is not seen."""
+        """Whether it is another one now; writes that autograd does not count, to `gradient.data` say, are not seen."""
         now = Sent.of(self.weights)
         return now.gradient is not self.gradient or now.version != self.version
 
@@ -146,7 +146,7 @@ class EarlyGradients:
             self.units |= {unit.name for unit in units if unit.layer in layers_of_all}
             if primary == rank:
                 self._layers, self._outgoing = groups, [self._buckets(own, layers) for layers in groups]
-            else:
+            elif groups:
                 found = [self._buckets(own, layers).get(rank) for layers in groups]
                 self._incoming[primary] = [bucket.frame for bucket in found if bucket is not None]
         self._transfers: list[Transfer] = []
