@@ -1,8 +1,6 @@
 //! The balanced split and the imbalance, against the bound of every set of ranks.
 
-mod common;
-
-use common::all;
+use super::common::all;
 use evermoe::dispatch::{Policy, imbalance, split_tokens};
 use proptest::prelude::*;
 

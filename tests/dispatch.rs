@@ -1,8 +1,6 @@
 //! The split of tokens over replicas: what must hold for all inputs, and everything on small sizes.
 
-mod common;
-
-use common::all;
+use super::common::all;
 use evermoe::dispatch::{Policy, split_expert, split_tokens};
 use proptest::prelude::*;
 

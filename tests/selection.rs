@@ -1,8 +1,6 @@
 //! Selection of experts, the ledger of tokens, sharding: what must hold for all inputs, and everything on small sizes.
 
-mod common;
-
-use common::all;
+use super::common::all;
 use evermoe::selection::{Part, Selection, TokenLedger, budget, load_aware, sequential, shard_modules};
 use proptest::prelude::*;
 

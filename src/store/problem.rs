@@ -15,7 +15,7 @@ pub(super) fn is_passing(error: &object_store::Error) -> bool {
     if matches!(error, object_store::Error::Generic { store: RANGE, .. }) {
         return false;
     }
-    let text = error.to_string();
+    let text = whole(error);
     matches!(error, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
         && !["status code: 4", "without LOCATION", "builder error", "URL scheme is not allowed"]
             .iter()
@@ -27,7 +27,7 @@ pub(super) fn is_passing(error: &object_store::Error) -> bool {
 /// The error of an operation on what `what` names.
 pub(super) fn problem(what: &str, error: &object_store::Error) -> Error {
     use object_store::Error as E;
-    let text = error.to_string();
+    let text = whole(error);
     let told = shortened(&text);
     let (code, told) = match error {
         E::NotFound { .. } if NO_BUCKET.iter().any(|mark| text.contains(mark)) => {
@@ -61,7 +61,22 @@ pub(super) fn failed(what: &str, code: i32, told: &str) -> Error {
 
 /// The text of an error of which nothing else is known.
 pub(super) fn told(error: &object_store::Error) -> String {
-    shortened(&error.to_string())
+    shortened(&whole(error))
+}
+
+/// The text of an error and of what caused it: that a request took too long is said there alone.
+fn whole(error: &object_store::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(each) = cause {
+        let told = each.to_string();
+        if !text.contains(&told) {
+            text.push_str(": ");
+            text.push_str(&told);
+        }
+        cause = each.source();
+    }
+    text
 }
 
 /// The text of an error without what may be secret: queries of URLs, and the bodies of answers but for their messages.
@@ -102,6 +117,22 @@ mod tests {
             assert!(context.contains(part), "{context}");
         }
         assert!(!context.contains("hidden"), "{context}");
+    }
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("HTTP error: error sending request")]
+    struct Sending(#[source] io::Error);
+
+    #[test]
+    fn what_took_too_long_is_no_refused_connection() {
+        let late = Sending(io::Error::other("operation timed out"));
+        let Error::Io { context, source } =
+            problem("s3://b/k", &E::Generic { store: "S3", source: late.into() })
+        else {
+            panic!()
+        };
+        assert_eq!(source.raw_os_error(), Some(libc::ETIMEDOUT));
+        assert!(context.ends_with("error sending request: operation timed out"), "{context}");
     }
 
     #[test]

@@ -49,6 +49,7 @@ IN_LONG = (
     "sessions",
     "sessions over NCCL",
     "pipelines",
+    "a pipeline",
     "groups over NCCL",
 )
 

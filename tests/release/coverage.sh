@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures what the tests execute: Python by coverage.py in every process, Rust by the compiler's counters, in cargo's tests
 # and in the extension module under Python's. Tables, HTML in out/coverage.   coverage.sh [pytest arguments]
-# RUST_TESTS narrows cargo's: RUST_TESTS="--test placement"
+# RUST_TESTS narrows cargo's: RUST_TESTS="--test all"
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 OUT=$PWD/out/coverage TARGET=${CARGO_TARGET_DIR:-$PWD/target}/coverage MODULE=python/evermoe/_native.abi3.so

@@ -1,6 +1,6 @@
 //! Requests for chunk plans, and what holds for every plan of them.
 
-use crate::idle;
+use super::idle;
 use evermoe::schedule::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;

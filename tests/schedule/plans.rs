@@ -1,7 +1,7 @@
 //! Chunk plans of all requests: promises, and the papers' algorithms as their texts have them.
 
-use crate::case::{Case, EPSILON, STEP, case, check_plan, check_plan_over, complete};
-use crate::idle;
+use super::case::{Case, EPSILON, STEP, case, check_plan, check_plan_over, complete};
+use super::idle;
 use evermoe::schedule::*;
 use proptest::prelude::*;
 

@@ -1,7 +1,7 @@
 //! Chunk plans of small requests, worked by hand, and of the largest numbers.
 
-use crate::case::{STEP, check_plan, complete, placed, simple};
-use crate::idle;
+use super::case::{STEP, check_plan, complete, placed, simple};
+use super::idle;
 use evermoe::schedule::*;
 
 #[test]

@@ -1,6 +1,6 @@
 //! Idle windows of profiles, and changes that make them wrong.
 
-use crate::{exact, network, span, times};
+use super::{exact, network, span, times};
 use evermoe::schedule::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;

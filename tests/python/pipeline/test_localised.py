@@ -41,12 +41,12 @@ def test_those_that_live_compute_nothing_again(start_job, undisturbed):
     way, expected, _ = undisturbed
     seats = [*range(RANKS)] if way == "1F1B" else [*reversed(range(RANKS))]  # another stage is lost
     pipeline = Pipeline(start_job(RANKS), **COMMON | WAYS[way])
-    plans = {0: {"kill_reduced": 4}, 1: {"kill_in_copy": 7}, 2: {}, 3: {"kill_in_step": 2}}
+    plans = {0: {"kill_reduced": 4}, 1: {"kill_in_copy": 7, "kill_with": seats[0]}, 2: {}, 3: {"kill_in_step": 2}}
     first = [pipeline.start(seats[place], **plan) for place, plan in plans.items()]
     pipeline.lose(first[3])
     last = {3: pipeline.start(seats[3])}
     pipeline.lose(first[0])
-    second = pipeline.start(seats[0], kill_in_copy=7)
+    second = pipeline.start(seats[0], kill_in_copy=7, kill_with=seats[1])
     for each in (second, first[1]):
         pipeline.lose(each)
     last |= {0: pipeline.start(seats[0]), 1: pipeline.start(seats[1])}

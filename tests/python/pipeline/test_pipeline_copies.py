@@ -51,7 +51,8 @@ def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
     common = {"attempts": "means", "steps": 14, "copies": PRESETS["baft"] | {"snapshot_every": 3}}
     expected, _ = run_undisturbed(tmp_path, **common)
     pipeline = Pipeline(start_job(RANKS), **common)
-    started = [pipeline.start(rank, kill_in_copy=7 if rank >= 2 else None) for rank in range(RANKS)]
+    lost = {2: {"kill_in_copy": 7, "kill_with": 3}, 3: {"kill_in_copy": 7, "kill_with": 2}}
+    started = [pipeline.start(rank, **lost.get(rank, {})) for rank in range(RANKS)]
     for each in started[2:]:
         pipeline.lose(each)
     newcomers = [pipeline.start(2), pipeline.start(3, kill_in_step=6)]

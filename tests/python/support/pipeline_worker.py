@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
 from evermoe.comm.vote import Ballot
 from evermoe.state.version import step_of
+from support.replay_faults import Killer
 
 ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
@@ -46,6 +47,8 @@ class Options:
     """The number of that, from 0."""
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
+    kill_with: int | None = None
+    """The rank that dies there, too: each waits until both have come to it."""
     kill_begun: int | None = None
     """Dies when this step begins."""
     kill_reduced: int | None = None
@@ -126,17 +129,6 @@ class Stage(nn.Module):
         x.register_hook(self.note_backward)
         self.forwards += 1  # an exchange of tokens that a loss ended was none
         return x
-
-
-class Killer(deque):
-    """Copies that were sent; the first one of a marked version is the end of this process."""
-
-    marked = False
-
-    def append(self, sent: Any) -> None:
-        super().append(sent)
-        if self.marked:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write(options: Options, event: str, **fields: Any) -> None:
@@ -312,7 +304,7 @@ def loss_function(options: Options, copies: evermoe.PipelineSession) -> Any:
 
 def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     """Dies where a copy of a version is sent, if the options say so."""
-    copies._driver.courier.sent = killer = Killer(maxlen=4096)
+    copies._driver.courier.sent = killer = Killer(options.folder, options.rank, options.kill_with)
     copies.optimizer.register_step_post_hook(lambda *_: setattr(killer, "marked", copies.step == options.kill_in_copy))
 
 

@@ -1,9 +1,15 @@
-"""What goes wrong in a rank of a pipeline whose versions travel as steps, and as gradients for replicas are sent."""
+"""What goes wrong while copies travel: in a pipeline's rank, and where gradients are sent to replicas."""
 
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import time
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,3 +72,25 @@ def before_early_gradients(tell: Callable[[], object]) -> None:
         send(*arguments)
 
     EarlyGradients._send = telling
+
+
+class Killer(deque):
+    """A courier's list of what it has sent; the first message of a marked version is the end of this process.
+
+    Args:
+        folder: of the job, in which ranks that die together tell each other that they have come to it.
+        rank: this one.
+        other: another rank that dies in its copy, too; None where this one dies alone.
+    """
+
+    def __init__(self, folder: str, rank: int, other: int | None) -> None:
+        super().__init__(maxlen=4096)
+        self.marked, self._folder, self._rank, self._other = False, Path(folder), rank, other
+
+    def append(self, sent: Any) -> None:
+        super().append(sent)
+        if self.marked:
+            (self._folder / f"in-copy-{self._rank}").touch()
+            while self._other is not None and not (self._folder / f"in-copy-{self._other}").exists():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
