@@ -244,6 +244,7 @@ class Protection:
 
     def begin_exchange(self, step: int) -> None:
         """This member's gradients are there, not reduced: sends those that are whole already, beside the rest."""
+        self.replicas.backward(ends=True)
         if self.replicas.is_early and not self.state.late.is_under_way:
             self.replicas.begin(step, self._selected)
 

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES
@@ -47,19 +48,27 @@ class Sent(NamedTuple):
 
     weights: Tensor
     gradient: Tensor | None
+    at: int
+    """Where it was in memory."""
     version: int
 
     @classmethod
     def of(cls, weights: Tensor) -> Sent:
         """What it is now."""
         gradient = weights.grad
-        return cls(weights, gradient, 0 if gradient is None else gradient._version)
+        if gradient is None:
+            return cls(weights, None, 0, 0)
+        at = gradient.data_ptr() if gradient.layout == torch.strided else 0
+        return cls(weights, gradient, at, gradient._version)
 
     @property
     def has_changed(self) -> bool:
-        """Whether it is another one now; writes that autograd does not count, to `gradient.data` say, are not seen."""
+        """Whether it is another one now.
+
+        Writes that autograd does not count are not seen, such as those to `gradient.data` in place.
+        """
         now = Sent.of(self.weights)
-        return now.gradient is not self.gradient or now.version != self.version
+        return now.gradient is not self.gradient or now[2:] != self[2:]
 
 
 def layer_groups(units: Iterable[Unit], bucket_bytes: int, *, has_rest: bool) -> list[list[str]]:
@@ -100,7 +109,8 @@ class _Bucket(NamedTuple):
 
     def fill(self, made: Mapping[str, list[Record]]) -> Tensor:
         """The message with the records of these units."""
-        data, _ = self.frame.fill([record for unit in self.units for record in made.get(unit, ())])
+        data, tail = self.frame.fill([record for unit in self.units for record in made.get(unit, ())])
+        assert not len(tail), "a bucket has room for a proof and a gradient of each parameter"
         return data
 
 
@@ -161,6 +171,8 @@ class EarlyGradients:
         """The same of the step before."""
         self._sent: dict[str, Sent] = {}
         """By layer."""
+        self._changed: set[str] = set()
+        """Layers whose gradients have changed since they were sent."""
         self._patient_until = 0
         """Step from which on buckets are sent early again."""
         self._next = 0
@@ -201,7 +213,7 @@ class EarlyGradients:
         self._step, self._selected = step, frozenset(self._state.catalog.by_name if selected is None else selected)
         self._backwards_before, self._backwards = self._backwards, 0
         self._expected, self._arrived = self._arrived, set()
-        self._next, self._sent, self._told, self.tasks = 0, {}, set(), []
+        self._next, self._sent, self._told, self._changed, self.tasks = 0, {}, set(), set(), []
         if self._incoming:
             self.tasks.append(courier.submit(partial(self._expect, courier)))
 
@@ -224,11 +236,16 @@ class EarlyGradients:
             self.tasks.append(courier.submit(partial(self._send, courier, self._next, list(sent.values()))))
             self._next += 1
 
-    def end_backward(self) -> Collection[str]:
-        """All gradients are final. Layers whose gradients have changed since they were sent."""
-        changed = {layer for layer, sent in self._sent.items() if sent.has_changed}
+    def end_backward(self) -> None:
+        """The script's gradients are final: what has changed since it was sent goes with the rest. Twice is fine.
+
+        Those of experts that several members train are reduced afterwards, in the same tensors.
+        """
+        changed = {layer: sent for layer, sent in self._sent.items() if sent.has_changed}
+        self._changed |= changed.keys()
+        if any(sent.gradient is not None for sent in changed.values()):  # else others have used the layer
+            self._patient_until = self._step + PATIENT_STEPS
         self.forget()
-        return changed
 
     def forget(self) -> None:
         """Sends nothing of this step early any more, and keeps no gradients for that."""
@@ -264,11 +281,8 @@ class EarlyGradients:
             for peer, bucket in buckets.items()
         )
 
-    def send_rest(self, courier: Courier, changed: Collection[str]) -> Collection[str]:
-        """Sends the buckets that were not sent, empty. Units that peers were told of, and of which all is as it was.
-
-        `changed`: what `end_backward` has returned.
-        """
+    def send_rest(self, courier: Courier) -> Collection[str]:
+        """Sends the buckets that were not sent, empty. Units that peers were told of, and of which all is as it was."""
         courier.tell(
             Message(bucket.fill({}), peer, REPLAY_GRADIENTS)
             for buckets in self._outgoing[self._next :]
@@ -277,14 +291,10 @@ class EarlyGradients:
         if not self._told:
             return ()
         by_name, has_numbers = self._state.catalog.by_name, self._sender.look_again()
-        told = {
-            unit
-            for unit in self._told
-            if has_numbers and by_name[unit].layer not in changed and not self._sender.lacking(unit)
-        }
+        told = {unit for unit in self._told if has_numbers and not self._sender.lacking(unit)}
         if len(told) < len(self._told):
             self._patient_until = self._step + PATIENT_STEPS
-        return told
+        return {unit for unit in told if by_name[unit].layer not in self._changed}
 
     def wait(self) -> None:
         """Waits for the buckets of the others.

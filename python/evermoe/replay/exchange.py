@@ -207,16 +207,13 @@ class ReplayExchange:
             result.needs_full_state.add(unit)
             result.problem = result.problem or f"{unit}: the copy that was here cannot be read any more"
 
-    def exchange(
-        self, courier: Courier, step: int, selected: Collection[str] | None = None, changed: Collection[str] = ()
-    ) -> ExchangeResult:
+    def exchange(self, courier: Courier, step: int, selected: Collection[str] | None = None) -> ExchangeResult:
         """Sends the step's messages and takes over those of the others; in a thread of the courier.
 
         Args:
             courier: whose connections are used.
             step: number of the next step.
             selected: units that take part; None for all.
-            changed: layers whose gradients have changed since they were sent: see `EarlyGradients.end_backward`.
 
         Raises:
             PeerLost: another member is gone, or the sizes of its messages are damaged.
@@ -226,7 +223,7 @@ class ReplayExchange:
             courier.receive(Message(frame.data, peer, REPLAY_HEAD)) for peer, frame in self._incoming_frames.items()
         ]
         tails: list[Message] = []
-        outgoing = self._outgoing(step, selected, self.gradients.send_rest(courier, changed))
+        outgoing = self._outgoing(step, selected, self.gradients.send_rest(courier))
         result.sent_bytes = courier.send(self._head(peer, records, tails) for peer, records in outgoing)
         for transfer in heads:
             transfer.wait()
@@ -243,9 +240,8 @@ class ReplayExchange:
         for record in self.early.take():  # all has come: now it counts
             self._take(record, result)
         rest = (part for peer, frame in self._incoming_frames.items() for part in frame.parts(arriving.get(peer)))
-        for data, lengths in itertools.chain(
-            self.gradients.records(), rest
-        ):  # of a unit that came twice the later counts
+        for data, lengths in itertools.chain(self.gradients.records(), rest):
+            # Of a unit that came twice the later record counts.
             held, others = self.replica.hold(data.numpy(), lengths)
             result.held += held
             for received in others:

@@ -225,10 +225,11 @@ class Replicas(Keeper):
         if has_states and copies.has_peers:
             self._early = self.courier.submit(lambda: copies.early.exchange(self.courier, step, selected))
 
-    def begin_backward(self) -> None:
-        """The script begins to backpropagate a loss."""
+    def backward(self, *, ends: bool) -> None:
+        """The script begins to backpropagate a loss; or `ends`: its gradients are there, and not reduced yet."""
         if self._now is not None:
-            self._now.copies.gradients.begin_backward()
+            gradients = self._now.copies.gradients
+            (gradients.end_backward if ends else gradients.begin_backward)()
 
     def protect_all(self, version: int) -> Collection[str]:
         """Begins to send the states, which are those of `version`, to replicas that do not have them."""
@@ -253,10 +254,9 @@ class Replicas(Keeper):
             return
         self._pacer.hurry(everything=False)  # what is left of its states, which come first
         self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
-        changed = copies.gradients.end_backward()
 
         def exchange() -> ExchangeResult:
-            exchanged = copies.exchange(self.courier, step, selected, changed)
+            exchanged = copies.exchange(self.courier, step, selected)
             _tell(self._emit, exchanged.damages)
             if exchanged.held:
                 self._emit(Held(step))

@@ -76,7 +76,7 @@ class SessionDriver(RecoveryDriver):
             self._has_seen_loss = True
             refuse_scaled(loss)
         self._dense.begin_backward()
-        self._protection.replicas.begin_backward()
+        self._protection.replicas.backward(ends=False)
         return self._script.loss_scale.value
 
     def _refuse_step(self, *_: object) -> None:

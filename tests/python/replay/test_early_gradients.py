@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 from evermoe import MoE
+from evermoe._native import RECORD_HEADER_BYTES
 from evermoe.comm.courier import Courier
 from evermoe.planning.protection import UnitProtection
 from evermoe.replay import early_gradients
 from evermoe.replay.calibrate import calibrate
 from evermoe.replay.exchange import ReplayExchange
+from evermoe.replay.sender import GradientSender
+from evermoe.replay.source import GradientRecord
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -20,7 +23,7 @@ STEPS, LAYERS, SIZE = 8, 3, 3
 HEALED = 4
 """The step with which one rank's full states come again."""
 KINDS = ["plain", "twice", "more", "fewer", "clipped", "replaced", "removed", "unused", "left out", "late"]
-KINDS += ["rate", "weights", "state", "swapped", "patient"]
+KINDS += ["rate", "weights", "state", "swapped", "patient", "reduced", "other memory"]
 
 
 def compute(weights, optimizer, rank, step, kind, begin_backward):
@@ -38,6 +41,8 @@ def compute(weights, optimizer, rank, step, kind, begin_backward):
             weights[step % LAYERS] *= 1.1
     if kind == "state" and step % 3 == 0:
         optimizer.state[weights[rank]]["exp_avg"].zero_()
+    if kind == "other memory":
+        weights[2].grad.data = weights[2].grad.data / 2
     if kind == "swapped":
         gradient, weights[1].grad = weights[1].grad, None
         (weights[1] * 2).sum().backward()
@@ -85,10 +90,11 @@ def train(group, kind, bucket_bytes, rest):
         copies.gradients.begin_step(courier, step, selected, may_send=kind != "late" or step % 2 == 0)
         compute(weights, optimizer, rank, step, kind, copies.gradients.begin_backward)
         early.append(copies.gradients._next)
-        changed = copies.gradients.end_backward()
-        task = courier.submit(
-            lambda step=step, selected=selected, changed=changed: copies.exchange(courier, step, selected, changed)
-        )
+        copies.gradients.end_backward()
+        if kind == "reduced" and rank == rest:
+            path, expert = places[2 * LAYERS * rest]
+            state.layers[path].weights.grad[state.layers[path].ids.index(expert)] *= 2
+        task = courier.submit(lambda step=step, selected=selected: copies.exchange(courier, step, selected))
         assert task.wait(), task.lost
         assert not task.result.needs_full_state
         optimizer.step()
@@ -120,3 +126,20 @@ def test_replicas_have_what_was_trained(tmp_path, kind, bucket_bytes, rest, buck
             assert result["early"][1:] == [most, most] + [0] * (STEPS - 3), "changed in the third step, first"
         elif kind not in ("more", "fewer", "late", "unused"):
             assert result["early"][1:] == [most] * (STEPS - 1)
+
+
+def test_a_gradient_that_cannot_be_encoded_takes_its_record_back():
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    sender = GradientSender(optimizer, {"u": {"weight": weight}}, arithmetic=calibrate(optimizer), is_hooked=False)
+    sender.follow("u")
+    weight.grad = torch.ones(4, 4)
+    [record] = sender.next_step_records(1, "u")
+    assert isinstance(record, GradientRecord)
+    weight.grad = weight.grad.to_sparse()
+    sender.look()
+    [state] = sender.next_step_records(1, "u")
+    assert len(state) == RECORD_HEADER_BYTES + weight.nbytes, "the full state of before, which ends what is held"
+    sender.on_step()
+    sender.look()
+    assert sender.lacking("u"), "and the state after it comes next"

@@ -10,23 +10,26 @@ FAULT = 5
 
 
 @pytest.mark.parametrize(
-    ("nth", "worker", "session"),
+    ("nth", "names", "worker", "session"),
     [
-        (1, {}, {}),
-        (1, {"parts": 3}, {"max_grad_norm": 0.5}),
-        (2, {}, {"dense": "sharded"}),
+        (1, "ab", {}, FEWEST),
+        (1, "ab", {"parts": 3}, {"max_grad_norm": 0.5} | FEWEST),
+        (2, "ab", {}, {"dense": "sharded"} | FEWEST),
+        (1, "abc", {}, {"dense": "sharded"}),
     ],
-    ids=["one backward", "micro-batches", "sharded"],
+    ids=["one backward", "micro-batches", "sharded", "beside experts of several members"],
 )
-def test_a_member_is_lost_while_its_gradients_are_sent(start_job, nth, worker, session):
-    """At its n-th bucket of the step: the other one may be in backward, or at the vote."""
-    workers = start_job(2, **FEWEST, **session).start_all({"b": [Fault("gradients", FAULT, nth=nth)]}, "ab", **worker)
-    a, b = workers
-    assert [each.join() for each in workers] == [0, -9]
-    assert b.events("fault"), "it came to this bucket"
+@pytest.mark.few(3)
+def test_a_member_is_lost_while_its_gradients_are_sent(start_job, nth, names, worker, session):
+    """At its n-th bucket of the step: the others may be in backward, or at the vote."""
+    workers = start_job(len(names), **session).start_all({"a": [Fault("gradients", FAULT, nth=nth)]}, names, **worker)
+    lost, *survivors = workers
+    assert [each.join() for each in workers] == [-9, *(0 for _ in survivors)]
+    assert lost.events("fault"), "it came to this bucket"
     check_history(workers)
-    recovered = check_recovered(workers, a)
-    assert (recovered["step"], recovered["steps_lost"]) == (FAULT, 0), "the step was not taken by anybody"
-    assert recovered["step"] >= committed_steps([b])
-    [verified] = a.events("verified")
-    assert verified["digests_mismatched"] == 0, verified["units"]
+    for survivor in survivors:
+        recovered = check_recovered(workers, survivor)
+        assert (recovered["step"], recovered["steps_lost"]) == (FAULT, 0), "the step was not taken by anybody"
+        assert recovered["step"] >= committed_steps([lost])
+        [verified] = survivor.events("verified")
+        assert verified["digests_mismatched"] == 0, verified["units"]
