@@ -156,8 +156,10 @@ class Protection:
         group = self._membership.everyone
         mine = about_member(self._membership, self.window_planner, self.options)
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
-        told = about_units(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
-        units, bucket_bytes = share_json(group, told if group.rank == 0 else None)
+        told = None
+        if group.rank == 0:  # a member that trains
+            told = about_units(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
+        units, bucket_bytes = share_json(group, told)
         self.active = self.state.active(self._membership.num_trainers)
         self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)

@@ -25,7 +25,7 @@ from evermoe.planning.protection import (
     survival,
 )
 from evermoe.profile.memory import share_of_host_bytes
-from evermoe.replay.part import parts_of
+from evermoe.replay.part import parameters_of
 from evermoe.replay.replicas import Replicas
 from evermoe.snapshot.bundles import arena_sizes, room_for
 from evermoe.snapshot.snapshots import planned_bundles
@@ -89,7 +89,7 @@ def unit_infos(
 
 def _gradient_bytes(unit: Unit) -> int:
     """Bytes of the gradients of a unit's parameters, at most: those of its tensors without the optimizer's."""
-    return sum(parameter.nbytes for parameter, *_ in parts_of(unit))
+    return sum(parameter.nbytes for parameter in parameters_of(unit))
 
 
 def in_order_of_risk(

@@ -1,9 +1,11 @@
 """Imports of `python/evermoe` point one way, and nothing grows without limit: read from the sources."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "python" / "evermoe"
@@ -176,6 +178,16 @@ def test_modules_have_at_most_400_lines():
 def test_tests_have_at_most_500_lines():
     found = too_long(ROOT / "tests", (".py", ".rs"), 500)
     assert {Path(name).name for name in found} == LONG_TESTS
+
+
+def test_every_file_of_rust_tests_runs():
+    """Cargo finds none by itself: each is a module of `all.rs`, or a program in Cargo.toml."""
+    folder = ROOT / "tests"
+    files = {*folder.glob("*.rs"), *folder.glob("*/mod.rs"), *folder.glob("*/main.rs")}
+    names = {path.parent.name if path.stem in ("mod", "main") else path.stem for path in files}
+    programs = {each["name"] for each in tomllib.loads((ROOT / "Cargo.toml").read_text())["test"]}
+    modules = set(re.findall(r"^mod (\w+);", (folder / "all.rs").read_text(), re.M))
+    assert names == programs | modules | {"world"}, "world is a module of protocol_model.rs"
 
 
 def test_classes_have_at_most_300_lines_and_20_methods():

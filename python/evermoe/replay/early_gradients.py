@@ -30,7 +30,7 @@ from evermoe.comm.task import Task
 from evermoe.comm.transport import Transfer
 from evermoe.planning.protection import UnitProtection
 from evermoe.replay.frame import Frame
-from evermoe.replay.part import parts_of
+from evermoe.replay.part import parameters_of
 from evermoe.replay.sender import GradientSender
 from evermoe.replay.source import PROOF_BYTES, Record, wait_for_gradients
 from evermoe.replay.step_bytes import gradient_bytes
@@ -89,7 +89,7 @@ def layer_groups(units: Iterable[Unit], bucket_bytes: int, *, has_rest: bool) ->
     nbytes: dict[str, int] = {}
     for unit in units:
         assert unit.layer is not None
-        nbytes[unit.layer] = nbytes.get(unit.layer, 0) + sum(gradient_bytes(specs[0]) for specs in parts_of(unit))
+        nbytes[unit.layer] = nbytes.get(unit.layer, 0) + sum(map(gradient_bytes, parameters_of(unit)))
     groups: list[list[str]] = []
     room = 0
     for layer in reversed(nbytes) if bucket_bytes else ():
@@ -154,11 +154,12 @@ class EarlyGradients:
             groups = layer_groups(units, bucket_bytes, has_rest=primary in with_rest)
             layers_of_all = {layer for layers in groups for layer in layers}
             self.units |= {unit.name for unit in units if unit.layer in layers_of_all}
+            peers = sorted({peer for each in own for peer in each.holders}) if primary == rank else [rank]
+            buckets = [self._buckets(own, layers, peers) for layers in groups]
             if primary == rank:
-                self._layers, self._outgoing = groups, [self._buckets(own, layers) for layers in groups]
-            elif groups:
-                found = [self._buckets(own, layers).get(rank) for layers in groups]
-                self._incoming[primary] = [bucket.frame for bucket in found if bucket is not None]
+                self._layers, self._outgoing = groups, buckets
+            elif found := [by_peer[rank].frame for by_peer in buckets if by_peer]:
+                self._incoming[primary] = found
         self._transfers: list[Transfer] = []
         self._courier: Courier | None = None
         """Sends this step's buckets as soon as they are there; None where that may not be."""
@@ -188,15 +189,14 @@ class EarlyGradients:
             if each.requires_grad
         ]
 
-    def _buckets(self, kept: Sequence[UnitProtection], layers: Collection[str]) -> dict[int, _Bucket]:
-        """Of one member's units, those of some layers, by peer."""
+    def _buckets(
+        self, kept: Sequence[UnitProtection], layers: Collection[str], peers: Iterable[int]
+    ) -> dict[int, _Bucket]:
+        """Of one member's units, those of some layers, by the peer that gets any."""
         by_name = self._state.catalog.by_name
         mine = [each for each in kept if by_name[each.unit].layer in layers]
-        units = {
-            peer: [each.unit for each in mine if peer in each.holders]
-            for peer in sorted({peer for each in mine for peer in each.holders})
-        }
-        return {peer: _Bucket(some, _frame([by_name[unit] for unit in some])) for peer, some in units.items()}
+        units = {peer: [each.unit for each in mine if peer in each.holders] for peer in peers}
+        return {peer: _Bucket(some, _frame(map(by_name.__getitem__, some))) for peer, some in units.items() if some}
 
     # ---- the training thread, and the one that runs backward
 
@@ -237,12 +237,12 @@ class EarlyGradients:
             self._next += 1
 
     def end_backward(self) -> None:
-        """The script's gradients are final: what has changed since it was sent goes with the rest. Twice is fine.
+        """The script's gradients are final: what has changed since it was sent goes with the rest.
 
         Those of experts that several members train are reduced afterwards, in the same tensors.
         """
         changed = {layer: sent for layer, sent in self._sent.items() if sent.has_changed}
-        self._changed |= changed.keys()
+        self._changed = set(changed)
         if any(sent.gradient is not None for sent in changed.values()):  # else others have used the layer
             self._patient_until = self._step + PATIENT_STEPS
         self.forget()
@@ -317,6 +317,6 @@ class EarlyGradients:
 
 
 def _frame(units: Iterable[Unit]) -> Frame:
-    parameters = [specs[0] for unit in units for specs in parts_of(unit)]
+    parameters = [each for unit in units for each in parameters_of(unit)]
     most = sum(gradient_bytes(each) + PROOF_BYTES + MOST_MESSAGES * RECORD_HEADER_BYTES for each in parameters)
     return Frame(MOST_MESSAGES * len(parameters), most)

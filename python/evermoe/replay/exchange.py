@@ -29,14 +29,13 @@ from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.early_gradients import MOST_MESSAGES, EarlyGradients
 from evermoe.replay.early_states import MESSAGE_BYTES, EarlyStates
 from evermoe.replay.frame import Frame
-from evermoe.replay.part import parts_of
+from evermoe.replay.part import parameters_of, parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replica import CaughtUp, Received, Replica
 from evermoe.replay.sender import GradientSender, Row
 from evermoe.replay.source import Record, RecordMemory, wait_for_gradients
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import TensorSpec
 
 HEAD_BYTES = 32 << 20
 """Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
@@ -119,7 +118,7 @@ class ReplayExchange:
             4 * int(np.prod(spec.shape)) + RECORD_BYTES
             for units in self._from.values()
             for u in units
-            for spec in _parameters(state, u)
+            for spec in parameters_of(state.catalog.by_name[u])
         ]
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
         self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
@@ -312,7 +311,7 @@ class ReplayExchange:
 
     def _frame(self, units: Sequence[str], *, keeps_tail: bool = False) -> Frame:
         """Memory for the records of a step; that of a tail is kept for those that no bucket has."""
-        parameters = {unit: _parameters(self.state, unit) for unit in units}
+        parameters = {unit: parameters_of(self.state.catalog.by_name[unit]) for unit in units}
         nbytes = {unit: sum(each.nbytes + RECORD_HEADER_BYTES for each in specs) for unit, specs in parameters.items()}
         rest = sum(size for unit, size in nbytes.items() if unit not in self.gradients.units)
         tail = rest if keeps_tail and rest > HEAD_BYTES else 0
@@ -356,12 +355,6 @@ def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
     for peer, unit in pairs:
         found.setdefault(peer, []).append(unit)
     return dict(sorted(found.items()))
-
-
-def _parameters(state: TrainingState, unit: str) -> list[TensorSpec]:
-    """A unit's parameters and buffers, without the optimizer's state of them."""
-    specs = state.catalog.by_name[unit].specs
-    return [spec for spec in specs if not any(spec.name.startswith(f"{other.name}/") for other in specs)]
 
 
 def rows_of(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:

@@ -183,6 +183,11 @@ def parts_of(unit: Unit) -> list[list[TensorSpec]]:
     return parts
 
 
+def parameters_of(unit: Unit) -> list[TensorSpec]:
+    """A unit's parameters and buffers, without the optimizer's state of them."""
+    return [specs[0] for specs in parts_of(unit)]
+
+
 def sum_of_words(state: Tensor) -> int:
     """Sum of the words of a state, uint8 `[nbytes]`; a flipped bit changes it."""
     words = state.view(torch.int32) if len(state) % 4 == 0 else state

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evermoe.replay.part import part_name, parts_of, repeat_steps
+from evermoe.replay.part import parameters_of, part_name, parts_of, repeat_steps
 from evermoe.replay.step_notes import NotedStep
 from evermoe.state.unit import TensorSpec, Unit
 
@@ -25,7 +25,7 @@ _LENGTHS = (9, 10)
 
 def step_bytes(unit: Unit) -> int:
     """Bytes of a step of a unit."""
-    return sum(ALIGNMENT + _padded(gradient_bytes(specs[0])) for specs in parts_of(unit))
+    return sum(ALIGNMENT + _padded(gradient_bytes(each)) for each in parameters_of(unit))
 
 
 def write_step(unit: Unit, steps: Sequence[NotedStep | None], out: Tensor) -> None:

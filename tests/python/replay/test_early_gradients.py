@@ -17,7 +17,7 @@ from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from support.harness import PATIENCE
-from support.ranks import connected, run_ranks
+from support.ranks import connected, run_ranks, trained_and_kept
 
 STEPS, LAYERS, SIZE = 8, 3, 3
 HEALED = 4
@@ -26,13 +26,15 @@ KINDS = ["plain", "twice", "more", "fewer", "clipped", "replaced", "removed", "u
 KINDS += ["rate", "weights", "state", "swapped", "patient", "reduced", "other memory"]
 
 
-def compute(weights, optimizer, rank, step, kind, begin_backward):
+def compute(weights, optimizer, rank, step, kind, gradients):
     """Backpropagates as a script may, and changes what it likes afterwards."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     for _ in range({"twice": 2, "more": 1 + step // 3, "fewer": 3 - step // 3}.get(kind, 1)):
-        begin_backward()
+        gradients.begin_backward()
         used = weights[: LAYERS - (step + rank) % 2] if kind == "unused" else weights
         sum((each * torch.randn(each.shape, generator=generator)).sum() for each in used).backward()
+    if kind != "swapped":  # what was sent is as it was then
+        assert all(task.wait() for task in gradients.tasks)
     if kind == "rate" and step % 3:
         optimizer.param_groups[0]["lr"] *= 0.9
     if kind == "weights" and step % 3 and rank:
@@ -88,7 +90,7 @@ def train(group, kind, bucket_bytes, rest):
         if step == HEALED and rank == 1:
             copies.sender.request_full_state()
         copies.gradients.begin_step(courier, step, selected, may_send=kind != "late" or step % 2 == 0)
-        compute(weights, optimizer, rank, step, kind, copies.gradients.begin_backward)
+        compute(weights, optimizer, rank, step, kind, copies.gradients)
         early.append(copies.gradients._next)
         copies.gradients.end_backward()
         if kind == "reduced" and rank == rest:
@@ -99,29 +101,34 @@ def train(group, kind, bucket_bytes, rest):
         assert not task.result.needs_full_state
         optimizer.step()
         copies.committed(1.0)
-    mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
-    for name, data in mine.items():
-        state.read(name, data)
-    theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
-    group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
-    copies.close()
-    courier.close()
-    return {"mine": mine, "theirs": theirs, "early": early}
+    return trained_and_kept(group, state, copies, courier, STEPS) | {"early": early}
 
 
-@pytest.mark.parametrize(("bucket_bytes", "rest", "buckets"), [(1, 1, LAYERS), (1, -1, LAYERS - 1), (0, -1, 0)])
+@pytest.mark.parametrize("rest", [1, pytest.param(-1, marks=pytest.mark.long)], ids=["one has a rest", "no rest"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(6)
-def test_replicas_have_what_was_trained(tmp_path, kind, bucket_bytes, rest, buckets):
-    results = run_ranks(tmp_path, SIZE, train, kind, bucket_bytes, rest)
+def test_replicas_have_what_was_trained(tmp_path, kind, rest):
+    check(run_ranks(tmp_path, SIZE, train, kind, 1, rest), kind, rest)
+
+
+def test_without_buckets_all_is_sent_after_backward(tmp_path):
+    results = run_ranks(tmp_path, SIZE, train, "plain", 0, -1)
+    assert [result.pop("early") for result in results] == [[0] * STEPS] * SIZE
+    check_bytes(results)
+
+
+def check_bytes(results):
     mine = {unit: data for result in results for unit, data in result["mine"].items()}
     assert len(mine) == 6 * LAYERS
     for result in results:
         assert len(result["theirs"]) == 3 * LAYERS  # both experts of the rank before, one of the other
         assert all(torch.equal(data, mine[unit]) for unit, data in result["theirs"].items())
+
+
+def check(results, kind, rest):
+    check_bytes(results)
     for rank, result in enumerate(results):
         assert result["early"][0] == 0, "how often a script backpropagates is not known yet"
-        most = buckets if rank == rest or rest < 0 else LAYERS - 1
+        most = LAYERS if rank == rest else LAYERS - 1
         if kind == "patient":
             assert result["early"][1:] == [most, most] + [0] * (STEPS - 3), "changed in the third step, first"
         elif kind not in ("more", "fewer", "late", "unused"):

@@ -16,7 +16,7 @@ from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from support.harness import PATIENCE
-from support.ranks import connected, run_ranks
+from support.ranks import connected, run_ranks, trained_and_kept
 
 STEPS = 12
 HEALED = 5
@@ -52,16 +52,10 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
         optimizer.step()
         copies.committed(1.0)
     unread["trained"] = sorted(copies.stored(needed=()))
-    mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
-    for name, data in mine.items():
-        state.read(name, data)
     surveys = [sorted(copies.stored()) for _ in range(2)]
     assert all(digest(copies.read(unit, step).numpy()) == value for unit, step, value in surveys[1])
-    theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
-    group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
-    copies.close()
-    courier.close()
-    return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys, "unread": unread}
+    found = trained_and_kept(group, state, copies, courier, STEPS)
+    return found | {"sent": sent, "surveys": surveys, "unread": unread}
 
 
 def train_some(group, skipped, are_early):
@@ -97,14 +91,7 @@ def train_some(group, skipped, are_early):
         if step != skipped:
             optimizer.step()
         copies.committed(None if step == skipped else 1.0)
-    mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
-    for name, data in mine.items():
-        state.read(name, data)
-    theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
-    group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
-    copies.close()
-    courier.close()
-    return {"mine": mine, "theirs": theirs, "sent": sent}
+    return trained_and_kept(group, state, copies, courier, STEPS) | {"sent": sent}
 
 
 @pytest.mark.parametrize("are_early", [False, True], ids=["with gradients", "early"])

@@ -15,7 +15,7 @@ FAULT = 5
         (1, "ab", {}, FEWEST),
         (1, "ab", {"parts": 3}, {"max_grad_norm": 0.5} | FEWEST),
         (2, "ab", {}, {"dense": "sharded"} | FEWEST),
-        (1, "abc", {}, {"dense": "sharded"}),
+        (1, "ab", {}, {"dense": "sharded", "slots": 4}),
     ],
     ids=["one backward", "micro-batches", "sharded", "beside experts of several members"],
 )

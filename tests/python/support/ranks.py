@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from evermoe.comm.courier import Courier
 from evermoe.comm.group import Group
 from evermoe.comm.transport import Transport
+from evermoe.replay.exchange import ReplayExchange
+from evermoe.state.training_state import TrainingState
 from support.harness import PATIENCE, SERVER
 
 
@@ -67,3 +71,17 @@ def connected(group: Group, limit: float) -> Transport:
     addresses = [data.decode() for data in group.all_gather_bytes(transport.address.encode())]
     transport.connect(1, group.rank, addresses, timedelta(seconds=limit), timedelta(seconds=PATIENCE))
     return transport
+
+
+def trained_and_kept(
+    group: Group, state: TrainingState, copies: ReplayExchange, courier: Courier, step: int
+) -> dict[str, dict[str, Tensor]]:
+    """By unit, the bytes after a step of what this rank sends (`mine`) and keeps (`theirs`); ends the copies."""
+    mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
+    for name, data in mine.items():
+        state.read(name, data)
+    theirs = {unit: copies.read(unit, at) for unit, at, _ in copies.stored() if at == step}
+    group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
+    copies.close()
+    courier.close()
+    return {"mine": mine, "theirs": theirs}
