@@ -19,6 +19,10 @@ STAMPS := $(VENV)/.stamps
 SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
 # Tests in Rust run no kernel, and to compile them all takes longer than the crate does.
 WITHOUT_KERNELS = EVERMOE_CUDA=off
+# Tests in Rust use the dependencies that `make setup` has compiled, and check own code as tests do.
+AS_TESTS := --profile develop $(addprefix --config profile.develop.package.evermoe.,opt-level=1 debug-assertions=true overflow-checks=true)
+# Clippy's own, so that the package is not built anew after each `make lint`; `develop` shares what setup has compiled.
+CLIPPY_PROFILE ?= dev
 # The library that Rust's tests load, once the package is installed.
 WITH_UCX = EVERMOE_UCX=$(CURDIR)/$(firstword $(wildcard $(BIN)/../lib/python3*/site-packages/libucx/lib/libucp.so.0))
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
@@ -39,7 +43,7 @@ $(STAMPS)/tools: requirements-dev.txt constraints.txt
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: $(STAMPS)/tools $(SOURCES)
-	$(BIN)/maturin develop --release --quiet
+	$(BIN)/maturin develop --profile develop --quiet
 	@touch $@
 
 setup: $(STAMPS)/package ## Install all tools into .venv and build evermoe, CUDA kernels included
@@ -50,7 +54,7 @@ demo: setup ## Train a small MoE on 4 workers, kill one, recover, let one join
 test: test-rust test-python ## The tests that need no GPU, but for the long ones
 
 test-rust: setup
-	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx
+	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet $(AS_TESTS) --features object-store,ucx
 
 # A real server of S3 for tests, which needs Rust 1.92. Tests take no longer with it than with an optimised one.
 $(S3_SERVER):
@@ -65,7 +69,7 @@ test-python: setup $(S3_SERVER)
 
 test-long: setup $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
 	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx --profile long --lib --bins --tests -- --include-ignored --test-threads 1
-	$(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx --doc
+	$(WITHOUT_KERNELS) cargo test --quiet $(AS_TESTS) --features object-store,ucx --doc
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
 	$(BIN)/python tests/python/support/soak.py --runs 20
 	$(BIN)/python tests/python/support/schedules.py --runs 20 --first-seed 1000
@@ -81,7 +85,7 @@ check: setup lint test kernels ## Everything that must hold before a commit
 
 lint: setup ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	cargo fmt --check
-	$(WITHOUT_KERNELS) cargo clippy --quiet --all-targets --all-features -- -D warnings
+	$(WITHOUT_KERNELS) cargo clippy --quiet --profile $(CLIPPY_PROFILE) --all-targets --all-features -- -D warnings
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy

@@ -85,7 +85,7 @@ def measure(table, arguments, name, gradient, threads):
     payloads = [each.view(np.uint8) for each in gradients or () if each is not None]
     source, target = torch.ones(elements), torch.empty(elements)
     part = Replica(trainer.sender.layouts())._parts[0]
-    part.install(np.zeros(part.layout.nbytes // 4, np.float32))
+    part.install(torch.zeros(part.layout.nbytes, dtype=torch.uint8))
     timed = {
         "memcpy": lambda: target.copy_(source),
         "step": optim.AdamW([plain]).step,
