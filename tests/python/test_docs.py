@@ -72,13 +72,12 @@ def main(pages: list[Path]) -> int:
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 20)
-@pytest.mark.parametrize(
-    "folder", sorted({page.parent for page in PAGES if any(b.runs for b in blocks(page))}), ids=name
-)
-def test_python_blocks_of_the_pages_in_a_folder_run(folder, tmp_path):
-    pages = [str(page) for page in PAGES if page.parent == folder and any(b.runs for b in blocks(page))]
+@pytest.mark.parametrize("are_guides", [True, False], ids=["guides", "others"])
+def test_python_blocks_of_pages_run(are_guides, tmp_path):
+    guides = ROOT / "docs" / "guides"
+    pages = [page for page in PAGES if (page.parent == guides) == are_guides and any(b.runs for b in blocks(page))]
     done = subprocess.run(
-        [sys.executable, __file__, *pages],
+        [sys.executable, __file__, *map(str, pages)],
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         text=True,
