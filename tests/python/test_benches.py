@@ -1,10 +1,13 @@
-"""The parts of benches that reach into the package: what they replace is still there, and used."""
+"""Benches of one process run; what benches replace in the package is still there, and used."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BENCHES = Path(__file__).parents[2] / "benches"
 RATE = 1e6
@@ -42,3 +45,28 @@ def test_a_slow_disk_takes_as_long_as_its_rate_says(tmp_path):
     assert done.returncode == 0, done.stderr
     assert min(map(float, done.stdout.split())) >= 100_000 / RATE
     assert {path.name for path in tmp_path.iterdir()} >= {"tensors", "units"}
+
+
+TINY = {
+    "bench_copies.py": "--mib 4 --tensors 4 --chunk-kib 16",
+    "bench_layer.py": "--tokens 64 --hidden 32 --intermediate 32 --experts 8 --top-k 2 --dtypes float32",
+    "bench_ops.py": "--tokens 64 --hidden 32 --experts 8 --top-k 2 --dtypes float32",
+    "bench_replica.py": "--elements 65536",
+}
+"""Benches of what runs in one process, as small as they can be."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bench", TINY)
+def test_a_bench_runs_and_writes_its_figures(bench, tmp_path):
+    flags = ["--threads", "1", "--seconds", "0.02", "--json", "figures.json", *TINY[bench].split()]
+    done = subprocess.run(
+        [sys.executable, str(BENCHES / bench), *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "figures.json").read_text())
