@@ -69,4 +69,4 @@ def test_a_bench_runs_and_writes_its_figures(bench, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "figures.json").read_text())
+    assert json.loads((tmp_path / "figures.json").read_text())["rows"]
