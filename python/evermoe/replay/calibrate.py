@@ -158,19 +158,22 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
     trials = [_Trial(arithmetic, scratch) for arithmetic in candidates.values()]
     random = torch.Generator().manual_seed(0)
     for step in range(_STEPS):
+        alike = [trial for trial in trials if not trial.num_differing]
+        if not alike:
+            break
         if step == _LATE[0]:
-            _skip_steps(scratch, trials, _LATE[1])
+            _skip_steps(scratch, alike, _LATE[1])
         for group in scratch.param_groups:
             for parameter in group["params"]:
                 parameter.grad = _gradient(step, parameter.numel(), random).to(parameter.device, parameter.dtype)
-        for trial in trials:
+        for trial in alike:
             trial.take_step()
         try:
             scratch.step()
         except Exception as error:
             raise NotReplayable(f"a second {type(optimizer).__name__} does not step: {error}; {_INSTEAD}") from error
         _check_masters(scratch)
-        for trial in trials:
+        for trial in alike:
             trial.compare()
     for trial in trials:
         if not trial.num_differing:
@@ -327,7 +330,7 @@ class _Trial:
                 if name == "p" and parameter.dtype in HALF:
                     differing += _num_differing(ours.to(parameter.dtype).float(), parameter.detach().float())
                 if differing and not self.num_differing:
-                    self.first_differing = f"{name} in step {self.t}"
+                    self.first_differing = name
                 self.num_differing += differing
 
 
@@ -335,8 +338,11 @@ def _num_differing(one: Tensor, two: Tensor) -> int:
     """Words whose bits differ, where NaN is NaN."""
     if two.dtype != torch.float32 or one.shape != two.shape:
         return one.numel()
+    bits, other_bits = one.view(torch.int32), two.contiguous().view(torch.int32)
+    if torch.equal(bits, other_bits):
+        return 0
     nan = one.isnan() & two.isnan()
-    return int((~nan & (one.view(torch.int32) != two.contiguous().view(torch.int32))).sum())
+    return int((~nan & (bits != other_bits)).sum())
 
 
 def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], count: int) -> None:
@@ -350,11 +356,11 @@ def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], count: int
 
 
 def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
-    nearest = min(trials, key=lambda trial: trial.num_differing)
+    nearest = max(trials, key=lambda trial: (trial.t, -trial.num_differing))
     tried = ", ".join(trial.arithmetic.variant for trial in trials)
     return (
         f"{type(optimizer).__name__} rounds like none of the arithmetics {tried}: beside {nearest.arithmetic.variant}, "
-        f"the nearest, {nearest.num_differing} words differ, first in {nearest.first_differing}. Its formula may be "
-        f"another one, or it is compiled with fast math or takes roots from a library that does not round them "
-        f"correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
+        f"the nearest, {nearest.num_differing} words differ in step {nearest.t}, first in {nearest.first_differing}. "
+        f"Its formula may be another one, or it is compiled with fast math or takes roots from a library that does not "
+        f"round them correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
     )

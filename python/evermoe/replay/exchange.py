@@ -8,12 +8,12 @@ known to all from the vote itself: they need no message.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +115,7 @@ class ReplayExchange:
         self._outgoing_frames = {peer: self._frame(units, keeps_tail=True) for peer, units in self._to.items()}
         self._incoming_frames = {peer: self._frame(units) for peer, units in self._from.items()}
         gradients = [
-            4 * int(np.prod(spec.shape)) + RECORD_BYTES
+            4 * math.prod(spec.shape) + RECORD_BYTES
             for units in self._from.values()
             for u in units
             for spec in parameters_of(state.catalog.by_name[u])

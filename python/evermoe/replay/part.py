@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ class Part:
     def __init__(self, unit: Unit, specs: Sequence[TensorSpec], device: torch.device) -> None:
         self.unit, self.device = unit, device
         self.layout = Unit(part_name(unit.name, specs[0].name), tuple(specs))
-        self.elements = int(np.prod(specs[0].shape, dtype=np.int64))
+        self.elements = math.prod(specs[0].shape)
         self.lock = threading.Lock()
         self.state: Tensor | None = None
         """uint8 `[nbytes]` on the device."""

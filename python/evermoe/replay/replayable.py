@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from evermoe.optim import MASTER
@@ -48,4 +48,4 @@ def _is_exact(specs: Sequence[TensorSpec]) -> bool:
     if parameter.dtype == torch.float32:
         return True
     has_master = any(spec.name == part_name(parameter.name, MASTER) for spec in kept)
-    return has_master and int(np.prod(parameter.shape)) % 2 == 0  # as the sender has it
+    return has_master and math.prod(parameter.shape) % 2 == 0  # as the sender has it

@@ -7,10 +7,10 @@ Every rank computes the same list of units, in the same order, whatever it holds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
