@@ -191,5 +191,6 @@ def lose_a_peer(group):
     return torch.tensor(before)
 
 
+@pytest.mark.long
 def test_a_lost_peer_is_told_as_without_compile(tmp_path):
     assert run_ranks(tmp_path, 2, lose_a_peer) == [2, 2]

@@ -65,7 +65,7 @@ def test_demo_fails_when_too_much_is_lost(tmp_path):
         (["--batch", "0"], "expected --batch to be a whole number, >= 1"),
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_demo_refuses_what_cannot_work(tmp_path, flags, message):
     done = evermoe("demo", *flags, folder=tmp_path)
     assert done.returncode == 2

@@ -84,6 +84,7 @@ def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(star
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_the_only_worker_is_not_demoted(start, tmp_path):
     (tmp_path / "turn.py").write_text(SCRIPT.replace("slots=1", "copies=1"))
     events = Events(tmp_path / "events.jsonl")

@@ -72,7 +72,7 @@ evermoe.Session(layer, torch.optim.SGD(layer.parameters(), lr=0.1), evermoe.Elas
 
 
 @pytest.mark.parametrize(("library", "why"), [("/no/libucp.so.0", "cannot open"), ("libc.so.6", "it has no ucp_")])
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_session_without_the_library_names_what_it_tried(library, why, monkeypatch):
     monkeypatch.setenv("EVERMOE_UCX", library)
     assert find_ucx() == [library]

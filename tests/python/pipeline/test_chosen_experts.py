@@ -100,6 +100,7 @@ def digests_after(steps, rank, step):
     return trained(next(event["digests"] for event in steps[rank] if event["step"] == step))
 
 
+@pytest.mark.few(1)
 def test_versions_have_the_experts_with_the_most_tokens_at_risk_that_have_room(undisturbed):
     shape, done, steps = undisturbed
     assert {each["expert_bytes"] for each in done} == {EXPERT_BYTES}

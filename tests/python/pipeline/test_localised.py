@@ -73,6 +73,7 @@ def test_log_has_two_steps_at_most(undisturbed):
         assert {event["logged"] for event in events} <= {each, 2 * each}
 
 
+@pytest.mark.long
 def test_without_it_all_ranks_compute_the_step_again(start_job, tmp_path):
     pipeline = Pipeline(start_job(RANKS), **COMMON | {"copies": {"localised": False}})
     started = [pipeline.start(rank, kill_reduced=2 if rank == 0 else None) for rank in range(RANKS)]

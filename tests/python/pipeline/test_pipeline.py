@@ -42,7 +42,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_each_rank_dies_in_a_step_and_its_successor_in_a_copy(start_job, uninterrupted, preset):
     losses, digests = uninterrupted
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])

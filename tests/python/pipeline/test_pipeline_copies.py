@@ -116,6 +116,7 @@ def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
         assert len(found) >= 1 + (events[-1]["step"] - found[0]) // steps
 
 
+@pytest.mark.long
 def test_ranks_of_a_stage_send_equal_shares(start_job):
     """Of three layers as large as each other, which two ranks could not share whole."""
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"], layers=3)

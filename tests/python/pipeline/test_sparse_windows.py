@@ -222,6 +222,7 @@ def test_a_window_that_was_fetched_outlives_its_holder_before_there_are_new_copi
     assert recovered_at(started[2]) == [0, 4]
 
 
+@pytest.mark.long
 def test_two_stages_are_lost_at_once(start_job, deep):
     """Neither has a log; each gets from its neighbours what these have sent, and from the other what that computes."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)

@@ -76,6 +76,7 @@ def test_only_the_lost_ranks_stage_computes_again(start_job, undisturbed, plan):
     assert [event["step"] for event in started[0].events("recovered")] in ([0, 3], [0, 4])
 
 
+@pytest.mark.long
 def test_the_loss_of_any_rank_leaves_the_same_bits(start_job, undisturbed):
     """One after the other: in a forward, with sums of gradients, in copies, in a forward again."""
     plans = {3: {"kill_in_step": 2}, 0: {"kill_reduced": 4}, 1: {"kill_in_copy": 6}, 2: {"kill_in_step": 8}}

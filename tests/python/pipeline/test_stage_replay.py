@@ -72,7 +72,7 @@ def test_a_stage_is_lost(start_job, undisturbed, plan):
     assert not any(damaged(pipeline).values())
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_each_rank_is_lost_and_then_two_at_once(start_job, undisturbed):
     shape, expected = undisturbed
     pipeline = Pipeline(start_job(RANKS), **options_of(shape))

@@ -20,6 +20,7 @@ def tokens_of(workers, unit, first, last):
 
 
 @pytest.mark.parametrize("second", [6, 11])
+@pytest.mark.long
 def test_the_next_placement_weighs_experts_that_lost_tokens(start_job, second):
     """Soon after a loss, and later, when some have got as many tokens again."""
     options = {"preset": "moetion", "remote_bytes_per_step": 30_000, "profile_steps": 0, **FEWEST}

@@ -51,7 +51,6 @@ def test_a_crash_of_all_processes_two_steps_after_a_death_loses_a_step_at_most(s
 
 
 @pytest.mark.parametrize("where", ["reduce", "vote", "update", "copy"])
-@pytest.mark.few(2)
 def test_a_second_death_in_the_step_after_costs_nothing(start_job, where):
     job = start_job(4, **AS_BUDGET_ALLOWS)
     faults = {"b": [Fault("vote", FAULT)], "d": [Fault(where, FAULT + 1)]}

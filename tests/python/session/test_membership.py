@@ -176,7 +176,6 @@ def test_waiting_for_missing_units_has_an_end(start_job):
         ({"steps": 40}, "this worker's loop is session.steps(40), that of a-"),
     ],
 )
-@pytest.mark.few(2)
 def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_job, tmp_path, other, message):
     if "metadata" in other:
         (tmp_path / "evermoe-99.0.dist-info").mkdir()

@@ -174,6 +174,7 @@ def test_member_that_is_reached_again_is_the_first_that_a_new_lighthouse_hears_o
     assert all(each.events("recovered")[-1]["members"] == 3 for each in workers.values())
 
 
+@pytest.mark.long
 def test_first_member_stops_while_groups_connect(start_job):
     """Its store, in which they meet, answers nobody any more, and its sockets stay open."""
     job = start_job(4, hang_limit=HANG_LIMIT, copies=3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from support.history import check_history, check_recovered
 from support.worker import EVERYTHING, Fault
 
@@ -62,6 +64,7 @@ def test_states_are_sent_and_taken_over_in_the_order_of_risk(start_job):
             assert [unit for unit in taken if unit in theirs][: len(theirs)] == theirs, "both ends have one order"
 
 
+@pytest.mark.long
 def test_what_one_node_had_is_protected_before_the_rest_is_sent(start_job):
     """The sender dies after the units that it alone had, while those that another node has, too, are still to come."""
     workers = start(start_job, Fault("state", FAULT, "hang", nth=3))

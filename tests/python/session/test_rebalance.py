@@ -33,6 +33,7 @@ def test_experts_move_with_the_load(job):
     assert sum(event["fetched_units"] for each in workers for event in rebalances(each)) > 0
 
 
+@pytest.mark.long
 def test_experts_move_between_nodes_of_several_workers(start_job):
     """Nodes exchange what their workers hold together; the death of a node's workers is survived before and after."""
     job = start_job(4, preset="gemini", slots=3, rebalance_every=3)

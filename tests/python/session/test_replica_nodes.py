@@ -24,7 +24,6 @@ def start(job, faults, **options):
         for point in ("forward", "send", "confirm", "vote", "update", "commit")
     ],
 )
-@pytest.mark.few(2)
 def test_trainer_is_killed_and_its_experts_come_from_the_replica_node(start_job, point, preset):
     job = start_job(2, preset=preset, **FEWEST)
     step = 5 + (point in ("send", "confirm"))

@@ -79,7 +79,6 @@ def test_two_of_five_killed_at_once(start_job):
 
 
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
-@pytest.mark.few(2)
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_every=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies

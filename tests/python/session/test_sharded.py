@@ -97,7 +97,6 @@ def test_two_workers_compute_the_same_bits(start_job):
         for point in POINTS
     ],
 )
-@pytest.mark.few(2)
 def test_an_owner_is_killed_at(start_job, point, preset):
     workers = start_job(dense="sharded", preset=preset).start_all({"b": [at(point)]})
     a, b, c = workers

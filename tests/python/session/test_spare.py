@@ -54,6 +54,7 @@ def test_a_spare_takes_a_lost_members_place_in_the_same_recovery(start_job, pres
     assert spare.events("recovered")[0]["fetched_units"] > 0
 
 
+@pytest.mark.long
 def test_two_losses_at_once_take_as_many_spares_as_there_are(start_job):
     job = start_job(3, copies=3)
     (a, b, c), (spare,) = start_with_spares(job, {name: [Fault("forward", 17)] for name in "bc"})

@@ -48,6 +48,7 @@ def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, prese
         assert [event["step"] for event in each.events("commit")] == list(range(16))
 
 
+@pytest.mark.long
 def test_windows_that_are_too_short_for_a_version_share_it_out(start_job):
     """The profile says over how many steps; nothing is waited for in between."""
     job = start_job(2, preset="baft", profile_steps=6, profile_every=1000, copy_buffer_bytes=128)

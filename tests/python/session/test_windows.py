@@ -67,6 +67,7 @@ def test_bytes_travel_in_windows(start_job, preset, size):
         assert "a version takes 1 step" in worker.events("paced")[-1]["summary"]
 
 
+@pytest.mark.long
 def test_baft_sends_whole_units_in_windows(start_job):
     """Each message is all of a unit, or the table of a bundle's digests."""
     job = start_job(3, preset="baft", **PROFILE)
@@ -243,6 +244,7 @@ CHOSEN = {"preset": "moetion", "remote_bytes_per_step": 60_000, "rebalance_every
 """Fewer experts than are trained are followed, and not always the same."""
 
 
+@pytest.mark.long
 def test_states_of_experts_that_are_chosen_anew_travel_in_windows(start_job):
     job = start_job(2, **CHOSEN, **PROFILE)
     workers = [job.start(name, kind=EarlyStatesWorker, steps=30, work=BUSY, trace=True) for name in "ab"]
