@@ -65,8 +65,9 @@ class HubWeights:
             found = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
             name, pattern = (key, None) if found[0] not in state and key in state else found
             self._sources.setdefault(name, []).append((key, pattern))
-            for other in self._converters[pattern].target_patterns[1:] if pattern else ():
-                self._first[name.replace(self._converters[pattern].target_patterns[0], other)] = name  # type: ignore[index]
+            first, *others = self._converters[pattern].target_patterns if pattern else [""]
+            for other in others:
+                self._first[name.replace(first, other)] = name
 
     def describe(self) -> str:
         """The files' keys, by their digest."""

@@ -69,7 +69,7 @@ class Dispatch(EPImplementation):
             top_k_index: int64 `[T, K]`, of all ranks' experts.
             top_k_weights: `[T, K]`.
         """
-        local: int = self.num_local_experts  # type: ignore[assignment]
+        local: Any = self.num_local_experts
         group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
         counts_E = ops.expert_histogram(top_k_index, ranks * local)
         send_Re = counts_E.view(ranks, local)

@@ -129,6 +129,8 @@ class ElasticTrainer(Trainer):
         ValueError: an argument asks for what the session does, or cannot do; the message says which.
     """
 
+    optimizer: Any
+
     def __init__(
         self,
         model: nn.Module,
@@ -163,7 +165,7 @@ class ElasticTrainer(Trainer):
         real: Any = getattr(self.optimizer, "optimizer", self.optimizer) if optimizer is None else optimizer
         scheduler = super().create_scheduler(num_training_steps, real)
         norm = self.args.max_grad_norm if self.args.max_grad_norm and self.args.max_grad_norm > 0 else None
-        options = {"max_grad_norm": norm} | self._options
+        options: dict[str, Any] = {"max_grad_norm": norm} | self._options
         self.args.max_grad_norm = 0.0
         model: Any = self.model
         self.session = Session(model, real, self.sampler, scheduler=scheduler, **options)
