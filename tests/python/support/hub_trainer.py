@@ -18,6 +18,8 @@ from support.hub import build
 from support.worker import SAMPLES, dataset
 
 STEPS, BATCH = 8, 12
+LAST = 6
+"""The step in which worker 2 dies: the one before shows that all members have evaluated after step 4."""
 
 
 class Data(torch.utils.data.Dataset):
@@ -45,7 +47,7 @@ class Exact(TrainerCallback):
 
 
 class Kill(TrainerCallback):
-    """Kills this process before the last steps, in its forward."""
+    """Kills this process in the forward of a step."""
 
     def __init__(self, model: torch.nn.Module, step: int) -> None:
         self._begun = 0
@@ -85,7 +87,7 @@ def main(folder: Path, accumulation: int) -> None:
         session={"join_every": 1, "hang_limit": 20.0, "rejoin_limit": 2.0},
         train_dataset=Data(),
         eval_dataset=torch.utils.data.Subset(Data(), range(10)),
-        callbacks=[exact, *([Kill(model, 5)] if worker == 2 else [])],
+        callbacks=[exact, *([Kill(model, LAST)] if worker == 2 else [])],
     )
     exact.trainer = trainer
     trainer.train()
