@@ -6,7 +6,6 @@ As a script, `python test_docs.py PAGE…` runs each page's blocks in a process 
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import re
 import subprocess
@@ -75,9 +74,8 @@ def main(pages: list[Path]) -> int:
     import torch._dynamo  # noqa: F401 -- which the first optimizer imports
 
     import evermoe.train.session  # noqa: F401
+    import support.frozen  # noqa: F401 -- the last of these
 
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy all of it
     failed = [str(page) for page in pages if run(page) != 0]
     print("failed:", ", ".join(failed) or "none", flush=True)
     return len(failed)

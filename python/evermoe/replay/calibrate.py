@@ -22,6 +22,7 @@ from torch import Tensor
 from evermoe import ops
 from evermoe.errors import NotReplayable
 from evermoe.optim import HALF, MASTER
+from evermoe.options import count
 
 _STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _ARITHMETICS = {
@@ -156,11 +157,9 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
     if devices != {"cuda"}:
         candidates.pop("torch_cuda_fused", None)
     trials = [_Trial(arithmetic, scratch) for arithmetic in candidates.values()]
+    alike = trials
     random = torch.Generator().manual_seed(0)
     for step in range(_STEPS):
-        alike = [trial for trial in trials if not trial.num_differing]
-        if not alike:
-            break
         if step == _LATE[0]:
             _skip_steps(scratch, alike, _LATE[1])
         for group in scratch.param_groups:
@@ -175,10 +174,10 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
         _check_masters(scratch)
         for trial in alike:
             trial.compare()
-    for trial in trials:
-        if not trial.num_differing:
-            return trial.arithmetic
-    raise NotReplayable(_reason(optimizer, trials))
+        alike = [trial for trial in alike if not trial.num_differing]
+        if not alike:
+            raise NotReplayable(_reason(optimizer, trials))
+    return alike[0].arithmetic
 
 
 def _check_options(optimizer: torch.optim.Optimizer) -> None:
@@ -285,7 +284,7 @@ def _check_masters(scratch: torch.optim.Optimizer) -> None:
 
 
 class _Trial:
-    """One arithmetic beside the scratch optimizer: the same parameters, stepped by our ops."""
+    """One arithmetic beside the scratch optimizer: the same parameters, stepped by our ops until one differs."""
 
     def __init__(self, arithmetic: Arithmetic, scratch: torch.optim.Optimizer) -> None:
         self.arithmetic = arithmetic
@@ -345,14 +344,14 @@ def _num_differing(one: Tensor, two: Tensor) -> int:
     return int((~nan & (bits != other_bits)).sum())
 
 
-def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], count: int) -> None:
+def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], number: int) -> None:
     """Let the scratch optimizer believe that it took more steps, where it counts them in tensors of its state."""
     counters = [state.get("step") for state in scratch.state.values()]
     if counters and all(isinstance(counter, Tensor) for counter in counters):
         for counter in counters:
-            counter.add_(count)
+            counter.add_(number)
         for trial in trials:
-            trial.t += count
+            trial.t += number
 
 
 def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
@@ -360,7 +359,7 @@ def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
     tried = ", ".join(trial.arithmetic.variant for trial in trials)
     return (
         f"{type(optimizer).__name__} rounds like none of the arithmetics {tried}: beside {nearest.arithmetic.variant}, "
-        f"the nearest, {nearest.num_differing} words differ in step {nearest.t}, first in {nearest.first_differing}. "
-        f"Its formula may be another one, or it is compiled with fast math or takes roots from a library that does not "
-        f"round them correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
+        f"the nearest, step {nearest.t} differs in {count(nearest.num_differing, 'word')}, first in "
+        f"{nearest.first_differing}. Its formula may be another one, or it is compiled with fast math or takes roots "
+        f"from a library that does not round them correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
     )

@@ -54,6 +54,21 @@ class Flushing(torch.optim.SGD):
         return super().step(closure)
 
 
+class Late(evermoe.optim.AdamW):
+    """Has the bits of evermoe's for two steps."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.steps += 1
+        if self.steps > 2:
+            for group in self.param_groups:
+                group["params"][0].add_(1)
+        return loss
+
+
 MATCHING = {
     "adamw": (lambda p: torch.optim.AdamW(p, fused=True), Arithmetic("adamw", "torch_cpu_fused")),
     "adam": (lambda p: torch.optim.Adam(p, lr=0.1, fused=True), Arithmetic("adamw", "torch_cpu_fused")),
@@ -78,7 +93,8 @@ MATCHING = {
     "evermoe's sgd": (lambda p: evermoe.optim.SGD(p, momentum=0.5, dampening=0.1), Arithmetic("sgd", "evermoe")),
 }
 REFUSED = {
-    "fast maths": (Approximate, "Approximate rounds like none of the arithmetics evermoe, .* words differ"),
+    "fast maths": (Approximate, "Approximate rounds like none of the arithmetics evermoe, .* differs in .* words"),
+    "late": (Late, "beside evermoe, the nearest, step 3 differs in 1 word, first in p"),
     "flushes": (lambda p: Flushing(p, lr=0.1), "Flushing rounds like none of the arithmetics evermoe"),
     "coupled decay": (lambda p: torch.optim.Adam(p, weight_decay=0.1, fused=True), "Adam rounds like none"),
     "nadam": (torch.optim.NAdam, "NAdam rounds like none"),
