@@ -28,7 +28,8 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
     """What a loss or a gradient of infinity or NaN on any member does: `error` ends the job with `NonFiniteLoss` on all
     of them, the state unchanged; `skip` makes all of them leave out that step's update."""
     seed: int | None = option(0, shared=True)
-    """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
+    """Seeds the global generators of torch, NumPy and `random` from (seed, step, rank) for the block of each step: a
+    repeated step draws the same numbers. Afterwards they are where the script had them. None: they are left alone."""
 
     overlap_param_gather: bool = option(False, shared=True)
     """With `dense="sharded"` on CPUs: owners send updated weights while the next step's forward computes, and a module

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from evermoe.options import checked
 from evermoe.sampler import Share, sliced
+from evermoe.seeds import seeded
 
 _TENSOR = "__tensor__"
 
@@ -24,7 +25,9 @@ class ElasticLoader:
     micro-batch. To resume, a loader that has `state_dict` and `load_state_dict`, such as torchdata's
     `StatefulDataLoader`, goes on from its state; any other one is opened again, and skips the batches of its epoch that
     were taken. At each epoch it is opened anew, after `set_epoch(epoch)` of itself, its sampler or its data set, where
-    they have that, and with torch's generator seeded from (seed, epoch), so that it shuffles alike on all members.
+    they have that. Each batch is read with the generators of `random`, NumPy and torch seeded from (seed, epoch,
+    batch), and loader workers start with seeds from (seed, epoch): all members shuffle and augment the same way, and a
+    batch that is read again is the same.
 
         loader = torch.utils.data.DataLoader(stream, batch_size=64)
         session = evermoe.Session(model, optimizer, evermoe.ElasticLoader(loader))
@@ -96,7 +99,7 @@ class ElasticLoader:
         self._has_batch, self._state = False, {}
         if self._is_stateful and "loader" in state:
             self._loader.load_state_dict(_decoded(state["loader"]))  # type: ignore[attr-defined]
-            self._iterator = iter(self._loader)
+            self._iterator = self._batches(self._taken)
         else:
             self._iterator = itertools.islice(self._open(), self._taken, None)
 
@@ -115,11 +118,22 @@ class ElasticLoader:
         for generator in {id(part): part for part in (getattr(each, "generator", None) for each in parts)}.values():
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):  # loaders draw their seeds at first
-            torch.manual_seed(seed)
-            iterator = iter(loader)
-            first = list(itertools.islice(iterator, 1))
-        return itertools.chain(first, iterator)
+        return self._batches(0)
+
+    def _batches(self, taken: int) -> Iterator[Any]:
+        """The batches of the epoch from the one that the loader is at, each read with random numbers of its own."""
+        with seeded(self._seed, self._epoch):  # workers get their seeds here
+            iterator = iter(self._loader)
+
+        def read() -> Iterator[Any]:
+            for number in itertools.count(taken):
+                with seeded(self._seed, self._epoch, number):  # a sampler that shuffles gets its seed with the first
+                    found = list(itertools.islice(iterator, 1))
+                if not found:
+                    return
+                yield found[0]
+
+        return read()
 
     def _next(self) -> Any:
         for _ in range(2):

@@ -1,6 +1,7 @@
 """Fixtures that several test files use."""
 
 import contextlib
+import json
 import os
 
 import pytest
@@ -22,6 +23,7 @@ __all__ = [
     "s3",
     "server",
     "shared_s3",
+    "start",
     "start_job",
 ]
 
@@ -175,3 +177,32 @@ def dying_disk(tmp_path):
         except OSError as error:
             pytest.skip(str(error))
         yield folder
+
+
+@pytest.fixture
+def start(start_job, tmp_path):
+    """`start(script, names, *arguments)` runs `script(write, *arguments, node, options)`; what each has written."""
+    from support.habits import run
+    from support.harness import PATIENCE, SERVER
+
+    processes = []
+
+    def begin(script, names, *arguments, **session):
+        job = start_job(len(names.replace("r", "")), **session)
+        options = job.session | {"lighthouse": job.address}
+        for name in names:
+            process = SERVER.Process(target=run, args=(script, str(tmp_path), name, *arguments, name, options))
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join(PATIENCE)
+        found = {}
+        for name in names:
+            lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+            found[name] = [json.loads(line) for line in lines]
+        return found, {name: (tmp_path / f"{name}.log").read_text() for name in names}
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.join()

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "python" / "evermoe"
 ROOMS = [
     "errors",
     "options",
+    "seeds",
     "memory_folder",
     "events",
     "ops",

@@ -1,10 +1,12 @@
 """A data loader whose global batches members divide: nothing is repeated or skipped, and all shuffle alike."""
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from evermoe import ElasticLoader
 from evermoe.sampler import Sampler, Share, sliced
@@ -115,3 +117,38 @@ def test_parts_of_a_share_have_their_samples():
     assert all(part.samples[1]["rate"] == 3.0 for part in parts)
     assert torch.equal(torch.cat([part.samples[0][0] for part in parts]), tensors[0])
     assert sliced(None, 0, 2) is None
+
+
+class Augmented(Dataset):
+    """Samples with noise of all three global generators, as transforms draw it."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_augmentation_is_the_same_for_all_members_and_when_it_is_read_again(workers, steps):
+    """Whatever a process has drawn before; what the script draws between batches is not changed."""
+
+    def loader():
+        draw()
+        return ElasticLoader(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers))
+
+    expected = take(loader(), 6)
+    assert len({tuple(row[1:]) for batch in expected for row in batch}) == 24, "no draw comes twice"
+    first = loader()
+    before = [draw() for _ in range(2)]
+    assert take(first, steps) == expected[:steps]
+    assert draw() not in before
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert take(second, 2) == expected[steps : steps + 2]
+
+
+def draw():
+    """A number of each global generator, which no test seeds."""
+    return random.random(), np.random.rand(), torch.rand(()).item()

@@ -9,7 +9,7 @@ Version n is kept until version n + 1 is whole on all nodes, so after any loss o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
 from evermoe.observe import combined
 from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
+from evermoe.seeds import seeded
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.train.border_log import Forwards
 from evermoe.train.kept_loop import KeptLoop
@@ -122,6 +123,8 @@ class PipelineSession:
             stage_module, optimizer, stage, loop, peers, place, slices, has_tokens, may_cut=may_cut
         )
         self._current: PipelineStep | None = None
+        self._random = ExitStack()
+        """Restores the random generators after a step."""
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
         self._membership = _new_membership(self.config, self._loss_scale, scheduler)
@@ -203,7 +206,8 @@ class PipelineSession:
         past = self._driver.localised.begin(self.version)
         self._driver.pacer.begin_forward()
         seeds = self.config.seed, self.config.data_parallel
-        torch.manual_seed(hash((*seeds, self.step, self.config.stage)) % 2**63)
+        self._random.close()
+        self._random.enter_context(seeded(*seeds, self.step, self.config.stage))
         self._current = self._driver.attempt = PipelineStep(
             self.step,
             self._state.parameters()[0],
@@ -241,6 +245,7 @@ class PipelineSession:
             UnsupportedState: gradients were not reduced, or losses are not known on ranks of the last stage.
             ValueError: some ranks gave counts, and others did not.
         """
+        self._random.close()
         step, before = self._current, self._driver.taken
         if step is not None:
             step.end()

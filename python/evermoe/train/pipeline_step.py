@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.errors import UnequalForwards, UnsupportedState
 from evermoe.options import checked
+from evermoe.seeds import seed_all
 from evermoe.train.border_log import LoggedStep, Loss
 from evermoe.train.host_borders import through_host
 from evermoe.train.logged_stages import OtherData, compare, digest_of, logged, stages_of
@@ -271,7 +271,7 @@ class PipelineStep:
 
     def _draw(self, run: int, stage: int, microbatch: int) -> None:
         """Seeds the random numbers of a microbatch, so that it can be computed anew alone."""
-        torch.manual_seed(hash((*self._seeds, self.number, run, stage, microbatch)) % 2**63)
+        seed_all(*self._seeds, self.number, run, stage, microbatch)
 
     def end(self) -> None:
         """The script has computed all gradients.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import tell_load
+from evermoe.seeds import seeded
 from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
@@ -36,6 +38,8 @@ class SessionDriver(RecoveryDriver):
         """Whether the optimizer may step: not while the script computes a step."""
         self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
         self._has_seen_loss = False
+        self._random = ExitStack()
+        """Restores the random generators after the block of a step."""
         self._version = 0
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
@@ -56,8 +60,6 @@ class SessionDriver(RecoveryDriver):
 
     def begin_step(self, step: Step) -> None:
         """The script begins to compute."""
-        if self._config.seed is not None:
-            torch.manual_seed(hash((self._config.seed, step.number, self._group.rank)) % 2**63)
         self._script.zero_gradients()
         self._state.expert_load.forget_step()
         self._is_open = False
@@ -65,6 +67,12 @@ class SessionDriver(RecoveryDriver):
         self._protection.begin_step(step.number + 1)
         self._dense.early.begin_step()
         self._emit(Begin(step.number))
+        if self._config.seed is not None:
+            self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
+
+    def end_step(self) -> None:
+        """The block of the step has ended: what follows draws the random numbers that the script would have drawn."""
+        self._random.close()
 
     def check_loss(self, loss: Tensor) -> float:
         """A loss is about to be backpropagated: checks that of the session's first step; what to multiply it by.

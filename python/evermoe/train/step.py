@@ -20,6 +20,9 @@ class Watcher(Protocol):
     def begin_step(self, step: Step) -> None:
         """The script begins to compute."""
 
+    def end_step(self) -> None:
+        """The block of the step has ended, by an error or not."""
+
     def check_loss(self, loss: Tensor) -> float:
         """The script backpropagates a loss: what it is to be multiplied by. May raise what is wrong with it."""
 
@@ -138,6 +141,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        self._watcher.end_step()
         if kind is None:
             try:
                 if self.loss is None:

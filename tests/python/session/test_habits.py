@@ -1,7 +1,6 @@
 """Habits of people who train: each equals plain training in one process, through a death, or is refused by name."""
 
 import gc
-import json
 import re
 import time
 
@@ -26,9 +25,7 @@ from support.habits import (
     elastic,
     mean_loss,
     plain,
-    run,
 )
-from support.harness import PATIENCE, SERVER
 from support.refused_habits import (
     as_many_forwards_as_samples,
     counts_on_one,
@@ -37,32 +34,6 @@ from support.refused_habits import (
     own_buffer,
     own_sharded_optimizer,
 )
-
-
-@pytest.fixture
-def start(start_job, tmp_path):
-    """`start(script, names, *arguments)` runs `script(write, *arguments, node, options)`; what each has written."""
-    processes = []
-
-    def begin(script, names, *arguments, **session):
-        job = start_job(len(names.replace("r", "")), **session)
-        options = job.session | {"lighthouse": job.address}
-        for name in names:
-            process = SERVER.Process(target=run, args=(script, str(tmp_path), name, *arguments, name, options))
-            process.start()
-            processes.append(process)
-        for process in processes:
-            process.join(PATIENCE)
-        found = {}
-        for name in names:
-            lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
-            found[name] = [json.loads(line) for line in lines]
-        return found, {name: (tmp_path / f"{name}.log").read_text() for name in names}
-
-    yield begin
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 @pytest.mark.parametrize(
