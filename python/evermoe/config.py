@@ -14,10 +14,11 @@ from evermoe.options import checked, option
 from evermoe.placement import PlacementOptions
 from evermoe.planning import PRESETS, PlacementPolicy
 from evermoe.protection import ProtectionOptions
+from evermoe.state.loop_state import LoopOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
+class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, LoopOptions):
     """How a session runs. Arguments win over `EVERMOE_*` variables, those over a launcher's, those over defaults."""
 
     memory_dir: str | None = None

@@ -34,6 +34,7 @@ _NOUNS: Mapping[Any, str] = types.MappingProxyType(
         str: "a text",
         Path: "a path",
         Callable: "a function",
+        Mapping: "a mapping",
     }
 )
 
@@ -183,5 +184,9 @@ class Options:
         return [each.name for each in fields(cls)]
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same for all members, as text by name."""
-        return {each.name: str(getattr(self, each.name)) for each in fields(self) if each.metadata.get("shared")}
+        """The options that must be the same for all members, as text by name; of a mapping its keys."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("shared")}
+        return {
+            name: ", ".join(sorted(value)) if isinstance(value, Mapping) else str(value)
+            for name, value in values.items()
+        }

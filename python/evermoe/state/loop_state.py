@@ -1,19 +1,27 @@
-"""The training loop's own small state, kept as JSON in the unit `session`: sampler, scheduler, optimizer settings."""
+"""The training loop's own small state, kept as JSON in the unit `session`.
+
+It has the optimizer's settings, and the states of the sampler, the scheduler, the loss scale and the script's objects.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from evermoe.errors import UnsupportedState
+from evermoe.options import Options, option
 from evermoe.sampler import Sampler
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """Something with state."""
 
@@ -25,11 +33,43 @@ class Stateful(Protocol):
 
 
 PROGRESS_BYTES = 16384
-"""Bytes that the training loop's own state (sampler, scheduler) may take as JSON in the unit `session`."""
+"""Bytes that the training loop's own state may take as JSON in the unit `session`."""
 
 
 SCHEDULED = ("lr", "betas", "momentum", "max_momentum", "base_momentum")
 """Settings of an optimizer's groups that torch's schedulers change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions(Options):
+    """What a session keeps of the training loop."""
+
+    stateful: Mapping[str, Stateful] | None = option(None, shared=True)
+    """Objects of the script by name, whose states are kept with the sampler's: a metric's best value, the patience of
+    early stopping, the id of a tracker's run. The names are the same on all members. Each state is JSON, small, and the
+    same on all members. `load_state_dict` gets it in a restart, and on a member that joins. Change an object between
+    two steps, on all members: recoveries keep such changes. After the loss of all processes the job resumes with the
+    states that its latest step's update found."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (self.stateful or {}).items():
+            if not isinstance(name, str) or not isinstance(value, Stateful):
+                raise ValueError(
+                    "expected stateful to have names and objects with state_dict() and load_state_dict(state), got "
+                    f"{name!r}: {value!r}"
+                )
+
+
+class LoopParts(NamedTuple):
+    """What of a training loop has state, besides the model and the optimizer's tensors."""
+
+    sampler: Sampler | None
+    optimizer: torch.optim.Optimizer
+    scheduler: Scheduler | None
+    loss_scale: Stateful | None = None
+    stateful: Mapping[str, Stateful] = MappingProxyType({})
+    """The script's own objects by name."""
 
 
 class LoopState:
@@ -44,13 +84,11 @@ class LoopState:
         Raises:
             UnsupportedState: it is not JSON, or too large.
         """
-        try:
-            text = json.dumps(progress, sort_keys=True).encode()
-        except TypeError as error:
-            raise UnsupportedState(f"the state of the sampler or scheduler must be JSON: {error}") from None
+        text = encoded(progress)
         if len(text) > PROGRESS_BYTES:
             raise UnsupportedState(
-                f"the state of the sampler and scheduler takes {len(text)} bytes as JSON; at most {PROGRESS_BYTES} fit"
+                f"the states of the sampler, the scheduler and the objects in stateful take {len(text)} bytes as JSON; "
+                f"at most {PROGRESS_BYTES} fit"
             )
         self.progress.zero_()
         self.progress[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -61,13 +99,23 @@ class LoopState:
         return json.loads(text) if text else {}
 
 
-def collect(
-    sampler: Sampler | None,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Scheduler | None,
-    loss_scale: Stateful | None = None,
-) -> dict[str, object]:
+def encoded(progress: dict[str, object]) -> bytes:
+    """The state as JSON.
+
+    Raises:
+        UnsupportedState: it is not JSON.
+    """
+    try:
+        return json.dumps(progress, sort_keys=True).encode()
+    except TypeError as error:
+        raise UnsupportedState(
+            f"the states of the sampler, the scheduler and the objects in stateful must be JSON: {error}"
+        ) from None
+
+
+def collect(parts: LoopParts) -> dict[str, object]:
     """What a member needs to resume as its peers do; numbers, strings, lists and dicts."""
+    sampler, optimizer, scheduler, loss_scale, stateful = parts
     found: dict[str, object] = {"optimizer": [group_options(group) for group in optimizer.param_groups]}
     if sampler is not None:
         found["sampler"] = sampler.state_dict()
@@ -75,23 +123,23 @@ def collect(
         found["scheduler"] = _plain_part(scheduler.state_dict())
     if loss_scale is not None and loss_scale.state_dict():
         found["loss_scale"] = loss_scale.state_dict()
+    if stateful:
+        found["stateful"] = {name: each.state_dict() for name, each in stateful.items()}
     return found
 
 
-def restore(
-    progress: dict[str, Any],
-    sampler: Sampler | None,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Scheduler | None,
-    loss_scale: Stateful | None = None,
-) -> None:
-    """The inverse of `collect`. Settings and schedulers that only one side knows stay as they are."""
+def restore(progress: dict[str, Any], parts: LoopParts) -> None:
+    """The inverse of `collect`. What only the state or only the loop has is left as it is."""
+    sampler, optimizer, scheduler, loss_scale, stateful = parts
     if sampler is not None:
         sampler.load_state_dict(progress["sampler"])
     if scheduler is not None and "scheduler" in progress:
         scheduler.load_state_dict(progress["scheduler"])
     if loss_scale is not None:
         loss_scale.load_state_dict(progress.get("loss_scale", {}))
+    for name, state in progress.get("stateful", {}).items():
+        if name in stateful:
+            stateful[name].load_state_dict(state)
     for group, values in zip(optimizer.param_groups, progress["optimizer"], strict=True):
         for key, value in ((key, value) for key, value in values.items() if key in group):
             if isinstance(group[key], Tensor):

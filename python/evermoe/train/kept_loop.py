@@ -24,7 +24,7 @@ class KeptLoop(nn.Module):
         self, optimizer: torch.optim.Optimizer, scheduler: loop_state.Scheduler | None, loss_scale: LossScale
     ) -> None:
         super().__init__()
-        self._parts = optimizer, scheduler, loss_scale
+        self._parts, self._loss_scale = loop_state.LoopParts(None, optimizer, scheduler, loss_scale), loss_scale
         self._loop = loop_state.LoopState()
         self.register_buffer("progress", self._loop.progress)
         self._note()
@@ -36,14 +36,13 @@ class KeptLoop(nn.Module):
             loss: of the step.
             has_overflowed: whether it was left out.
         """
-        _, scheduler, loss_scale = self._parts
-        loss_scale.update(has_overflowed=has_overflowed)
-        loop_state.advance(scheduler, loss)
+        self._loss_scale.update(has_overflowed=has_overflowed)
+        loop_state.advance(self._parts.scheduler, loss)
         self._note()
 
     def _note(self) -> None:
-        self._loop.store(loop_state.collect(None, *self._parts))
+        self._loop.store(loop_state.collect(self._parts))
 
     def restore(self) -> None:
         """The buffer has changed: all follow."""
-        loop_state.restore(self._loop.load(), None, *self._parts)
+        loop_state.restore(self._loop.load(), self._parts)

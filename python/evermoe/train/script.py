@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -41,6 +42,13 @@ class Script(NamedTuple):
     sampler: Sampler
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     loss_scale: LossScale
+    stateful: Mapping[str, loop_state.Stateful]
+    """The script's own objects with state, by name."""
+
+    @property
+    def loop(self) -> loop_state.LoopParts:
+        """What has state of the loop."""
+        return loop_state.LoopParts(self.sampler, self.optimizer, self.scheduler, self.loss_scale, self.stateful)
 
     def check(self) -> None:
         """Checks the types of all.

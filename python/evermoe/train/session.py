@@ -97,7 +97,7 @@ class Session:
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
-        script = Script(model, optimizer, sampler, scheduler, LossScale(scaler))
+        script = Script(model, optimizer, sampler, scheduler, LossScale(scaler), self.config.stateful or {})
         script.check()
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)

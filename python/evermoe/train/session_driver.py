@@ -246,9 +246,7 @@ class SessionDriver(RecoveryDriver):
         self._emit(self._commit_events.pop(step))
 
     def _save_progress(self) -> None:
-        script = self._script
-        parts = script.sampler, script.optimizer, script.scheduler, script.loss_scale
-        self._state.loop.store(loop_state.collect(*parts))
+        self._state.loop.store(loop_state.collect(self._script.loop))
 
     # ---- checkpoints and the end
 

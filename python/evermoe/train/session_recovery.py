@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -26,10 +26,10 @@ from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import PhaseClock, RecoveryReport
 from evermoe.recovery.survey import Standing
 from evermoe.recovery.target import ExpertTarget
-from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from evermoe.train.commands import Driver, Event
+from evermoe.train.loop_restore import LoopRestore
 from evermoe.train.lost_members import LostMembers
 from evermoe.train.measures import StepMeasures
 from evermoe.train.owners import DenseExchange
@@ -67,6 +67,7 @@ class RecoveryDriver(Driver):
         self._group = self._membership.trainer_group
         self.version_pace = self._protection.snapshots.version_pace
         self._trains = self._config.role == "train"
+        self._loop = LoopRestore(self._script.loop, self._group, self._membership.identity.job)
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
         self._measures = StepMeasures(
@@ -191,10 +192,10 @@ class RecoveryDriver(Driver):
             self._unrecoverable = lost
             return {"event": "unrecoverable"}
         if self._trains:
-            script, progress = self._script, self._state.loop.load()
+            progress = self._state.loop.load()
             if not established and step_of(report.outcome.version):
-                self._warn_of_settings(progress)
-            loop_state.restore(progress, script.sampler, script.optimizer, script.scheduler, script.loss_scale)
+                self._loop.warn_of_settings(progress)
+            self._loop.restore(progress, continues=self._before == report.outcome.version)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
             self._reducer = ExpertReducer(matrices, widths, self._group.rank)
@@ -209,18 +210,6 @@ class RecoveryDriver(Driver):
         if self._trains:
             self._script.zero_gradients()
         return_freed_memory_beside()
-
-    def _warn_of_settings(self, progress: dict[str, Any]) -> None:
-        differing = loop_state.differences(progress, self._script.optimizer, self._script.scheduler)
-        for name, (own, used) in sorted(differing.items()):
-            logger.warning(
-                "the optimizer's %s is %s in this script, but %s where job %s goes on, and that is used; to change it, "
-                "set it in optimizer.param_groups between two steps, on all workers",
-                name,
-                own,
-                used,
-                self._membership.identity.job,
-            )
 
     def _report_now(self) -> RecoveryReport:
         if self._report is None:

@@ -15,6 +15,7 @@ from evermoe.persist.checkpoint_folder import find
 from evermoe.persist.folder import find_persisted
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state import loop_state
+from evermoe.state.loop_state import LoopParts as Parts
 from evermoe.state.training_state import TrainingState
 from support.harness import wait_until
 from support.history import check_history, check_recovered
@@ -304,7 +305,7 @@ def test_all_settings_that_a_scheduler_changes_travel():
         scheduler.step()
     other, other_scheduler = make()
     assert other.param_groups[0]["betas"] != optimizer.param_groups[0]["betas"]
-    loop_state.restore(loop_state.collect(sampler, optimizer, scheduler), sampler, other, other_scheduler)
+    loop_state.restore(loop_state.collect(Parts(sampler, optimizer, scheduler)), Parts(sampler, other, other_scheduler))
     for key in ("lr", "betas", "weight_decay"):
         assert other.param_groups[0][key] == optimizer.param_groups[0][key]
         assert type(other.param_groups[0][key]) is type(optimizer.param_groups[0][key])
@@ -316,8 +317,8 @@ def test_a_scheduler_that_only_one_side_has_is_no_error():
     with_schedule = torch.optim.AdamW(layer.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(with_schedule, 0.1, total_steps=20)
     without = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    loop_state.restore(loop_state.collect(sampler, with_schedule, scheduler), sampler, without, None)
-    loop_state.restore(loop_state.collect(sampler, without, None), sampler, with_schedule, scheduler)
+    loop_state.restore(loop_state.collect(Parts(sampler, with_schedule, scheduler)), Parts(sampler, without, None))
+    loop_state.restore(loop_state.collect(Parts(sampler, without, None)), Parts(sampler, with_schedule, scheduler))
     assert without.param_groups[0]["betas"] == with_schedule.param_groups[0]["betas"]
 
 
