@@ -2,6 +2,9 @@
 
 LEFT_CODE = 143
 """Exit code of a process that has left its job on SIGTERM: 128 and the number of that signal."""
+REQUEUE_CODE = 75
+"""Exit code of a process that has left its job on SIGUSR1 or SIGUSR2, the notice before a time limit: start it again
+to resume. It is `EX_TEMPFAIL` of sysexits.h, which schedulers can be set to requeue on."""
 
 
 class EvermoeError(Exception):

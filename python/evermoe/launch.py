@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evermoe.environment import MASTER_PORT, TorchrunVariables, free_port
-from evermoe.errors import LEFT_CODE
+from evermoe.errors import LEFT_CODE, REQUEUE_CODE
 from evermoe.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_private, node_name, open_lock
 from evermoe.options import check_name, count
 
@@ -29,6 +29,15 @@ STOP_SECONDS = 35.0
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals at which `evermoe run` makes its workers leave. SIGHUP comes when a terminal is closed."""
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that `evermoe run` passes on to its workers: schedulers send them before a time limit."""
+
+KILLED_CODE = 128 + signal.SIGKILL
+"""Exit code of `evermoe run` that has killed a stopped worker of a finished job."""
+
+STOPPED_SECONDS = 30.0
+"""Time that a worker which is stopped (SIGSTOP) gets once the job is finished and all others have ended."""
 
 
 @dataclass
@@ -213,7 +222,7 @@ def run(
     """Runs `workers` processes that train, `replicas` that keep copies for them, and `spares`, until they end.
 
     One killed by a crash is restarted on the same node, as a spare where there are spares: one of them has its place.
-    SIGINT, SIGTERM and SIGHUP make all of them leave the job.
+    SIGINT, SIGTERM and SIGHUP make all of them leave the job. SIGUSR1 and SIGUSR2 are passed on to them.
     `node_rank` is the number of this machine, for torchrun's variables.
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.
@@ -242,20 +251,28 @@ class _Run:
         self._codes: list[int] = []
         """Exit codes of the workers that are not started again."""
         self._signals: list[int] = []
-        """What has come."""
+        """Those of `STOP_SIGNALS` that have come."""
+        self._notices: list[int] = []
+        """Those of `NOTICES` that have come."""
+        self._passed_on = 0
+        """How many of these the workers have got."""
+        self._stopped_since = math.inf
+        """Time since which nothing but stopped workers is left of a finished job."""
+        self._has_killed_stopped = False
         self._stop_code: int | None = None
         """Exit code of this command once it stops the workers; None as long as it does not."""
         self._deadline = math.inf
 
     def go(self, roles: Sequence[str]) -> int:
         """Starts a worker for each role, and waits for all of them. Returns the exit code."""
-        with _listening(self._signals), self._job as job:
+        with _listening(STOP_SIGNALS, self._signals), _listening(NOTICES, self._notices), self._job as job:
             _say(f"job {job.name}, Lighthouse {job.lighthouse}; to add a worker: {job.one_more()}")
             self._variables, self._has_spares = self._torchrun_variables(roles), "spare" in roles
             self._running = [self._start(index, role) for index, role in enumerate(roles)]
             while self._running:
                 time.sleep(0.1)
                 self._obey()
+                self._end_stopped()
                 for worker in [worker for worker in self._running if worker.process.poll() is not None]:
                     self._bury(worker)
         return self._end(len(roles))
@@ -274,6 +291,13 @@ class _Run:
         return self._job.start(index, self._node, role=role, variables=self._variables.of(index, restart))
 
     def _obey(self) -> None:
+        for number in self._notices[self._passed_on :]:
+            _say(
+                f"{signal.Signals(number).name}: passed on to the workers, which complete their step and leave the job"
+            )
+            for worker in self._running:
+                worker.process.send_signal(number)
+            self._passed_on += 1
         if self._signals and self._stop_code is None:
             name = signal.Signals(self._signals[0]).name
             _say(f"{name}: the workers complete their step and leave the job; a second one kills them")
@@ -281,6 +305,22 @@ class _Run:
         elif len(self._signals) > 1 or time.monotonic() > self._deadline:
             for worker in self._running:
                 worker.process.kill()
+
+    def _end_stopped(self) -> None:
+        """Kills workers that are stopped (SIGSTOP) long after their job was finished: nothing else would end them."""
+        if not self._job.is_marked(FINISHED) or not all(_is_stopped(each.process.pid) for each in self._running):
+            self._stopped_since = math.inf
+            return
+        self._stopped_since = min(self._stopped_since, time.monotonic())
+        if time.monotonic() > self._stopped_since + STOPPED_SECONDS:
+            for worker in self._running:
+                _say(
+                    f"worker {worker.index} (pid {worker.process.pid}) is stopped, and the job was finished "
+                    f"{STOPPED_SECONDS:g} s ago: killing it"
+                )
+                worker.process.kill()
+                worker.process.wait()
+            self._has_killed_stopped = True
 
     def _stop(self, code: int) -> None:
         self._stop_code = code
@@ -291,10 +331,12 @@ class _Run:
         """A worker has ended."""
         self._running.remove(worker)
         code = worker.process.returncode
-        if code == 0 or self._stop_code is not None:
+        if self._notices and -code in NOTICES:
+            code = REQUEUE_CODE  # it did not listen yet
+        if code == 0 or self._stop_code is not None or self._has_killed_stopped:
             self._codes.append(code)
             return
-        starts_again = worker.restarts < self._restarts
+        starts_again = worker.restarts < self._restarts and code != REQUEUE_CODE
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         _say(f"worker {worker.index} (pid {worker.process.pid}) {how}{'; starting it again' * starts_again}")
         if starts_again:
@@ -314,13 +356,14 @@ class _Run:
         """Says what became of the job, and forgets it if it is over. Returns the exit code."""
         job, code = self._job, self._stop_code
         is_finished = job.is_marked(FINISHED)
-        lost = [each for each in self._codes if each < 0 or each == LEFT_CODE]
-        failed = [each for each in self._codes if each > 0 and each != LEFT_CODE]
+        lost = [each for each in self._codes if each < 0 or each in (LEFT_CODE, REQUEUE_CODE)]
+        failed = [each for each in self._codes if each > 0 and each not in (LEFT_CODE, REQUEUE_CODE)]
         if lost and code is None:
-            _say(f"{len(lost)} of {total} processes were killed, or left on SIGTERM")
+            _say(f"{len(lost)} of {total} processes were killed, or left on a signal")
         has_finished = not failed and 0 in self._codes
         if code is None or (is_finished and has_finished):
-            code = failed[0] if failed else 0 if has_finished else 1
+            code = failed[0] if failed else 0 if has_finished else REQUEUE_CODE if REQUEUE_CODE in self._codes else 1
+            code = KILLED_CODE if self._has_killed_stopped and not failed else code
         if (is_finished and has_finished) or not any(job.memory.glob("*/*.arena")):
             if self._signals and not is_finished:
                 _say("stopped; nothing is left in shared memory: the same command resumes from a checkpoint, if any")
@@ -332,10 +375,17 @@ class _Run:
         return code
 
 
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):  # it has ended
+        return False
+
+
 @contextmanager
-def _listening(signals: list[int]) -> Iterator[None]:
-    """Notes the signals that ask this process to end, but those that it was started to ignore."""
-    numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+def _listening(expected: Sequence[signal.Signals], signals: list[int]) -> Iterator[None]:
+    """Notes the expected signals, but those that this process was started to ignore."""
+    numbers = [each for each in expected if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, lambda number, frame: signals.append(number)) for each in numbers}
     try:
         yield

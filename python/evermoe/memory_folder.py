@@ -2,6 +2,7 @@
 
     /dev/shm/evermoe-1000-JOB/       of user 1000; mode 0700
         lock  begun  finished        of `evermoe run`
+        PID.role  PID.answer         of `evermoe role`: the role that a process is to have; why it keeps its own
         NODE/*.arena                 the copies that this machine keeps
 
 What lies in such a folder is believed after a crash, so one that another user has made, or could have written to, is
@@ -31,6 +32,18 @@ _OTHERS = 0o077
 def job_folder(memory_dir: str | Path, job: str) -> Path:
     """A job's folder on this machine, with a folder for each node below it."""
     return Path(memory_dir) / f"evermoe-{os.geteuid()}-{job}"
+
+
+def role_files(folder: Path, pid: int) -> tuple[Path, Path]:
+    """Files in a job's folder by which `evermoe role` asks a process to take a role, and the process answers."""
+    return folder / f"{pid}.role", folder / f"{pid}.answer"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Makes a file, or replaces it by one rename."""
+    draft = path.with_name(f"{path.name}.writing")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
 
 
 def mark(what: str) -> None:

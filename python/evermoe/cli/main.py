@@ -24,6 +24,7 @@ FLAGS = {
     "top": "evermoe.cli.top",
     "plan": "evermoe.cli.plan.command",
     "reproduce": "evermoe.cli.reproduce",
+    "role": "evermoe.cli.role",
     "simulate": "evermoe.cli.simulate.scenario_flags",
     "measure": "evermoe.cli.measure",
 }
@@ -107,6 +108,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
+    commands.add_parser("role", help="promote a replica node to train, or demote a worker to keep copies")
     lighthouse = commands.add_parser("lighthouse", help="let the members of a job go on that wait for a majority")
     actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
     promote = actions.add_parser(

@@ -51,8 +51,8 @@ class MembershipOptions(Options):
     rejoin_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
     """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
     leave_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
-    """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM,
-    and to no SIGUSR1, at which this process takes the other role."""
+    """Seconds from SIGTERM, SIGUSR1 or SIGUSR2 until this process ends though its step is not over. 0: evermoe listens
+    to none of them."""
     transport: Carrier = option("tcp", shared=True)
     """Carries the bytes of copies and of recoveries between members' memories. `ucx`: by UCX, which uses RDMA where the
     network and its library have it; the library is found by its name, in the package libucx-cu12, or at EVERMOE_UCX."""

@@ -128,7 +128,7 @@ class Session:
             layer.group = self.group
         self._protection = Protection(self._state, self._store, self._membership, self.config, arithmetic, emit)
         parts = Parts(script, self._state, self._membership, self._protection, self.config, emit)
-        self._driver = SessionDriver(parts)
+        self._driver = SessionDriver(parts, self._store.directory.parent, self.leave)
         self._protocol = CommitProtocol(
             self._driver,
             self._membership,
@@ -139,8 +139,7 @@ class Session:
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        has_begun, limit = lambda: bool(self._driver.reports), self.config.leave_limit
-        self._notice = Notice(self.leave, limit, has_begun, self.config.role, self._driver.lost.turn)
+        self._notice = Notice(self.leave, self.config.leave_limit, lambda: bool(self._driver.reports))
         self.has_left = False
 
     @property
@@ -193,11 +192,11 @@ class Session:
         """Yields steps until `until` are taken, and again the one that a failure interrupted.
 
         On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done. It
-        returns earlier after `leave`. SIGTERM also ends the process then (code 143), as a spare that nobody needed (0);
-        SIGUSR1 begins it anew in the other role.
+        returns earlier after `leave`. SIGTERM also ends the process then (code 143), as SIGUSR1 and SIGUSR2 do (75),
+        and the end of a job that did not need this spare (0). `evermoe role` has it run its program again.
 
         Raises:
-            SystemExit: this member has left on SIGTERM, or was a spare that nobody needed.
+            SystemExit: this member has left on a signal, or was a spare that nobody needed.
             LostExperts: more copies were lost than are kept, and no checkpoint is left.
             JoinTimeout: no Lighthouse, or too few members at the start.
             LeftBehind: the others went on without this member, and none of them is left.
@@ -220,6 +219,7 @@ class Session:
             else:
                 self._leave()  # its memory stays for a process that comes back
             self._notice.obey()
+            self._driver.role_request.obey()
 
     def _steps(self, until: int) -> Iterator[Step]:
         is_first = True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +22,24 @@ from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.commands import Event
+from evermoe.train.role_request import RoleRequest
 from evermoe.train.script import refuse_scaled
 from evermoe.train.session_recovery import Parts, RecoveryDriver
 from evermoe.train.step import Step
 
 
 class SessionDriver(RecoveryDriver):
-    """Carries out the commands of the protocol. See `train.commands.Driver` for each."""
+    """Carries out the commands of the protocol. See `train.commands.Driver` for each.
 
-    def __init__(self, parts: Parts) -> None:
+    Args:
+        parts: of the session.
+        folder: of the job on this machine, in which its role may be asked to change.
+        leave: asks to leave the job after the step.
+    """
+
+    def __init__(self, parts: Parts, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
+        self.role_request = RoleRequest(folder, self._config.role, self.lost.turn, leave)
         self.loss = float("nan")
         """Mean loss of the latest step's global batch."""
         self.skipped = 0
@@ -102,6 +112,7 @@ class SessionDriver(RecoveryDriver):
             PeerLost: a member is gone.
         """
         self._is_open = True
+        self.role_request.look()
         self._calls.end()
         self._emit(Reduce(step.number))
         weights = [layer.weights for layer in self._state.layers.values()]
@@ -148,6 +159,7 @@ class SessionDriver(RecoveryDriver):
         if not self.taken:
             mark(BEGUN)
         self._step = number
+        self.role_request.look()
         self._clock.stop()
         self._protection.begin_step(number + 1)
         is_whole, asked = self._protection.finish(number + 1)

@@ -9,6 +9,8 @@ import signal
 import pytest
 
 from cli.test_run import start
+from evermoe.cli.main import main
+from evermoe.memory_folder import job_folder
 from support.harness import wait_until
 
 __all__ = ["start"]
@@ -51,6 +53,11 @@ class Events:
         return [pid for pid, each in roles.items() if each == role]
 
 
+def take_role(role, pid, folder):
+    """`evermoe role`; its exit code."""
+    return main(["role", role, str(pid), "--job", "turn", "--memory-dir", str(folder / "memory")])
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.long
 def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(start, tmp_path):
@@ -61,14 +68,14 @@ def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(star
     events.wait_for("commit", pid=replica)
     worker = events.pids("train")[0]
 
-    os.kill(replica, signal.SIGUSR1)
+    assert take_role("train", replica, tmp_path) == 0
     joined = events.wait_for("joined", pid=replica, role="train")
     came = events.wait_for("recovered", pid=replica, members=3)
     assert sum(came["sources"].values()) > 0, "its units come from the others, or from its host's memory"
     events.wait_for("commit", pid=replica, members=3)
     assert joined["nodes"] == joined["nodes"][:1] * 3
 
-    os.kill(worker, signal.SIGUSR1)
+    assert take_role("replica", worker, tmp_path) == 0
     events.wait_for("joined", pid=worker, role="replica")
     events.wait_for("commit", pid=worker, members=2)
     assert sorted(events.pids("train")) != sorted([worker, replica])
@@ -85,13 +92,34 @@ def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(star
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_the_only_worker_is_not_demoted(start, tmp_path):
+def test_the_only_worker_is_not_demoted(start, tmp_path, capsys):
     (tmp_path / "turn.py").write_text(SCRIPT.replace("slots=1", "copies=1"))
     events = Events(tmp_path / "events.jsonl")
     command = start("--workers", "1", "turn.py")
     event = events.wait_for("commit", count=3)
-    os.kill(event["pid"], signal.SIGUSR1)
-    command.wait_for("SIGUSR1: this process keeps its role: no other member trains")
+    assert take_role("replica", event["pid"], tmp_path) == 2
+    assert f"process {event['pid']} keeps its role: no other member trains" in capsys.readouterr().err
+    command.wait_for("this process keeps its role: no other member trains")
+    assert take_role("train", event["pid"], tmp_path) == 2
+    assert "it has the role 'train' already" in capsys.readouterr().err
     events.wait_for("commit", step=event["step"] + 3)
     os.kill(command.process.pid, signal.SIGTERM)
     assert command.end()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("pid", "job", "limit", "why"),
+    [
+        (os.getpid(), "other", "9", "no process of job 'other' runs on this machine: expected the folder"),
+        (2**22 + 1, "turn", "9", "there is no process 4194305 on this machine"),
+        (os.getpid(), "turn", "0.1", "has not answered within 0.1 s"),
+        (os.getpid(), "turn", "0", "expected --limit to be a number, > 0"),
+    ],
+)
+def test_a_process_that_cannot_take_a_role_is_named(tmp_path, capsys, pid, job, limit, why):
+    folder = job_folder(tmp_path, "turn")
+    folder.mkdir()
+    said = ["role", "train", str(pid), "--job", job, "--memory-dir", str(tmp_path), "--limit", limit]
+    assert main(said) == 2
+    assert why in capsys.readouterr().err
+    assert list(folder.iterdir()) == []

@@ -13,9 +13,9 @@ STEPS = 30
 GATE = 6
 
 
-def check_left(workers, leaving):
+def check_left(workers, leaving, code=143):
     """Exit codes are right, and no step was undone or repeated by those who stay."""
-    assert [each.join() for each in leaving] == [143] * len(leaving)
+    assert [each.join() for each in leaving] == [code] * len(leaving)
     staying = [each for each in workers if each not in leaving]
     assert [each.join() for each in staying] == [0] * len(staying)
     check_history(workers)
@@ -27,19 +27,19 @@ def check_left(workers, leaving):
         assert reduced == sorted(set(reduced))  # no gradient was computed twice
 
 
-@pytest.mark.parametrize("name", "ab")
-def test_member_leaves_on_sigterm(start_job, name):
+@pytest.mark.parametrize(("name", "number", "code"), [("a", signal.SIGTERM, 143), ("b", signal.SIGUSR1, 75)])
+def test_member_leaves_on_notice(start_job, name, number, code):
     job = start_job()
     job.open_gate(GATE)
     workers = job.start_all({}, steps=STEPS, gated=True)
     for each in workers:
         each.wait_for("gate", step=GATE)
     leaving = workers["abc".index(name)]
-    leaving.signal(signal.SIGTERM)
-    wait_until(lambda: "SIGTERM: this process leaves" in leaving.log(), "it has heard the first")
-    leaving.signal(signal.SIGTERM)  # from a scheduler, and from the launcher that it has told, too
+    leaving.signal(number)
+    wait_until(lambda: f"{number.name}: this process leaves" in leaving.log(), "it has heard the first")
+    leaving.signal(number)  # from a scheduler, and from the launcher that it has told, too
     job.open_gate(STEPS)
-    check_left(workers, [leaving])
+    check_left(workers, [leaving], code)
     assert leaving.events("commit")[-1]["step"] == GATE
 
 
