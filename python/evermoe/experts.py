@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from evermoe import moe_fp8, moe_ops, ops
-from evermoe.comm.collectives import all_to_all
+from evermoe.comm.collectives import all_reduce, all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
@@ -63,6 +63,8 @@ class Experts(HeldInPart):
             device.
         count: tokens routed to each expert on all ranks together.
         top_k: K, as the router has it or the latest forward outside `torch.compile`; 0 before.
+        has_samples: False where this member's part of the step has weight 0. Its tokens then go to no expert, and do
+            not count in loads and balancing losses. A session sets it.
         on_load: called after each step of a session with `load_E`, for what follows the load, such as
             `Router.update_balance`; None for nothing. The same on all members.
 
@@ -110,6 +112,7 @@ class Experts(HeldInPart):
         self.share_E: Tensor = torch.zeros(num_experts, device=device)
         self.count = TokenCount(num_experts)
         self.top_k = 0
+        self.has_samples = True
         self.on_load: Callable[[NDArray[np.int64]], None] | None = None
         self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
         self._placed: tuple[np.ndarray, torch.device, Placed] | None = None
@@ -171,8 +174,10 @@ class Experts(HeldInPart):
             raise ValueError(
                 f"Experts: expected weights of the ids' shape {list(ids_TK.shape)}, got {list(weights_TK.shape)}"
             )
+        if not self.has_samples:
+            ids_TK = torch.full_like(ids_TK, -1)
         counts_E = ops.expert_histogram(ids_TK, self.num_experts)
-        sent_TH = x_TH.to(self._compute_dtype(x_TH.device))
+        sent_TH = x_TH.to(_compute_dtype(self.weights, x_TH.device.type))
         if torch.compiler.is_compiling():
             return self._forward_in_graph(sent_TH, ids_TK, weights_TK, counts_E).to(x_TH.dtype)
         exchange = self._plan(ids_TK, counts_E, sent_TH.dtype)
@@ -186,7 +191,7 @@ class Experts(HeldInPart):
             rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
             rows_NH = exchange.by_expert(all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group))
         if len(self.ids) == 0:
-            outputs_NH = self._take_part(rows_NH)
+            outputs_NH = _take_part(rows_NH, self.weights)
         else:
             outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype), exchange.ends_e)
         returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
@@ -208,7 +213,7 @@ class Experts(HeldInPart):
         else:
             rows_NH = moe_ops.send_rows(self._name, rows_NH, splits_2R)
             if num_local == 0:
-                rows_NH = self._take_part(rows_NH)
+                rows_NH = _take_part(rows_NH, self.weights)
             else:
                 rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product, ends_e)
                 rows_NH = ops.regroup(rows_NH, receive_Re, inverse=True)
@@ -294,10 +299,6 @@ class Experts(HeldInPart):
         self.count.add(tokens_RE.sum(0), is_counted=self.training and not is_recomputing())
         return tokens_RE
 
-    def _take_part(self, rows_NH: Tensor) -> Tensor:
-        """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
-        return rows_NH + self.weights.sum().to(rows_NH.dtype)
-
     def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
         """Rows ordered by local expert → the experts' outputs in the same order."""
         views = self.expert.views(self.weights.to(rows_NH.dtype))
@@ -315,10 +316,6 @@ class Experts(HeldInPart):
     def _widths(self) -> tuple[int, int]:
         return self.expert.hidden, self.expert.intermediate
 
-    def _compute_dtype(self, device: torch.device) -> torch.dtype:
-        kind = device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weights.dtype
-
     def _product(self, exchange: Exchange, dtype: torch.dtype) -> Product:
         """The product for so many rows of each local expert."""
         ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
@@ -327,10 +324,30 @@ class Experts(HeldInPart):
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
 
 
+def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
+
+
+def _take_part(rows_NH: Tensor, weights: Tensor) -> Tensor:
+    """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
+    return rows_NH + weights.sum().to(rows_NH.dtype)
+
+
 def _mixes_rows(module: nn.Module | None) -> str | None:
     """The class of torch's norm over rows that a module is or contains, if there is one."""
     parts = [] if module is None else module.modules()
     return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
+
+
+def sum_over_members(experts: Experts, values: Tensor) -> Tensor:
+    """Sum `values` over the members that share a layer's experts. Collective and differentiable.
+
+    The backward is collective, too: it sums the gradient over the members. So the gradient is that of the sum of all
+    members' losses, whatever each of them weighs.
+    """
+    if torch.compiler.is_compiling():
+        return moe_ops.sum_over_members(experts._name, values)
+    return all_reduce(values, experts.group)
 
 
 def expert_layers(model: nn.Module) -> dict[str, Experts]:

@@ -5,7 +5,7 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from evermoe import moe_checkpoint
 from evermoe.expert import Activation, Expert
-from evermoe.experts import Experts, expert_layers
+from evermoe.experts import Experts, expert_layers, sum_over_members
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SplitPolicy
 from evermoe.router import Router
@@ -42,8 +42,10 @@ class MoE(nn.Module):
         experts: the `Experts`.
         shared: what each token goes through beside its experts; None for nothing.
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
-            (token, k) slots routed to e and P_e this rank's mean router probability. To be added to the loss, times a
-            factor; its gradient also arrives under activation checkpointing of either kind.
+            (token, k) slots routed to e and P_e this rank's mean router probability, both without padding. To be added
+            to the loss, times a factor; its gradient also arrives under activation checkpointing of either kind. Where
+            the ranks' numbers of tokens may differ, `load_balancing_loss` is exact.
+        balanced_tokens: float32 scalar: tokens over which P_e is the mean.
 
     Raises:
         ValueError: a size or an option is out of its range; the message says which.
@@ -116,6 +118,7 @@ class MoE(nn.Module):
         self.hidden, self.num_experts, self.top_k = experts.hidden, experts.num_experts, router.top_k
         experts.top_k = router.top_k
         self.balance_loss: Tensor = torch.zeros((), device=experts.weights.device)
+        self.balanced_tokens: Tensor = torch.zeros((), device=experts.weights.device)
         if router.balance is not None:
             experts.on_load = router.update_balance
 
@@ -137,17 +140,25 @@ class MoE(nn.Module):
         """What changes a token's way through the layer and is not seen in the shapes of its parameters."""
         return f"{self.router.settings()}, {self.experts.settings()}"
 
-    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The layer's output, with the shape and type of `x`. Collective when the layer spans several ranks.
 
         Args:
             x: `[..., H]`.
             tokens: integers `[...]`, numbers of the tokens in the vocabulary, for a router with a `vocabulary`.
+            mask: `[...]`, 0 or False for padding, as transformers' `attention_mask`. Padding goes to no expert: it does
+                not travel, and counts neither in `balance_loss` nor in `load_E`. Its output is that of `shared`, or 0.
+
+        Raises:
+            ValueError: a shape does not fit.
         """
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(f"MoE: expected [..., {self.hidden}], got {list(x.shape)}")
+        if mask is not None and mask.shape != x.shape[:-1]:
+            raise ValueError(f"MoE: expected a mask of shape {list(x.shape[:-1])} as x has, got {list(mask.shape)}")
         x_TH = x.reshape(-1, self.hidden)
-        routes = self.router(x_TH, None if tokens is None else tokens.reshape(-1))
+        mask_T = None if mask is None else mask.reshape(-1)
+        routes = self.router(x_TH, None if tokens is None else tokens.reshape(-1), mask_T)
         y_TH = self.experts(x_TH, routes.ids_TK, routes.weights_TK)
         if routes.identity_T is not None:
             y_TH = y_TH + x_TH * routes.identity_T.unsqueeze(1).to(x_TH.dtype)
@@ -155,6 +166,8 @@ class MoE(nn.Module):
             y_TH = y_TH + self.shared(x_TH)
         share_E = self.experts.share_E.to(routes.probabilities_E)
         balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
+        counted = x_TH.new_full((), len(x_TH), dtype=torch.float32) if mask_T is None else mask_T.bool().sum().float()
+        self.balanced_tokens = counted * self.experts.has_samples
         y_TH, self.balance_loss = moe_checkpoint.carry(self, y_TH, balance_loss)
         return y_TH.reshape(x.shape)
 
@@ -190,12 +203,25 @@ def layer_settings(model: nn.Module) -> list[str]:
 
 
 def load_balancing_loss(model: nn.Module) -> Tensor:
-    """Mean of the MoE layers' `balance_loss` of the last forward; at perfect balance it is 1. Scalar.
+    """Mean over the MoE layers of `E · Σ_e f_e · P_e` of the last forward; at perfect balance it is 1. Scalar.
+
+    Both f_e and P_e are over the tokens of all members, without padding. So the loss is the same on all members, and
+    its gradient is that of one process with all tokens, whatever the members' losses weigh. Under `torch.no_grad()`
+    P_e is this member's, and the others are not asked.
+
+    Collective where the layers span several members and gradients are recorded, also in the backward: call it on all.
 
     Raises:
         ValueError: the model has no MoE layer.
+        PeerLost: a member is gone.
     """
-    losses: Sequence[Tensor] = [layer.balance_loss for layer in moe_layers(model).values()]
-    if not losses:
+    layers = list(moe_layers(model).values())
+    if not layers:
         raise ValueError("load_balancing_loss: expected a model with evermoe.MoE layers, got one without any")
-    return torch.stack([loss.float() for loss in losses]).mean()
+    losses_L = torch.stack([layer.balance_loss.float() for layer in layers])
+    experts = layers[0].experts
+    if experts.group.is_alone or not moe_checkpoint.is_for_backward():
+        return losses_L.mean()
+    tokens_L = torch.stack([layer.balanced_tokens for layer in layers]).to(losses_L)
+    sums_L, tokens_L = sum_over_members(experts, torch.cat([losses_L * tokens_L, tokens_L])).chunk(2)
+    return (sums_L / tokens_L.clamp(min=1)).mean()

@@ -45,6 +45,11 @@ def is_recomputing_reentrant() -> bool:
     return is_recomputing() and _find_checkpoints().repeated is not None
 
 
+def is_for_backward() -> bool:
+    """Whether a backward may go through what is computed now, or through its repeat by reentrant checkpointing."""
+    return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and bool(_find_checkpoints().running))
+
+
 def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
     """A layer's output and its loss, such that the gradient of the loss arrives, also under reentrant checkpointing.
 

@@ -143,6 +143,28 @@ exchange_rows.register_autograd(
 )
 
 
+@torch.library.custom_op("evermoe::sum_over_members", mutates_args=())
+def sum_over_members(layer: Tensor, values: Tensor) -> Tensor:
+    """Sum over the members of the layer's group; its backward sums the gradient over them. Collective.
+
+    Args:
+        layer: from `register`.
+        values: any shape.
+    """
+    return _layers[int(layer)].group.all_reduce(values.clone(memory_format=torch.contiguous_format))
+
+
+@sum_over_members.register_fake
+def _(layer: Tensor, values: Tensor) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+sum_over_members.register_autograd(
+    lambda ctx, gradient: (None, sum_over_members(ctx.saved_tensors[0], gradient)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
 # ---- the experts' products
 
 

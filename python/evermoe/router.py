@@ -163,12 +163,16 @@ class Router(nn.Linear):
         }
         return found + "".join(f", {name}={value}" for name, (value, usual) in others.items() if value != usual)
 
-    def forward(self, x_TH: Tensor, tokens_T: Tensor | None = None) -> Routes:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x_TH: Tensor, tokens_T: Tensor | None = None, mask_T: Tensor | None = None
+    ) -> Routes:
         """The experts of each token.
 
         Args:
             x_TH: `[T, H]` of any floating-point type.
             tokens_T: integers `[T]`, numbers of the tokens, for a router with a `vocabulary`.
+            mask_T: `[T]`, 0 or False for padding: its experts are -1 with weight 0, and `probabilities_E` is the mean
+                over the other tokens. None: no token is padding.
 
         Raises:
             ValueError: there is a vocabulary, and no numbers of as many tokens.
@@ -180,7 +184,7 @@ class Router(nn.Linear):
             logits_TE = F.linear(x_TH.float(), self.weight.float(), bias)
             scores_TE = logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
             total_T1 = scores_TE.sum(-1, keepdim=True) if self.scores == "sigmoid" else 1.0
-            probabilities_E = (scores_TE / total_T1).sum(0) / max(len(x_TH), 1)
+            probabilities_E = mean_of_tokens(scores_TE / total_T1, mask_T)
             if self.training and self.noise > 0:
                 logits_TE = logits_TE + torch.randn_like(logits_TE) * self.noise
                 scores_TE = logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
@@ -194,6 +198,9 @@ class Router(nn.Linear):
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
             if self.scale != 1.0:
                 weights_TK = weights_TK * self.scale
+            if mask_T is not None:
+                is_padding_T1 = ~mask_T.bool().unsqueeze(1)
+                ids_TK, weights_TK = ids_TK.masked_fill(is_padding_T1, -1), weights_TK.masked_fill(is_padding_T1, 0)
             if not self.identity_experts:
                 return Routes(ids_TK, weights_TK, probabilities_E)
             is_identity_TK = ids_TK >= self.num_experts
@@ -229,6 +236,14 @@ class Router(nn.Linear):
         """
         if self.balance is not None and self.balance_rate is not None:
             follow_load(self.balance, load_E, self.balance_rate)
+
+
+def mean_of_tokens(scores_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+    """Mean over the tokens that are not padding, `[E]`; zeros where all are."""
+    if mask_T is None:
+        return scores_TE.sum(0) / max(len(scores_TE), 1)
+    kept_T1 = mask_T.bool().unsqueeze(1)
+    return scores_TE.masked_fill(~kept_T1, 0).sum(0) / kept_T1.sum().clamp(min=1)
 
 
 def follow_load(balance_E: Tensor, load_E: NDArray[np.int64], rate: float) -> None:

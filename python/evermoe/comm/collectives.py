@@ -42,6 +42,26 @@ def all_to_all(rows: Tensor, sent_R: list[int], received_R: list[int], group: Gr
     return _AllToAll.apply(rows.narrow(0, 0, sum(sent_R)), sent_R, received_R, group)
 
 
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(values.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format)), None
+
+
+def all_reduce(values: Tensor, group: Group) -> Tensor:
+    """Differentiable sum over all members; the backward, too, is collective, and sums the gradient over them.
+
+    So each member gets the gradient of all members' losses by its own values.
+    """
+    found: Tensor = _AllReduce.apply(values, group)
+    return found
+
+
 @dataclass(frozen=True)
 class Slice:
     """A part of one local expert's gradient: `weights[layer].grad[row, start:stop]`."""

@@ -81,8 +81,17 @@ class SessionDriver(RecoveryDriver):
             self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
 
     def end_step(self) -> None:
-        """The block of the step has ended: what follows draws the random numbers that the script would have drawn."""
+        """The block of the step has ended: what follows draws the random numbers that the script would have drawn.
+
+        It is of no share, such as an evaluation.
+        """
         self._random.close()
+        self.begin_part(1.0)
+
+    def begin_part(self, weight: float) -> None:
+        """The script begins to compute a part of its share: layers leave out the tokens of one without samples."""
+        for layer in self._state.layers.values():
+            layer.has_samples = weight > 0
 
     def check_loss(self, loss: Tensor) -> float:
         """A loss is about to be backpropagated: checks that of the session's first step; what to multiply it by.

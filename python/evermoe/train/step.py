@@ -23,6 +23,9 @@ class Watcher(Protocol):
     def end_step(self) -> None:
         """The block of the step has ended, by an error or not."""
 
+    def begin_part(self, weight: float) -> None:
+        """The script begins to compute a part of this member's share, of this share of the global batch."""
+
     def check_loss(self, loss: Tensor) -> float:
         """The script backpropagates a loss: what it is to be multiplied by. May raise what is wrong with it."""
 
@@ -32,7 +35,14 @@ class MicroBatch:
 
     def __init__(self, step: Step, share: Share) -> None:
         self.indices, self.samples, self.weight = share.indices, share.samples, share.weight
-        self._step = step
+        self._step, self._share = step, share
+
+    def begin(self) -> None:
+        """Begins with this part: the loop over `Step.micro_batches` does. For forwards in another order than its own.
+
+        A part without samples has weight 0; its tokens go to no expert and do not count in balancing losses.
+        """
+        self._step._begin(self._share)
 
     def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
         """Backpropagates `loss`, the mean over `indices`: as `Step.backward` does."""
@@ -96,10 +106,18 @@ class Step:
         checked("n", n, int, least=1)
         try:
             for share in self._share.parts(n):
-                self._part = share
+                self._begin(share)
                 yield MicroBatch(self, share)
         finally:
-            self._part = self._share
+            self.begin()
+
+    def begin(self) -> None:
+        """Begins with the whole share: `with step:` and the end of `micro_batches` do."""
+        self._begin(self._share)
+
+    def _begin(self, share: Share) -> None:
+        self._part = share
+        self._watcher.begin_part(share.weight)
 
     def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
         """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch.
@@ -136,6 +154,7 @@ class Step:
     def __enter__(self) -> Step:
         self.is_entered = True
         self._watcher.begin_step(self)
+        self.begin()
         return self
 
     def __exit__(

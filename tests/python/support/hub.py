@@ -59,12 +59,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("OlmoeConfig", {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
 }
+BALANCED = "mixtral, balanced"
+"""With a balancing loss, and every token 0 padding."""
 
 
 def config(name: str, **more: Any) -> Any:
     import transformers
 
-    kind, options = MODELS[name]
+    kind, options = MODELS[name.partition(",")[0]]
+    if name == BALANCED:
+        more |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     return getattr(transformers, kind)(**COMMON | options | more)
 
 
@@ -89,7 +93,8 @@ class Loss(nn.Module):
         self.model = model
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+        mask = (tokens != 0).long() if self.model.config.output_router_logits else None  # type: ignore[union-attr]
+        return self.model(input_ids=tokens, labels=tokens, attention_mask=mask).loss  # type: ignore[no-any-return]
 
 
 def elastic(name: str) -> nn.Module:

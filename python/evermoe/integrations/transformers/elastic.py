@@ -13,6 +13,7 @@ from transformers.integrations import moe as hub_moe
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Layout
 from evermoe.experts import Experts, expert_layers
+from evermoe.integrations.transformers.router_loss import span_members
 from evermoe.router import follow_load
 
 BIASES = ("e_score_correction_bias", "expert_bias")
@@ -124,7 +125,8 @@ def is_hub_experts(module: nn.Module) -> bool:
 def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **options: Any) -> nn.Module:
     """Replaces all experts modules of a transformers model by `ElasticExperts`, in place; returns the model.
 
-    Call it before the optimizer is made. One layer at a time is copied.
+    Call it before the optimizer is made. One layer at a time is copied. The balancing loss that a model adds with
+    `output_router_logits` is then over the tokens of all members: see `router_loss`.
 
     Args:
         model: any whose experts use transformers' experts interface.
@@ -162,6 +164,7 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
             f"make_elastic: expected balance_rate=None, as {type(model).__name__} has no router with "
             f"{' or '.join(BIASES)}"
         )
+    span_members(model)
     return model
 
 

@@ -205,6 +205,7 @@ class ElasticTrainer(Trainer):
         items = self._get_num_items_in_batch([inputs for _, inputs in parts], self.args.device)
         divisor = None if items is None else torch.as_tensor(items).clamp(min=1)  # also without any label
         for part, inputs in parts:
+            part.begin()
             count = None if divisor is None else self._get_num_items_in_batch([inputs], self.args.device)
             ready = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
