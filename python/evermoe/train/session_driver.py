@@ -81,10 +81,7 @@ class SessionDriver(RecoveryDriver):
             self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
 
     def end_step(self) -> None:
-        """The block of the step has ended: what follows draws the random numbers that the script would have drawn.
-
-        It is of no share, such as an evaluation.
-        """
+        """The block of the step has ended: what follows is of no share, and draws the script's own random numbers."""
         self._random.close()
         self.begin_part(1.0)
 
@@ -277,11 +274,7 @@ class SessionDriver(RecoveryDriver):
             if self._checkpointer.begin_if_due(version):
                 self._protection.ledger.checkpointed(version)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
-            self._warn_unwritten(version, lost)
-
-    @staticmethod
-    def _warn_unwritten(version: int, why: Exception) -> None:
-        warnings.warn(f"the checkpoint of step {step_of(version)} was not written: {why}", stacklevel=6)
+            _warn_unwritten(version, lost)
 
     def settle(self) -> Event:
         """Waits for the copies of the last step, which no vote follows or after which members leave.
@@ -294,7 +287,7 @@ class SessionDriver(RecoveryDriver):
                 self._checkpointer.finish(self._version)
                 self._protection.ledger.checkpointed(self._version)
             except (PeerLost, PersistFailed) as failed:
-                self._warn_unwritten(self._version, failed)
+                _warn_unwritten(self._version, failed)
         self._dense.await_weights()
         whole = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
@@ -331,3 +324,7 @@ class SessionDriver(RecoveryDriver):
         mark(FINISHED)
         if standing is not None:
             self._membership.tell_end(standing)
+
+
+def _warn_unwritten(version: int, why: Exception) -> None:
+    warnings.warn(f"the checkpoint of step {step_of(version)} was not written: {why}", stacklevel=6)
