@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from evermoe.errors import (
         CorruptCopy,
         EvermoeError,
+        FolderInUse,
         JoinTimeout,
         LeftBehind,
         LostExperts,
@@ -47,6 +48,7 @@ _HOMES = {
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "EvermoeError": "errors",
+    "FolderInUse": "errors",
     "JoinTimeout": "errors",
     "LeftBehind": "errors",
     "LostExperts": "errors",
@@ -91,6 +93,7 @@ __all__ = [
     "EvermoeError",
     "Expert",
     "Experts",
+    "FolderInUse",
     "FolderWeights",
     "JoinTimeout",
     "LeftBehind",

@@ -78,6 +78,10 @@ class UnsafeFolder(EvermoeError, ValueError):
     """A folder of shared memory belongs to another user, or others may write or read it; the message names it."""
 
 
+class FolderInUse(EvermoeError, ValueError):
+    """Living processes of another run of the job use a folder of it: the message names the run, and says what to do."""
+
+
 class ReplicaBehind(EvermoeError):
     """A replica cannot be brought to the step; the message says why, and which steps it has."""
 

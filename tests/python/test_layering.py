@@ -15,6 +15,7 @@ ROOMS = [
     "options",
     "seeds",
     "memory_folder",
+    "run_claim",
     "events",
     "ops",
     "planning",

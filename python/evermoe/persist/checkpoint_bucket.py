@@ -3,7 +3,7 @@
     URL/step-00000120.0000000003-7f01aa22/manifest.json     last: version, digest and file of every unit
     URL/step-00000120.0000000003-7f01aa22/begun.json        first: the job that writes it
     URL/step-00000120.0000000003-7f01aa22/00007-moe.experts.3.safetensors
-    URL/owner.json                                          see `evermoe.persist.owner`; here without a lock
+    URL/owner.json, run.json                                see `evermoe.persist.owner`, `run_claim`; without locks
     URL/index.json                                          names of the checkpoints, for readers that cannot list
 
 The name is that of one attempt: step, generation of the members that write, and a word of their own. The rules, which
@@ -51,6 +51,7 @@ from evermoe.persist.partial_bucket import generations
 from evermoe.persist.place import ObjectPath, Place
 from evermoe.persist.plain_files import PROBE
 from evermoe.persist.retention import NEWEST, Retention
+from evermoe.run_claim import RUN, RUN_BYTES, Run
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
 
@@ -83,6 +84,9 @@ class CheckpointBucket:
         probe = f"{PROBE}{member}"
         place.put(probe, b"x")
         place.remove([probe])
+        self._run: Run | None = None
+        self._has_taken = False
+        """Whether `run.json` was seen to name that run."""
         self._take_over()
 
     def _take_over(self) -> None:
@@ -103,6 +107,40 @@ class CheckpointBucket:
         writers += self._saved()
         return max([*writers, *(generation_of(each.version) for each in sort(known))], default=0)
 
+    def found(self) -> Run | None:
+        """The run that has written `run.json`, living or not; None if the store does not answer."""
+        with contextlib.suppress(OSError):
+            return self._read_run()
+        return None
+
+    def _read_run(self) -> Run | None:
+        return Run.parsed(self._place.read(RUN, RUN_BYTES) or b"")
+
+    def take(self, run: Run, patience: float) -> None:
+        """Takes the place for a run; a previous one finds that before it publishes. Later, if no store answers now."""
+        if run != self._run:
+            self._run, self._has_taken = run, False
+        with contextlib.suppress(OSError):
+            self._check_run()
+
+    def _check_run(self) -> None:
+        """Writes `run.json` once, and checks later that it is the same.
+
+        Raises:
+            PersistFailed: another run has taken the place over.
+            OSError: the store does not answer.
+        """
+        if self._run is None:
+            return
+        found = self._read_run()
+        if found == self._run:
+            self._has_taken = True
+        elif found is None or not self._has_taken:
+            self._place.put(RUN, self._run.to_text().encode())
+            self._has_taken = True
+        else:
+            raise PersistFailed(f"{self.directory} was taken over by {found.describe()}")
+
     def _saved(self) -> list[int]:
         return generations(self.directory / PERSISTED)
 
@@ -116,6 +154,7 @@ class CheckpointBucket:
             raise PersistFailed(
                 f"{self.directory} belongs to job {found.job!r} now, not to {self._owner.job!r}: give each a URL"
             )
+        self._check_run()
 
     def write(self, draft: ObjectPath, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, Entry]:
         """Writes a rank's units, but for those that a checkpoint has already; rank 0 begins the attempt.
@@ -200,7 +239,8 @@ class CheckpointBucket:
 
     def _sweep(self, generation: int) -> None:
         attempts = Attempts(self._place)
-        with contextlib.suppress(OSError):  # the next publication does it
+        with contextlib.suppress(OSError, PersistFailed):  # the next publication does it, or it is another run's place
+            self._check_run()
             give_up_older(attempts, generation)
             if not Cleaner(attempts).clean(now=time.time()):
                 self._left |= {name for name, each in attempts.look().items() if each.is_over}

@@ -5,6 +5,7 @@
     DIRECTORY/step-00000160.writing-0000000003-7f01  a draft of the members of generation 3, attempt 7f01
     DIRECTORY/step-00000080.removing-…               no checkpoint any more
     DIRECTORY/owner.json, owner.lock                 see `evermoe.persist.owner`
+    DIRECTORY/run.json                               see `evermoe.run_claim`
 
 A draft becomes a checkpoint by one rename, which replaces nothing. A checkpoint ceases to be one by another. So a
 writer that was stopped for hours and goes on can only add a checkpoint of the steps that it has seen, which are older
@@ -27,13 +28,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from evermoe.errors import CorruptCopy, PersistFailed
+from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.persist.folder import PERSISTED, PersistedUnit, folders, units_of
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, read_manifest
 from evermoe.persist.owner import Claim, Owner, read_owner
 from evermoe.persist.place import Location
 from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_text, write_units
 from evermoe.persist.retention import NEWEST, Retention
+from evermoe.run_claim import Run, RunClaim
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
 
@@ -176,6 +178,7 @@ class CheckpointFolder:
         self._retention = retention
         self._owner, self._member = owner, member
         self._claim: Claim | None = None
+        self._run_claim, self._run = RunClaim(directory, "checkpoint_dir", 0o666), None
         try:
             make_folder(directory)
             probe(directory, member)
@@ -193,6 +196,20 @@ class CheckpointFolder:
     def _is_used(self) -> bool:
         persisted = self.directory / PERSISTED
         return bool(_scan(self.directory)) or (persisted.is_dir() and any(persisted.iterdir()))
+
+    def found(self) -> Run | None:
+        """The run whose living members hold the folder."""
+        return self._run_claim.found()
+
+    def take(self, run: Run, patience: float) -> None:
+        """Takes the folder for a run; later, if it cannot be written to now.
+
+        Raises:
+            FolderInUse: members of another run live and hold it.
+        """
+        self._run = run
+        with contextlib.suppress(OSError):
+            self._run_claim.take(run, patience)
 
     def newest_generation(self) -> int:
         """The newest generation that wrote here, also of drafts: that of the running job must be newer."""
@@ -221,6 +238,13 @@ class CheckpointFolder:
             except ValueError as error:
                 raise PersistFailed(str(error)) from None
         self._claim.check()
+        try:
+            if self._run is not None:
+                self._run_claim.take(self._run, 0.0)
+        except FolderInUse as error:
+            raise PersistFailed(str(error)) from None
+        if refusal := self._run_claim.refusal():
+            raise PersistFailed(refusal)
 
     def write(self, draft: Path, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, Entry]:
         """Writes a rank's units to a file of the draft, which is made if it is missing.
@@ -265,6 +289,9 @@ class CheckpointFolder:
             generation: of the members, of which this is one. Drafts of older generations will never be complete:
                 their writers are dead, or were stopped and left behind.
         """
+        with contextlib.suppress(OSError):
+            if self._run_claim.refusal():
+                return
         for entry in _entries(self.directory):
             draft = _DRAFT.match(entry.name)
             if draft and int(draft[1]) < generation:
@@ -276,7 +303,8 @@ class CheckpointFolder:
                     os.unlink(entry.path)
 
     def close(self) -> None:
-        """Lets other jobs have the folder."""
+        """Lets other jobs and runs have the folder."""
+        self._run_claim.release()
         if self._claim is not None:
             self._claim.close()
 

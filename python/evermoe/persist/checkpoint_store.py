@@ -20,6 +20,7 @@ from evermoe.persist.manifest import MANIFEST, Entry, Manifest, read_manifest
 from evermoe.persist.owner import Owner, no_job, read_owner
 from evermoe.persist.place import Location, ObjectPath, locate_below
 from evermoe.persist.retention import NEWEST, Retention
+from evermoe.run_claim import Run
 from evermoe.state.unit import Unit
 from evermoe.state.version import step_of
 
@@ -38,6 +39,16 @@ class CheckpointStore(Protocol):
 
     def newest_generation(self) -> int:
         """The newest generation that wrote here."""
+
+    def found(self) -> Run | None:
+        """The run that the place belongs to: of living members, where it has locks."""
+
+    def take(self, run: Run, patience: float) -> None:
+        """Takes the place for a run; see `evermoe.run_claim`.
+
+        Raises:
+            FolderInUse: members of another run live and hold it.
+        """
 
     def draft(self, version: int, generation: int, attempt: str) -> Any:
         """Where the members of a generation write a version."""

@@ -27,6 +27,7 @@ from evermoe.persist.checkpoint_write import THREAD, CheckpointWrite
 from evermoe.persist.owner import Owner
 from evermoe.persist.place import PATIENCE, Location, locate
 from evermoe.persist.retention import Retention
+from evermoe.run_claim import Run
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units
 from evermoe.state.version import step_of
@@ -130,6 +131,19 @@ class Checkpointer:
     def newest_generation(self) -> int:
         """The newest generation that wrote to the folder; 0 if there is none."""
         return 0 if self._store is None else self._store.newest_generation()
+
+    def found(self) -> Run | None:
+        """The run that the place of the checkpoints belongs to."""
+        return None if self._store is None else self._store.found()
+
+    def take(self, run: Run, patience: float) -> None:
+        """Takes the place of the checkpoints for a run.
+
+        Raises:
+            FolderInUse: members of another run live and hold it.
+        """
+        if self._store is not None:
+            self._store.take(run, patience)
 
     def restart(self, generation: int) -> None:
         """The members of a generation resume: what was written may be unknown to some, what was begun is void.
@@ -266,8 +280,8 @@ class Checkpointer:
             self._worker.close()
             self._worker = None
 
-    def close(self) -> None:
-        """Lets other jobs have the folder."""
+    def release(self) -> None:
+        """Lets other jobs and runs have the folder."""
         self._end_worker()
         if self._store is not None:
             self._store.close()

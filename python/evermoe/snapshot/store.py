@@ -24,6 +24,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
+from evermoe.run_claim import remove_run
 from evermoe.snapshot.bundles import VERSIONS, Bundle
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.snapshot.gpu_sources import GpuSources
@@ -381,6 +382,7 @@ class SnapshotStore:
         for _, path in self._files():
             if path.name.endswith(f"-{member}.arena"):
                 path.unlink(missing_ok=True)
+        remove_run(self.directory)
         for directory in (self.directory, self.directory.parent):
             try:
                 directory.rmdir()

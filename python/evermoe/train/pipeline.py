@@ -277,6 +277,7 @@ class PipelineSession:
         Raises:
             JoinTimeout: some rank did not come within `agree_limit` seconds.
             LostExperts: of some units no copy is left.
+            FolderInUse: living processes of another run of the job use the job's memory folder.
             UnequalForwards: ranks ran different numbers of schedules in the step that failed.
             ValueError: ranks of a stage differ in their model or optimizer, or in what they were started with.
         """
@@ -346,6 +347,7 @@ class PipelineSession:
         self._driver.replay.end()
         self._membership.close()
         self._driver.end()
+        self._driver.run.leave()
         self._store.close(self._membership.id)
 
 

@@ -35,6 +35,7 @@ from evermoe.train.loss_scale import LossScale
 from evermoe.train.lost_members import LostMembers
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
+from evermoe.train.same_run import MemoryClaim, SameRun
 from evermoe.train.slice_choice import SliceChoice
 from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stage_copies import StageCopies
@@ -91,6 +92,7 @@ class PipelineDriver(Driver):
         chosen = self.windows, self.experts, self.replay
         self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
+        self.run = SameRun(membership, options.hang_limit, [MemoryClaim(store.directory)])
         self._step, self._reason = 0, ""
         """Steps taken, and why the group was given up last."""
         self._before: int | None = None
@@ -292,7 +294,12 @@ class PipelineDriver(Driver):
             self.connections.connect_peers(self._state.layers.values(), options.stage, options.data_parallel_size)
 
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
-        """Brings this rank to the newest version of which every unit of every stage is left."""
+        """Brings this rank to the newest version of which every unit of every stage is left.
+
+        Raises:
+            FolderInUse: another run of the job uses its memory folder.
+        """
+        self.run.meet()
         self._meet()
         self._before = version if established else None
         self.lost.note(step_of(version), self._reason, 0, 0)

@@ -197,6 +197,7 @@ class Session:
 
         Raises:
             SystemExit: this member has left on a signal, or was a spare that nobody needed.
+            FolderInUse: living processes of another run of the job use its memory folder or checkpoint_dir.
             LostExperts: more copies were lost than are kept, and no checkpoint is left.
             JoinTimeout: no Lighthouse, or too few members at the start.
             LeftBehind: the others went on without this member, and none of them is left.

@@ -33,6 +33,7 @@ from evermoe.train.loop_restore import LoopRestore
 from evermoe.train.lost_members import LostMembers
 from evermoe.train.measures import StepMeasures
 from evermoe.train.owners import DenseExchange
+from evermoe.train.same_run import MemoryClaim, SameRun
 from evermoe.train.script import Script
 from evermoe.train.standby import Standby
 from evermoe.train.step_calls import StepCalls
@@ -70,6 +71,9 @@ class RecoveryDriver(Driver):
         self._loop = LoopRestore(self._script.loop, self._group, self._membership.identity.job)
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
+        store = self._protection.store
+        places = [MemoryClaim(store.directory), self._checkpointer]
+        self._run = SameRun(self._membership, self._config.hang_limit, places)
         self._measures = StepMeasures(
             self._state, self._protection, self._checkpointer, self._emit, counts=self._trains
         )
@@ -78,7 +82,7 @@ class RecoveryDriver(Driver):
         if self._dense.late is not None:
             self._dense.late.attach(self._script.model)
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
-        store, is_replayable = self._protection.store, self._protection.replicas.is_replayable
+        is_replayable = self._protection.replicas.is_replayable
         self._standby = Standby(self._membership, self._state, store, self._config, is_replayable, self._emit)
         self.reports: list[Recovered] = []
         self.committed = -1
@@ -113,7 +117,7 @@ class RecoveryDriver(Driver):
         self._standby.end()
         self._early.drop()
         self._dense.close()
-        self._checkpointer.close()
+        self._run.leave()
         self.lost.close()
 
     def await_weights(self) -> None:
@@ -172,7 +176,9 @@ class RecoveryDriver(Driver):
 
         Raises:
             UnequalForwards: members' scripts differ in what they do in a step.
+            FolderInUse: another run of the job uses its memory folder or checkpoint folder.
         """
+        self._run.meet()
         self._calls.check(self._membership.everyone)
         self._checkpointer.before_update()
         report = self._report_now()

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from evermoe import CorruptCopy, load_weights
-from evermoe.errors import PersistFailed
+from evermoe.errors import FolderInUse, PersistFailed
 from evermoe.persist.attempts import Attempts, Cleaner
 from evermoe.persist.checkpoint_store import find, prune, stored
 from evermoe.persist.copying import copy
 from evermoe.persist.manifest import read_manifest, read_units
 from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
+from evermoe.run_claim import Run
 from support.models import make
 from support.object_servers import ADDRESS, GivenAddress
 from support.places import Spot, Stop, Writer, all_whole, beside, forget, is_whole, make_spot, steps, write
@@ -145,6 +146,29 @@ def test_another_job_that_starts_later_has_the_place(spot):
     if spot.is_bucket:
         with pytest.raises(PersistFailed, match="belongs to job 'second' now"):
             writer.write(2)
+    later.write(3)
+    later.close()
+    assert all_whole(spot) == [3, 1]
+
+
+def test_another_run_of_the_same_job_that_starts_later_has_the_place(spot):
+    """An object store has no locks: the previous run finds that before it publishes or removes anything."""
+    one, two = (Run("job", nonce, "head:1", "host-7", 4711, 1e9) for nonce in ("one", "two"))
+    writer = Writer(spot)
+    writer.store.take(one, 0.0)
+    writer.write(1)
+    assert writer.store.found() == one
+    later = Writer(spot, 4, "n")
+    if spot.is_bucket:
+        later.store.take(two, 0.0)
+        with pytest.raises(PersistFailed, match="taken over by another run of job 'job', which process 4711 on host-7"):
+            writer.write(2)
+    else:
+        with pytest.raises(FolderInUse, match=r"checkpoint_dir .* is in use by another run of job 'job', which"):
+            later.store.take(two, 0.0)
+        with pytest.raises(PersistFailed, match="is in use by another run"):
+            later.write(2)
+        writer.close()
     later.write(3)
     later.close()
     assert all_whole(spot) == [3, 1]
