@@ -25,6 +25,8 @@ ANSWER_SECONDS = 5.0
 """Time after which one of several Lighthouses is asked again, or another one if it is silent."""
 CONNECT_LIMIT = timedelta(seconds=1)
 """Time in which one of several Lighthouses must accept a connection, and answer a heartbeat."""
+UNNAMED = "the Lighthouse has not named the members in time: it waits for each process whose heartbeats it hears"
+"""Problem of a question without an answer."""
 STAY_SECONDS = (1.0, 3.0)
 """Members that look for a majority stay at a Lighthouse for so long, drawn at random, so that they meet."""
 TOUR_SECONDS = 30.0
@@ -144,6 +146,10 @@ class Lighthouses:
         """Addresses that have not answered since `begin`, but for the one that is asked now."""
         return [each for each in self.addresses if each not in self._answered and each != self.current]
 
+    def runs(self) -> bool:
+        """Whether the Lighthouse that is asked now answers."""
+        return _is_there(self.current, self._member)
+
     def begin(self) -> None:
         """Forgets who has answered."""
         self._answered.clear()
@@ -168,10 +174,11 @@ class Lighthouses:
             self.beat(seconds)
             answer = client.quorum(self._member, seconds, world_size=1, data=data)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
+            problem = UNNAMED if isinstance(error, TimeoutError) else _first_line(str(error))
             self._client = None
             if self.are_several and address == self.current and not _is_there(address, self._member):
                 self.move_on(str(error))
-            raise ConnectionError(_first_line(str(error))) from None
+            raise ConnectionError(problem) from None
         self._answered.add(address)
         return answer
 

@@ -142,6 +142,7 @@ class Membership:
         if self._deadline is None:
             self._deadline = time.monotonic() + self._agree_limit
             self._patience, self._answered = 0.0, None
+            self.messages.gathering.begin(0 if self.established else self._members)
             self.lighthouses.begin()
 
     def end_agreement(self) -> None:
@@ -163,7 +164,12 @@ class Membership:
     def timeout(self, problem: str) -> JoinTimeout:
         """The error of an agreement that took too long."""
         seconds, address = round(self._agree_limit), self.lighthouses.current
-        return self.messages.timeout(problem, seconds, address, self._answered is not None, self._is_expected)
+        if self._is_expected:
+            return JoinTimeout(
+                f"the job's members have not taken this one in within {seconds} s: they do so between two steps. Make "
+                "agree_limit longer than a few steps."
+            )
+        return self.messages.gathering.timeout(problem, seconds, address, lighthouse_runs=self.lighthouses.runs())
 
     def inquire(self, standing: dict[str, Any]) -> None:
         """Asks the Lighthouse beside training, now and from time to time; `overheard` has the answers that have come.
@@ -222,6 +228,7 @@ class Membership:
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self.named = {member.id: member.data for member in asked}
+        self.messages.gathering.meet(self.named)
         self.reach.forget_all_but(self.named)
         return quorum.quorum_id, [participant(member.id, member.data) for member in asked]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from evermoe import _native
-from evermoe.errors import JoinTimeout
+from evermoe.comm.gathering import Gathering
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,14 @@ class Identity:
             f"{name} is {here.get(name, 'missing')} here, {theirs.get(name, 'missing')} there" for name in names
         )
 
+    def reason_against(self, other: Told) -> str:
+        """The reason why the member that has told this is not of the same job."""
+        if self.job != other.job:
+            return f"it belongs to job {other.job!r}, not to {self.job!r}"
+        if self.layout != other.data["layout"]:
+            return "its model or optimizer differs: the units have other names, shapes or types"
+        return self.differences(other)
+
     def is_same(self, other: Told) -> bool:
         """Whether the member that has told this belongs to the same job."""
         return (self.job, self.layout) == (other.job, other.data["layout"]) and not self.differences(other)
@@ -116,8 +124,8 @@ class Messages:
         """Members for which others speak in the latest set, under their names: see `write_ended`."""
         self._announced: set[str] = set()
         """Those for which they speak there under the other one."""
-        self.doubt = ""
-        """Why it waits: as many differ from it in the secret as agree with it. Empty where that is not so."""
+        self.gathering = Gathering()
+        """Who has come, and who was refused, in this agreement."""
 
     def write(self, message: dict[str, Any]) -> dict[str, Any]:
         """What the Lighthouse is told.
@@ -158,6 +166,9 @@ class Messages:
             self._check_same_protocol(told, others)
             self._check_same_job(_reference(told, needed), steps)
         mine = [member for member in told if self._identity.is_same(member)]
+        for each in told:
+            if each not in mine:
+                self._turn_away(each.id, self._identity.reason_against(each))
         if not mine:
             return []
         reference = _reference(
@@ -218,17 +229,21 @@ class Messages:
                 self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")
                 continue
             if heard["kind"] == "other_secret":
-                self._warn(each.replica_id, heard["why"])
+                self._turn_away(each.replica_id, heard["why"])
                 if heard["job"] == self._identity.job:
                     found.secretless[each.replica_id] = heard["why"]
                 continue
             protocol = heard["protocol"]
-            self._warn(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
+            self._turn_away(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
             if heard["job"] == self._identity.job:
                 found.others.append(Other(each.replica_id, heard["established"], protocol))
         own = [each.data["standing"]["generation"] for each in found.told if each.job == self._identity.job]
         self.is_promoted = max(own, default=0) in promoted
         return found
+
+    def _turn_away(self, sender: str, why: str) -> None:
+        self.gathering.refuse(sender, why)
+        self._warn(sender, why)
 
     def _warn(self, sender: str, why: str) -> None:
         if sender not in self._warned and len(self._warned) < MOST_WARNED:
@@ -243,11 +258,11 @@ class Messages:
         """
         same = [each for each in told if each.job == self._identity.job]
         if len(secretless) < len(same) or any(each.established for each in same):
-            self.doubt = "" if secretless else self.doubt
+            self.gathering.doubt = "" if secretless else self.gathering.doubt
         elif secretless:
             each, why = min(secretless.items())
-            self.doubt = f"{each} says to be of job {self._identity.job!r}, but {why}"
-            raise ConnectionError(self.doubt)
+            self.gathering.doubt = f"{each} says to be of job {self._identity.job!r}, but {why}"
+            raise ConnectionError(self.gathering.doubt)
 
     def _check_same_protocol(self, told: list[Told], others: list[Other]) -> None:
         same: list[Told | Other] = [each for each in told if each.job == self._identity.job]
@@ -281,28 +296,6 @@ class Messages:
                 f"this worker's loop is session.steps({steps}), that of {first.id} in job {first.job!r} is "
                 f"session.steps({first.data['steps']}): all workers' must be the same"
             )
-
-    def timeout(self, problem: str, seconds: int, address: str, has_answered: bool, is_expected: bool) -> JoinTimeout:
-        """The error of an agreement that took too long.
-
-        Args:
-            problem: what it was spent on.
-            seconds: that it may take.
-            address: of the Lighthouse.
-            has_answered: whether that has answered.
-            is_expected: whether the job's members train, and have heard of this one.
-        """
-        problem += f"; {self.doubt}" if self.doubt and self.doubt != problem else ""
-        if is_expected:
-            return JoinTimeout(
-                f"the job's members have not taken this one in within {seconds} s: they do so between two steps. Make "
-                "agree_limit longer than a few steps."
-            )
-        advice = ". Check that the Lighthouse runs and is reachable, and that all workers were started with its address"
-        return JoinTimeout(
-            f"no agreement on the members within {seconds} s (Lighthouse {address}): {problem}"
-            f"{'' if has_answered else advice}."
-        )
 
 
 def as_text(data: Any) -> str:

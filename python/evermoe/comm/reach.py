@@ -52,16 +52,52 @@ def find_place(given: str | None, lighthouses: Iterable[str]) -> Place:
     """The address that a member was given, else loopback if all Lighthouses are there, else all addresses.
 
     An address that is none of this machine's, as behind a translation of addresses, says nothing about where to listen.
+    Where this host's name does not resolve, others get its address on the way to the first Lighthouse.
 
     Args:
         given: name or address by which others reach this process.
         lighthouses: addresses of the Lighthouses.
     """
+    hosts = [urlsplit(lighthouse).hostname or "" for lighthouse in lighthouses]
     if given is not None:
+        away = [host for host in hosts if _is_loopback(given) and _is_elsewhere(host)]
+        if away:
+            logger.warning(
+                "address (EVERMOE_ADDRESS) is %r, by which no other host reaches it, and the Lighthouse is on "
+                "%s: for members on other hosts set it to a name or an address of this host in their network",
+                given,
+                away[0],
+            )
         return Place(given, _own_address(given))
-    if all(_is_loopback(urlsplit(lighthouse).hostname or "") for lighthouse in lighthouses):
+    if all(map(_is_loopback, hosts)):
         return Place(LOOPBACK, LOOPBACK)
-    return Place(_hostname(), None)
+    name = socket.gethostname()
+    if _resolves(name):
+        return Place(name, None)
+    found = _address_towards(hosts)
+    logger.warning(
+        "this host's name, %r, does not resolve: the other members get the address %s of this process. If they cannot "
+        "reach it by that, set EVERMOE_ADDRESS",
+        name,
+        found,
+    )
+    return Place(found, None)
+
+
+def _address_towards(hosts: Iterable[str]) -> str:
+    """This host's address on the way to the first of some hosts that resolves; a loopback address if there is none."""
+    for host in hosts:
+        with suppress(OSError):
+            family, kind, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)  # sends nothing
+                return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether a host is known not to be this one."""
+    return _resolves(host) and not _is_loopback(host) and _own_address(host) is None
 
 
 def _is_loopback(host: str) -> bool:
@@ -83,13 +119,12 @@ def _own_address(host: str) -> str | None:
     return None
 
 
-def _hostname() -> str:
-    name = socket.gethostname()
+def _resolves(host: str) -> bool:
     try:
-        socket.getaddrinfo(name, None)
+        socket.getaddrinfo(host, None)
     except OSError:
-        return LOOPBACK
-    return name
+        return False
+    return True
 
 
 class Reach:

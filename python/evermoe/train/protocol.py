@@ -101,13 +101,12 @@ class Rendezvous:
         """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
         if why in ("training", "spare"):
             self._membership.expect_members(as_spare=why == "spare")
+        if why == "members":
+            self._membership.messages.gathering.needed = needed
         if self._membership.is_out_of_time():
             reason = self._lacking(found, size) if why == "minority" else "some members are absent"
             if why == "members":
-                reason = (
-                    f"{found} of {needed} members have come: start {needed - found} more, or give the number that "
-                    "there is (--members, EVERMOE_MEMBERS)"
-                )
+                reason = ""  # who has come is told with it
             silent = self._membership.lighthouses.silent
             if silent and not self._membership.established:
                 reason = f"a new job begins once all its Lighthouses have answered, and {silent[0]} has not"

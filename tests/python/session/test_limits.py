@@ -170,7 +170,33 @@ def test_too_few_members(start_job):
     workers = job.start_all({}, "ab")
     assert [each.join(20) for each in workers] == [1, 1]
     assert {each.events("failed")[0]["error"] for each in workers} == {"JoinTimeout"}
-    assert any("of 3 members have come" in each.events("failed")[0]["message"] for each in workers)
+    for each in workers:
+        said = each.events("failed")[0]["message"]
+        assert "2 of 3 members have come (a-" in said
+        assert "start 1 more, or give the number that there is (--members, EVERMOE_MEMBERS)" in said
+        assert "Check that the Lighthouse" not in said
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"steps": 5, "batch_size": 24}, "batch_size is 12 here, 24 there"),
+        ({"secret": "another secret of this job"}, "it has an EVERMOE_SECRET, this worker has none"),
+    ],
+    ids=["option", "secret"],
+)
+@pytest.mark.few(2)
+def test_members_say_who_was_refused_and_for_what_reason(start_job, other, why):
+    job = start_job(4, agree_limit=6)
+    workers = job.start_all({}, "abc")
+    refused = job.start("d", **other)
+    assert [each.join(40) for each in [*workers, refused]] == [1] * 4
+    for each in workers:
+        said = each.events("failed")[0]["message"]
+        assert "3 of 4 members have come (a-" in said
+        assert "d-" in said
+        assert f"was refused: {why}" in said
+        assert "Check that the Lighthouse" not in said
 
 
 def test_lighthouse_away_for_a_while_stops_nobody(start_job):
