@@ -67,3 +67,11 @@ class Gathering:
         if missing > 0:
             said.append(f"start {missing} more, or give the number that there is (--members, EVERMOE_MEMBERS)")
         return JoinTimeout(f"{head}{'; '.join(said)}.")
+
+
+def not_taken_in(seconds: int) -> JoinTimeout:
+    """The error of a newcomer that the job's members have heard of."""
+    return JoinTimeout(
+        f"the job's members have not taken this one in within {seconds} s: they do so between two steps. Make "
+        "agree_limit longer than a few steps."
+    )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from evermoe.comm.early_stores import EarlyStores
 from evermoe.comm.ended_members import EndedMembers
+from evermoe.comm.gathering import not_taken_in
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
@@ -165,10 +166,7 @@ class Membership:
         """The error of an agreement that took too long."""
         seconds, address = round(self._agree_limit), self.lighthouses.current
         if self._is_expected:
-            return JoinTimeout(
-                f"the job's members have not taken this one in within {seconds} s: they do so between two steps. Make "
-                "agree_limit longer than a few steps."
-            )
+            return not_taken_in(seconds)
         return self.messages.gathering.timeout(problem, seconds, address, lighthouse_runs=self.lighthouses.runs())
 
     def inquire(self, standing: dict[str, Any]) -> None:

@@ -89,8 +89,9 @@ class PipelineDriver(Driver):
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(options.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
         self.replay = StageReplay(options, state, self.localised, self.window_planner)
-        chosen = self.windows, self.experts, self.replay
-        self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
+        self.copies = StageCopies(
+            options, store, membership, self.windows, self.experts, self.replay, self.courier, emit
+        )
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
         self.run = SameRun(membership, options.hang_limit, [MemoryClaim(store.directory)])
         self._step, self._reason = 0, ""
@@ -294,11 +295,7 @@ class PipelineDriver(Driver):
             self.connections.connect_peers(self._state.layers.values(), options.stage, options.data_parallel_size)
 
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
-        """Brings this rank to the newest version of which every unit of every stage is left.
-
-        Raises:
-            FolderInUse: another run of the job uses its memory folder.
-        """
+        """Brings this rank to the newest version of which every unit of every stage is left; raises `FolderInUse`."""
         self.run.meet()
         self._meet()
         self._before = version if established else None

@@ -198,9 +198,8 @@ class Session:
         Raises:
             SystemExit: this member has left on a signal, or was a spare that nobody needed.
             FolderInUse: living processes of another run of the job use its memory folder or checkpoint_dir.
-            LostExperts: more copies were lost than are kept, and no checkpoint is left.
-            JoinTimeout: no Lighthouse, or too few members at the start.
-            LeftBehind: the others went on without this member, and none of them is left.
+            LostExperts: more copies were lost than are kept, and no checkpoint is left. JoinTimeout: no Lighthouse, or
+            too few members. LeftBehind: the others went on without this member, and none of them is left.
             NonFiniteLoss: a loss or a gradient is infinite or not a number; raised on all members, replica nodes too.
             PersistFailed: all steps are taken, and the last checkpoint could not be written.
         """
