@@ -178,7 +178,8 @@ class CheckpointFolder:
         self._retention = retention
         self._owner, self._member = owner, member
         self._claim: Claim | None = None
-        self._run_claim, self._run = RunClaim(directory, "checkpoint_dir", 0o666), None
+        self._run_claim = RunClaim(directory, "checkpoint_dir", 0o666)
+        self._run: Run | None = None
         try:
             make_folder(directory)
             probe(directory, member)

@@ -73,14 +73,13 @@ class PipelineDriver(Driver):
         self._options, self._optimizer, self._state = options, optimizer, state
         self._loop, self._loss_scale, self._store, self._membership = loop, loss_scale, store, membership
         self._group = membership.trainer_group
-        self.pacer = Pacer()
+        self.pacer, self.version_pace = Pacer(), VersionPace()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
         self.window_planner = StageWindowPlanner(
             self.pacer, self.courier, store, membership, windows, schedule, options.version_steps, options.stages
         )
-        self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps, state.device)
         every = [each for some in state.parameters() for each in some]
         self.localised = LocalisedRecovery(
@@ -89,9 +88,8 @@ class PipelineDriver(Driver):
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(options.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
         self.replay = StageReplay(options, state, self.localised, self.window_planner)
-        self.copies = StageCopies(
-            options, store, membership, self.windows, self.experts, self.replay, self.courier, emit
-        )
+        chosen = self.windows, self.experts, self.replay
+        self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
         self.run = SameRun(membership, options.hang_limit, [MemoryClaim(store.directory)])
         self._step, self._reason = 0, ""
