@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import pytest
 
-from support.harness import FEWEST
+from evermoe.persist.folder import PERSISTED, parsed_name
+from evermoe.persist.manifest import MANIFEST
+from evermoe.state.version import step_of
+from support.harness import FEWEST, wait_until
 from support.history import check_history
 from support.lineage import check_losses
 from support.worker import EVERYTHING, Fault
@@ -75,6 +78,37 @@ def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
     found = run(job, [blow], 60)
     assert len(found[0].reports) == len(NAMES)
     assert any(each.is_new and each.state.lost_now for each in found)
+
+
+def savers(folder, step):
+    """The members that have saved a state which has taken so many steps, or more."""
+    names = (parsed_name(path.parent.name) for path in folder.glob(f"{PERSISTED}/*/{MANIFEST}"))
+    return {member for version, member in names if step_of(version) >= step}
+
+
+def test_a_crash_that_leaves_no_memory_repeats_numbers_of_groups_and_no_sample(start_job, tmp_path):
+    """One worker dies, and the others in the next attempt at the step: their group has left nothing behind.
+
+    The group after the crash has its number, and commits the same step with the samples divided otherwise.
+    """
+    settings = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_every": 3, "rebalance_every": 0, **FEWEST}
+    job = start_job(3, preset="pec", checkpoint_dir=str(tmp_path / "saved"), **settings)
+    job.open_gate(5)
+    faults = {"a": [Fault("vote", 5)], "b": [Fault("begin", 5, nth=2)], "c": [Fault("begin", 5, nth=2)]}
+    before = job.start_all(faults, steps=8, gated=True)
+    for each in before:
+        each.wait_for("gate", step=5)
+    wait_until(lambda: len(savers(tmp_path / "saved", 3)) == 3, "step 3 is saved")
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in before] == [-9] * 3
+    for name in "abc":
+        job.lose_node(name)
+    after = job.start_all({}, steps=8)
+    assert [each.join() for each in after] == [0] * 3
+    last = before[1].events("share")[-1]
+    assert after[0].events("commit", step=5, generation=last["generation"])
+    assert last["step"] == 5
+    check_history(job.workers, undone=True)
 
 
 @pytest.mark.long

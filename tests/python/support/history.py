@@ -55,17 +55,23 @@ def _check_positions(each: Worker, away: bool) -> None:
 
 
 def _check_shares(workers: list[Worker]) -> None:
-    attempts: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
+    """The members of a group that commits a step have its batch between them.
+
+    A group's generation may be that of another one before a crash of all processes, if that one has left nothing
+    behind: so what was begun before a process of the group had started is not the group's.
+    """
+    attempts: dict[tuple[int, int], dict[str, Event]] = defaultdict(dict)
     committed = set()
     for each in workers:
         for event in each.events("share"):
-            attempts[event["step"], event["generation"]][f"{each.name}.{each.pid}"] = event["indices"]
-        committed |= {(event["step"], event["generation"]) for event in each.events("commit")}
+            attempts[event["step"], event["generation"]][f"{each.name}.{each.pid}"] = event
+        committed |= {(e["step"], e["generation"], each.events()[0]["time"]) for e in each.events("commit")}
     sampler = ElasticSampler(worker.SAMPLES, workers[0].options.batch_size)
-    for attempt in sorted(committed):
-        sampler.consumed = attempt[0] * sampler.batch_size
-        used = sorted(index for indices in attempts[attempt].values() for index in indices)
-        assert used == sorted(sampler.batch().tolist()), f"step {attempt[0]} of generation {attempt[1]}"
+    for step, generation, since in sorted(committed):
+        sampler.consumed = step * sampler.batch_size
+        shares = [event["indices"] for event in attempts[step, generation].values() if event["time"] >= since]
+        used = sorted(index for indices in shares for index in indices)
+        assert used == sorted(sampler.batch().tolist()), f"step {step} of generation {generation}"
 
 
 def committed_steps(workers: Iterable[Worker]) -> int:
