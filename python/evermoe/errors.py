@@ -39,6 +39,10 @@ class LostExperts(EvermoeError):
         self.units = units
 
 
+class TooFewFiles(EvermoeError):
+    """This process may not open as many files as the job's members need connections; the message has both numbers."""
+
+
 class JobFinished(EvermoeError):
     """The job that this process wanted to join has committed its last step already."""
 

@@ -14,6 +14,7 @@ ROOMS = [
     "errors",
     "options",
     "seeds",
+    "native_calls",
     "memory_folder",
     "run_claim",
     "events",

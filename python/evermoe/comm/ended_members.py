@@ -18,6 +18,7 @@ from typing import Any
 from evermoe.comm._torchft import torchft
 from evermoe.comm.messages import Messages, Told
 from evermoe.comm.reach import Reach
+from evermoe.native_calls import native_call
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,9 @@ def _tell(is_over: threading.Event, address: str, name: str, data: dict[str, Any
     while not is_over.wait(pause):
         pause = RETRY_SECONDS
         try:
-            client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
-            client.quorum(name, ANSWER_LIMIT, world_size=1, data=data)
+            with native_call():
+                client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
+                client.quorum(name, ANSWER_LIMIT, world_size=1, data=data)
         except Exception as error:  # torchft's are of many kinds; the heartbeats get old
             logger.info("the Lighthouse was not told so under the name %s: %s", name, error)
 

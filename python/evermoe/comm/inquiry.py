@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.reach import end_connections
+from evermoe.native_calls import native_call
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +125,12 @@ class Inquiry:
         while not is_over.is_set():
             is_due.clear()
             try:
-                client = self._connected(is_over)
-                answer = client.quorum(self._member, ANSWER_LIMIT, world_size=1, data=self._data)
+                with native_call():
+                    client = self._connected(is_over)
+                    answer = client.quorum(self._member, ANSWER_LIMIT, world_size=1, data=self._data)
             except Exception as error:  # torchft's are of many kinds; whatever it is, this thread goes on
-                self._note_silence(str(error).split("\n", 1)[0], is_over)
+                with native_call():
+                    self._note_silence(str(error).split("\n", 1)[0], is_over)
                 is_over.wait(RETRY_SECONDS)
                 continue
             answers.put(answer)

@@ -27,10 +27,12 @@ from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
+from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.reach import LOOK_SECONDS, Reach, find_place
 from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
+from evermoe.native_calls import close_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,15 @@ class Membership:
         device: device of the tensors that `trainer_group` takes.
         rank_key: ranks follow the order of these, then of the members' ids.
         has_side_group: whether those that train need `side_group`.
+
+    Raises:
+        TooFewFiles: this process may not open as many connections as the members need.
     """
+
+    _meeting: str | None = None
+    """Address of the store in which groups are being connected."""
+    _deadline: float | None = None
+    """Until when the agreement that is under way must be reached."""
 
     def __init__(
         self,
@@ -66,6 +76,7 @@ class Membership:
         rank_key: str = "",
         has_side_group: bool = False,
     ) -> None:
+        reserve_open_files(options.members or 1)
         self.id, self.node, self.rank_key = f"{node}-{uuid.uuid4().hex[:8]}", node, rank_key
         secret, place = job_secret(), find_place(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
@@ -73,6 +84,7 @@ class Membership:
         self.identity = identity = replace(identity, options=common)
         self.messages = Messages(self.id, identity, lighthouse, secret)
         self.role, self.is_spare, self.goes_on_alone = options.role, options.spare, options.go_on_alone
+        self._members, self._domain = options.members or 1, options.domain or ""
         interface = place.address or options.address
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
@@ -99,10 +111,8 @@ class Membership:
         """Store of the current members, where further groups can meet, under a prefix that no other epoch uses."""
         self.device = device
         """Device of the tensors that `trainer_group` takes."""
-        self._heartbeat_limit, self._hang_limit = options.heartbeat_limit, timedelta(seconds=options.hang_limit)
-        self._agree_limit, self._members, self._domain = options.agree_limit, options.members or 1, options.domain or ""
-        self._deadline: float | None = None
-        """Until when the agreement that is under way must be reached."""
+        self._heartbeat_limit, self._agree_limit = options.heartbeat_limit, options.agree_limit
+        self._hang_limit = timedelta(seconds=options.hang_limit)
         self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
@@ -122,8 +132,7 @@ class Membership:
             on_left_out=self._stop_heart,
         )
         """Watches the other members of the group."""
-        self._meeting: str | None = None
-        """Address of the store in which groups are being connected."""
+        close_at_exit(self)
 
     @property
     def domains(self) -> list[str]:
@@ -227,6 +236,7 @@ class Membership:
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self.named = {member.id: member.data for member in asked}
         self.messages.gathering.meet(self.named)
+        self.reach.note_cut({each.id: each.data["unreachable"] for each in asked if each.data["waits"]})
         self.reach.forget_all_but(self.named)
         return quorum.quorum_id, [participant(member.id, member.data) for member in asked]
 
@@ -263,8 +273,10 @@ class Membership:
 
         Raises:
             PeerLost: a member is gone or does not come; ask again.
+            TooFewFiles: this process may not open as many connections.
         """
         self.watch.end()
+        reserve_open_files(len(members))
         try:
             doors = {each: self.named[each]["door"] for each in members if each != self.id}
             self.reach.check(doors)
@@ -329,18 +341,12 @@ class Membership:
 
     def withdraw(self, seconds: float) -> None:
         """Tells the Lighthouse nothing more, until all members answer that did not, or so many seconds are over."""
-        silent = [f"{member} at {address}" for member, address in self.reach.unreachable.items()]
-        logger.warning(
-            "the members go on without this one until it reaches them: no answer from %s",
-            ", ".join(sorted(silent)) or "here, as others say",
-        )
+        silent = ", ".join(sorted(f"{member} at {address}" for member, address in self.reach.unreachable.items()))
+        why = silent or "here, as others say"
+        logger.warning("the members go on without this one until it reaches them: no answer from %s", why)
         self.lighthouses.hang_up()
         self._stop_heart()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(RETRY_SECONDS)
-            if self.reach.unreachable and not self.reach.look_again():
-                return
+        self.reach.wait_until_reached(seconds)
 
 
 def _link(groups: list[Group], transport: Transport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import socket
 import threading
@@ -30,6 +31,11 @@ REACH_SECONDS = 1.0
 """Time that a member gets to answer a knock: its door answers at once, also while it computes."""
 LOOK_SECONDS = 3.0
 """Time between two looks whether silent members answer, of one that goes on without them."""
+RETRY_SECONDS = 0.1
+"""Time between two questions to members that others go on without, of one that waits for them."""
+CUT_OFF_SECONDS = 30.0
+"""Time for which a member counts as alive that the Lighthouse has named and another one did not reach. It withdraws and
+comes back to the Lighthouse several times meanwhile, if the two still do not reach each other."""
 
 
 class Place(NamedTuple):
@@ -152,6 +158,8 @@ class Reach:
         """Members that did not answer, by id, with the addresses of their doors."""
         self.ended: set[str] = set()
         """Members whose hosts refuse a connection to them, as they do where the process has ended."""
+        self._cut_off: dict[str, float] = {}
+        """When members were named at the Lighthouse with others that they cannot reach, by id."""
 
     def knock(self, members: Mapping[str, str]) -> list[str]:
         """Asks members for an answer, all at once.
@@ -199,10 +207,32 @@ class Reach:
             self.knock(dict(self.unreachable))
         return list(self.unreachable)
 
+    def wait_until_reached(self, seconds: float) -> None:
+        """Waits until all members answer that did not before, or so many seconds are over."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(RETRY_SECONDS)
+            if self.unreachable and not self.look_again():
+                return
+
     def look_around(self, members: Mapping[str, str], silent: Container[str]) -> None:
         """Finds out which members of a group that has broken answer, of which some are known not to."""
         self.knock({each: address for each, address in members.items() if each not in silent})
         self.unreachable.update({each: address for each, address in members.items() if each in silent})
+
+    def note_cut(self, told: Mapping[str, Iterable[str]]) -> None:
+        """Notes which members live and cannot reach each other.
+
+        Args:
+            told: by id, the members that each of those does not reach which have just asked the Lighthouse.
+        """
+        for each, others in told.items():
+            for other in told.keys() & others:
+                self._cut_off[each] = self._cut_off[other] = time.monotonic()
+
+    def is_cut_off(self, member: str) -> bool:
+        """Whether a member has lately asked the Lighthouse, and another one did not reach it, or not it the other."""
+        return time.monotonic() < self._cut_off.get(member, -math.inf) + CUT_OFF_SECONDS
 
     def forget_all_but(self, members: Container[str]) -> None:
         """Forgets those that are no members any more."""

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from evermoe.errors import PeerLost
+from evermoe.native_calls import native_call
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ class Task(Generic[T]):
         try:
             if self._after is not None:
                 torch.cuda.current_stream().wait_event(self._after)
-            self.result = self._work()
+            with native_call():
+                self.result = self._work()
         except PeerLost as lost:
             self.lost = str(lost)
         except BaseException as error:  # raised again in the thread that waits
@@ -108,5 +110,6 @@ class Worker:
 
     def _run(self) -> None:
         while (part := self._parts.get()) is not None:
-            part()
+            with native_call():
+                part()
             del part

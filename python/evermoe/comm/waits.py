@@ -8,8 +8,37 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+
+from evermoe.native_calls import native_call
+
+EXCESS = 1.25
+"""A wait takes so many times its limit at most. Gloo's own limit comes first, unless the wall clock is set back."""
+
+
+class Clocks(NamedTuple):
+    """A moment, on two clocks."""
+
+    steady: float
+    """Seconds of `time.monotonic`."""
+    wall: float
+    """Seconds of `time.time`, which gloo's timed waits follow."""
+
+    @classmethod
+    def now(cls) -> Clocks:
+        """This moment."""
+        return cls(time.monotonic(), time.time())
+
+    def seconds(self) -> float:
+        """Seconds since then."""
+        return time.monotonic() - self.steady
+
+    def set_back(self) -> float:
+        """Seconds by which the wall clock was set back since then; negative if it was set forward."""
+        now = Clocks.now()
+        return (now.steady - self.steady) - (now.wall - self.wall)
 
 
 class Wait:
@@ -34,7 +63,10 @@ class Wait:
         if waiter is None:
             waiter = self._own.waiter = _Waiter()
         waiter.take(self, limit)
-        self._over.wait()
+        if not self._over.wait(EXCESS * limit.total_seconds() + 1.0):
+            self.end()
+            self._own.waiter = None
+            return f"timed out after {limit.total_seconds():g} s, as gloo has not: the wall clock was set back"
         if self._is_ended:
             self._own.waiter = None
             return "the wait was ended"
@@ -51,11 +83,12 @@ class Wait:
         """Waits for gloo. Returns whether the other thread is still there."""
         work, self._work = self._work, None
         failure = None
-        try:
-            work.wait(limit)
-        except Exception as error:  # whatever it is: the thread that waits must go on, and its group is of no use
-            failure = str(error).split("\n", 1)[0] or "the group was aborted"
-        del work
+        with native_call(limit.total_seconds()):
+            try:
+                work.wait(limit)
+            except Exception as error:  # whatever it is: the thread that waits must go on, and its group is of no use
+                failure = str(error).split("\n", 1)[0] or "the group was aborted"
+            del work
         with self._lock:
             self._failure = failure
             is_there = not self._over.is_set()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from evermoe import _native
 from evermoe.comm.group import Group
 from evermoe.comm.reach import Reach
+from evermoe.comm.waits import EXCESS
+from evermoe.native_calls import native_call
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,10 @@ AT_ONCE = 0.1
 """Seconds in which a collective fails that began after the others had given up."""
 SIT_OUT = 10
 """A member that others have waited for in vain stays away for so many hang limits, then for twice as many."""
+LOOKS = 8
+"""Looks whether the wall clock was set back, per hang limit."""
+SET_BACK_SECONDS = 1.0
+"""A wall clock that is set back by less prolongs no wait by more than that."""
 
 
 class Watch:
@@ -49,7 +55,8 @@ class Watch:
         self._limit, self._hang_limit = heartbeat_limit, hang_limit
         self._on_silent, self._on_left_out = on_silent, on_left_out
         self._asking: _native.Watch | None = None
-        self._thread = threading.Thread()
+        self._thread = self._bound = threading.Thread()
+        self._is_over = threading.Event()
         self._members: dict[str, str] = {}
         self._epoch = 0
         self.silent: list[str] = []
@@ -82,6 +89,11 @@ class Watch:
         self._asking = self._reach.watch(dict(following), epoch, self._limit)
         self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
         self._thread.start()
+        self._is_over = threading.Event()
+        self._bound = threading.Thread(
+            target=self._bound_waits, args=[self._is_over], name="evermoe-clock", daemon=True
+        )
+        self._bound.start()
 
     def step_begins(self) -> None:
         """This member computes now: others may have to wait for it."""
@@ -94,7 +106,9 @@ class Watch:
         self._is_training = False
         if self._asking is not None:
             self._asking.stop()
+            self._is_over.set()
             self._thread.join()
+            self._bound.join()
             self._asking = None
             self._members, self.silent = {}, []
 
@@ -147,6 +161,28 @@ class Watch:
 
     def _wait(self, asking: _native.Watch) -> None:
         self.silent, has_ended, gave_up = asking.wait()
+        with native_call():
+            self._act(has_ended, gave_up)
+
+    def _bound_waits(self, is_over: threading.Event) -> None:
+        """Ends collectives that gloo does not end in time: its waits follow the wall clock, which may be set back."""
+        while not is_over.wait(self._hang_limit / LOOKS):
+            for group in self._groups:
+                began = group.waiting
+                if (
+                    began is not None
+                    and began.seconds() > EXCESS * self._hang_limit
+                    and began.set_back() > SET_BACK_SECONDS
+                ):
+                    group.timed_out = True
+                    with native_call():
+                        self._on_silent(
+                            f"a collective has waited longer than hang_limit = {self._hang_limit:g} s, as the wall "
+                            f"clock was set back by {began.set_back():.0f} s"
+                        )
+
+    def _act(self, has_ended: bool, gave_up: str | None) -> None:
+        """Ends what this member waits for, as the watch has ended."""
         if self.silent:
             if has_ended:
                 self._reach.ended.add(self.silent[0])

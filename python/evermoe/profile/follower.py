@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from evermoe.native_calls import native_call
 from evermoe.profile.clocks import Event
 
 CLOSE_SECONDS = 5.0
@@ -67,7 +68,7 @@ class StreamFollower:
         _wait_beside_captures()
         while (each := self._reached.get()) is not None:
             event, tell = each
-            with suppress(RuntimeError):  # the GPU has failed: who computes on it is told
+            with native_call(), suppress(RuntimeError):  # the GPU has failed: who computes on it is told
                 if event is not None:
                     event.synchronize()
                 tell(time.perf_counter_ns())

@@ -113,7 +113,8 @@ class Recovery:
 
         Raises:
             PeerLost: another member was lost meanwhile, or what it told is damaged; nothing has changed here.
-            UnitsMissing: some units are nowhere, and all members are still patient; the same on all members.
+            UnitsMissing: some units are nowhere, and all members are still patient or one knows of holders that live;
+                the same on all members.
             LostExperts: some units survive nowhere.
         """
         self._phase = phase
@@ -122,7 +123,9 @@ class Recovery:
             holdings = usable(inventories, self._refused)
             plan, may_lag = self._find_version(holdings)
             self._note_reached(plan, inventories, holdings)
-            if plan.version is None and all(inventory.standing.patient for inventory in inventories):
+            standings = [inventory.standing for inventory in inventories]
+            is_patient = all(each.patient for each in standings) or any(each.awaits_living for each in standings)
+            if plan.version is None and is_patient:
                 raise UnitsMissing(f"{len(plan.lost)} units are in no member's memory: {', '.join(plan.lost[:4])}")
             on_disk = newest_checkpoint(inventories)
             if on_disk is not None and on_disk > (plan.version if plan.version is not None else -1):

@@ -63,6 +63,8 @@ class Standing:
     """Whether it has seen a member that had taken steps of the job: such a job is never started again from step 0."""
     patient: bool = False
     """Whether it would still wait for others when units are missing (`UnitsMissing`), and not give them up."""
+    awaits_living: bool = False
+    """Whether it knows of holders that live, and would still wait for these."""
     boosts: dict[str, list[float]] = field(default_factory=dict)
     """Factors of the load of experts that have lost tokens, by layer."""
     lagging: Lagging = "never"
@@ -170,6 +172,7 @@ _STANDING: dict[str, Callable[[Any], bool]] = {
     "established": lambda value: _are(bool, [value]),
     "saw_progress": lambda value: _are(bool, [value]),
     "patient": lambda value: _are(bool, [value]),
+    "awaits_living": lambda value: _are(bool, [value]),
     "boosts": lambda value: _are_by_name(float, value),
     "lagging": lambda value: value in get_args(Lagging),
     "committed": lambda value: _are(int, [value]),

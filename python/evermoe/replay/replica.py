@@ -35,6 +35,7 @@ from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, digest
 from evermoe.errors import ReplicaBehind
+from evermoe.native_calls import native_call
 from evermoe.replay.part import Part, parts_of
 from evermoe.replay.repeater import Damage, Repeater, batch_steps
 from evermoe.state.unit import Unit, digests_of
@@ -374,5 +375,5 @@ class Replica(AbstractContextManager["Replica"]):
                 del self._work[index]
             newest = self._log.newest(index)
             if newest is not None:
-                with self._parts[index].lock:
+                with native_call(), self._parts[index].lock:
                     self._repeater.apply_locked(index, newest - self._kept_steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
@@ -32,6 +31,7 @@ from evermoe.train.commands import Driver, Event
 from evermoe.train.loop_restore import LoopRestore
 from evermoe.train.lost_members import LostMembers
 from evermoe.train.measures import StepMeasures
+from evermoe.train.missing_units import MissingUnits
 from evermoe.train.owners import DenseExchange
 from evermoe.train.same_run import MemoryClaim, SameRun
 from evermoe.train.script import Script
@@ -39,9 +39,6 @@ from evermoe.train.standby import Standby
 from evermoe.train.step_calls import StepCalls
 
 logger = logging.getLogger(__name__)
-
-PAUSE_SECONDS = 0.2
-"""Time between two looks for units that are missing."""
 
 
 class Parts(NamedTuple):
@@ -104,8 +101,10 @@ class RecoveryDriver(Driver):
         self._before: int | None = None
         """Version before the recovery that is under way; None if that was of no running job."""
         self._was_established = False
-        self._missing_since = math.inf
-        """Time since which some units are in no member's memory; infinite when none are missing."""
+        self._missing = MissingUnits(self._membership, self._config)
+        """The wait for units that are in no member's memory."""
+        self._is_paused = False
+        """Whether members agree again because of these."""
         self._unrecoverable: LostExperts | None = None
 
     def saved_generation(self) -> int:
@@ -134,6 +133,10 @@ class RecoveryDriver(Driver):
 
     def _begin_report(self, reason: str) -> None:
         self.has_step = False
+        if self._missing.are_awaited and self._is_paused:  # the same loss, and the same recovery
+            self._is_paused = False
+            self._clock.enter("agree")
+            return
         self._report = RecoveryReport(time.time(), reason=reason)
         self._clock = PhaseClock(self._report.seconds, self._emit)
         if self._group.broken:
@@ -187,15 +190,16 @@ class RecoveryDriver(Driver):
         self._before = version if established and self._trains else None
         self._was_established = established
         known = self._early.take()
+        self._missing.look()
         recovery = self._recovery(version, established=established, saw_progress=saw_progress, known=known)
         self._forget_step()
         try:
             report.outcome = recovery.run(self._clock.enter)
         except UnitsMissing:
-            self._missing_since = min(self._missing_since, time.monotonic())
+            self._missing.found()
             return {"event": "missing"}
         except LostExperts as lost:
-            self._unrecoverable = lost
+            self._unrecoverable = self._missing.explained(lost)
             return {"event": "unrecoverable"}
         if self._trains:
             progress = self._state.loop.load()
@@ -230,7 +234,8 @@ class RecoveryDriver(Driver):
     def pause(self) -> None:
         """Waits a little: nothing tells that a holder has come back, so agree again and see."""
         self.waiting()
-        time.sleep(PAUSE_SECONDS)
+        self._is_paused = True
+        self._missing.wait()
 
     def count_losses(self, version: int) -> Event:
         """Counts the tokens that stale experts have lost."""
@@ -260,7 +265,8 @@ class RecoveryDriver(Driver):
 
     def resume(self, version: int) -> None:
         """Ends a recovery: reports it."""
-        report, self._missing_since = self._report_now(), math.inf
+        report = self._report_now()
+        self._missing.over()
         step = step_of(version)
         if self._protection.first.is_arriving:  # the next vote says that these steps are committed
             self._commit_events = {taken: event for taken, event in self._commit_events.items() if taken < step}
@@ -282,12 +288,13 @@ class RecoveryDriver(Driver):
     def _recovery(
         self, version: int, *, established: bool, saw_progress: bool, known: Mapping[str, int] | None = None
     ) -> Recovery:
-        membership, limit = self._membership, self._config.rejoin_limit
+        membership = self._membership
         standing = Standing(
             version,
             established,
             saw_progress,
-            patient=limit > 0 and time.monotonic() < self._missing_since + limit,
+            patient=self._missing.is_patient,
+            awaits_living=self._missing.live,
             boosts=self._protection.ledger.boosted(),
             lagging=self._protection.lagging,
             committed=max(0, self.committed),

@@ -408,7 +408,7 @@ def test_memory_that_is_gone_before_new_copies_take_it_ends_no_job(start_job, sm
 
 
 def test_memory_that_is_too_small_at_the_start_is_said_at_once(start_job, small_disk):
-    job = start_job(2, preset="gemini", memory_dir=str(small_disk))
+    job = start_job(2, preset="gemini", memory_dir=str(small_disk), agree_limit=20.0)
     with small_memories(job, small_disk, "ab") as nodes:
         for node in nodes:
             subprocess.run(["mount", "-o", "remount,size=64k", node], check=True)

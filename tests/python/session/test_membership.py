@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 
@@ -151,15 +152,35 @@ def test_missing_units_are_waited_for(start_job):
         recovered = check_recovered(job.workers, each)
         assert (recovered["step"], recovered["members"], recovered["steps_lost"]) == (5, 3, 0)
     assert a.events("done")[0]["pid"] == a.pid
+    assert [len(each.events("lost")) for each in (a, c)] == [1, 1], "one loss is one event"
 
 
 def test_waiting_for_missing_units_has_an_end(start_job):
-    job = start_job(copies=1, rejoin_limit=1.0, **FEWEST)
+    """Members ask each other again meanwhile: after 0.2 s, 0.4 s, 0.8 s and so on."""
+    job = start_job(copies=1, rejoin_limit=3.0, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
     started = time.monotonic()
     assert [each.join(30) for each in workers] == [1, -9, 1]
     assert time.monotonic() - started < 30
     assert workers[0].events("failed")[0]["error"] == "LostExperts"
+    (lost,) = workers[0].events("lost")
+    again = [each for each in workers[0].events("phase", phase="rebuild") if each["time"] > lost["time"]]
+    assert 2 <= len(again) <= 5
+
+
+def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
+    """It lives: those of a process that has ended would count as lost."""
+    limit = 1.0
+    job = start_job(copies=1, rejoin_limit=limit, agree_limit=120.0, **FEWEST)
+    a, b, c = job.start_all({"b": [Fault("vote", 5, "stop")]})
+    for survivor in (a, c):
+        lost = survivor.wait_for("lost")
+        wait_until(lambda since=lost["time"]: time.time() > since + 4 * limit, "the limit is over")
+    assert f"their holders live: {b.name}-" in a.log()
+    b.signal(signal.SIGCONT)
+    assert [each.join() for each in (a, b, c)] == [0, 0, 0]
+    check_history(job.workers, away="b")
+    assert a.events("recovered")[-1]["steps_lost"] == 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from support.harness import SERVER, wait_until
+from support.harness import FEWEST, SERVER, wait_until
 from support.history import check_history
 from support.hosts import LIGHTHOUSE, Hosts, need_namespaces
 from support.worker import Fault
@@ -123,6 +123,26 @@ def test_split_that_the_lighthouse_does_not_see(start_hosts):
     job.open_gate(STEPS)
     assert [each.join() for each in workers.values()] == [0, 0, 0, 0]
     check_history(workers.values(), away="cd")
+
+
+def test_split_in_which_no_part_has_all_units(start_hosts):
+    """It lasts longer than members wait for holders that may have ended: these live, and the network comes back."""
+    limit = 1.0
+    hosts, job, workers = start_hosts("abcd", copies=2, rejoin_limit=limit, agree_limit=150.0, **FEWEST)
+    hosts.split("ab", "cd")
+    job.open_gate(STEPS)
+    for name in "ab":
+        lost = workers[name].wait_for("lost")
+        wait_until(lambda since=lost["time"]: time.time() > since + 5 * limit, "the limit is over")
+        assert "their holders live: " in workers[name].log()
+        assert len(workers[name].events("lost")) == 1
+    assert not any(each.events("commit", members=2) for each in workers.values())
+    heal(hosts, [workers["c"], workers["d"]])
+    assert [each.join() for each in workers.values()] == [0, 0, 0, 0]
+    check_history(workers.values())
+    for each in workers.values():
+        recovered = each.events("recovered")[-1]
+        assert (recovered["members"], recovered["steps_lost"]) == (4, 0)
 
 
 @pytest.mark.long

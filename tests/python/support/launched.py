@@ -36,7 +36,7 @@ def main(folder: Path, killed: str, dies_in: int) -> None:
         memory_dir=str(folder),
         local_every=1,
         join_every=1,
-        hang_limit=10,
+        hang_limit=30,
         rejoin_limit=2,
     )
     sizes, losses = [], {}

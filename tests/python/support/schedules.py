@@ -55,6 +55,7 @@ def plan(seed: int, *, unprivileged: bool = False) -> Schedule:
     preset = PRESET_NAMES[seed % len(PRESET_NAMES)]
     names = "abcde"[: draw.choice([4, 4, 5])]
     options: dict[str, Any] = {"preset": preset, "copies": 3, "hang_limit": HANG_LIMIT, "rejoin_limit": 3.0}
+    options["agree_limit"] = 30.0
     options["checkpoint_every"] = draw.choice([0, CHECKPOINT_EVERY])
     if preset in ("baft", "lazarus"):
         options["min_replicas"] = 3

@@ -1,0 +1,39 @@
+"""File descriptors that a member needs: where gloo gets none for a connection, it ends the process by SIGABRT."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from evermoe.errors import TooFewFiles
+from evermoe.options import count
+
+FEWEST = 64
+"""Descriptors of a member alone, besides those that its script has open: of its ports, of torchft and of recoveries."""
+EACH = 20
+"""For each other member: connections of gloo, of copies, and to its ports."""
+
+
+def reserve_open_files(members: int) -> None:
+    """Makes sure that this process may open the files and connections that a group needs.
+
+    Where its soft limit is too low, it is raised, as far as the hard limit allows.
+
+    Args:
+        members: of the group, this one included.
+
+    Raises:
+        TooFewFiles: the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_open = len(list(Path("/proc/self/fd").iterdir()))
+    needed = is_open + FEWEST + EACH * (members - 1)
+    if needed <= soft or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise TooFewFiles(
+            f"this process may open {hard} files, and a job of {count(members, 'member')} needs {needed}: {is_open} "
+            f"are open, and {FEWEST} are needed for a member and {EACH} for each other one. Raise the limit (ulimit "
+            "-Hn, LimitNOFILE of systemd, --ulimit nofile of docker)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

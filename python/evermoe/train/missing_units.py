@@ -1,0 +1,123 @@
+"""How long members wait for units that are in no member's memory.
+
+Their holders may be on their way back: a process that has ended is started again by its launcher, within
+`rejoin_limit`. A holder that lives, and cannot be reached, is waited for longer, up to `agree_limit`: a cut heals, and
+nothing is lost then. Three things tell that it lives:
+
+* the Lighthouse has named it lately, with members that it cannot reach;
+* its host connects to its door, though it does not answer: it is stopped;
+* it answers at its door, and stays away from the group.
+
+Members agree again meanwhile, as nothing else tells that a holder has come back: at first soon, then less often.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from evermoe.comm.membership import Membership
+from evermoe.comm.membership_options import MembershipOptions
+from evermoe.comm.reach import CUT_OFF_SECONDS, REACH_SECONDS, what_is_left
+from evermoe.errors import LostExperts
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
+"""Seconds between two agreements: each pause is twice the one before. A member that the others cannot reach comes to
+the Lighthouse from time to time. It waits for the others by the Lighthouse's join limit, which is longer."""
+
+
+class MissingUnits:
+    """Waits for units, as long as the options say and their holders live.
+
+    Args:
+        membership: knows who is there.
+        options: limits.
+    """
+
+    def __init__(self, membership: Membership, options: MembershipOptions) -> None:
+        self._membership, self._options = membership, options
+        self._since = math.inf
+        """Time since which some units are missing; infinite when none are."""
+        self._pause = FIRST_PAUSE
+        self._group: dict[str, Mapping[str, Any]] = {}
+        """What the members of the latest group that trained have told, by id."""
+        self._living: dict[str, str] = {}
+        """Of these, those that are not here and live: why they are not, by id."""
+        self._connected: dict[str, float] = {}
+        """When hosts last connected to the doors of those that are not here, by id."""
+        self._has_said = False
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether members agree again and again, as some units are missing."""
+        return self._since < math.inf
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether this member would still wait for holders that may have ended."""
+        limit = self._options.rejoin_limit
+        return limit > 0 and time.monotonic() < self._since + limit
+
+    @property
+    def live(self) -> bool:
+        """Whether this member knows of holders that live, and would still wait for them."""
+        is_in_time = time.monotonic() < self._since + self._options.agree_limit
+        return self._options.rejoin_limit > 0 and is_in_time and bool(self._living)
+
+    def look(self) -> None:
+        """A recovery begins: finds out which members of the latest group live, if they are not here and are missed."""
+        if not self.are_awaited:
+            return
+        here, reach, now = self._membership.members, self._membership.reach, time.monotonic()
+        absent = {member: about["door"] for member, about in self._group.items() if member not in here}
+        left = what_is_left(absent, REACH_SECONDS)
+        self._connected |= {member: now for member, kind in left.items() if kind == "hung"}
+        self._living = {}
+        for member in (each for each in absent if left[each] != "process"):
+            if now < self._connected.get(member, -math.inf) + CUT_OFF_SECONDS:
+                self._living[member] = "its process is stopped, or does not take part"
+            elif reach.is_cut_off(member):
+                self._living[member] = "the network between them is cut"
+
+    def found(self) -> None:
+        """Some units are in no member's memory, and this member waits for them."""
+        if not self.are_awaited:
+            self._since = time.monotonic()
+        if self._living and not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "some units are in no member's memory, but their holders live: %s. Waiting for them, up to "
+                "agree_limit = %g s",
+                self._names(),
+                self._options.agree_limit,
+            )
+
+    def wait(self) -> None:
+        """Waits before the members agree again."""
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, LAST_PAUSE)
+
+    def over(self) -> None:
+        """All units are there, and the members train."""
+        self._since, self._pause, self._has_said = math.inf, FIRST_PAUSE, False
+        self._group, self._living, self._connected = dict(self._membership.members), {}, {}
+
+    def explained(self, lost: LostExperts) -> LostExperts:
+        """The error of a wait in vain; where holders live, it says so."""
+        if not self._living:
+            return lost
+        return LostExperts(
+            f"{lost} These members live and were waited for, for agree_limit = {self._options.agree_limit:g} s: "
+            f"{self._names()}. Mend the network or continue their processes, then start the job again",
+            lost.units,
+        )
+
+    def _names(self) -> str:
+        return ", ".join(
+            f"{member} at {self._group[member]['door']} ({why})" for member, why in sorted(self._living.items())
+        )

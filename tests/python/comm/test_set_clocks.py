@@ -1,0 +1,84 @@
+"""A wall clock that is set while members wait: gloo's waits follow it, those of a session do not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from evermoe import PeerLost
+from evermoe.comm import waits as waits_module
+from evermoe.comm.group import Group
+from evermoe.comm.reach import LOOPBACK, Place, Reach
+from evermoe.comm.waits import Wait
+from evermoe.comm.watch import Watch
+from support.harness import PATIENCE
+from support.ranks import members, run_ranks
+
+HOUR = 3600.0
+
+
+def waits_for_an_absent_rank(group, folder):
+    """Seconds until a collective ends that gloo would end in an hour, as the clock was set back by that."""
+    found, _ = members(group, folder, HOUR)
+    result = None
+    if group.rank == 0:
+        unused, offset = Group(), [0.0]
+        unused.drop("there are no replica nodes")
+        here, there = (Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
+        watch = Watch(
+            here, [found, unused], heartbeat_limit=HOUR, hang_limit=1.0, on_silent=found.drop, on_left_out=lambda: None
+        )
+        watch.begin(7, {"b": there.address}, 0)
+        wall = time.time
+        waits_module.time = SimpleNamespace(monotonic=time.monotonic, time=lambda: wall() - offset[0])
+        threading.Timer(0.2, lambda: offset.__setitem__(0, HOUR)).start()
+        began = time.monotonic()
+        with pytest.raises(PeerLost):
+            found.all_reduce(torch.zeros(1))
+        result = time.monotonic() - began, found.timed_out, found.broken
+        watch.end()
+    group.all_reduce(torch.zeros(1))
+    return result
+
+
+def gives_up_early(group, folder):
+    """Whether members count as late where gloo gives up long before the limit, as the clock was set forward."""
+    found, _ = members(group, folder, 0.2)
+    found._timeout = timedelta(seconds=HOUR)
+    if group.rank == 0:
+        with pytest.raises(PeerLost, match=r"(?i)timed out"):
+            found.all_reduce(torch.zeros(1))
+    group.all_reduce(torch.zeros(1))
+    return found.timed_out
+
+
+def test_a_collective_ends_in_time_though_the_clock_was_set_back(tmp_path):
+    seconds, timed_out, why = run_ranks(tmp_path, 2, waits_for_an_absent_rank, str(tmp_path))[0]
+    assert 1.0 <= seconds < PATIENCE / 2
+    assert timed_out
+    assert "the wall clock was set back by 3600 s" in why
+
+
+def test_nobody_is_late_where_the_clock_was_set_forward(tmp_path):
+    assert run_ranks(tmp_path, 2, gives_up_early, str(tmp_path)) == [False, False]
+
+
+class SetBack:
+    """A message that gloo waits for as long as the clock was set back, and longer."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def wait(self, limit: timedelta) -> None:
+        self.may_end.wait(limit.total_seconds() + HOUR)
+
+
+def test_a_message_is_given_up_in_time_though_the_clock_was_set_back():
+    work = SetBack()
+    assert "the wall clock was set back" in (Wait(work).run(timedelta(seconds=0.1)) or "")
+    work.may_end.set()
