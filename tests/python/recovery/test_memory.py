@@ -242,7 +242,7 @@ def test_new_job_goes_on_from_the_checkpoint_of_an_earlier_one(start_job, tmp_pa
 def test_units_lost_everywhere_are_named_and_end_the_job(start_job):
     job = start_job(copies=1, **FEWEST)
     workers = a, b, c = job.start_all({"b": [Fault("vote", 5)]})
-    assert [each.join(20) for each in workers] == [1, -9, 1]
+    assert [each.join() for each in workers] == [1, -9, 1]
     mine = b.events("copy")[0]["digests"].keys()
     others = a.events("copy")[0]["digests"].keys() | c.events("copy")[0]["digests"].keys()
     for survivor in (a, c):
@@ -271,7 +271,7 @@ def test_exception_on_all_workers_keeps_their_memory_for_a_restart(start_job, po
 def test_lost_units_can_still_come_back_with_their_node(start_job):
     job = start_job(copies=1, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
-    assert [each.join(20) for each in workers] == [1, -9, 1]
+    assert [each.join() for each in workers] == [1, -9, 1]
     again = job.start_all({})
     assert [each.join() for each in again] == [0, 0, 0]
     for each in again:
