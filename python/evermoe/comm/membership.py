@@ -55,9 +55,6 @@ class Membership:
         device: device of the tensors that `trainer_group` takes.
         rank_key: ranks follow the order of these, then of the members' ids.
         has_side_group: whether those that train need `side_group`.
-
-    Raises:
-        TooFewFiles: this process may not open as many connections as the members need.
     """
 
     _meeting: str | None = None

@@ -75,7 +75,7 @@ class Session:
     Raises:
         ValueError: an option is wrong, or another job runs in checkpoint_dir. UnsupportedState: the optimizer's state
             cannot be divided into units, or a part of the model is deferred and another is not. OSError: checkpoint_dir
-            cannot be written to.
+            cannot be written to. TooFewFiles: this process may not open as many connections as `members` need.
     """
 
     def __init__(
