@@ -2,6 +2,7 @@
 
 mod adamw;
 mod arena;
+mod arrange;
 mod balanced;
 mod chunks;
 mod common;
@@ -11,6 +12,7 @@ mod dominance;
 mod durable;
 mod holders;
 mod layering;
+mod load_aware;
 mod migrate;
 mod placement;
 mod protection;

@@ -1,7 +1,7 @@
 //! Selection of experts, the ledger of tokens, sharding: what must hold for all inputs, and everything on small sizes.
 
 use super::common::all;
-use evermoe::selection::{Part, Selection, TokenLedger, budget, load_aware, sequential, shard_modules};
+use evermoe::selection::{Part, Selection, TokenLedger, budget, sequential, shard_modules};
 use proptest::prelude::*;
 
 fn size(selection: &Selection) -> usize {
@@ -67,144 +67,6 @@ fn sequential_takes_numbers_of_any_size() {
     assert!(sequential(2, 2, 0, 0).unwrap_err().to_string().starts_with("experts_per_layer"));
 }
 
-// ---- load-aware ----
-
-/// Turn by turn from the text: who is next takes its heaviest expert, while there is capacity and somebody wants one.
-fn dealt(tokens: &[i64], [layers, experts]: [usize; 2], capacity: usize, checkpoint: u64) -> Selection {
-    let mut left = tokens.to_vec();
-    let mut chosen = vec![Vec::new(); layers];
-    let mut layer = (checkpoint as usize * capacity.min(tokens.len())) % layers;
-    let mut taken = 0;
-    while taken < capacity && left.iter().any(|&count| count > 0) {
-        let row = &mut left[layer * experts..(layer + 1) * experts];
-        let expert = heaviest(row, 1)[0];
-        if row[expert] > 0 {
-            row[expert] = 0;
-            chosen[layer].push(expert);
-            taken += 1;
-        }
-        layer = (layer + 1) % layers;
-    }
-    chosen.iter_mut().for_each(|chosen| chosen.sort_unstable());
-    chosen
-}
-
-#[test]
-fn load_aware_is_the_text_on_all_small_sizes() {
-    for shape in [[1, 4], [2, 3], [3, 2]] {
-        for tokens in all(shape[0] * shape[1], 2) {
-            for (capacity, checkpoint) in (0..8).flat_map(|capacity| [0, 1, 5].map(|t| (capacity, t))) {
-                let chosen = load_aware(&tokens, None, shape, capacity as u64, checkpoint).unwrap();
-                check_choice(&chosen, &tokens, shape, capacity);
-                assert_eq!(chosen, dealt(&tokens, shape, capacity, checkpoint), "{capacity} of {tokens:?}");
-            }
-        }
-    }
-}
-
-/// Runs a trace with a checkpoint after every step and returns the ledger and the longest anyone ever waited.
-fn run(
-    trace: &[Vec<i64>],
-    shape: [usize; 2],
-    select: impl Fn(&TokenLedger) -> Selection,
-) -> (TokenLedger, i64) {
-    let mut ledger = TokenLedger::new(shape[0], shape[1], 1, 1.0).unwrap();
-    let mut longest = 0;
-    for counts in trace {
-        ledger.add(counts).unwrap();
-        ledger.copied(&select(&ledger)).unwrap();
-        longest = longest.max(*ledger.waiting().iter().max().unwrap());
-    }
-    (ledger, longest)
-}
-
-fn ours(ledger: &TokenLedger, capacity: usize) -> Selection {
-    let (tokens, shape) = (ledger.at_risk(), ledger.shape());
-    let chosen =
-        load_aware(tokens, Some(ledger.waiting()), shape, capacity as u64, ledger.checkpoint()).unwrap();
-    check_choice(&chosen, tokens, shape, capacity);
-    chosen
-}
-
-/// Shapes, a capacity, and a trace in which few experts are hot and many get a token now and then.
-fn trace() -> impl Strategy<Value = ([usize; 2], usize, Vec<Vec<i64>>)> {
-    (1_usize..5, 1_usize..8).prop_flat_map(|(layers, experts)| {
-        let counts = prop_oneof![6 => Just(0), 2 => 1_i64..3, 1 => 100_i64..2000];
-        let steps = prop::collection::vec(prop::collection::vec(counts, layers * experts), 1..60);
-        (Just([layers, experts]), 1..=layers * experts, steps)
-    })
-}
-
-proptest! {
-    #[test]
-    fn nobody_waits_longer_than_the_bound((shape, capacity, trace) in trace()) {
-        let bound = 3 * (shape[0] * shape[1]).div_ceil(capacity) as i64;
-        let (_, longest) = run(&trace, shape, |ledger| ours(ledger, capacity));
-        prop_assert!(longest < bound, "waited {longest}, bound {bound}");
-    }
-
-    #[test]
-    fn every_layer_gets_its_turns((shape, capacity, trace) in trace()) {
-        let [layers, experts] = shape;
-        run(&trace, shape, |ledger| {
-            let chosen = ours(ledger, capacity);
-            for (row, chosen) in ledger.at_risk().chunks(experts).zip(&chosen) {
-                let dirty = row.iter().filter(|&&count| count > 0).count();
-                assert!(chosen.len() >= dirty.min(capacity / layers), "{chosen:?} of {row:?}");
-            }
-            chosen
-        });
-    }
-}
-
-/// Algorithm 1 as printed, as we read it: layers in a fixed order take their experts, most unsaved tokens first, from
-/// one shared capacity until it is gone.
-fn as_printed(ledger: &TokenLedger, capacity: usize) -> Selection {
-    let mut left = capacity;
-    let layer = |row: &[i64]| {
-        let count = row.iter().filter(|&&count| count > 0).count().min(left);
-        left -= count;
-        heaviest(row, count)
-    };
-    let experts = ledger.shape()[1];
-    let mut rows: Vec<Vec<usize>> = ledger.at_risk().rchunks(experts).map(layer).collect();
-    rows.reverse();
-    rows
-}
-
-/// 4 layers of 8 experts; one hot expert a layer, whose place moves, and 1 to 7 tokens for each of the others.
-fn skewed(steps: i64) -> Vec<Vec<i64>> {
-    let count = |step: i64, cell: i64| match cell % 8 == (step / 20 + cell / 8) % 8 {
-        true => 500,
-        false => 1 + (step * 5 + cell * 3) % 7,
-    };
-    (0..steps).map(|step| (0..32).map(|cell| count(step, cell)).collect()).collect()
-}
-
-#[test]
-fn as_printed_starves_the_first_layers_and_ours_does_not() {
-    let capacity = 2 * 4; // K = 2 of 8 in 4 layers
-    let worst =
-        |ledger: &TokenLedger| ledger.starvation().iter().map(|layer| layer.steps).fold(0.0, f64::max);
-    let (printed, printed_wait) = run(&skewed(100), [4, 8], |ledger| as_printed(ledger, capacity));
-    let (mended, mended_wait) = run(&skewed(100), [4, 8], |ledger| ours(ledger, capacity));
-    assert_eq!(printed_wait, 100, "the first layer is never copied");
-    assert_eq!(printed.starvation()[0].steps, 100.0);
-    assert!(mended_wait < 12, "bound 3·⌈8/2⌉ = 12, got {mended_wait}");
-    assert!(worst(&mended) < 1.0, "all that is at risk is less than a step: {:?}", mended.starvation());
-    assert!(mended.plt_at_risk().iter().sum::<f64>() < printed.plt_at_risk().iter().sum::<f64>() / 50.0);
-}
-
-#[test]
-fn load_alone_starves_a_cold_expert_and_age_does_not() {
-    // Expert 3 gets one token in the first step; the other three ten in every step.
-    let trace: Vec<Vec<i64>> = (0..40).map(|step| vec![10, 10, 10, i64::from(step == 0)]).collect();
-    let blind =
-        |ledger: &TokenLedger| load_aware(ledger.at_risk(), None, [1, 4], 1, ledger.checkpoint()).unwrap();
-    assert_eq!(run(&trace, [1, 4], blind).1, 40);
-    assert!(run(&trace, [1, 4], |ledger| ours(ledger, 1)).1 < 12);
-}
-
 // ---- budget ----
 
 /// Experts of each layer, in whole numbers: a layer whose share reaches its room is full; then floors and remainders.
@@ -265,7 +127,6 @@ proptest! {
         capacity in 0_usize..30,
     ) {
         check_choice(&budget(&tokens, [4, 6], capacity as u64).unwrap(), &tokens, [4, 6], capacity);
-        check_choice(&load_aware(&tokens, None, [4, 6], capacity as u64, 3).unwrap(), &tokens, [4, 6], capacity);
     }
 }
 

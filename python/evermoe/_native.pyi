@@ -37,7 +37,7 @@ def arrange(
     ranks: Sequence[tuple[str, int, bool, float | None, float | None, int, tuple[float, float] | None, float | None]],
     copies: int,
     budget: float,
-) -> tuple[list[tuple[Literal["active", "replayed", "snapshot"], int, int, list[int]]], str]: ...
+) -> tuple[list[tuple[Literal["active", "replayed", "snapshot"], int, int, list[int], list[int]]], str]: ...
 
 # ---- simulation: src/python/simulate.rs ----
 
@@ -134,7 +134,11 @@ def format_manifest(version: int, step: int, layout: str, members: list[str], un
 
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
 def select_load_aware(
-    tokens: NDArray[np.int64], waiting: NDArray[np.int64] | None, capacity: int, checkpoint: int
+    tokens: NDArray[np.int64],
+    waiting: NDArray[np.int64] | None,
+    ranks: NDArray[np.int64] | None,
+    experts_per_layer: int,
+    checkpoint: int,
 ) -> list[list[int]]: ...
 def select_by_budget(tokens: NDArray[np.int64], capacity: int) -> list[list[int]]: ...
 def shard_modules(nbytes: list[int], expert_bytes: list[int], alignment: int) -> list[list[tuple[int, int, int]]]: ...

@@ -75,6 +75,13 @@ class CopyOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_replica_device()
+        most = self.choices.most_copies
+        if most is not None and self.copies > most:
+            others = ", ".join(name for name, preset in PRESETS.items() if preset.most_copies is None)
+            raise ValueError(
+                f"expected copies to be at most {most} with the preset {self.preset}, got {self.copies}: it copies an "
+                f"expert to its own node's memory and to checkpoint_dir, not to other nodes; use one of {others}"
+            )
         if (self.experts_per_save or 0) > (self.experts_per_snapshot or math.inf):
             raise ValueError(
                 f"experts_per_save: expected at most experts_per_snapshot, {self.experts_per_snapshot}, got "

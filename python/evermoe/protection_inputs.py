@@ -146,7 +146,7 @@ def has_room(
         directory: of the arenas.
     """
     nodes, rank, sizes = membership.nodes, membership.everyone.rank, dict(state.catalog.sizes())
-    found, local = planned_bundles(assignment, nodes, membership.domains, options)
+    found, local = planned_bundles(assignment, options)
     arenas = room_for([*found, *local], rank, sizes, directory)
     if arenas.nbytes > arenas.free // nodes.count(nodes[rank]):
         return False
@@ -195,7 +195,7 @@ def expected_arenas(
     ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
     plan = plan_protection(options.preset, infos, ranks, copies=options.copies, budget=options.copy_budget)
     assignment = Assignment(plan, active, 0, "", copies_are_late(plan, options), NO_COPIES)
-    planned = [each for part in planned_bundles(assignment, nodes, [""] * len(nodes), options) for each in part]
+    planned = [each for part in planned_bundles(assignment, options) for each in part]
     sizes = dict(state.catalog.sizes())
     return max((arena_sizes(planned, rank, sizes) for rank in range(len(nodes))), key=sum)
 

@@ -1,6 +1,8 @@
 //! What a session asks of placements beside the planners: slots, rows that stay, and whether moving is worth it.
 
 use super::migrate::moves;
+use super::place::MOST_REPLICAS;
+use crate::ensure;
 use crate::error::Result;
 
 /// A new placement must lower the busiest rank of a layer by this part of the mean load.
@@ -13,27 +15,45 @@ const REBALANCE_GAIN: f64 = 0.1;
 ///
 /// ```
 /// use evermoe::placement::session_slots;
-/// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 1), 3);
-/// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 2), 4);
+/// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 1)?, 3);
+/// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 2)?, 4);
+/// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
 /// Without ranks it is 0.
-pub fn session_slots(experts: usize, domain_sizes: &[usize], slots: Option<usize>, replicas: usize) -> usize {
-    let ranks: usize = domain_sizes.iter().sum();
+///
+/// # Errors
+/// [`Error::Invalid`](crate::error::Error::Invalid) for more experts, ranks or slots than [`place`](super::place) has
+/// room for.
+pub fn session_slots(
+    experts: usize,
+    domain_sizes: &[usize],
+    slots: Option<usize>,
+    replicas: usize,
+) -> Result<usize> {
+    let ranks = domain_sizes.iter().fold(0_usize, |sum, &size| sum.saturating_add(size));
+    for (name, number) in [("experts", experts), ("domain_sizes", ranks), ("slots", slots.unwrap_or(0))] {
+        ensure!(number <= MOST_REPLICAS, "{name}: expected at most 2^24 in all, got {number}");
+    }
     if ranks == 0 {
-        return 0;
+        return Ok(0);
     }
     let fewest = experts.div_ceil(ranks);
     if let Some(slots) = slots {
-        return fewest.max(slots);
+        return Ok(fewest.max(slots));
     }
-    let mut chosen = (fewest + 1).max(experts.saturating_mul(replicas.min(ranks)).div_ceil(ranks));
+    let at_least = (fewest + 1).max((experts * replicas.min(ranks)).div_ceil(ranks));
     let domains = domain_sizes.iter().filter(|&&size| size > 0).count();
-    let wanted = experts.saturating_mul(replicas.min(domains));
-    while domain_sizes.iter().map(|size| experts.min(chosen * size)).sum::<usize>() < wanted {
-        chosen += 1;
+    let wanted = experts * replicas.min(domains);
+    let is_enough =
+        |slots: usize| domain_sizes.iter().map(|&size| experts.min(slots * size)).sum::<usize>() >= wanted;
+    // With a slot for each expert every domain has all of them.
+    let (mut few, mut enough) = (at_least, at_least.max(experts));
+    while few < enough {
+        let middle = few.midpoint(enough);
+        if is_enough(middle) { enough = middle } else { few = middle + 1 }
     }
-    chosen
+    Ok(enough)
 }
 
 /// A layer's placement with its rows given to ranks so that the fewest bytes come from peers.

@@ -16,6 +16,8 @@ use std::str::FromStr;
 
 /// (node, expert) pairs of a placement: half a gigabyte of table.
 const MOST_CELLS: usize = 1 << 26;
+/// Replicas of a placement.
+pub(super) const MOST_REPLICAS: usize = 1 << 24;
 
 /// Policy by which experts are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -188,7 +190,7 @@ fn check(request: &Request<'_>) -> Result<()> {
         ensure!(false, "replicas: expert {expert} has {}; expected 1 or more", replicas[expert]);
     }
     let places = nodes.saturating_mul(slots);
-    ensure!(places <= 1 << 24, "slots: {nodes} nodes × {slots} slots are more than 2^24 replicas");
+    ensure!(places <= MOST_REPLICAS, "slots: {nodes} nodes × {slots} slots are more than 2^24 replicas");
     ensure!(
         nodes.saturating_mul(experts) <= MOST_CELLS,
         "nodes: {nodes} nodes × {experts} experts are more than 2^26; plan fewer layers or nodes at a time"

@@ -36,7 +36,7 @@ pub enum Copying {
     Chosen,
     /// Snapshots of all units to peers (`gemini`).
     Everything,
-    /// Snapshots of all units to the node before (`baft`).
+    /// Snapshots of all units to the nodes before (`baft`).
     ToPrevious,
     /// Replayed copies of what too few nodes train (`moetion`).
     Uncovered,
@@ -91,11 +91,18 @@ pub struct Kept {
     pub primary: usize,
     /// Ranks that keep copies; of snapshots the primary keeps its own, too, without it.
     pub holders: Vec<usize>,
+    /// Ranks that train the unit and keep snapshots of it in the memory of their own nodes: on `copies` nodes, if as many
+    /// train it. None where `holders` keep snapshots.
+    pub own: Vec<usize>,
 }
 
 impl Kept {
     fn active(primary: usize) -> Self {
-        Self { kind: CopyKind::Active, primary, holders: Vec::new() }
+        Self { kind: CopyKind::Active, primary, holders: Vec::new(), own: Vec::new() }
+    }
+
+    fn snapshot(primary: usize, holders: Vec<usize>) -> Self {
+        Self { kind: CopyKind::Snapshot { period: 1 }, primary, holders, own: Vec::new() }
     }
 }
 
@@ -131,7 +138,8 @@ pub struct SessionRequest<'a> {
 ///
 /// Copies go to replica nodes where there are some. Of `auto`, units whose gradients do not fit into the logs of their
 /// holders get snapshots of each step instead; and what one node alone has, and the rest cannot go on without, gets
-/// snapshots of each step whatever they cost.
+/// snapshots of each step whatever they cost. What several nodes train has snapshots in the memory of `copies` of them,
+/// so that a crash of all processes and the loss of fewer nodes leave one; each makes its own, and nothing is sent.
 ///
 /// ```
 /// use evermoe::protection::{CopyKind, Copying, SessionRank, SessionRequest, SessionUnit, arrange};
@@ -152,6 +160,7 @@ pub struct SessionRequest<'a> {
 /// assert_eq!(found.units[0].kind, CopyKind::Replayed);
 /// assert_eq!((&found.units[0].holders[..], &found.units[1].holders[..]), (&[1][..], &[0][..]));
 /// assert_eq!(found.units[2].kind, CopyKind::Active);
+/// assert_eq!((&found.units[0].own[..], &found.units[2].own[..]), (&[0][..], &[0, 1][..]));
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
@@ -169,6 +178,11 @@ pub fn arrange(request: &SessionRequest<'_>) -> Result<Arrangement> {
     request.use_replica_nodes(&mut found);
     if request.copying == Copying::Chosen {
         request.keep_within_logs(&mut found);
+    }
+    for (unit, kept) in request.units.iter().zip(&mut found.units) {
+        if !matches!(kept.kind, CopyKind::Snapshot { .. }) {
+            kept.own = request.own_keepers(kept.primary, &unit.active);
+        }
     }
     Ok(found)
 }
@@ -207,17 +221,14 @@ impl SessionRequest<'_> {
         let nodes: Vec<&str> = self.ranks.iter().map(|rank| rank.node.as_str()).collect();
         let primaries = self.primaries()?;
         let holders: Vec<Vec<usize>> = if self.copying == Copying::ToPrevious {
-            let previous = copy_holders(&nodes, 2, CopyPolicy::Previous)?;
+            let previous = copy_holders(&nodes, self.copies, CopyPolicy::Previous)?;
             primaries.iter().map(|&rank| previous[rank].clone()).collect()
         } else {
             unit_copy_holders(&primaries, &self.active(), &nodes, self.copies)?
         };
-        let kept = primaries.into_iter().zip(holders).map(|(primary, holders)| Kept {
-            kind: CopyKind::Snapshot { period: 1 },
-            primary,
-            holders: holders[1..].to_vec(),
-        });
-        let units: Vec<Kept> = kept.collect();
+        let kept = primaries.into_iter().zip(holders);
+        let units: Vec<Kept> =
+            kept.map(|(primary, holders)| Kept::snapshot(primary, holders[1..].to_vec())).collect();
         let sent =
             self.units.iter().zip(&units).map(|(unit, kept)| unit.state_bytes * kept.holders.len() as u64);
         let (megabytes, count) = (sent.sum::<u64>() as f64 / 1e6, units.len());
@@ -247,7 +258,7 @@ impl SessionRequest<'_> {
             }
             let is_replayed = unit.replayable || unit.may_lag;
             let kind = if is_replayed { CopyKind::Replayed } else { CopyKind::Snapshot { period: 1 } };
-            Kept { kind, primary, holders }
+            Kept { kind, holders, ..Kept::active(primary) }
         });
         let units: Vec<Kept> = kept.collect();
         let is_chosen =
@@ -289,8 +300,8 @@ impl SessionRequest<'_> {
             },
             kind => Kept {
                 kind,
-                primary: choice.sender,
                 holders: choice.holders.iter().map(|holder| holder.node).collect(),
+                ..Kept::active(choice.sender)
             },
         });
         let mut found = Arrangement {
@@ -304,8 +315,10 @@ impl SessionRequest<'_> {
 
     fn copy_nodes(&self, domains: &[usize], primaries: &[usize]) -> Vec<CopyNode> {
         let mut own = vec![0; self.ranks.len()];
-        for (unit, &rank) in self.units.iter().zip(primaries) {
-            own[rank] += OWN_VERSIONS * unit.state_bytes;
+        for (unit, &primary) in self.units.iter().zip(primaries) {
+            for rank in self.own_keepers(primary, &unit.active) {
+                own[rank] += OWN_VERSIONS * unit.state_bytes;
+            }
         }
         let step_seconds = self.step_seconds();
         let node = |((&domain, rank), own): ((&usize, &SessionRank), u64)| CopyNode {
@@ -348,7 +361,7 @@ impl SessionRequest<'_> {
             let is_alone = !unit.may_lag && distinct(unit.active.iter().map(|&rank| domains[rank])) == 1;
             if is_alone && (kept.holders.is_empty() || kept.kind.period() > 1) {
                 let (primary, others) = (holders[0], holders[1..].to_vec());
-                *kept = Kept { kind: CopyKind::Snapshot { period: 1 }, primary, holders: others };
+                *kept = Kept::snapshot(primary, others);
                 number += 1;
             }
         }
@@ -359,32 +372,52 @@ impl SessionRequest<'_> {
         Ok(())
     }
 
-    /// Copies go to replica nodes where there are some: evenly, and to others if one would be the sender's own node.
+    /// Copies go to replica nodes where there are some, evenly; the other holders keep the rest of them. Each is on another
+    /// domain than those that train the unit or have a copy already, as far as there are enough.
     fn use_replica_nodes(&self, found: &mut Arrangement) {
-        let mut load: Vec<(u64, usize)> = self
-            .ranks
-            .iter()
-            .enumerate()
-            .filter(|(_, rank)| !rank.trains)
-            .map(|(rank, _)| (0, rank))
-            .collect();
+        let replicas = self.ranks.iter().enumerate().filter(|(_, rank)| !rank.trains);
+        let mut load: Vec<(u64, usize)> = replicas.map(|(rank, _)| (0, rank)).collect();
         if load.is_empty() {
             return;
         }
+        let domains = self.domains();
         for (unit, kept) in self.units.iter().zip(&mut found.units) {
             let count = kept.holders.len();
             load.sort_unstable();
-            let mut holders = Vec::with_capacity(count);
-            for (bytes, rank) in load.iter_mut().take(count) {
-                *bytes += unit.state_bytes;
-                holders.push(*rank);
+            let ranks = load.iter().map(|&(_, rank)| rank).chain(kept.holders.iter().copied());
+            let candidates: Vec<usize> = ranks.collect();
+            let mut covered: BTreeSet<usize> = unit.active.iter().map(|&rank| domains[rank]).collect();
+            let mut holders: Vec<usize> = Vec::with_capacity(count);
+            for is_fresh in [true, false] {
+                for &rank in &candidates {
+                    let is_free = holders.len() < count && !holders.contains(&rank);
+                    if is_free && covered.insert(domains[rank]) == is_fresh {
+                        holders.push(rank);
+                    }
+                }
             }
-            let others: Vec<usize> =
-                kept.holders.iter().copied().filter(|rank| !holders.contains(rank)).collect();
-            holders.extend(others);
-            holders.truncate(count);
+            for (bytes, rank) in &mut load {
+                *bytes += if holders.contains(rank) { unit.state_bytes } else { 0 };
+            }
             kept.holders = holders;
         }
+    }
+
+    /// Ranks that keep snapshots of what they train in the memory of their own nodes: on `copies` of the nodes that train
+    /// it, from the primary's on in a ring, so that all have as many bytes of what all train.
+    fn own_keepers(&self, primary: usize, active: &[usize]) -> Vec<usize> {
+        let node = |rank: usize| self.ranks[rank].node.as_str();
+        let mut ranks_of: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for &rank in active {
+            ranks_of.entry(node(rank)).or_default().push(rank);
+        }
+        let own =
+            ranks_of.get(node(primary)).and_then(|ranks| ranks.iter().position(|&rank| rank == primary));
+        let nodes: Vec<(&str, Vec<usize>)> = ranks_of.into_iter().collect();
+        let first = nodes.iter().position(|(name, _)| *name == node(primary));
+        let (Some(place), Some(first)) = (own, first) else { return Vec::new() };
+        let ring = nodes.iter().cycle().skip(first).take(self.copies.min(nodes.len()));
+        ring.map(|(_, ranks)| ranks[place % ranks.len()]).collect()
     }
 
     /// Snapshots of each step instead, of units whose gradients do not fit into the logs of their holders.

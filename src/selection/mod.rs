@@ -16,6 +16,7 @@ mod load_aware;
 mod owners;
 mod sequential;
 mod shard;
+mod shares;
 mod tokens;
 
 pub use budget::budget;

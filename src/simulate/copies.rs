@@ -12,6 +12,8 @@ pub(super) struct UnitCopies {
     pub(super) primary: usize,
     /// The nodes that keep copies.
     pub(super) holders: Vec<usize>,
+    /// The nodes that keep snapshots of what they train themselves.
+    pub(super) own: Vec<usize>,
     /// The version of a copy that follows when it is its turn; else the copies follow every step.
     pub(super) version: Option<u64>,
 }
@@ -39,6 +41,7 @@ impl Copies {
             kind: kept.kind,
             primary: nodes[kept.primary],
             holders: kept.holders.iter().map(|&rank| nodes[rank]).collect(),
+            own: kept.own.iter().map(|&rank| nodes[rank]).collect(),
             version: (takes_turns && unit < units.num_experts()).then_some(begun),
         });
         Self { units: copies.collect(), begun, steps: 1 }

@@ -6,6 +6,7 @@ use super::planners::Planners;
 use super::scenario::{PresetChoices, Scenario, Selecting};
 use super::units::Units;
 use crate::error::Result;
+use crate::placement::primaries;
 use crate::protection::CopyKind;
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
@@ -28,6 +29,8 @@ struct Stored {
 pub(super) struct Turns {
     selecting: Selecting,
     ledger: TokenLedger,
+    /// By expert, the node that saves it if it is chosen.
+    ranks: Vec<i64>,
     tokens_per_step: f64,
     save_every: u64,
     /// Bytes to peers in a step.
@@ -50,6 +53,7 @@ impl Turns {
         Ok(Self {
             selecting: preset.selection,
             ledger: TokenLedger::new(units.classes, experts, each, session.plt_limit)?,
+            ranks: Vec::new(),
             tokens_per_step: scenario.model.tokens_per_step as f64,
             save_every: session.save_every,
             budget: session.remote_bytes_per_step.unwrap_or((all / 8).max(expert_bytes)),
@@ -58,6 +62,14 @@ impl Turns {
             writing: None,
             followed: vec![false; units.num_experts()],
         })
+    }
+
+    /// Other ranks train the units from now on: `active`, by unit.
+    pub(super) fn replan(&mut self, active: &[Vec<usize>], ranks: usize, units: &Units) -> Result<()> {
+        let experts = &active[..units.num_experts()];
+        let savers = primaries(experts, &vec![1; experts.len()], ranks)?;
+        self.ranks = savers.into_iter().map(|rank| rank as i64).collect();
+        Ok(())
     }
 
     /// Versions of what is in the store, by unit.
@@ -110,11 +122,7 @@ impl Turns {
         if !step_of(version).is_multiple_of(self.save_every) || self.writing.is_some() {
             return Ok(None);
         }
-        let shape = self.ledger.shape();
-        let capacity = (self.ledger.experts_per_layer() * units.classes) as u64;
-        let ledger = &self.ledger;
-        let chosen =
-            planners.load_aware(ledger.at_risk(), ledger.waiting(), shape, capacity, ledger.checkpoint())?;
+        let chosen = planners.load_aware(&self.ledger, &self.ranks)?;
         self.ledger.copied(&chosen)?;
         let copied: Vec<usize> = flat(&chosen, units.experts).chain(units.dense()).collect();
         let store_bytes = copied.iter().map(|&unit| units.bytes[unit]).sum();

@@ -6,7 +6,7 @@ use crate::placement::{self, Placement};
 use crate::protection::{self, Arrangement, SessionRequest};
 use crate::recovery::{self, Holding, Plan};
 use crate::schedule;
-use crate::selection::{self, Selection};
+use crate::selection::{self, Selection, TokenLedger};
 
 /// (node, expert) pairs up to which the best split of tokens is found.
 const MOST_BALANCED: usize = 1 << 14;
@@ -119,15 +119,9 @@ pub trait Planners {
     ///
     /// # Errors
     /// Those of the planner.
-    fn load_aware(
-        &self,
-        tokens: &[i64],
-        waiting: &[i64],
-        shape: [usize; 2],
-        capacity: u64,
-        checkpoint: u64,
-    ) -> Result<Selection> {
-        selection::load_aware(tokens, Some(waiting), shape, capacity, checkpoint)
+    fn load_aware(&self, ledger: &TokenLedger, ranks: &[i64]) -> Result<Selection> {
+        let (tokens, waiting, each) = (ledger.at_risk(), ledger.waiting(), ledger.experts_per_layer());
+        selection::load_aware(tokens, Some(waiting), Some(ranks), ledger.shape(), each, ledger.checkpoint())
     }
 
     /// Experts that `moetion` copies now: [`selection::budget`].

@@ -38,6 +38,9 @@ impl Job<'_> {
             return self.lost();
         }
         let active = active(&self.seats, &self.units);
+        if let Some(turns) = &mut self.turns {
+            turns.replan(&active, self.seats.len(), &self.units)?;
+        }
         let mut copies = match self.kept_copies(&active, version) {
             Some(copies) => copies,
             None => {
@@ -150,7 +153,8 @@ impl Job<'_> {
             let primary = now(&each.primary).or_else(|| active.first().map(|&rank| self.seats[rank].node))?;
             let takes_turns = self.turns.is_some() && units.len() < self.units.num_experts();
             let version = takes_turns.then_some(version);
-            units.push(UnitCopies { primary, holders, version, ..each.clone() });
+            let own = each.own.iter().filter_map(now).collect();
+            units.push(UnitCopies { primary, holders, own, version, ..each.clone() });
         }
         Some(Copies { units, begun: version, steps: 1 })
     }
@@ -322,11 +326,13 @@ impl Job<'_> {
             let bytes = match each.kind {
                 CopyKind::Snapshot { .. } => OWN_VERSIONS * state,
                 CopyKind::Replayed => state + LOG_STEPS * gradient,
-                CopyKind::Active | CopyKind::Uncovered => continue,
+                CopyKind::Active | CopyKind::Uncovered => 0,
             };
+            each.holders.iter().for_each(|&node| *by_node.entry(node).or_default() += bytes);
             // A snapshot that is sent is captured first, in the sender's memory.
-            let own = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
-            each.holders.iter().chain(own).for_each(|&node| *by_node.entry(node).or_default() += bytes);
+            let sender = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
+            let own = each.own.iter().chain(sender);
+            own.for_each(|&node| *by_node.entry(node).or_default() += OWN_VERSIONS * state);
         }
         let most = by_node.into_values().max().unwrap_or(0);
         self.tally.memory_bytes = self.tally.memory_bytes.max(most);

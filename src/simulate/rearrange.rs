@@ -88,7 +88,7 @@ impl Job<'_> {
     ) -> Result<(Vec<Rows>, Vec<f64>)> {
         let (experts, session) = (self.units.experts, &self.scenario.session);
         let replicas = self.active_replicas();
-        let slots = session_slots(experts, &vec![1; nodes.len()], session.slots, replicas);
+        let slots = session_slots(experts, &vec![1; nodes.len()], session.slots, replicas)?;
         let slots =
             session.most_slots.map_or(slots, |most| slots.min(most.max(experts.div_ceil(nodes.len()))));
         let domains = self.domains(nodes);

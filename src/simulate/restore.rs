@@ -140,21 +140,13 @@ impl Job<'_> {
     /// Copies in memory. Where some follow a step late, those that train the others have snapshots of that version, too,
     /// and replicas can be brought to it.
     fn survey_copies(&self, copies: &Copies, old: &[Option<Seat>], holdings: &mut [Vec<Holding>]) {
-        if let Some(late) = copies.late(&self.line) {
-            let mut kept = vec![0; self.units.bytes.len()];
-            for (rank, seat) in old.iter().enumerate() {
-                let units = seat.iter().flat_map(|seat| seat.units(self.units.experts));
-                for unit in units.chain(self.units.everywhere().filter(|_| seat.is_some())) {
-                    kept[unit] += 1;
-                    let is_snapshot = matches!(copies.units[unit].kind, CopyKind::Snapshot { .. });
-                    if !is_snapshot && kept[unit] <= self.scenario.session.copies {
-                        holdings[rank].push(holding(unit, late, Kind::Snapshot));
-                    }
-                }
-            }
-        }
         let rank_of = |node: usize| self.agreed.binary_search(&node).ok().filter(|&rank| old[rank].is_some());
+        let late = copies.late(&self.line);
         for (unit, each) in copies.units.iter().enumerate() {
+            if let Some(late) = late {
+                let own = each.own.iter().copied().filter_map(rank_of);
+                own.for_each(|rank| holdings[rank].push(holding(unit, late, Kind::Snapshot)));
+            }
             let kind = match each.kind {
                 CopyKind::Active | CopyKind::Uncovered => continue,
                 CopyKind::Replayed => Kind::Replayed,
@@ -163,7 +155,7 @@ impl Job<'_> {
             let own = (kind == Kind::Snapshot).then_some(each.primary);
             for rank in each.holders.iter().copied().chain(own).filter_map(rank_of) {
                 holdings[rank].push(holding(unit, copies.version(unit, &self.line), kind));
-                if let Some(late) = copies.late(&self.line).filter(|_| kind == Kind::Replayed) {
+                if let Some(late) = late.filter(|_| kind == Kind::Replayed) {
                     holdings[rank].push(holding(unit, late, kind));
                 }
             }

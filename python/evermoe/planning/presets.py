@@ -72,6 +72,11 @@ class Preset(NamedTuple):
         return by_placement.get(self.copy_placement, "everything")
 
     @property
+    def most_copies(self) -> int | None:
+        """The most that `copies` may be: what a preset keeps on one node alone is on no more, whatever it says."""
+        return 2 if self.copying == "nothing" and not self.active_copies else None
+
+    @property
     def selects_by_budget(self) -> bool:
         """Whether replicas follow as many experts in a step as a budget of bytes allows."""
         return self.selection == "budget"

@@ -79,6 +79,9 @@ class UnitProtection:
     """Ranks that keep copies: for snapshots, of which the primary keeps its own, too, without it."""
     period: int = 1
     """Steps between two versions of a snapshot."""
+    own: tuple[int, ...] = ()
+    """Ranks that train it and keep snapshots of it in the memory of their own nodes: on `copies` nodes, if as many
+    train it. None where `holders` keep snapshots."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,8 @@ def plan_protection(
         budget,
     )
     plans = [
-        UnitProtection(unit.name, kind, primary, tuple(holders), period)
-        for unit, (kind, period, primary, holders) in zip(units, kept, strict=True)
+        UnitProtection(unit.name, kind, primary, tuple(holders), period, tuple(own))
+        for unit, (kind, period, primary, holders, own) in zip(units, kept, strict=True)
     ]
     return ProtectionPlan(plans, summary)
 

@@ -301,7 +301,8 @@ class Seating:
         for unit, each in zip(self._units, self._plan.units, strict=True):
             if each.kind == "replayed":
                 self._count_replayed(unit, each, totals)
-            for rank in self._snapshot_keepers(unit, each):
+            keepers = [each.primary, *each.holders] if each.kind == "snapshot" else each.own
+            for rank in keepers:
                 totals[rank].snapshots += SNAPSHOT_VERSIONS * unit.nbytes
         for total in totals:
             total.log = min(total.log, options.replay_log_bytes)
@@ -319,17 +320,6 @@ class Seating:
             totals[rank].replicas += unit.nbytes
             totals[rank].received += logged
             totals[rank].log += logged * (batch_steps(elements) + WAITING_STEPS)
-
-    def _snapshot_keepers(self, unit: UnitInfo, each: UnitProtection) -> list[int]:
-        """Ranks with an arena for a unit: its primary and the holders of snapshots. See `snapshot.local_bundles`."""
-        if each.kind == "snapshot":
-            return [each.primary, *each.holders]
-        if not self.copies_late:
-            return [each.primary]
-        keepers = {self.nodes[each.primary]: each.primary}
-        for rank in unit.active:
-            keepers.setdefault(self.nodes[rank], rank)
-        return list(keepers.values())[: self.options.copies]
 
 
 def batch_steps(elements: int) -> int:

@@ -28,24 +28,23 @@ def select_experts(
 
     - `"sequential"` (PEC): in layer m at checkpoint t the K experts from `(m * K + t * K) mod E` on; any
       ceil(E / K) checkpoints in a row copy every expert. Of `tokens` only the shape counts.
-    - `"load-aware"` (PEC Algorithm 1): layers take turns from the shared capacity, first another one at each
-      checkpoint; a layer chooses its experts with the most unsaved tokens. As printed, layers and cold experts
-      starve. Here, with `waiting`, who was passed over often goes first, so that with capacity S every expert
-      with unsaved tokens is copied within 3 * ceil(E * L / S) checkpoints; without it load alone decides.
+    - `"load-aware"` (PEC Algorithm 1): of each layer the K experts with the most unsaved tokens, wherever they are;
+      `select_per_rank` minds the shares of ranks, too. With `waiting`, experts that were passed over often go first, so
+      that every expert with unsaved tokens is copied within 4 * ceil(E / K) checkpoints; without it load alone decides.
     - `"budget"` (MoEtion): capacity is shared in proportion to tokens at risk; leftovers go by largest remainder;
       never more than a layer's experts at risk. Each layer chooses its experts with the most.
       No bound on waiting.
 
-    The capacity S of all layers together is `experts_per_layer * L`, or what fits in a budget: `budget_bytes
-    // expert_bytes`, where the budget is bandwidth times the time of a step. A budget below one expert chooses
-    nothing. Separate local and remote budgets are two calls, each with the ledger of its own copies. An expert
+    The capacity of `"budget"` for all layers together is `experts_per_layer * L`, or what fits in a budget:
+    `budget_bytes // expert_bytes`, where the budget is bandwidth times the time of a step. A budget below one expert
+    chooses nothing. Separate local and remote budgets are two calls, each with the ledger of its own copies. An expert
     without tokens at risk is chosen by `"sequential"` only. Ties go to the lower index.
 
         >>> tokens = [[7, 2, 3], [1, 5, 0]]
         >>> select_experts("sequential", tokens, checkpoint=1, experts_per_layer=2)
         [[0, 2], [1, 2]]
-        >>> select_experts("load-aware", tokens, checkpoint=1, budget_bytes=350, expert_bytes=100)
-        [[0], [0, 1]]
+        >>> select_experts("load-aware", tokens, experts_per_layer=1)
+        [[0], [1]]
         >>> select_experts("budget", tokens, budget_bytes=350, expert_bytes=100)  # 3 * 12 / 18 and 3 * 6 / 18
         [[0, 2], [1]]
 
@@ -54,7 +53,7 @@ def select_experts(
         tokens: [L, E] tokens since each expert was last copied: `TokenLedger.at_risk`.
         checkpoint: number of this checkpoint, from 0: `TokenLedger.checkpoint`.
         waiting: [L, E] checkpoints that passed an expert over: `TokenLedger.waiting`; `"load-aware"` only.
-        experts_per_layer: K, 1 or more; for `"sequential"` it must be given.
+        experts_per_layer: K, 1 or more; only `"budget"` does without it.
         budget_bytes: bytes that may be copied now; with `expert_bytes`, in place of `experts_per_layer`.
         expert_bytes: size of the state of one expert.
 
@@ -66,72 +65,48 @@ def select_experts(
         raise ValueError(f'policy: expected "sequential", "load-aware" or "budget", got {policy!r}')
     if waiting is not None and policy != "load-aware":
         raise ValueError(f'waiting: only "load-aware" reads it; leave it out for "{policy}"')
-    if policy == "sequential":
-        if experts_per_layer is None or budget_bytes is not None or expert_bytes is not None:
-            raise ValueError('experts_per_layer: "sequential" needs it, and takes no budget_bytes or expert_bytes')
-        layers, experts = tokens_LE.shape
-        each = count("experts_per_layer", experts_per_layer)
-        return _native.select_sequential(layers, experts, each, count("checkpoint", checkpoint))
-    capacity = _capacity(tokens_LE, experts_per_layer, budget_bytes, expert_bytes)
     if policy == "budget":
-        return _native.select_by_budget(tokens_LE, capacity)
+        return _native.select_by_budget(tokens_LE, _capacity(tokens_LE, experts_per_layer, budget_bytes, expert_bytes))
+    if experts_per_layer is None or budget_bytes is not None or expert_bytes is not None:
+        raise ValueError(f'experts_per_layer: "{policy}" needs it, and takes no budget_bytes or expert_bytes')
+    each, at = count("experts_per_layer", experts_per_layer), count("checkpoint", checkpoint)
+    if policy == "sequential":
+        return _native.select_sequential(*tokens_LE.shape, each, at)
     waiting_LE = None if waiting is None else array("waiting", waiting, np.int64, 2)
-    return _native.select_load_aware(tokens_LE, waiting_LE, capacity, count("checkpoint", checkpoint))
+    return _native.select_load_aware(tokens_LE, waiting_LE, None, each, at)
 
 
 def select_per_rank(
     tokens: ArrayLike, checkpoint: int, waiting: ArrayLike, rank_LE: ArrayLike, *, experts_per_layer: int
 ) -> list[list[int]]:
-    """For each layer the experts to copy now, `"load-aware"`, with the same capacity for each rank (PEC Algorithm 1).
+    """Return for each layer the K experts to copy now, `"load-aware"`, shared out among ranks (PEC Algorithm 1).
 
-    Each rank copies ⌈K * L / ranks⌉ experts at most, of those that it copies if they are chosen, as `select_experts`
-    would choose among these alone. So every expert with unsaved tokens is copied within 3 * ceil(E_r * L / S)
-    checkpoints, where E_r is the most experts of a layer that its rank has, and S the rank's capacity.
+    Each layer gets K experts, or all that have unsaved tokens. Of all such choices those count in which no rank copies
+    more than its share of ⌈K * L / ranks⌉ experts, or the least to which all ranks can be held. Of these it is the one
+    with the most urgent experts: first those that were passed over by 2 * ceil(E / K) checkpoints or more, then those
+    with the most unsaved tokens of each layer, where another layer comes first at each checkpoint. An expert that was
+    passed over by 3 * ceil(E / K) is copied whatever its rank's share is, so that every expert with unsaved tokens is
+    copied within 4 * ceil(E / K) checkpoints.
 
         >>> tokens, waiting = [[7, 2, 3], [1, 5, 6]], [[0, 0, 0], [0, 0, 0]]
-        >>> select_per_rank(tokens, 0, waiting, [[0, 0, 1], [0, 0, 1]], experts_per_layer=1)  # one expert for each rank
-        [[0, 2], []]
+        >>> select_per_rank(tokens, 0, waiting, [[0, 0, 1], [0, 0, 1]], experts_per_layer=1)
+        [[0], [2]]
+        >>> select_per_rank(tokens, 0, waiting, [[0, 0, 1], [1, 1, 0]], experts_per_layer=1)  # rank 0 has its share
+        [[0], [1]]
 
     Args:
         tokens: [L, E] tokens since each expert was last copied: `TokenLedger.at_risk`.
         checkpoint: number of this checkpoint, from 0: `TokenLedger.checkpoint`.
         waiting: [L, E] checkpoints that passed an expert over: `TokenLedger.waiting`.
         rank_LE: [L, E] the rank that copies each expert; negative for what is none.
-        experts_per_layer: K.
+        experts_per_layer: K, 1 or more.
 
     Raises:
-        ValueError: a wrong shape, or K is 0.
+        ValueError: a wrong shape, a negative count, or K is 0.
     """
     tokens_LE, waiting_LE = array("tokens", tokens, np.int64, 2), array("waiting", waiting, np.int64, 2)
-    ranks_LE = array("rank_LE", rank_LE, np.int64, 2)
-    if not tokens_LE.shape == waiting_LE.shape == ranks_LE.shape:
-        raise ValueError(
-            f"tokens, waiting, rank_LE: expected one shape, got {tokens_LE.shape}, {waiting_LE.shape}, {ranks_LE.shape}"
-        )
-    each, at = count("experts_per_layer", experts_per_layer), count("checkpoint", checkpoint)
-    if each == 0:
-        raise ValueError("experts_per_layer: expected 1 or more, got 0; nothing would ever be copied")
-    layers, experts = tokens_LE.shape
-    cells_R = _cells_by_rank(ranks_LE.ravel())
-    capacity = -(-layers * each // max(1, len(cells_R)))
-    chosen = [np.empty(0, np.int64)]
-    for cells in cells_R:
-        rows = cells // experts
-        columns = np.arange(len(cells)) - np.searchsorted(rows, rows)
-        packed = np.zeros((3, layers, columns.max() + 1), np.int64)
-        packed[:, rows, columns] = tokens_LE.ravel()[cells], waiting_LE.ravel()[cells], cells
-        picked = _native.select_load_aware(packed[0], packed[1], capacity, at)
-        numbers = [len(places) for places in picked]
-        chosen.append(packed[2, np.repeat(np.arange(layers), numbers), [place for row in picked for place in row]])
-    found = np.sort(np.concatenate(chosen))
-    return [row.tolist() for row in np.split(found % experts, np.searchsorted(found // experts, range(1, layers)))]
-
-
-def _cells_by_rank(rank_C: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The cells of each rank that has any, ascending; negative ranks are none."""
-    order = np.argsort(rank_C, kind="stable")
-    _, starts = np.unique(rank_C[order], return_index=True)
-    return [cells for cells in np.split(order, starts[1:]) if len(cells) and rank_C[cells[0]] >= 0]
+    ranks_LE, each = array("rank_LE", rank_LE, np.int64, 2), count("experts_per_layer", experts_per_layer)
+    return _native.select_load_aware(tokens_LE, waiting_LE, ranks_LE, each, count("checkpoint", checkpoint))
 
 
 def _capacity(

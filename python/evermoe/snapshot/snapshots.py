@@ -6,15 +6,13 @@ Peers' copies follow the windows that `window_plan` finds; local copies are made
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
 from evermoe.events import Listener
 from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
-from evermoe.planning.placement import spread_over
-from evermoe.planning.protection import UnitProtection
 from evermoe.profile.follower import StreamFollower
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.bundles import Bundle, bundles
@@ -37,55 +35,22 @@ SHARE_ON_HOST = 0.1
 the copies on other nodes do, too, which come first."""
 
 
-def local_bundles(assignment: Assignment, nodes: Sequence[str], options: CopyOptions) -> list[Bundle]:
-    """Bundles of what others keep no snapshots of: each stays on the nodes of ranks that train it.
+def planned_bundles(assignment: Assignment, options: CopyOptions) -> tuple[list[Bundle], list[Bundle]]:
+    """The bundles of a plan: those that others keep, too, and those that stay on the nodes of ranks that train them.
 
     Args:
         assignment: the plan.
-        nodes: by rank, or what they are in.
-        options: preset and copies.
-    """
-    kept_at = [
-        (kept.unit, rank)
-        for kept in assignment.plan.units
-        if kept.kind != "snapshot"
-        for rank in _local_keepers(kept, assignment, nodes, options.copies)
-    ]
-    local = bundles([unit for unit, _ in kept_at], [[rank] for _, rank in kept_at])
-    if options.choices.per_expert_versions:
-        return [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
-    return local
-
-
-def planned_bundles(
-    assignment: Assignment, nodes: Sequence[str], domains: Sequence[str], options: CopyOptions
-) -> tuple[list[Bundle], list[Bundle]]:
-    """The bundles of a plan: those that others keep, too, and those that stay on their own nodes.
-
-    Args:
-        assignment: the plan.
-        nodes: of the ranks.
-        domains: of the ranks, as of `spread_over`.
         options: preset and copies; without any there are none.
     """
     if not options.copies:
         return [], []
     some = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
     found = bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some], [k.period for k in some])
-    return found, local_bundles(assignment, spread_over(nodes, domains, options.copies), options)
-
-
-def _local_keepers(kept: UnitProtection, assignment: Assignment, nodes: Sequence[str], copies: int) -> list[int]:
-    """Ranks that keep snapshots of their own of what they train and send no snapshots of.
-
-    Where others follow the state a step late, all must be able to go back by one: also after a loss of nodes.
-    """
-    if not assignment.copies_late:
-        return [kept.primary]
-    keepers = {nodes[kept.primary]: kept.primary}
-    for rank in assignment.active[kept.unit]:
-        keepers.setdefault(nodes[rank], rank)
-    return list(keepers.values())[:copies]
+    own = [(kept.unit, rank) for kept in assignment.plan.units for rank in kept.own]
+    local = bundles([unit for unit, _ in own], [[rank] for _, rank in own])
+    if options.choices.per_expert_versions:
+        local = [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
+    return found, local
 
 
 class Snapshots(StateKeeper):
@@ -132,7 +97,7 @@ class Snapshots(StateKeeper):
         self._is_settled = False
         """Whether nothing is sent until `restart`, as the members change."""
         self._local: dict[int, tuple[str, ...]] = {}
-        """Units of the bundles that only their primaries keep, by the bundle's number."""
+        """Units of the bundles that only a rank that trains them keeps, by the bundle's number."""
         self._sent: dict[int, tuple[tuple[str, ...], int]] = {}
         """Units and period of the bundles that others keep, too."""
         self.missing: dict[str, set[int]] = {}
@@ -168,13 +133,13 @@ class Snapshots(StateKeeper):
         self._former.forget()
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self.version_pace.is_used = self.copies_late
-        self._copies, at = assignment.copies, self._membership
+        self._copies = assignment.copies
         self._local_steps = self._fixed_steps or 1
         as_budget_allows = self._fixed_steps is None and not self._options.choices.per_expert_versions
         self._is_local_later = assignment.is_beside and as_budget_allows and not self.copies_late and had_room
         if not self._options.copies:
             return
-        found, local = planned_bundles(assignment, at.nodes, at.domains, self._options)
+        found, local = planned_bundles(assignment, self._options)
         by_unit, planned = assignment.plan.by_unit, [*found, *local]
         share = share_of_host_bytes(self._membership.nodes, self._membership.everyone.rank)
         is_on_gpu = self._membership.device.type == "cuda"  # whose driver page-locks what is there
@@ -191,13 +156,17 @@ class Snapshots(StateKeeper):
         self._local = {number: units for number, units in left.items() if number >= len(found)}
         self._sent = {n: (units, by_unit[units[0]].period) for n, units in left.items() if n < len(found)}
         for bundle, now in zip(planned, kept, strict=True):
-            lacking = set(bundle.holders) - set(now.holders)
-            self.missing |= dict.fromkeys(bundle.units, lacking) if lacking else {}
+            for unit in bundle.units if len(now.holders) < len(bundle.holders) else ():
+                self.missing.setdefault(unit, set()).update({*bundle.holders} - {*now.holders})
 
     @property
     def local_units(self) -> list[str]:
         """Units of which the first copies of the plan have snapshots that stay on their own nodes."""
-        return [] if self._is_local_later else [unit for units in self._local.values() for unit in units]
+        return [] if self._is_local_later else self._units_of(self._local)
+
+    def _units_of(self, numbers: Iterable[int]) -> list[str]:
+        """Units of local bundles, each once: those that several nodes train are in as many bundles."""
+        return list(dict.fromkeys(unit for number in sorted(numbers) for unit in self._local[number]))
 
     # ---- everything once
 
@@ -314,11 +283,11 @@ class Snapshots(StateKeeper):
         if self._options.choices.per_expert_versions and choose is not None:
             local = _only_chosen(self._local, self._state.catalog, choose(), local)
         if self._options.choices.takes_turns:
-            return Due(frozenset(local), local=[unit for number in local for unit in self._local[number]])
+            return Due(frozenset(local), local=self._units_of(local))
         return Due(
             frozenset(sent | local),
             remote=[unit for number in sent for unit in self._sent[number][0]] if sent else None,
-            local=[unit for number in local for unit in self._local[number]],
+            local=self._units_of(local),
         )
 
     def _due_for_peers(self, step: int) -> set[int]:

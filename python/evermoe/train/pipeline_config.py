@@ -32,10 +32,11 @@ class PipelineConfig(Options):
     job: str = option(is_name=True)
     """Name of the job, the same for all ranks."""
     preset: PipelinePreset = "baft"
-    """`baft` copies all units to the node before this one in the pipeline, of the first node to the last one; `moetion`
-    only what fewer than `copies` nodes hold anyway."""
+    """`baft` copies all units to the `copies - 1` nodes before this one in the pipeline, in which the last node comes
+    before the first; `moetion` only what fewer than `copies` nodes hold anyway."""
     copies: int = option(2, least=0)
-    """Nodes that are to hold each unit, those that train on it included (`moetion`; `baft` has one beside)."""
+    """Nodes that are to hold each unit, those that train on it included (`moetion`), or its own and those before it
+    (`baft`)."""
     snapshot_every: int | None = option(None, least=1)
     """Steps between two versions that are copied, each over so many steps; None: as few as the bubbles need for it, or
     where these have too little room, as many as lose the least time; 1 until they are known. A failure goes back by

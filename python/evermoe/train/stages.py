@@ -80,8 +80,8 @@ class Seat:
 def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
     """Who copies what to whom: each unit of a stage by one of its ranks, with equal shares of what all of them hold.
 
-    `baft`: to the node before the rank's own in its pipeline (the ranks of one data-parallel coordinate, stage by
-    stage), of the first node to the last one; where all stages are on one node, to the stage before.
+    `baft`: to the `copies - 1` nodes before the rank's own in its pipeline (the ranks of one data-parallel coordinate,
+    stage by stage), where the last node comes before the first; where all stages are on one node, to stages before.
     `moetion`: to ranks that keep what is missing to `copies` nodes beside the data-parallel peers, who hold it anyway;
     but not each other's experts, where these are divided among them. Then a loss goes back by a version, of which they
     keep all else in their own memory.
@@ -93,6 +93,9 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
         >>> seats = [Seat(stage, 0, "ab"[stage // 2], "", units[0]) for stage in range(4)]  # two stages on a node
         >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
         [(0, 2), (1, 3), (2, 0), (3, 1)]
+        >>> seats = [Seat(stage, 0, f"n{stage}", "", units[0]) for stage in range(4)]
+        >>> [bundle.holders for bundle in stage_bundles("baft", seats, 3)]
+        [(0, 3, 2), (1, 0, 3), (2, 1, 0), (3, 2, 1)]
         >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
         >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]  # the peers are enough
         [(0,), (1,), (2,), (3,)]
@@ -106,16 +109,16 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     Args:
         preset: `baft` or `moetion`.
         seats: by rank; stage by stage, each with the same data-parallel coordinates in order.
-        copies: nodes that are to hold each unit (`moetion`).
+        copies: nodes that are to hold each unit.
     """
     width = sum(seat.stage == 0 for seat in seats)
     names, holders = [], []
-    before = _ranks_before(seats, width)
+    before = _ranks_before(seats, width, copies)
     kept = planning.training_copy_holders(
         [seat.node for seat in seats],
         [seat.data_parallel for seat in seats],
         [seat.stage for seat in seats],
-        min(copies, len(seats)),
+        min(max(1, copies), len(seats)),
         zero_stage=1,
     )
     leaves_to_peers = not planning.PRESETS[preset].copies_to_previous_node
@@ -125,7 +128,7 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
         alone = {name: rank for rank in ranks for name in seats[rank].own}
         for name, primary in stage_primaries(seats, ranks).items():
             if not leaves_to_peers:
-                others = [before[primary]]
+                others = before[primary]
             elif name in alone:
                 others = kept.optimizer[primary][1:]
             else:
@@ -158,14 +161,14 @@ def _peers_elsewhere(seats: Sequence[Seat], ranks: range, primary: int, copies: 
     return list(keepers.values())[1:copies]
 
 
-def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
-    """For each rank, the one that keeps its copies in BAFT: the rank of the same place on the node before."""
+def _ranks_before(seats: Sequence[Seat], width: int, copies: int) -> dict[int, list[int]]:
+    """For each rank, those that keep its copies in BAFT: the ranks of the same place on the nodes before."""
     found = {}
     for first in range(width):
         ranks = range(first, len(seats), width)
         order = {node: f"{place:09}" for place, node in enumerate(dict.fromkeys(seats[rank].node for rank in ranks))}
-        keepers = planning.copy_holders([order[seats[rank].node] for rank in ranks], 2, policy="previous")
-        found.update({rank: ranks[keeper] for rank, (_, keeper) in zip(ranks, keepers, strict=True)})
+        keepers = planning.copy_holders([order[seats[rank].node] for rank in ranks], max(1, copies), policy="previous")
+        found.update({rank: [ranks[each] for each in held[1:]] for rank, held in zip(ranks, keepers, strict=True)})
     return found
 
 

@@ -16,8 +16,13 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 #[pyfunction]
-fn session_slots(experts: usize, domain_sizes: Vec<usize>, slots: Option<usize>, replicas: usize) -> usize {
-    placement::session_slots(experts, &domain_sizes, slots, replicas)
+fn session_slots(
+    experts: usize,
+    domain_sizes: Vec<usize>,
+    slots: Option<usize>,
+    replicas: usize,
+) -> PyResult<usize> {
+    Ok(placement::session_slots(experts, &domain_sizes, slots, replicas)?)
 }
 
 #[pyfunction]

@@ -23,8 +23,8 @@ type SessionUnitRow = (u64, u64, Vec<usize>, f64, bool, bool);
 /// Node, free bytes, trains, step seconds, network seconds, log bytes, link, host speed.
 type SessionRankRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f64, f64)>, Option<f64>);
 
-/// Kind, period, primary, holders.
-type KeptRow = (&'static str, usize, usize, Vec<usize>);
+/// Kind, period, primary, holders, own.
+type KeptRow = (&'static str, usize, usize, Vec<usize>, Vec<usize>);
 
 /// `copying` by its name in JSON.
 #[pyfunction]
@@ -66,7 +66,8 @@ fn arrange(
     let ranks: Vec<_> = ranks.into_iter().map(rank).collect();
     let request = protection::SessionRequest { name, copying, units: &units, ranks: &ranks, copies, budget };
     let found = py.detach(|| protection::arrange(&request))?;
-    let row = |kept: protection::Kept| (kept.kind.name(), kept.kind.period(), kept.primary, kept.holders);
+    let row =
+        |kept: protection::Kept| (kept.kind.name(), kept.kind.period(), kept.primary, kept.holders, kept.own);
     Ok((found.units.into_iter().map(row).collect(), found.summary))
 }
 

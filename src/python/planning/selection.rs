@@ -25,20 +25,23 @@ fn select_sequential(
 }
 
 #[pyfunction]
-#[pyo3(signature = (tokens, waiting, capacity, checkpoint))]
+#[pyo3(signature = (tokens, waiting, ranks, experts_per_layer, checkpoint))]
 fn select_load_aware(
     py: Python<'_>,
     tokens: PyReadonlyArray2<'_, i64>,
     waiting: Option<PyReadonlyArray2<'_, i64>>,
-    capacity: u64,
+    ranks: Option<PyReadonlyArray2<'_, i64>>,
+    experts_per_layer: usize,
     checkpoint: u64,
 ) -> PyResult<selection::Selection> {
     let shape = shape(&tokens);
-    if let Some(waiting) = &waiting {
-        check_shape("waiting", waiting, shape)?;
+    for (name, matrix) in [("waiting", &waiting), ("rank_LE", &ranks)] {
+        matrix.as_ref().map_or(Ok(()), |matrix| check_shape(name, matrix, shape))?;
     }
-    let (tokens, waiting) = (numbers(&tokens), waiting.as_ref().map(numbers));
-    Ok(py.detach(|| selection::load_aware(&tokens, waiting.as_deref(), shape, capacity, checkpoint))?)
+    let tokens = numbers(&tokens);
+    let (waiting, ranks) = (waiting.as_ref().map(numbers), ranks.as_ref().map(numbers));
+    let (waiting, ranks) = (waiting.as_deref(), ranks.as_deref());
+    Ok(py.detach(|| selection::load_aware(&tokens, waiting, ranks, shape, experts_per_layer, checkpoint))?)
 }
 
 #[pyfunction]

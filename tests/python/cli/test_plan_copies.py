@@ -159,7 +159,7 @@ def test_everything_in_each_step():
 def test_more_copies_are_sent_to_more_nodes():
     found = rows(report(copies_wanted=3))
     assert found["gemini"].peer_bytes == 24
-    assert found["baft"].peer_bytes == 12  # there is one previous stage
+    assert found["baft"].peer_bytes == 24  # to the two previous nodes
     assert found["moetion"].peer_bytes <= 2 * 12
 
 

@@ -66,10 +66,11 @@ def test_snapshots_of_everything_take_two_versions_on_each_node_that_keeps_it():
         assert sum(use.snapshots for use in step.uses) == 2 * copies * whole
 
 
-def test_replicas_and_local_snapshots_of_auto_hold_each_unit_once():
+def test_replicas_and_local_snapshots_of_auto_hold_an_expert_once_and_the_rest_twice():
     step = footprint(SMALL, FOUR).moments[2]
     assert sum(use.replicas for use in step.uses) == 12 * 3 * 8 * 500, "each expert is followed by one other worker"
-    assert sum(use.snapshots for use in step.uses) == 2 * 12 * SMALL.parameters, "and each unit stays on its own node"
+    kept = SMALL.parameters + SMALL.dense_parameters
+    assert sum(use.snapshots for use in step.uses) == 2 * 12 * kept, "an expert stays on its node, the rest on two"
     steps = repeater.batch_steps(500) + replica.KEPT_STEPS + 1
     assert [use.log for use in step.uses] == [6 * (2000 + seating.RECORD_BYTES) * steps] * 4
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from evermoe import planning
-from evermoe.planning import ModelSize, TokenLedger, checkpoint_bytes, select_experts, shard_modules
+from evermoe.planning import (
+    ModelSize,
+    TokenLedger,
+    checkpoint_bytes,
+    select_experts,
+    select_per_rank,
+    shard_modules,
+)
 
 MODEL = ModelSize(non_expert_parameters=1000, layers=2, experts=4, expert_parameters=500)
 
@@ -22,13 +29,30 @@ def test_sequential_reads_only_the_shape():
 
 def test_capacity_is_experts_per_layer_or_what_fits_in_the_budget():
     tokens = [[5, 4, 3], [3, 2, 1]]
+    by_count = select_experts("budget", tokens, experts_per_layer=1)
+    assert by_count == select_experts("budget", tokens, budget_bytes=299, expert_bytes=100)
+    assert sum(map(len, by_count)) == 2
+    assert select_experts("budget", tokens, budget_bytes=99, expert_bytes=100) == [[], []]
     for policy in ("load-aware", "budget"):
-        by_count = select_experts(policy, tokens, experts_per_layer=1)
-        assert by_count == select_experts(policy, tokens, budget_bytes=299, expert_bytes=100)
-        assert sum(map(len, by_count)) == 2
-        assert select_experts(policy, tokens, budget_bytes=99, expert_bytes=100) == [[], []]
         assert select_experts(policy, tokens, experts_per_layer=1 << 63) == [[0, 1, 2]] * 2
         assert select_experts(policy, np.zeros((2, 3), int), experts_per_layer=1) == [[], []]
+
+
+def test_load_aware_takes_k_of_each_layer_however_the_tokens_and_the_ranks_are():
+    rng = np.random.default_rng(3)
+    assert select_per_rank([[5, 3]], 0, [[0, 0]], [[0, 1]], experts_per_layer=1) == [[0]]
+    for layers, experts, ranks in ((6, 8, 8), (4, 64, 64), (3, 6, 2), (2, 6, 5)):
+        rank_LE = np.tile(np.arange(experts) * ranks // experts, (layers, 1))
+        ledger = TokenLedger(layers, experts, experts_per_layer=1)
+        for _ in range(2 * experts):
+            ledger.add(rng.zipf(1.5, (layers, experts)) % 1000 + 1)
+            chosen = select_per_rank(ledger.at_risk, ledger.checkpoint, ledger.waiting, rank_LE, experts_per_layer=1)
+            assert [len(row) for row in chosen] == [1] * layers
+            waits = [ledger.waiting[layer, row[0]] for layer, row in enumerate(chosen)]
+            count_R = np.bincount([rank_LE[layer, row[0]] for layer, row in enumerate(chosen)])
+            assert max(count_R) <= -(-layers // ranks) or max(waits) >= 3 * experts
+            ledger.copied(chosen)
+            assert ledger.waiting.max() < 4 * experts
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -125,8 +149,18 @@ TOKENS = [[1, 2], [3, 4]]
         (lambda: select_experts("budget", [[1, -2]], experts_per_layer=1), r"tokens: layer 0 expert 1 has -2"),
         (lambda: select_experts("budget", np.zeros((2, 0), int), experts_per_layer=1), r"got 2 layers and 0 exp"),
         (lambda: select_experts("load-aware", [[]], experts_per_layer=1), r"got 1 layers and 0 experts"),
-        (lambda: select_experts("load-aware", TOKENS), r"experts_per_layer: expected either it, or budget"),
-        (lambda: select_experts("load-aware", TOKENS, budget_bytes=9), r"experts_per_layer: expected either"),
+        (lambda: select_experts("budget", TOKENS), r"experts_per_layer: expected either it, or budget"),
+        (lambda: select_experts("budget", TOKENS, budget_bytes=9), r"experts_per_layer: expected either"),
+        (lambda: select_experts("load-aware", TOKENS), r'experts_per_layer: "load-aware" needs it'),
+        (
+            lambda: select_experts("load-aware", TOKENS, experts_per_layer=1, budget_bytes=9, expert_bytes=1),
+            r'experts_per_layer: "load-aware" needs it, and takes no budget_bytes',
+        ),
+        (lambda: select_per_rank(TOKENS, 0, TOKENS, TOKENS, experts_per_layer=0), r"experts_per_layer: expected 1"),
+        (
+            lambda: select_per_rank(TOKENS, 0, TOKENS, [[0, 1]], experts_per_layer=1),
+            r"rank_LE: expected shape \[2, 2\]",
+        ),
         (
             lambda: select_experts("budget", TOKENS, experts_per_layer=1, expert_bytes=1),
             r"experts_per_layer: expected either",

@@ -76,6 +76,20 @@ def test_both_ends_are_killed(start_job, points):
     check_survivors(workers, survivors, len(survivors))
 
 
+@pytest.mark.few(1)
+def test_two_of_four_are_lost_in_one_recovery_of_baft(start_job):
+    """Of what a worker owns, and of an expert that it trains alone, `copies=3` leaves a copy on a third node."""
+    job = start_job(4, preset="baft", dense="sharded", copies=3, **SNAPSHOTS, join_every=50)
+    faults = {"b": [Fault("vote", VERSION)], "c": [Fault("phase fetch", nth=2)]}
+    workers = a, *_, d = job.start_all(faults, "abcd")
+    assert [each.join() for each in workers] == [0, -9, -9, 0]
+    check_survivors(workers, [a, d], 2)
+    for each in (a, d):
+        assert each.events("arranged")[0]["survives_two"] == 1.0
+        last = each.events("recovered")[-1]
+        assert (last["step"], last["steps_lost"], last["lost_units"], last["stale"]) == (VERSION, 0, [], {})
+
+
 FEW_ROOMS = [("chunk", 0.5, 1), ("published", 0.0, 10_000), ("held", 0.0, 5000)]
 
 

@@ -50,6 +50,26 @@ def test_a_crash_of_all_processes_two_steps_after_a_death_loses_a_step_at_most(s
     assert min(each.events("begin")[0]["step"] for each in again) >= ends - 1
 
 
+@pytest.mark.parametrize("preset", ["auto", "lazarus"])
+def test_all_processes_crash_and_a_host_is_lost(start_job, preset):
+    """What several nodes train has snapshots on `copies` of them: one host's memory is none that the job needs."""
+    crash = Fault("vote", FAULT)
+    job = start_job(3, preset=preset, min_replicas=2, rebalance_every=0)
+    workers = job.start_all({name: [crash] for name in "abc"})
+    assert [each.join() for each in workers] == [-9] * 3
+    job.lose_node("b")
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    check_history([*workers, *again], undone=True)
+    copied = [each.events("copy", step=FAULT)[-1]["digests"] for each in workers]
+    known = {unit: value for digests in copied for unit, value in digests.items()}
+    for each in again:
+        assert each.events("begin")[0]["step"] == FAULT
+        found = each.events("copy", step=FAULT)[0]["digests"]
+        assert found.keys() - {"session"}
+        assert all(value == known[unit] for unit, value in found.items() if unit != "session")
+
+
 @pytest.mark.parametrize("where", ["reduce", "vote", "update", "copy"])
 def test_a_second_death_in_the_step_after_costs_nothing(start_job, where):
     job = start_job(4, **AS_BUDGET_ALLOWS)

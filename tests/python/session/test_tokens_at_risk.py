@@ -1,21 +1,24 @@
-"""`pec` tells after each step how many tokens are in no saved copy, and how long an expert has waited for one."""
+"""Which experts `pec` copies at each of its levels, and what it reports of the tokens that are in no saved copy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from evermoe.planning import TokenLedger, select_experts, select_per_rank
 from support.harness import FEWEST
 from support.history import check_history
 from support.saving import SavingWorker
 
 LAYERS = {"first.experts": 6, "second.experts": 4}
 STEPS, SAVE_EVERY = 14, 2
+SAVED, SNAPSHOT = 1, 2
+"""Experts of each layer at a time."""
 
 
 @pytest.mark.parametrize("order", ["load-aware", "sequential"])
 def test_tokens_at_risk_are_those_since_each_expert_was_saved(start_job, tmp_path, order):
-    sizes = {"experts_per_save": 1, "experts_per_snapshot": 2, "save_every": SAVE_EVERY}
+    sizes = {"experts_per_save": SAVED, "experts_per_snapshot": SNAPSHOT, "save_every": SAVE_EVERY}
     options = {"checkpoint_dir": str(tmp_path / "saved"), "expert_selection": order, "rebalance_every": 0}
     job = start_job(2, preset="pec", **sizes, **options, **FEWEST)
     workers = [job.start(name, kind=SavingWorker, steps=STEPS) for name in "ab"]
@@ -28,6 +31,40 @@ def test_tokens_at_risk_are_those_since_each_expert_was_saved(start_job, tmp_pat
         assert len(told) == STEPS
         for step, (expected, found) in enumerate(zip(counted, told, strict=True)):
             assert found == (pytest.approx(expected[0]), expected[1]), step
+    for each in workers:
+        check_choice(each, order, "saving", SAVED, SAVE_EVERY)
+        check_choice(each, order, "snapshotting", SNAPSHOT, 1)
+
+
+def check_choice(worker, order, event, each, every):
+    """A level's experts are those that the planner chooses by this level's own K and tokens at risk: K of each layer.
+
+    From the tokens that the worker has counted and a ledger of the test's own.
+    """
+    tokens = {found["step"]: found["tokens"] for found in worker.events("copy", after="update")}
+    copied = {found["step"]: found["units"] for found in worker.events(event) if found["step"]}
+    active = worker.events("arranged")[0]["active"]
+    most = max(LAYERS.values())
+    ranks_LE = [
+        [active[f"{path}.{e}"][0] if e < number else -1 for e in range(most)] for path, number in LAYERS.items()
+    ]
+    ledger = TokenLedger(len(LAYERS), most, experts_per_layer=each)
+    ledger.copied([range(number) for number in LAYERS.values()])  # all of them, before the first step
+    for step in range(1, STEPS):
+        ledger.add([tokens[step][path] + [0] * (most - number) for path, number in LAYERS.items()])
+        if step % every:
+            continue
+        if order == "sequential":
+            rows = select_experts("sequential", ledger.at_risk, ledger.checkpoint, experts_per_layer=each)
+            chosen = [[e for e in row if e < number] for row, number in zip(rows, LAYERS.values(), strict=True)]
+        else:
+            chosen = select_per_rank(
+                ledger.at_risk, ledger.checkpoint, ledger.waiting, ranks_LE, experts_per_layer=each
+            )
+            assert [len(row) for row in chosen] == [each, each], "K of each layer"
+        names = [f"{path}.{e}" for path, row in zip(LAYERS, chosen, strict=True) for e in row]
+        assert copied[step] == sorted(names), (event, step)
+        ledger.copied(chosen)
 
 
 def count(worker):

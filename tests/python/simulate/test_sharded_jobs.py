@@ -86,13 +86,16 @@ def test_each_module_has_a_copy_of_its_steps():
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_memory_has_weights_on_each_device_and_the_optimizer_once(devices):
-    log_steps = 8
+    """Besides what it trains a node has two versions of its own snapshots: of what all train, two of four nodes do."""
+    log_steps, versions, nodes = 8, 2, 2
     replicated = simulate(job(devices=devices, fails=False), "auto", seed=0)
-    assert replicated.memory_bytes == EXPERT_STATE + devices * MODULES * MODULE_STATE
+    snapshots = versions * nodes * (EXPERT_STATE + MODULES * MODULE_STATE) // NODES
+    assert replicated.memory_bytes == EXPERT_STATE + devices * MODULES * MODULE_STATE + snapshots
     sharded = simulate(job("sharded", devices=devices, fails=False), "auto", seed=0)
     own = MODULE * (STATE - WEIGHT)
     copy = MODULE_STATE + log_steps * MODULE * 4
-    assert sharded.memory_bytes == EXPERT_STATE + devices * ALL_WEIGHTS + own + copy
+    snapshots = versions * nodes * EXPERT_STATE // NODES + versions * MODULE_STATE
+    assert sharded.memory_bytes == EXPERT_STATE + devices * ALL_WEIGHTS + own + copy + snapshots
 
 
 @pytest.mark.parametrize("devices", [1, 4])

@@ -45,7 +45,7 @@ def make(group, folder, local_every=1):
     snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda event: None)
     kept = [
         UnitProtection(sent, "snapshot", 0, (1,), PERIOD),
-        *(UnitProtection(unit, "active", rank) for rank, unit in enumerate(home)),
+        *(UnitProtection(unit, "active", rank, own=(rank,)) for rank, unit in enumerate(home)),
     ]
     active = {sent: (0,), home[0]: (0,), home[1]: (1,)}
     snapshots.replan(Assignment(ProtectionPlan(kept, ""), active, 1, "member", copies_late=False))

@@ -66,6 +66,9 @@ class Draw:
     def word(self, *words: str) -> str:
         return self.random.choice((*words, "moon"))
 
+    def flags(self, number: int) -> list[bool]:
+        return [self.random.random() < 0.5 for _ in range(number)]
+
     def few(self, draw: Callable[[], Any], most: int = 5) -> list[Any]:
         return [draw() for _ in range(self.random.randrange(most))]
 
@@ -175,6 +178,32 @@ def _copies(draw: Draw) -> Any:
     )
 
 
+def _arrange(draw: Draw) -> Any:
+    link = lambda: (draw.real(), draw.real())  # noqa: E731
+    units = draw.few(
+        lambda: (draw.size(), draw.size(), draw.few(lambda: draw.size() % 5, 4), draw.real(), *draw.flags(2))
+    )
+    ranks = draw.few(
+        lambda: (
+            draw.name(),
+            draw.size(),
+            *draw.flags(1),
+            draw.maybe(draw.real),
+            draw.maybe(draw.real),
+            draw.size(),
+            draw.maybe(link),
+            draw.maybe(draw.real),
+        )
+    )
+    copying = draw.word("chosen", "everything", "to_previous", "uncovered", "nothing")
+    return _native.arrange(draw.name(), copying, units, ranks, draw.size(), draw.real())
+
+
+def _select(draw: Draw) -> Any:
+    tokens = draw.matrix()
+    return _native.select_load_aware(np.abs(tokens), np.abs(tokens) % 9, tokens % 3 - 1, draw.size(), draw.size())
+
+
 def _recovery(draw: Draw) -> Any:
     def holding() -> tuple[str, int, int, str]:
         return draw.name(), draw.size(), draw.size(), draw.word("active", "replayed", "snapshot", "persisted")
@@ -199,6 +228,10 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
     "LoadAverage": _average,
     "allocate": lambda draw: _native.allocate(draw.loads(), draw.size(), draw.size(), draw.size()),
     "place": _place,
+    "session_slots": lambda draw: _native.session_slots(draw.size(), draw.sizes(), draw.maybe(draw.size), draw.size()),
+    "is_worth_moving": lambda draw: _native.is_worth_moving(draw.real(), draw.real()),
+    "keep_in_place": lambda draw: _native.keep_in_place(draw.matrix(), draw.matrix(), draw.counts(), draw.size_lists()),
+    "place_owners": lambda draw: _native.place_owners(draw.sizes(), draw.size_lists(), draw.size_lists(), draw.sizes()),
     "migrate": lambda draw: _native.migrate(draw.matrix(), draw.matrix(), draw.counts(), draw.maybe(draw.size_lists)),
     "copy_holders": lambda draw: _native.copy_holders(
         draw.few(draw.name), draw.size(), draw.word("mixed", "group", "ring", "previous")
@@ -217,14 +250,16 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
         draw.sizes(), draw.size_lists(), draw.few(draw.name), draw.size()
     ),
     "choose_copies": _copies,
+    "arrange": _arrange,
     "recovery_plan": _recovery,
     "retained_versions": lambda draw: _native.retained_versions(
         draw.size_lists(), draw.size_lists(), draw.sizes(), draw.sizes(), draw.size()
     ),
     "select_sequential": lambda draw: _native.select_sequential(draw.size(), draw.size(), draw.size(), draw.size()),
     "select_load_aware": lambda draw: _native.select_load_aware(
-        draw.matrix(), draw.maybe(draw.matrix), draw.size(), draw.size()
+        draw.matrix(), draw.maybe(draw.matrix), draw.maybe(draw.matrix), draw.size(), draw.size()
     ),
+    "select_load_aware of ranks": _select,
     "select_by_budget": lambda draw: _native.select_by_budget(draw.matrix(), draw.size()),
     "shard_modules": lambda draw: _native.shard_modules(draw.sizes(), draw.sizes(), draw.size()),
     "find_windows": lambda draw: _native.find_windows(draw.steps(), draw.real(), draw.real(), draw.few(draw.name)),

@@ -1,12 +1,15 @@
-"""Workers that tell which experts they save to the place that all share."""
+"""Workers that record which experts they copy at a time, to the place that all share and to their own node."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Collection
+from typing import Any
 
+from evermoe.keeper import Due
 from evermoe.persist.partial import PartialCheckpoints
+from evermoe.snapshot.snapshots import Snapshots
 from evermoe.state.version import step_of
 from support import worker
 from support.harness import Worker
@@ -14,17 +17,29 @@ from support.worker import Options
 
 
 class SavingWorker(Worker):
-    """Writes an event `saving` for each save that begins, with the steps that were taken and the experts in it."""
+    """Writes an event for each copy that begins, with the number of steps that were taken and the experts in it.
+
+    `saving` for the place that all share, `snapshotting` for the node's own memory.
+    """
 
     @staticmethod
     def main(options: Options) -> None:
-        save = PartialCheckpoints._save
+        save, snapshot = PartialCheckpoints._save, Snapshots.start
 
-        def save_and_tell(keeper: PartialCheckpoints, version: int, experts: Collection[str]) -> None:
+        def write(event: str, version: int, units: Collection[str]) -> None:
             with options.events.open("a") as file:
-                told = {"event": "saving", "pid": os.getpid(), "step": step_of(version), "units": sorted(experts)}
-                file.write(json.dumps(told) + "\n")
+                fields: dict[str, Any] = {"step": step_of(version), "units": sorted(units)}
+                file.write(json.dumps({"event": event, "pid": os.getpid(), **fields}) + "\n")
+
+        def save_and_write(keeper: PartialCheckpoints, version: int, experts: Collection[str]) -> None:
+            write("saving", version, experts)
             save(keeper, version, experts)
 
-        PartialCheckpoints._save = save_and_tell  # type: ignore[method-assign]
+        def snapshot_and_write(keeper: Snapshots, version: int, due: Due) -> None:
+            experts = {*keeper._state.catalog.experts()}
+            write("snapshotting", version, experts.intersection(due.local or ()))
+            snapshot(keeper, version, due)
+
+        PartialCheckpoints._save = save_and_write  # type: ignore[method-assign]
+        Snapshots.start = snapshot_and_write  # type: ignore[method-assign]
         worker.main(options)

@@ -54,11 +54,10 @@ def plan(seed: int, *, unprivileged: bool = False) -> Schedule:
     draw = random.Random(seed)
     preset = PRESET_NAMES[seed % len(PRESET_NAMES)]
     names = "abcde"[: draw.choice([4, 4, 5])]
-    options: dict[str, Any] = {"preset": preset, "copies": 3, "hang_limit": HANG_LIMIT, "rejoin_limit": 3.0}
+    copies = 2 if preset == "pec" else 3  # which refuses more
+    options: dict[str, Any] = {"preset": preset, "copies": copies, "hang_limit": HANG_LIMIT, "rejoin_limit": 3.0}
     options["agree_limit"] = 30.0
     options["checkpoint_every"] = draw.choice([0, CHECKPOINT_EVERY])
-    if preset in ("baft", "lazarus"):
-        options["min_replicas"] = 3
     while True:
         drawn = draw.choice(draw.choice(MISHAPS))
         made = Schedule(draw, names, preset, dict(options), drawn)

@@ -27,6 +27,7 @@ from evermoe.planning import (
     checkpoint_bytes,
     copy_recovery_probability,
     place,
+    primaries,
     select_experts,
 )
 from evermoe.planning.budgets import budgets_of
@@ -184,8 +185,11 @@ def _pec(layout: Layout) -> PresetRow:
     """
     setting, kept = layout.setting, _keep(layout, "pec")
     each = levels(layout.share_LE.shape[1], setting.experts_per_snapshot, setting.experts_per_save)
-    saved = run_turns(_tokens(layout) * setting.persist_steps, each.save)
-    in_memory = run_turns(_tokens(layout) * setting.snapshot_every, each.snapshot)
+    active = [list(unit.active) for unit in kept.units[: layout.share_LE.size]]
+    ranks = primaries(active, [1] * len(active), layout.cluster.nodes)
+    rank_LE = np.array(ranks, np.int64).reshape(layout.share_LE.shape)
+    saved = run_turns(_tokens(layout) * setting.persist_steps, rank_LE, each.save)
+    in_memory = run_turns(_tokens(layout) * setting.snapshot_every, rank_LE, each.snapshot)
     single_LE = kept.single_LE()
     # What no other node trains goes back alone; if that is not an expert, all go back with it.
     alone = kept.is_dense_active()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.planning import TokenLedger, select_experts
+from evermoe.planning import TokenLedger, select_per_rank
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class Turns:
     """Copies from one of an expert to its next, at most."""
 
 
-def run_turns(tokens_LE: NDArray[np.int64], experts_per_layer: int) -> Turns:
-    """Runs the selection, as if all ranks shared one capacity, until what is at risk repeats.
+def run_turns(tokens_LE: NDArray[np.int64], rank_LE: NDArray[np.int64], experts_per_layer: int) -> Turns:
+    """Runs the selection of a session until what is at risk repeats.
 
     Args:
         tokens_LE: of each expert from one copy of some to the next.
+        rank_LE: that copies each expert.
         experts_per_layer: K.
     """
     layers, experts = tokens_LE.shape
@@ -32,12 +33,8 @@ def run_turns(tokens_LE: NDArray[np.int64], experts_per_layer: int) -> Turns:
     sum_LE, oldest = np.zeros(tokens_LE.shape), 0
     for number in range(4 * turns):
         ledger.add(tokens_LE)
-        chosen = select_experts(
-            "load-aware",
-            ledger.at_risk,
-            ledger.checkpoint,
-            waiting=ledger.waiting,
-            experts_per_layer=experts_per_layer,
+        chosen = select_per_rank(
+            ledger.at_risk, ledger.checkpoint, ledger.waiting, rank_LE, experts_per_layer=experts_per_layer
         )
         ledger.copied(chosen)
         if number >= 3 * turns:  # by then each had its turn

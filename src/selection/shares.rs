@@ -1,0 +1,323 @@
+//! Which experts of each layer ranks can copy so that none copies more than its share: a flow from layers to ranks.
+//!
+//! ```text
+//! layer ──(experts of the layer on the rank)──► rank ──(share)──►      each layer sends K, or all that it has
+//! ```
+//!
+//! First any flow is found, with the least share with which there is one. Then candidates are taken one by one: a unit of
+//! the flow is fixed to the candidate's layer and rank, and the rest of the flow makes way if it can.
+
+use super::Selection;
+use super::load_aware::Candidate;
+use std::collections::VecDeque;
+
+/// Experts of a layer on a rank.
+#[derive(Clone, Copy, Debug)]
+struct Edge {
+    layer: usize,
+    rank: usize,
+    /// Those that may be chosen.
+    most: usize,
+    /// Those that are to be chosen as the flow is now.
+    flow: usize,
+    /// Those that are chosen for good.
+    fixed: usize,
+    /// Whether no more can be chosen: the flow cannot make way, and never will.
+    is_full: bool,
+}
+
+impl Edge {
+    fn can_give(&self) -> bool {
+        self.flow > self.fixed
+    }
+
+    fn can_take(&self) -> bool {
+        self.flow < self.most
+    }
+}
+
+/// How many experts each layer and rank may copy.
+pub(super) struct Shares {
+    experts: usize,
+    each: usize,
+    /// Number of each cell's rank, from 0 on.
+    rank: Vec<usize>,
+    ranks: usize,
+    share: usize,
+}
+
+impl Shares {
+    /// `ranks` is `[layers, experts]`, negative for none; `each` is K.
+    pub(super) fn new(ranks: &[i64], [layers, experts]: [usize; 2], each: usize) -> Self {
+        let mut names: Vec<i64> = ranks.iter().copied().filter(|&rank| rank >= 0).collect();
+        names.sort_unstable();
+        names.dedup();
+        let rank = ranks.iter().map(|rank| names.binary_search(rank).unwrap_or(0)).collect();
+        let share = (layers * each).div_ceil(names.len().max(1));
+        Self { experts, each, rank, ranks: names.len(), share }
+    }
+
+    /// The experts that are taken of `order`, all of which have ranks.
+    pub(super) fn choose(&self, order: &[Candidate]) -> Selection {
+        let mut flow = Flow::new(self, order);
+        let mut chosen = vec![Vec::new(); self.rank.len() / self.experts];
+        let (musts, rest) = order.split_at(order.partition_point(|found| found.is_must));
+        let mut take = |flow: &Flow, found: &Candidate| {
+            let edge = flow.edges[flow.edge_of(found.cell)];
+            chosen[edge.layer].push(found.cell % self.experts);
+        };
+        for found in musts {
+            if flow.force(flow.edge_of(found.cell)) {
+                take(&flow, found);
+            }
+        }
+        flow.fill(rest);
+        for found in rest {
+            if flow.fix(flow.edge_of(found.cell)) {
+                take(&flow, found);
+            }
+        }
+        chosen.iter_mut().for_each(|row| row.sort_unstable());
+        chosen
+    }
+}
+
+struct Flow<'a> {
+    shares: &'a Shares,
+    /// By layer, then by rank.
+    edges: Vec<Edge>,
+    /// Where the edges of each layer begin; one more than there are layers.
+    starts: Vec<usize>,
+    by_rank: Vec<Vec<usize>>,
+    /// Experts of each rank, and the most that it may have.
+    load: Vec<usize>,
+    share: usize,
+    /// Experts that each layer lacks, and those that are not fixed yet.
+    lacks: Vec<usize>,
+    open: Vec<usize>,
+}
+
+impl<'a> Flow<'a> {
+    fn new(shares: &'a Shares, order: &[Candidate]) -> Self {
+        let layers = shares.rank.len() / shares.experts;
+        let mut places: Vec<(usize, usize)> =
+            order.iter().map(|found| (found.cell / shares.experts, shares.rank[found.cell])).collect();
+        places.sort_unstable();
+        let mut edges: Vec<Edge> = Vec::new();
+        for (layer, rank) in places {
+            match edges.last_mut() {
+                Some(last) if (last.layer, last.rank) == (layer, rank) => last.most += 1,
+                _ => edges.push(Edge { layer, rank, most: 1, flow: 0, fixed: 0, is_full: false }),
+            }
+        }
+        let starts: Vec<usize> =
+            (0..=layers).map(|layer| edges.partition_point(|edge| edge.layer < layer)).collect();
+        let mut by_rank = vec![Vec::new(); shares.ranks];
+        edges.iter().enumerate().for_each(|(at, edge)| by_rank[edge.rank].push(at));
+        let each = |row: &[usize]| {
+            let all: usize = edges[row[0]..row[1]].iter().map(|edge| edge.most).sum();
+            all.min(shares.each)
+        };
+        let lacks: Vec<usize> = starts.windows(2).map(each).collect();
+        let (load, open) = (vec![0; shares.ranks], lacks.clone());
+        Self { shares, starts, by_rank, load, share: shares.share, lacks, open, edges }
+    }
+
+    fn edge_of(&self, cell: usize) -> usize {
+        let row = self.row(cell / self.shares.experts);
+        row.start + self.edges[row].partition_point(|edge| edge.rank < self.shares.rank[cell])
+    }
+
+    fn row(&self, layer: usize) -> std::ops::Range<usize> {
+        self.starts[layer]..self.starts[layer + 1]
+    }
+
+    fn add(&mut self, at: usize) {
+        let Edge { layer, rank, .. } = self.edges[at];
+        self.edges[at].flow += 1;
+        self.load[rank] += 1;
+        self.lacks[layer] -= 1;
+    }
+
+    fn remove(&mut self, at: usize) {
+        let Edge { layer, rank, .. } = self.edges[at];
+        self.edges[at].flow -= 1;
+        self.load[rank] -= 1;
+        self.lacks[layer] += 1;
+    }
+
+    fn has_room(&self, rank: usize) -> bool {
+        self.load[rank] < self.share
+    }
+
+    /// Fixes a new unit whatever the rank's share is; false if the layer has all that it sends.
+    fn force(&mut self, at: usize) -> bool {
+        let layer = self.edges[at].layer;
+        if self.open[layer] == 0 {
+            return false;
+        }
+        self.add(at);
+        self.note_fixed(at);
+        true
+    }
+
+    fn note_fixed(&mut self, at: usize) {
+        self.edges[at].fixed += 1;
+        self.open[self.edges[at].layer] -= 1;
+    }
+
+    /// Gives each layer what it lacks, in this order as far as shares allow, and raises the share as little as it must.
+    fn fill(&mut self, order: &[Candidate]) {
+        for found in order {
+            let at = self.edge_of(found.cell);
+            let Edge { layer, rank, .. } = self.edges[at];
+            if self.lacks[layer] > 0 && self.has_room(rank) && self.edges[at].can_take() {
+                self.add(at);
+            }
+        }
+        for layer in 0..self.lacks.len() {
+            while self.lacks[layer] > 0 {
+                let seen = match self.way_from(layer) {
+                    Ok(way) => {
+                        self.shift(&way);
+                        continue;
+                    }
+                    Err(seen) => seen,
+                };
+                // These ranks alone can take what the layers lack that lead to them.
+                let ranks = seen.iter().enumerate().filter(|(_, is_seen)| **is_seen).map(|(rank, _)| rank);
+                let loads: Vec<usize> = ranks.map(|rank| self.load[rank]).collect();
+                let needed =
+                    loads.iter().map(|&load| load.min(self.share)).sum::<usize>() + self.lacks[layer];
+                self.share = needed.div_ceil(loads.len().max(1)).max(self.share + 1);
+            }
+        }
+    }
+
+    /// Fixes a unit, if the rest of the flow can make way; false if it cannot, or the layer has all that it sends.
+    fn fix(&mut self, at: usize) -> bool {
+        let Edge { layer, rank, is_full, .. } = self.edges[at];
+        if is_full || self.open[layer] == 0 {
+            return false;
+        }
+        if !self.edges[at].can_give() && !self.make_way(at, layer, rank) {
+            self.edges[at].is_full = true;
+            return false;
+        }
+        self.note_fixed(at);
+        true
+    }
+
+    /// Moves one of the layer's units to this edge.
+    fn make_way(&mut self, at: usize, layer: usize, rank: usize) -> bool {
+        let way = if self.has_room(rank) { Some(Vec::new()) } else { self.way_out(rank, layer) };
+        let Some(way) = way else { return false };
+        let end = way.last().map_or(rank, |&(_, to)| self.edges[to].rank);
+        // Of the layer's other units, one at the end of the way, where that is full.
+        let mut others = self.row(layer).filter(|&other| other != at && self.edges[other].can_give());
+        let given = match self.has_room(end) {
+            true => others.next(),
+            false => others.find(|&other| self.edges[other].rank == end),
+        };
+        let Some(given) = given else { return false };
+        self.remove(given);
+        self.shift(&way);
+        self.add(at);
+        true
+    }
+
+    /// Moves a unit along each pair of edges; one that comes from nowhere is new.
+    fn shift(&mut self, way: &[(Option<usize>, usize)]) {
+        for &(from, to) in way {
+            if let Some(from) = from {
+                self.remove(from);
+            }
+            self.add(to);
+        }
+    }
+
+    /// A way for one more unit of a layer to a rank with room; else the ranks that can be reached.
+    fn way_from(&self, layer: usize) -> std::result::Result<Vec<(Option<usize>, usize)>, Vec<bool>> {
+        let mut search = Search::new(self);
+        search.leave(layer, None);
+        match search.run(|rank| self.has_room(rank)) {
+            Some(rank) => Ok(search.way(rank)),
+            None => Err(search.seen),
+        }
+    }
+
+    /// A way for a unit of another layer out of a full rank: to one with room, or one where this layer can give way.
+    fn way_out(&self, rank: usize, layer: usize) -> Option<Vec<(Option<usize>, usize)>> {
+        let mut gives = vec![false; self.load.len()];
+        let row = &self.edges[self.row(layer)];
+        row.iter().filter(|edge| edge.can_give()).for_each(|edge| gives[edge.rank] = true);
+        let mut search = Search::new(self);
+        search.has_left[layer] = true; // its own units are at the end of the way
+        search.begin(rank);
+        let end = search.run(|rank| self.has_room(rank) || gives[rank])?;
+        Some(search.way(end))
+    }
+}
+
+/// Breadth first, over ranks: a unit of a layer that can leave a rank goes to others that can take it.
+struct Search<'a> {
+    flow: &'a Flow<'a>,
+    seen: Vec<bool>,
+    has_left: Vec<bool>,
+    /// How each rank was reached: the edge that gives, none for a new unit, and the one that takes.
+    came: Vec<Option<(Option<usize>, usize)>>,
+    queue: VecDeque<usize>,
+}
+
+impl<'a> Search<'a> {
+    fn new(flow: &'a Flow<'a>) -> Self {
+        let (ranks, layers) = (flow.load.len(), flow.lacks.len());
+        let (seen, came) = (vec![false; ranks], vec![None; ranks]);
+        Self { flow, seen, has_left: vec![false; layers], came, queue: VecDeque::new() }
+    }
+
+    fn begin(&mut self, rank: usize) {
+        self.seen[rank] = true;
+        self.queue.push_back(rank);
+    }
+
+    /// A unit of the layer leaves this edge, or is new.
+    fn leave(&mut self, layer: usize, from: Option<usize>) {
+        if std::mem::replace(&mut self.has_left[layer], true) {
+            return;
+        }
+        for to in self.flow.row(layer) {
+            let edge = &self.flow.edges[to];
+            if edge.can_take() && !self.seen[edge.rank] {
+                self.came[edge.rank] = Some((from, to));
+                self.begin(edge.rank);
+            }
+        }
+    }
+
+    fn run(&mut self, is_end: impl Fn(usize) -> bool) -> Option<usize> {
+        let flow = self.flow;
+        while let Some(rank) = self.queue.pop_front() {
+            if is_end(rank) {
+                return Some(rank);
+            }
+            for &from in flow.by_rank[rank].iter().filter(|&&from| flow.edges[from].can_give()) {
+                self.leave(flow.edges[from].layer, Some(from));
+            }
+        }
+        None
+    }
+
+    /// The moves from the start to a rank.
+    fn way(&self, rank: usize) -> Vec<(Option<usize>, usize)> {
+        let mut way = Vec::new();
+        let mut at = rank;
+        while let Some((from, to)) = self.came[at] {
+            way.push((from, to));
+            let Some(from) = from else { break };
+            at = self.flow.edges[from].rank;
+        }
+        way.reverse();
+        way
+    }
+}
