@@ -82,14 +82,19 @@ def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, pre
         first, second = each.events("recovered")[1:]
         assert (first["step"], second["step"]) == (5, 8)
         assert second["stale"]
-        total = 0
         for unit, copied in second["stale"].items():
             since = max(copied, 5 if unit in first["stale"] else 0)
             tokens = tokens_of_steps(workers, unit)
             lost = sum(count for version, count in tokens.items() if since < version % 2**40 <= 8)
             assert second["lost_tokens"][unit] == lost, (unit, since)
-            total += lost
-        assert (second["plt"] > first["plt"]) == (total > 0)
+        portions = []
+        for layer, number in (("first", 6), ("second", 4)):
+            units = [f"{layer}.experts.{e}" for e in range(number)]
+            tokens = [tokens_of_steps(survivors, unit) for unit in units]
+            seen = sum(count for of_unit in tokens for version, count in of_unit.items() if version % 2**40 <= 8)
+            lost = sum(report["lost_tokens"].get(unit, 0) for report in (first, second) for unit in units)
+            portions.append(lost / seen)
+        assert second["plt"] == pytest.approx(sum(portions) / 2), "of both losses"
     if more:
         assert {0} == {*first["stale"].values(), *second["stale"].values()}
         assert set(first["stale"]) & set(second["stale"])
