@@ -2,13 +2,12 @@
 
 Their holders may be on their way back: a process that has ended is started again by its launcher, within
 `rejoin_limit`. A holder that lives, and cannot be reached, is waited for longer, up to `agree_limit`: a cut heals, and
-nothing is lost then. Three things tell that it lives:
+nothing is lost then. Two things show that a holder lives:
 
-* the Lighthouse has named it lately, with members that it cannot reach;
-* its host connects to its door, though it does not answer: it is stopped;
-* it answers at its door, and stays away from the group.
+* the Lighthouse has named it lately, together with members that it cannot reach;
+* its host accepts a connection to its door: its process is stopped, or stays away from the group.
 
-Members agree again meanwhile, as nothing else tells that a holder has come back: at first soon, then less often.
+Members agree again meanwhile, as nothing else shows that a holder has come back: at first soon, then less often.
 """
 
 from __future__ import annotations
