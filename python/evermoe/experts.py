@@ -22,6 +22,7 @@ from evermoe.moe_checkpoint import is_recomputing
 from evermoe.moe_copies import HeldInPart
 from evermoe.moe_exchange import MOST_RANKS, Exchange, HostMemory, Padding, Placed
 from evermoe.moe_load import TokenCount
+from evermoe.moe_turns import Manner, Turns
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
 
@@ -108,6 +109,7 @@ class Experts(HeldInPart):
         self.weights = nn.Parameter(torch.empty(num_experts, expert.row_size, device=device, dtype=dtype))
         self.ids = list(range(num_experts))
         self.group = Group()
+        self.turns: Turns | None = None
         self.matrix_RE = np.ones((1, num_experts), np.int64)
         self.share_E: Tensor = torch.zeros(num_experts, device=device)
         self.count = TokenCount(num_experts)
@@ -164,23 +166,18 @@ class Experts(HeldInPart):
         Raises:
             ValueError: shapes do not fit, or there are more tokens than `max_tokens`.
         """
-        tokens = len(x_TH)
-        if x_TH.dim() != 2 or x_TH.shape[1] != self.hidden or ids_TK.dim() != 2 or len(ids_TK) != tokens:
-            raise ValueError(
-                f"Experts: expected tokens [T, {self.hidden}] and ids [T, K], got {list(x_TH.shape)} and "
-                f"{list(ids_TK.shape)}"
-            )
-        if weights_TK.shape != ids_TK.shape:
-            raise ValueError(
-                f"Experts: expected weights of the ids' shape {list(ids_TK.shape)}, got {list(weights_TK.shape)}"
-            )
+        _check_shapes(x_TH, ids_TK, weights_TK, self.hidden)
         if not self.has_samples:
             ids_TK = torch.full_like(ids_TK, -1)
+        return self.run(x_TH, ids_TK, weights_TK, in_graph=torch.compiler.is_compiling())
+
+    def run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, in_graph: bool) -> Tensor:
+        """`forward` with the messages of a compiled one (`in_graph`), or of one that is not."""
         counts_E = ops.expert_histogram(ids_TK, self.num_experts)
         sent_TH = x_TH.to(_compute_dtype(self.weights, x_TH.device.type))
-        if torch.compiler.is_compiling():
+        if in_graph:
             return self._forward_in_graph(sent_TH, ids_TK, weights_TK, counts_E).to(x_TH.dtype)
-        exchange = self._plan(ids_TK, counts_E, sent_TH.dtype)
+        exchange = self._plan(ids_TK, counts_E, sent_TH)
         self.share_E, self.top_k = exchange.share_E, ids_TK.shape[1]
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
         if exchange.starts_R is not None:
@@ -193,14 +190,15 @@ class Experts(HeldInPart):
         if len(self.ids) == 0:
             outputs_NH = _take_part(rows_NH, self.weights)
         else:
-            outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype), exchange.ends_e)
+            outputs_NH = self._feed_forward(rows_NH, _product(exchange, rows_NH.dtype, self._widths), exchange.ends_e)
         returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
         """The rest of `forward`, as `torch.compile` traces it: what it cannot look into are opaque ops."""
         num_local = self.weights.shape[0]
-        share_E, send_ER, receive_Re, splits_2R = moe_ops.plan_exchange(self._name, counts_E, num_local)
+        manner = Manner.of(x_TH, ids_TK, in_graph=True)
+        share_E, send_ER, receive_Re, splits_2R = moe_ops.plan_exchange(self._name, counts_E, num_local, list(manner))
         self.share_E = share_E
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
         if self.fp8_dispatch:
@@ -265,17 +263,19 @@ class Experts(HeldInPart):
         self.count.add(tokens_E.copy(), is_counted=self.training and not is_recomputing())
         return exchange
 
-    def _plan(self, ids_TK: Tensor, counts_E: Tensor, dtype: torch.dtype) -> Exchange:
+    def _plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Exchange:
         """The exchange of a forward; all ranks decide alike whether the host must know the sizes. Collective.
 
         Raises:
             ValueError: there are more tokens than `max_tokens`.
         """
-        tokens, top_k = ids_TK.shape
+        (tokens, top_k), dtype = ids_TK.shape, x_TH.dtype
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise ValueError(
                 f"Experts: expected at most max_tokens={self.max_tokens} tokens in a forward, got {tokens}"
             )
+        if self.turns is not None:
+            self.turns.take(self, Manner.of(x_TH, ids_TK, in_graph=False))
         if not moe_ops.takes_groups(counts_E.device, dtype, self._widths):
             return self.plan_exchange(counts_E)
         if self.group.is_alone and (self.max_tokens is not None or counts_E.device.type == "cuda"):
@@ -316,12 +316,25 @@ class Experts(HeldInPart):
     def _widths(self) -> tuple[int, int]:
         return self.expert.hidden, self.expert.intermediate
 
-    def _product(self, exchange: Exchange, dtype: torch.dtype) -> Product:
-        """The product for so many rows of each local expert."""
-        ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
-        if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, self._widths):
-            return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
-        return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
+
+def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int) -> None:
+    tokens = len(x_TH)
+    if x_TH.dim() != 2 or x_TH.shape[1] != hidden or ids_TK.dim() != 2 or len(ids_TK) != tokens:
+        raise ValueError(
+            f"Experts: expected tokens [T, {hidden}] and ids [T, K], got {list(x_TH.shape)} and {list(ids_TK.shape)}"
+        )
+    if weights_TK.shape != ids_TK.shape:
+        raise ValueError(
+            f"Experts: expected weights of the ids' shape {list(ids_TK.shape)}, got {list(weights_TK.shape)}"
+        )
+
+
+def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) -> Product:
+    """The product for so many rows of each local expert."""
+    ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
+    if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, widths):
+        return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
+    return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
 
 
 def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:

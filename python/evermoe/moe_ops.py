@@ -20,9 +20,10 @@ from evermoe.errors import UnsupportedState
 from evermoe.expert import Product
 from evermoe.moe_checkpoint import is_recomputing_reentrant
 from evermoe.moe_exchange import Exchange
+from evermoe.moe_turns import Manner, Served
 
 
-class Layer(Protocol):
+class Layer(Served, Protocol):
     """What the ops use of a layer when they run."""
 
     group: Group
@@ -58,13 +59,16 @@ def takes_groups(device: torch.device, dtype: torch.dtype, widths: Sequence[int]
 
 
 @torch.library.custom_op("evermoe::plan_exchange", mutates_args=())
-def plan_exchange(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan_exchange(
+    layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gathers the load, counts it in the layer, and plans who sends which tokens where; collective.
 
     Args:
         layer: from `register`.
         counts_E: int64, this rank's tokens of each expert.
         num_local: e, experts of this rank.
+        manner: the fields of a `Manner`, by which other members serve this forward in an evaluation.
 
     Returns:
         `share_E`, float32; `send_ER` and `receive_Re`, int64, on the device of the counts; `splits_2R`, int64 on the
@@ -78,13 +82,16 @@ def plan_exchange(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tens
             "Experts: reentrant activation checkpointing around a compiled layer leaves the router's balance_loss "
             "without a gradient; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         )
-    exchange = _layers[int(layer)].plan_exchange(counts_E)
+    found = _layers[int(layer)]
+    if found.turns is not None:
+        found.turns.take(found, Manner(*manner))
+    exchange = found.plan_exchange(counts_E)
     splits_2R = torch.tensor([exchange.sent_R, exchange.received_R], device="cpu")
     return exchange.share_E.float(), exchange.send_ER, exchange.receive_Re, splits_2R
 
 
 @plan_exchange.register_fake
-def _(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks, experts = torch.library.get_ctx().new_dynamic_size(min=1), counts_E.shape[0]
     share_E = counts_E.new_empty((experts,), dtype=torch.float32)
     send_ER, receive_Re = counts_E.new_empty((experts, ranks)), counts_E.new_empty((ranks, num_local))

@@ -30,6 +30,7 @@ ROOMS = [
     "moe_exchange",
     "moe_fp8",
     "moe_load",
+    "moe_turns",
     "moe_ops",
     "moe_copies",
     "experts",

@@ -49,7 +49,14 @@ def take(model, xs, count, clip, waits):
     seen = []
     driver = driver_of(model, clip, lambda event: seen.append((event, *waits)))
     watcher = mock.Mock(check_loss=lambda loss: 1.0)
-    step = Step(0, Share(torch.arange(3 * PARTS), 1.0), watcher, commit=lambda step: True, fail=lambda error: None)
+    step = Step(
+        0,
+        Share(torch.arange(3 * PARTS), 1.0),
+        watcher,
+        commit=lambda step: True,
+        fail=lambda error: None,
+        lose=lambda reason: None,
+    )
     waits.clear()  # of the state, which is made once
     for batch, x in zip(step.micro_batches(PARTS), xs, strict=True):
         batch.backward(model(x).float().square().sum() + model.moe.balance_loss, count=count)

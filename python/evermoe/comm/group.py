@@ -241,21 +241,35 @@ class Group:
         )
         return received
 
-    def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
+    def exchange(
+        self,
+        sends: list[tuple[torch.Tensor, int]],
+        receives: list[tuple[torch.Tensor, int]],
+        tag: int = 0,
+        limit: timedelta | None = None,
+    ) -> None:
         """Point-to-point: sends each tensor to its rank while receiving each tensor, in place, from its rank.
 
-        Between two members, messages pair up in the order in which each side lists them. CPU tensors only.
+        Between two members, messages of a tag pair up in the order in which each side lists them. CPU tensors only.
+
+        Args:
+            sends: tensors, and the ranks that get them.
+            receives: tensors, and the ranks that they come from.
+            tag: of these messages; see `comm.tags`.
+            limit: how long it waits for a silent member; None: as long as any collective.
         """
         if not sends and not receives:
             return
 
         def start(pg: Any) -> list[Any]:
-            works = [pg.recv([tensor], source, 0) for tensor, source in receives]
-            return works + [pg.send([tensor], destination, 0) for tensor, destination in sends]
+            works = [pg.recv([tensor], source, tag) for tensor, source in receives]
+            return works + [pg.send([tensor], destination, tag) for tensor, destination in sends]
 
-        self._call("exchange", (sends or receives)[0][0], start)
+        self._call("exchange", (sends or receives)[0][0], start, limit)
 
-    def _call(self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> torch.Tensor:
+    def _call(
+        self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any], limit: timedelta | None = None
+    ) -> torch.Tensor:
         if self.broken is None and self.size == 1:
             return tensor
         failure = self.broken
@@ -264,8 +278,9 @@ class Group:
             on_stream = tensor.is_cuda and "cuda" in self._groups
             self.on_begin(name, on_stream)
             self.on_wait(True)
-            began = self.waiting = Clocks.now()
-            failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
+            began = Clocks.now()
+            self.waiting = began if limit is None else None
+            failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu", limit or self._timeout)
             self.waiting = None
             if failure is not None:
                 # Nobody is late if gloo gives up early, as the wall clock was set forward.
@@ -278,7 +293,7 @@ class Group:
             raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {failure}")
         return tensor
 
-    def _wait(self, start: Callable[[Any], Any], device: str) -> str | None:
+    def _wait(self, start: Callable[[Any], Any], device: str, limit: timedelta) -> str | None:
         try:
             works = start(self._groups.get(device, self._groups["cpu"]))
             if not isinstance(works, list):
@@ -288,16 +303,16 @@ class Group:
         except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
             return _first_line(error)
         for wait in waits:
-            failure = self._finish(wait)
+            failure = self._finish(wait, limit)
             if failure is not None:
                 return failure
         return None
 
-    def _finish(self, wait: Wait) -> str | None:
+    def _finish(self, wait: Wait, limit: timedelta) -> str | None:
         """Waits for a message, until the group is dropped; returns why it failed, None if it did not."""
         self._waits.add(wait)
         try:
-            failure = self.broken or wait.run(self._timeout)
+            failure = self.broken or wait.run(limit)
             return failure and (self.broken or failure)
         finally:
             self._waits.discard(wait)

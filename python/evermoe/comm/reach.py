@@ -197,6 +197,15 @@ class Reach:
         answers, _ = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
         return [member for member, said in zip(members, answers, strict=True) if said is None]
 
+    def waiting(self, members: Mapping[str, str]) -> list[str]:
+        """The ids of members that answer and do not compute: they wait for others. Nothing is remembered.
+
+        Args:
+            members: addresses of their doors, by id.
+        """
+        answers, _ = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
+        return [each for each, said in zip(members, answers, strict=True) if said is not None and not said[0]]
+
     def look_again(self, pause: float = 0.0) -> list[str]:
         """The members that still do not answer, of those that did not before.
 

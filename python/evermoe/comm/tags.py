@@ -12,6 +12,8 @@ REPLAY_STATES = 5
 """States of before a step for replicas that follow it anew: which, and then they themselves."""
 REPLAY_GRADIENTS = 6
 """Records of a step for replicas that are sent while backward computes others."""
+MEETING = 7
+"""What members are about to do, where they meet between steps; among the messages of `Group.exchange`."""
 SNAPSHOT_FIRST = 16
 """The first tag of snapshots: each bundle has `SNAPSHOT_EACH` of them from here on."""
 SNAPSHOT_EACH = 4096

@@ -30,6 +30,8 @@ class Ballot(NamedTuple):
     step_seconds: float = 0.0
     leaving: float = 0.0
     """1 from a member that leaves the job after the step."""
+    stopping: float = 0.0
+    """1 from a member that asks all to end the job after the step."""
     returning: float = 0.0
     """1 from one of these that comes back in its other role."""
     calling: float = 0.0

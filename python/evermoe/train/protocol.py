@@ -28,6 +28,9 @@ WAIT_SECONDS = 0.05
 WITHDRAW_SECONDS = 10.0
 """Time after which a member that the others cannot reach asks again, unless they answer it before."""
 
+HELD = ("settle", "farewell")
+"""Commands that end a job, which wait until the script asks for the next step."""
+
 Recorder = Callable[[str, str], None]
 """Is told each event and the commands that followed, both as JSON."""
 
@@ -208,6 +211,11 @@ class CommitProtocol:
         self._leaves = False
         self._join_wait, self._heard_at = join_wait, math.inf
         """Since when this member knows of newcomers that the group has not taken in."""
+        self._holds = False
+        self._held: tuple[str, dict[str, Any]] | None = None
+        """The command that waits for the script, and its fields."""
+        self.is_stepping = False
+        """Whether the script has a step to compute."""
         self.has_left = False
         """Whether this member has left a job that is not over."""
         self._tell_membership()
@@ -235,15 +243,26 @@ class CommitProtocol:
 
     # ---- what drivers tell
 
-    def look(self, until: int) -> None:
-        """Does what comes next, up to the point where a step must be computed or the job is over."""
+    def look(self, until: int, *, holds: bool = False) -> None:
+        """Does what comes next, up to the point where a step must be computed or the job is over.
+
+        Args:
+            until: steps after which the job is over.
+            holds: whether this member stays in its job until the next look: its script has work between steps.
+        """
+        self._holds = holds
         broken = self._membership.trainer_group.broken
-        if broken is not None and self.is_ready:
+        if broken is not None and (self.is_ready or self._held):
             self.lose(broken)
-        self._advance({"event": "look", "until": until})
+        if self._held is not None:
+            (name, fields), self._held = self._held, None
+            self._advance(self._carry_out(name, fields))
+        elif not self.is_stepping:
+            self._advance({"event": "look", "until": until})
 
     def vote(self, ballot: Ballot) -> None:
         """Votes on a step, and takes it if all members do."""
+        self.is_stepping = False
         self._advance(self._say(ballot))
 
     def leave(self) -> None:
@@ -252,6 +271,7 @@ class CommitProtocol:
 
     def lose(self, reason: str) -> None:
         """A peer was lost, or the group was dropped."""
+        self._held = None
         self._advance({"event": "lost", "reason": reason})
 
     # ---- the machine
@@ -266,6 +286,8 @@ class CommitProtocol:
             event = answer
 
     def _handle(self, event: Event) -> list[dict[str, Any]]:
+        if event["event"] == "lost":
+            self.is_stepping = False
         said = json.dumps(event)
         commands = self._machine.handle(said)
         self._tell_membership()
@@ -277,6 +299,9 @@ class CommitProtocol:
         self._membership.established = self._machine.is_established
 
     def _carry_out(self, name: str, fields: dict[str, Any]) -> Event | None:
+        if self._holds and name in HELD:
+            self._held = name, fields
+            return None
         if name == "connect":
             self._heard_at = math.inf  # whoever has come is in the new group
         if name == "stop":
@@ -296,6 +321,7 @@ class CommitProtocol:
     def _step(self, number: int) -> None:
         self._membership.end_agreement()
         self._driver.step(number)
+        self.is_stepping = True
 
     def _follow(self, number: int) -> Event:
         self._membership.end_agreement()

@@ -13,7 +13,6 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.observe import combined, from_environment
 from evermoe.options import check_known
-from evermoe.persist import full_state
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
@@ -39,6 +37,7 @@ from evermoe.sampler import Sampler
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.deferred import Deferral, Initializer, WeightSource, find_deferral
 from evermoe.state.training_state import TrainingState
+from evermoe.train.between_steps import BetweenSteps, check_open
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.notice import Notice
 from evermoe.train.protocol import CommitProtocol
@@ -50,7 +49,7 @@ from evermoe.train.step import Step
 logger = logging.getLogger(__name__)
 
 
-class Session:
+class Session(BetweenSteps):
     """Trains `model` with all members that are alive. See the module's head for what a step does.
 
         session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(len(data), batch_size=64))
@@ -97,6 +96,7 @@ class Session:
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
+        self._until = 0
         script = Script(model, optimizer, sampler, scheduler, LossScale(scaler), self.config.stateful or {})
         script.check()
         script.claim(self)
@@ -143,18 +143,13 @@ class Session:
         self.has_left = False
 
     @property
-    def step(self) -> int:
-        """Steps that the state has taken."""
-        return self._protocol.step
-
-    @property
     def version(self) -> int:
         """Version of the state: see `evermoe.state.version`."""
         return self._protocol.version
 
     @property
     def loss(self) -> float:
-        """Mean loss of the latest step's global batch; NaN before the first."""
+        """Mean loss of the latest step's global batch, also right after a resume; NaN before the first step."""
         return self._driver.loss
 
     @property
@@ -224,20 +219,22 @@ class Session:
     def _steps(self, until: int) -> Iterator[Step]:
         is_first = True
         while not self._protocol.has_left:
-            _check_open(self)
-            self._membership.steps = until
-            self._protocol.look(until)
+            check_open(self)
+            self._membership.steps = self._until = until
+            self._stop_if_asked()
+            self._driver.evaluations.release()
+            self._protocol.look(self._end_of(until))
             if self._protocol.is_over:
-                if is_first and self.config.role == "train" and self.group.rank == 0:
+                if is_first and self.is_main:
                     logger.warning("nothing left to do: %d of %d steps are taken", self.step, until)
                 break
             is_first = False
-            if self._driver.has_step and self._protocol.is_ready:
+            if self._protocol.is_stepping:
                 share = self.sampler.share(self.group.rank, self.group.size)
-                step = Step(self.step, share, self._driver, self._commit, self._fail)
+                step = Step(self.step, share, self._driver, self._commit, self._fail, self.group.drop)
                 yield step
                 if not step.is_entered:
-                    raise RuntimeError("each step of session.steps() must be used as `with step:`")
+                    self._check_stops()
 
     def leave(self) -> None:
         """Leaves the job after the step that is under way: the loop of `steps` ends, and the others go on without it.
@@ -269,56 +266,6 @@ class Session:
             self.close()  # no process could find what a nameless job leaves behind
         else:
             self._leave()
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """For collective work between steps, such as a validation loss: `with session.evaluation(): …`.
-
-        Puts the model in evaluation mode without gradients. When a peer is lost meanwhile the block ends early
-        without an exception, and the session recovers before the next step. Inside the loop of `steps` only.
-        """
-        check_trains(self)
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        except PeerLost as lost:
-            self.group.drop(str(lost))
-        finally:
-            self.model.train(training)
-
-    def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
-        """The whole model on rank 0: what `model.state_dict()` has, with all experts wherever they are; collective.
-
-            if step.committed and session.step % 1000 == 0:
-                with session.evaluation():
-                    state = session.full_state_dict()
-
-        For all members that train, between steps, inside the loop of `steps`; replica nodes wait for the next step.
-        Experts travel one at a time. When a member is lost, the folder has a whole model or is not there; the session
-        recovers before the next step, and the call can be repeated after it. For a transformers model,
-        `evermoe.integrations.transformers.export` writes the files that `from_pretrained` loads.
-
-        Args:
-            folder: None, or where rank 0 writes safetensors files with an index: empty, or not there yet. It appears
-                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_limit` must allow
-                for writing a file, or where there are replica nodes for all of it.
-
-        Returns:
-            By the model's keys tensors on the CPU, which no step changes. Empty on the other ranks, and with `folder`.
-
-        Raises:
-            PeerLost: a member is gone; inside `evaluation` the block ends instead.
-            PersistFailed: rank 0 could not write; the same on all members.
-            UnsupportedState: a module around MoE layers changes its state dict; or, with `folder`, not all are tensors.
-            RuntimeError: not inside the loop of `steps`.
-        """
-        check_trains(self)
-        if folder is None:
-            return full_state.gather(self.model, self.group)
-        full_state.write(full_state.pieces(self.model), Path(folder), self.group)
-        return {}
 
     def write_trace(self, path: str | Path) -> None:
         """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.
@@ -367,22 +314,3 @@ def _end_too_late(session: Session) -> None:
     if session.config.spare:
         logger.warning("the job is over, and this spare was not needed")
         raise SystemExit(0)
-
-
-def _check_open(session: Session) -> None:
-    if session.has_left:
-        raise RuntimeError(
-            "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
-        )
-
-
-def check_trains(session: Session) -> None:
-    """Checks that the members of a session can be asked for their weights, and waits for those on their way.
-
-    Raises:
-        RuntimeError: its script is not inside the loop of `steps`.
-    """
-    _check_open(session)
-    if not session.reports:
-        raise RuntimeError("this session has no weights yet: its members meet in `for step in session.steps(n)`")
-    session._driver.await_weights()

@@ -40,8 +40,6 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: Parts, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.role, self.lost.turn, leave)
-        self.loss = float("nan")
-        """Mean loss of the latest step's global batch."""
         self.skipped = 0
         """Steps whose update was left out, as a loss or a gradient was not finite."""
         self._is_open = True
@@ -61,10 +59,11 @@ class SessionDriver(RecoveryDriver):
     # ---- a step
 
     def step(self, number: int) -> None:
-        """Lets the script compute a step."""
+        """Lets the script compute a step, unless the job was stopped before this member joined it."""
+        self.evaluations.check_goes_on(number)
         if not self.taken:
             mark(BEGUN)
-        self.has_step, self._step = True, number
+        self._step = number
         self._clock.stop()
         self._membership.watch.step_begins()
 
@@ -158,10 +157,12 @@ class SessionDriver(RecoveryDriver):
             written=float(self._checkpointer.is_over),
             reported=self.lost.reported,
             returning=float(self.lost.is_returning),
+            stopping=float(self.asks_to_stop),
         )
 
     def follow(self, number: int) -> Ballot:
         """Receives a step of the others, on a replica node."""
+        self.evaluations.check_goes_on(number)
         if not self.taken:
             mark(BEGUN)
         self._step = number
@@ -221,6 +222,8 @@ class SessionDriver(RecoveryDriver):
 
     def _update(self, version: int, sums: Ballot) -> None:
         self.loss, self._version, self._step = sums.mean_loss, version, step_of(version)
+        if sums.stopping:
+            self.evaluations.stopped = self._step
         self._early.drop()
         clip = gradients.factor_of(sums, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()
@@ -264,7 +267,7 @@ class SessionDriver(RecoveryDriver):
         self._emit(self._commit_events.pop(step))
 
     def _save_progress(self) -> None:
-        self._state.loop.store(loop_state.collect(self._script.loop))
+        self._state.loop.store(loop_state.collect(self._script.loop) | {"loss": self.loss})
 
     # ---- checkpoints and the end
 

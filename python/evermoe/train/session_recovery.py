@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -28,11 +29,13 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from evermoe.train.commands import Driver, Event
+from evermoe.train.evaluations import Evaluations
 from evermoe.train.loop_restore import LoopRestore
 from evermoe.train.lost_members import LostMembers
 from evermoe.train.measures import StepMeasures
 from evermoe.train.missing_units import MissingUnits
 from evermoe.train.owners import DenseExchange
+from evermoe.train.purposes import Meeting, waiting_ranks
 from evermoe.train.same_run import MemoryClaim, SameRun
 from evermoe.train.script import Script
 from evermoe.train.standby import Standby
@@ -67,6 +70,12 @@ class RecoveryDriver(Driver):
         self._trains = self._config.role == "train"
         self._loop = LoopRestore(self._script.loop, self._group, self._membership.identity.job)
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
+        self.evaluations = Evaluations(
+            self._script.model,
+            self._group,
+            self._membership.node,
+            Meeting(self._group, lambda: waiting_ranks(self._membership)),
+        )
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
         store = self._protection.store
         places = MemoryClaim(store.directory), self._checkpointer
@@ -82,10 +91,12 @@ class RecoveryDriver(Driver):
         is_replayable = self._protection.replicas.is_replayable
         self._standby = Standby(self._membership, self._state, store, self._config, is_replayable, self._emit)
         self.reports: list[Recovered] = []
+        self.loss = math.nan
+        """Mean loss of the global batch of the state's latest step."""
+        self.asks_to_stop = False
+        """Whether this member's script asks all members to end the job."""
         self.committed = -1
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
-        self.has_step = False
-        """Whether the protocol waits for a step of the script."""
         self._commit_events: dict[int, Commit] = {}
         """What is reported of a step once it is committed."""
         self.lost = LostMembers(self._membership, self._config.on_lost, self._config.members or 1, self._emit)
@@ -123,6 +134,11 @@ class RecoveryDriver(Driver):
         """Waits for weights that owners still send; where a member is lost, the group is dropped."""
         self._dense.await_weights()
 
+    @property
+    def has_replica_nodes(self) -> bool:
+        """Whether some members do not train."""
+        return len(self._membership.nodes) > self._membership.num_trainers
+
     # ---- membership
 
     def agreeing(self) -> None:
@@ -132,7 +148,6 @@ class RecoveryDriver(Driver):
             self._begin_report(self._group.broken or ("new members" if is_member else "this process has started"))
 
     def _begin_report(self, reason: str) -> None:
-        self.has_step = False
         if self._missing.are_awaited and self._is_paused:  # the same loss, and the same recovery
             self._is_paused = False
             self._clock.enter("agree")
@@ -178,11 +193,12 @@ class RecoveryDriver(Driver):
         """Surveys what survives, and fetches what this member needs.
 
         Raises:
-            UnequalForwards: members' scripts differ in what they do in a step.
+            UnequalForwards: members' scripts differ in what they do in a step, or between steps.
             FolderInUse: another run of the job uses its memory folder or checkpoint folder.
         """
         self._run.meet()
         self._calls.check(self._membership.everyone)
+        self.evaluations.agree(self._membership.everyone, trains=self._trains)
         self._checkpointer.before_update()
         report = self._report_now()
         self.lost.note(step_of(version), report.reason, self._leaving, self._returning)
@@ -202,9 +218,10 @@ class RecoveryDriver(Driver):
             self._unrecoverable = self._missing.explained(lost)
             return {"event": "unrecoverable"}
         if self._trains:
-            progress = self._state.loop.load()
+            progress: dict[str, Any] = self._state.loop.load()
             if not established and step_of(report.outcome.version):
                 self._loop.warn_of_settings(progress)
+            self.loss = progress.pop("loss", math.nan)
             self._loop.restore(progress, continues=self._before == report.outcome.version)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
@@ -264,7 +281,7 @@ class RecoveryDriver(Driver):
         return {"event": "protected", "is_whole": is_whole}
 
     def resume(self, version: int) -> None:
-        """Ends a recovery: reports it."""
+        """Ends a recovery: reports it, and finishes an evaluation that a loss has interrupted."""
         report = self._report_now()
         self._missing.over()
         step = step_of(version)
@@ -284,6 +301,8 @@ class RecoveryDriver(Driver):
         self._report = None
         self._emit(self.reports[-1])
         self._measures.restart()
+        if self._trains:
+            self.evaluations.resume(self._membership.generation, step)
 
     def _recovery(
         self, version: int, *, established: bool, saw_progress: bool, known: Mapping[str, int] | None = None

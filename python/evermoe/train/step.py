@@ -61,6 +61,7 @@ class Step:
         watcher: is told that the block is entered, and of the first loss.
         commit: called as it is left; whether the step was taken.
         fail: called with what else ends it.
+        lose: called with the reason where a `PeerLost` ends it.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Step:
         watcher: Watcher,
         commit: Callable[[Step], bool],
         fail: Callable[[BaseException | None], None],
+        lose: Callable[[str], None],
     ) -> None:
         self.number = number
         """Steps committed before this one."""
@@ -88,7 +90,7 @@ class Step:
         self.is_entered = False
         """Whether it was used as `with step:`."""
         self._share, self._part = share, share
-        self._watcher, self._commit, self._fail = watcher, commit, fail
+        self._watcher, self._commit, self._fail, self._lose = watcher, commit, fail, lose
 
     def micro_batches(self, n: int) -> Iterator[MicroBatch]:
         """Divides this member's share into n parts, to accumulate their gradients with less memory.
@@ -170,8 +172,9 @@ class Step:
                 self._fail(failure)
                 raise
             return False
-        if issubclass(kind, PeerLost):
-            return True  # the group is dropped already; the session recovers before the next step
+        if isinstance(error, PeerLost):
+            self._lose(str(error))  # of another group, too: the session recovers before the next step
+            return True
         self._fail(error)
         return False
 

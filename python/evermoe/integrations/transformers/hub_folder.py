@@ -32,7 +32,8 @@ from evermoe.persist.full_state import LiveWeights
 from evermoe.persist.weight_folder import WeightFolder
 from evermoe.state.deferred import WeightSource, deferred
 from evermoe.state.unit import own_tensors
-from evermoe.train.session import Session, check_trains
+from evermoe.train.between_steps import check_trains
+from evermoe.train.session import Session
 
 
 class HubWeights:

@@ -1,0 +1,243 @@
+"""What a script does between two steps with all members: evaluate, gather the whole model, work alone, stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from evermoe.comm.group import Group
+from evermoe.config import SessionConfig
+from evermoe.persist import full_state
+from evermoe.train.evaluation_data import add_up, own_batches, sum_over
+from evermoe.train.protocol import CommitProtocol
+from evermoe.train.session_driver import SessionDriver
+
+
+class BetweenSteps:
+    """The part of `evermoe.Session` that is about work between steps. A script gets at it by its session."""
+
+    model: nn.Module
+    group: Group
+    config: SessionConfig
+    has_left: bool
+    _driver: SessionDriver
+    _protocol: CommitProtocol
+    _until: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this member has rank 0 of those that train: the one that logs and writes files for all.
+
+        When that member is lost, another one is the main one from the next recovery on.
+        """
+        return self.config.role == "train" and self.group.rank == 0
+
+    def evaluate(self, data: Any, fn: Callable[[Any], Mapping[str, float | Tensor]]) -> dict[str, float]:
+        """Evaluate on all members that train, each on a part of the data; again after a loss.
+
+            def sums(batch):
+                x, y = batch
+                return {"loss": F.cross_entropy(model(x), y, reduction="sum"), "count": len(y)}
+
+            found = session.evaluate(loader, sums)
+            loss = found["loss"] / found["count"]
+
+        All members that train call it, between steps, inside the loop of `steps`. The model is in evaluation mode,
+        without gradients. Members may have different numbers of batches, or none, and `fn` may run any number of
+        forwards.
+
+        Args:
+            data: a `DataLoader` that does not shuffle, a list of batches, or another iterable of batches; the same on
+                all members. Member r of n gets batches r, r + n, and so on.
+            fn: sums of a batch by name: numbers, or tensors of one number. Divide the sums afterwards, not in `fn`:
+                batches may differ in size.
+
+        Returns:
+            The sums over all batches in float64, the same on all members. Empty without a batch.
+
+        Raises:
+            ValueError: the data is no iterable of batches, or shuffles. TypeError: `fn` returns no numbers by name.
+            UnequalForwards: a member did not come to the evaluation within `hang_limit`.
+            RuntimeError: not inside the loop of `steps`, or inside another evaluation.
+        """
+        check_trains(self)
+        work = lambda position, n: sum_over(own_batches(data, position, n), fn)  # noqa: E731
+        found: dict[str, float] = self._driver.evaluations.run(self.step, work, add_up, self._recover)
+        return found
+
+    def repeated(self, fn: Callable[[], Any]) -> Any:
+        """Run `fn` on all members that train, in evaluation mode, and again after a loss.
+
+            metrics = session.repeated(lambda: my_evaluation(session.model))
+
+        For an evaluation that divides its data in its own way, or does not divide it. Members may run different numbers
+        of forwards in it. After a loss `fn` runs again from its beginning on the members that are left, unless one of
+        them has finished it: then all get that result.
+
+        Args:
+            fn: returns what JSON carries: numbers, texts, None, lists, and dicts with texts as keys.
+
+        Returns:
+            What it returned on the first member that ran it, the same on all members; tuples as lists.
+
+        Raises:
+            TypeError: JSON does not carry the result.
+            UnequalForwards, RuntimeError: as of `evaluate`.
+        """
+        check_trains(self)
+        return self._driver.evaluations.run(self.step, lambda *_: fn(), lambda parts: parts[0], self._recover)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """For other collective work between steps, such as generation: `with session.evaluation(): …`.
+
+        All members that train enter it, between steps, inside the loop of `steps`. It puts the model in evaluation
+        mode, without gradients. Each member may run any number of forwards, also none: at the end of the block it
+        serves the others until all are through.
+
+        When a peer is lost meanwhile the block ends early without an exception, and the session recovers before the
+        next step. `evaluate` and `repeated` repeat the work instead.
+
+        Raises:
+            UnequalForwards: a member did not come within `hang_limit`; raised by the next `steps`, on all members.
+            RuntimeError: not inside the loop of `steps`.
+        """
+        check_trains(self)
+        with self._driver.evaluations.block():
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """For long work of one member, during which no time limit counts.
+
+            with session.alone() as is_mine:
+                if is_mine:
+                    upload(folder)
+
+        All members that train enter it, between steps, inside the loop of `steps`. At the end of the block each waits
+        until all have come there, for longer than `hang_limit` if need be. A member that dies meanwhile is noticed at
+        once, one that is stopped after `heartbeat_limit`: the block then ends without an exception, and the session
+        recovers before the next step. The work is not repeated. Replica nodes wait for the next step, within
+        `hang_limit`.
+
+        Returns:
+            Whether this member has rank 0, as `is_main` says.
+
+        Raises:
+            UnequalForwards, RuntimeError: as of `evaluation`.
+        """
+        check_trains(self)
+        with self._driver.evaluations.alone() as is_mine:
+            yield is_mine
+
+    def stop(self) -> None:
+        """End the job on all members at the same step, as if that were the last one of `steps`.
+
+        Any member may call it, from any thread. Inside a step, the job ends with that step. Between two steps it ends
+        at once if all members that train call it there; if only some do, it ends with the next step. The last
+        checkpoint is written, `steps` ends on all members, and so do replica nodes and spares. Call it for early
+        stopping: to leave by `break` leaves the job as it is, for processes that resume it.
+
+        A job that is started again after it was stopped resumes from its checkpoint and trains on.
+        """
+        self._driver.asks_to_stop = True
+
+    def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
+        """The whole model on rank 0: what `model.state_dict()` has, with all experts wherever they are; collective.
+
+            if step.committed and session.step % 1000 == 0:
+                with session.evaluation():
+                    state = session.full_state_dict()
+
+        For all members that train, between steps, inside the loop of `steps`; replica nodes wait for the next step.
+        Experts travel one at a time. When a member is lost, the folder has a whole model or is not there; the session
+        recovers before the next step, and the call can be repeated after it. For a transformers model,
+        `evermoe.integrations.transformers.export` writes the files that `from_pretrained` loads.
+
+        Args:
+            folder: None, or where rank 0 writes safetensors files with an index: empty, or not there yet. It appears
+                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_limit` must allow
+                for writing a file, or where there are replica nodes for all of it.
+
+        Returns:
+            By the model's keys tensors on the CPU, which no step changes. Empty on the other ranks, and with `folder`.
+
+        Raises:
+            PeerLost: a member is gone; inside `evaluation` the block ends instead.
+            PersistFailed: rank 0 could not write; the same on all members.
+            UnsupportedState: a module around MoE layers changes its state dict; or, with `folder`, not all are tensors.
+            UnequalForwards: other members have left an evaluation without this call.
+            RuntimeError: not inside the loop of `steps`.
+        """
+        check_trains(self)
+        if folder is None:
+            return full_state.gather(self.model, self.group)
+        full_state.write(full_state.pieces(self.model), Path(folder), self.group)
+        return {}
+
+    @property
+    def step(self) -> int:
+        """Steps that the state has taken."""
+        return self._protocol.step
+
+    def _recover(self) -> None:
+        self._protocol.look(self._until, holds=True)
+
+    def _end_of(self, until: int) -> int:
+        """Steps after which the job ends: as the script says, or fewer if it was stopped."""
+        stopped = self._driver.evaluations.stopped
+        return until if stopped is None else min(until, stopped)
+
+    def _stop_if_asked(self) -> None:
+        """Between steps: ends the job here if all members ask for that; if only some do, the next vote says so."""
+        driver = self._driver
+        if not driver.asks_to_stop or driver.evaluations.stopped is not None or not driver.reports:
+            return
+        if self.config.role == "train" and driver.evaluations.agree_to_stop():
+            driver.evaluations.stopped = self.step
+            if self._protocol.is_stepping or driver.has_replica_nodes:  # others wait in a step that will not come
+                self.group.drop("the job is stopped")
+
+    def _check_stops(self) -> None:
+        """Check that the script, which has left a step out, ends the job with all others.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        self._stop_if_asked()
+        if self._driver.evaluations.stopped is None:
+            raise RuntimeError(
+                "each step of session.steps() must be used as `with step:`"
+                + ("; stop() ends a job at once only if all members call it" if self._driver.asks_to_stop else "")
+            )
+
+
+def check_trains(session: BetweenSteps) -> None:
+    """Check that the members of a session can be asked for their weights, and wait for those on their way.
+
+    In an evaluation this member serves others until all have come to the same point of their scripts.
+
+    Raises:
+        RuntimeError: its script is not inside the loop of `steps`.
+    """
+    check_open(session)
+    if not session._driver.reports:
+        raise RuntimeError("this session has no weights yet: its members meet in `for step in session.steps(n)`")
+    session._driver.await_weights()
+    session._driver.evaluations.come_together()
+
+
+def check_open(session: BetweenSteps) -> None:
+    """Check that a session is still part of its job.
+
+    Raises:
+        RuntimeError: it has left.
+    """
+    if session.has_left:
+        raise RuntimeError(
+            "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
+        )

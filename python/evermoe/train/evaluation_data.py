@@ -1,0 +1,110 @@
+"""Divides the data of an evaluation among the members, and adds up what each has found."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+
+LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+)
+"""Options of a `DataLoader` that the loader of a part takes over."""
+
+Sums = dict[str, float]
+"""By name, a sum over samples."""
+
+
+class _Every:
+    """Each n-th item, from a position on."""
+
+    def __init__(self, items: Iterable[Any], position: int, n: int) -> None:
+        self._items, self._position, self._n = items, position, n
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._items, self._position, None, self._n)
+
+
+def own_batches(data: Any, position: int, n: int) -> Iterable[Any]:
+    """The batches of one of n members: those at `position`, `position` + n, and so on.
+
+    Args:
+        data: of a `DataLoader` over a data set with indices, only these batches are loaded. So it is with other data
+            that has a length and indices; each item is a batch. Of other iterables each member goes through all
+            batches. The order must be the same on all members.
+        position: number of the member.
+        n: members.
+
+    Raises:
+        ValueError: a `DataLoader` shuffles, or the data is no iterable.
+    """
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        return _own_loader(data, position, n)
+    if isinstance(data, Mapping) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"evaluate: expected a DataLoader, a list of batches or another iterable of them, got {type(data).__name__}"
+        )
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return (data[number] for number in range(position, len(data), n))
+    return _Every(data, position, n)
+
+
+def _own_loader(loader: DataLoader[Any], position: int, n: int) -> DataLoader[Any]:
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler):
+        raise ValueError(
+            "evaluate: expected a DataLoader with shuffle=False, got one that shuffles: each member would draw an "
+            "order of its own, and some samples would count twice"
+        )
+    options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS}
+    if loader.batch_sampler is None:
+        part: Any = _Every(loader.sampler, position, n)
+        return DataLoader(loader.dataset, batch_size=None, sampler=part, **options)
+    part = _Every(loader.batch_sampler, position, n)
+    return DataLoader(loader.dataset, batch_sampler=part, **options)
+
+
+def sum_over(batches: Iterable[Any], fn: Callable[[Any], Mapping[str, float | Tensor]]) -> Sums:
+    """The sums over all batches of what `fn` returns for each, in float64.
+
+    Raises:
+        TypeError: it returns something else than numbers by name.
+    """
+    sums: dict[str, float | Tensor] = {}
+    for batch in batches:
+        found = fn(batch)
+        if not isinstance(found, Mapping):
+            raise TypeError(f"evaluate: expected fn to return sums by name, got {type(found).__name__}")
+        for name, value in found.items():
+            sums[name] = sums.get(name, 0.0) + _number(name, value)
+    return {name: float(value) for name, value in sums.items()}
+
+
+def _number(name: str, value: Any) -> float | Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(()).to(torch.float64)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise TypeError(f"evaluate: expected fn to return a number or a tensor of one as {name!r}, got {what}")
+
+
+def add_up(parts: list[Sums]) -> Sums:
+    """The sums of all members, added in the order of ranks."""
+    total: Sums = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

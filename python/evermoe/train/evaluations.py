@@ -1,0 +1,285 @@
+"""Evaluations between two steps, which a loss repeats without counting one twice.
+
+A loss in an evaluation is noticed by some members when others have finished it. They cannot run it again: their script
+has gone on. So in the next recovery all gather how many evaluations each has finished after this step. A member that is
+behind adopts the result. If nobody has finished, all members that were in the evaluation run it again, from within
+the recovery. A member that has joined in that recovery has no evaluation to run: it serves the experts of others until
+they go on to the next step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.errors import PeerLost, UnequalForwards
+from evermoe.experts import expert_layers
+from evermoe.moe_turns import Turns
+from evermoe.train.purposes import UNLIMITED, Meeting, Purpose
+
+Work = Callable[[int, int], Any]
+"""Computes a part of an evaluation: the number of this member among those that evaluate, and how many these are."""
+Combine = Callable[[list[Any]], Any]
+"""Makes the result of the parts, in the order of ranks."""
+
+
+class Evaluations:
+    """What a member that trains does between two steps with all others.
+
+    Args:
+        model: with the layers that exchange tokens.
+        group: the members that train.
+        node: of this member, for people.
+        meeting: where members meet.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, node: str, meeting: Meeting) -> None:
+        self._model, self._group, self._node, self._meeting = model, group, node, meeting
+        self._layers = list(expert_layers(model).values())
+        self._turns = Turns(self._layers, group)
+        self._is_open = False
+        """Whether this member is in an evaluation now."""
+        self._work: tuple[Work, Combine] | None = None
+        """The evaluation that this member has to finish, repeated after a loss."""
+        self._step, self._finished = -1, 0
+        """Steps that were taken when the latest evaluation began, and how many were finished after that step."""
+        self._result = ""
+        """Of the latest that was finished, as JSON."""
+        self._generation: int | None = None
+        """Of the group that this member trains in."""
+        self._inside: list[int] = []
+        """Ranks that were in an evaluation when the latest recovery began, until these go on to a step."""
+        self._was_cut = False
+        """Whether a loss has ended a block of this member's since the latest recovery."""
+        self.stopped: int | None = None
+        """Steps after which all members end the job; None where its script's number counts."""
+
+    # ---- what scripts do
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """An evaluation that ends early, without an exception, when a member is lost."""
+        if self._is_open:
+            yield
+            return
+        try:
+            with self._evaluating():
+                try:
+                    self._begin()
+                except PeerLost as lost:  # the script's first forward finds the group broken
+                    self._group.drop(str(lost))
+                yield
+                if self._group.broken is None:
+                    self._turns.serve_all()
+                    gather_json(self._group, None)
+        except PeerLost as lost:
+            self._was_cut = True
+            self._group.drop(str(lost))
+
+    def run(self, step: int, work: Work, combine: Combine, recover: Callable[[], None]) -> Any:
+        """Run an evaluation on all members, again after a loss.
+
+        Args:
+            step: steps that are taken.
+            work: returns what JSON carries.
+            combine: makes the result of what `work` has returned on each of the members that evaluate.
+            recover: goes through a recovery, which calls `agree` and `resume`.
+
+        Returns:
+            The result, the same on all members, as JSON carries it.
+
+        Raises:
+            RuntimeError: this member is in an evaluation already.
+        """
+        if self._is_open:
+            raise RuntimeError("an evaluation cannot be repeated by itself inside another one: call it after that")
+        if step != self._step:
+            self._step, self._finished = step, 0
+        number, self._work = self._finished, (work, combine)
+        try:
+            with suppress(PeerLost):
+                self._attempt()
+            while self._finished == number:
+                recover()
+        finally:
+            self._work = None
+        return json.loads(self._result)
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Members wait for each other without a limit at the end of the block; whether this is rank 0."""
+        try:
+            self._meeting.meet(Purpose.ALONE)
+        except PeerLost as lost:
+            self._group.drop(str(lost))
+        try:
+            yield self._group.rank == 0
+        except BaseException:
+            self._group.drop("a member failed in session.alone()")
+            raise
+        if self._group.broken is None:
+            try:
+                self._meeting.meet(Purpose.ALONE, UNLIMITED)
+            except PeerLost as lost:
+                self._group.drop(str(lost))
+
+    def come_together(self) -> None:
+        """In an evaluation, serve others until all have come to the same point of their scripts; collective."""
+        if self._is_open and self._group.size > 1:
+            self._turns.meet()
+
+    def agree_to_stop(self) -> bool:
+        """Whether all members have asked to stop at this step; where some have not, the group is dropped."""
+        if self._group.broken is not None or not self._meeting.meet_unless_elsewhere(Purpose.STOP):
+            return False
+        self._inside = []
+        return True
+
+    def release(self) -> None:
+        """This member goes on to the next step: those that have waited for its evaluations do so, too."""
+        if self._inside and self._group.broken is None:
+            try:
+                self._meeting.meet(Purpose.STEP)
+            except PeerLost as lost:
+                self._group.drop(str(lost))
+        self._inside = []
+
+    def check_goes_on(self, step: int) -> None:
+        """Check that the job goes on with a step.
+
+        Raises:
+            PeerLost: it was stopped before this member joined it. The group is dropped: all agree again, to end it.
+        """
+        if self.stopped is not None and step >= self.stopped:
+            self._group.drop("the job is stopped")
+            raise PeerLost("the job is stopped")
+
+    # ---- a recovery
+
+    def agree(self, everyone: Group, *, trains: bool) -> None:
+        """Gather who was in an evaluation and who has finished it; collective.
+
+        Raises:
+            UnequalForwards: a member has not come to an evaluation in which others waited for it.
+        """
+        found = gather_json(everyone, self._told() if trains else {"stopped": self.stopped})
+        trainers = [each for each in found if "step" in each]
+        _refuse_absent(trainers)
+        stops = [each["stopped"] for each in found if each["stopped"] is not None]
+        self.stopped = min(stops, default=None)
+        self._inside = [each["rank"] for each in trainers if each["is_pending"]]
+        done = [each for each in trainers if each["step"] == self._step and each["finished"] > self._finished]
+        if self._work is not None and done:
+            self._work, self._result, self._finished = None, done[0]["result"], done[0]["finished"]
+
+    def _told(self) -> dict[str, Any]:
+        return {
+            "rank": self._group.rank,
+            "node": self._node,
+            "generation": self._generation,
+            "purpose": self._meeting.purpose,
+            "is_vain": self._meeting.is_vain,
+            "is_pending": self._work is not None,
+            "was_cut": self._was_cut,
+            "step": self._step,
+            "finished": self._finished,
+            "result": self._result,
+            "stopped": self.stopped,
+        }
+
+    def resume(self, generation: int, step: int) -> None:
+        """Finish, after a recovery, the evaluation that a loss has interrupted; serve that of others. Collective.
+
+        Raises:
+            PeerLost: another member is gone.
+        """
+        self._generation, self._meeting.purpose, self._was_cut = generation, None, False
+        if self._group.rank not in self._inside:
+            while self._inside:
+                self._follow(step)
+        elif self._work is not None:
+            self._attempt()
+
+    def _follow(self, step: int) -> None:
+        purpose = self._meeting.meet(Purpose.NONE, UNLIMITED)
+        if purpose is Purpose.EVALUATION:
+            with self._evaluating():
+                self._turns.begin()
+                try:
+                    self._turns.serve_all()
+                except UnequalForwards as error:  # they gather the complete model: that needs a recovery before it
+                    raise PeerLost(str(error)) from error
+                gather_json(self._group, None)
+        elif purpose is Purpose.ALONE:
+            self._meeting.meet(Purpose.NONE, UNLIMITED)
+        else:
+            self._inside = []
+            self.stopped = step if purpose is Purpose.STOP else self.stopped
+
+    # ---- one attempt
+
+    def _attempt(self) -> None:
+        assert self._work is not None
+        work, combine = self._work
+        ranks = self._inside or list(range(self._group.size))
+        try:
+            with self._evaluating():
+                self._begin()
+                mine = work(ranks.index(self._group.rank), len(ranks))
+                self._turns.serve_all()
+                parts = gather_json(self._group, {"part": mine})
+        except PeerLost as lost:
+            self._group.drop(str(lost))
+            raise
+        self._result = json.dumps(combine([each["part"] for each in parts if each is not None]))
+        self._finished += 1
+        self._work = None
+
+    def _begin(self) -> None:
+        self._meeting.meet(Purpose.EVALUATION)
+        if self._group.size > 1:
+            self._turns.begin()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients. An error drops the group: nobody waits for this member."""
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        for layer in self._layers:
+            layer.has_samples = True  # whatever part of the latest step this member had
+        self._is_open = True
+        try:
+            with torch.no_grad():
+                yield
+        except BaseException as error:
+            what = str(error) if isinstance(error, PeerLost) else type(error).__name__
+            self._group.drop(f"an evaluation failed: {what}")
+            raise
+        finally:
+            self._is_open = False
+            self._turns.end()
+            for module, training in modes.items():
+                module.training = training
+
+
+def _refuse_absent(found: list[dict[str, Any]]) -> None:
+    for waiting in found:
+        if not waiting["is_vain"] or waiting["purpose"] not in (Purpose.EVALUATION, Purpose.ALONE):
+            continue
+        for other in found:
+            is_inside = other["purpose"] is not None or other["is_pending"] or other["was_cut"]
+            if other["generation"] == waiting["generation"] and not is_inside:
+                what = "session.alone()" if waiting["purpose"] == Purpose.ALONE else "an evaluation"
+                raise UnequalForwards(
+                    f"rank {other['rank']} on {other['node']} did not come to {what} in which rank {waiting['rank']} "
+                    f"on {waiting['node']} waited for it for hang_limit: evaluation(), evaluate(), repeated(), "
+                    "full_state_dict() and alone() are for all members that train, in the same order. Leave out an "
+                    "`if` around them that differs between members"
+                )

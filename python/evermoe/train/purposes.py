@@ -1,0 +1,141 @@
+"""Where members that train meet between two steps, each with what it is about to do.
+
+Their messages have a tag of their own, so that a member that does not come is found by a time limit: were it a
+collective, one that has gone on to the next step would answer with another collective's bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.group import Group
+from evermoe.comm.membership import Membership
+from evermoe.comm.tags import MEETING
+from evermoe.errors import PeerLost, UnequalForwards
+
+UNLIMITED = timedelta(days=1000)
+"""Limit of a wait that only the death of a member ends."""
+NOT_COME = -1
+ELSEWHERE_SECONDS = 1.0
+"""Time for which a member must wait for others somewhere else, until it counts as one that does not come."""
+LOOK_SECONDS = 0.2
+
+
+class Purpose(IntEnum):
+    """What a member is about to do."""
+
+    NONE = 0
+    """What the others do: it has just joined them."""
+    STEP = 1
+    EVALUATION = 2
+    ALONE = 3
+    STOP = 4
+
+
+class Meeting:
+    """Meetings of the members of a group.
+
+    Args:
+        group: the members that train.
+        waiting: ranks of those that wait for other members now, whatever for.
+    """
+
+    def __init__(self, group: Group, waiting: Callable[[], Collection[int]]) -> None:
+        self._group, self._waiting = group, waiting
+        self._come: dict[int, Tensor] = {}
+        self.purpose: Purpose | None = None
+        """What this member came for where the others did not come, until the next meeting; else None."""
+        self.is_vain = False
+        """Whether it has waited for them until the time limit."""
+
+    def meet(self, mine: Purpose, limit: timedelta | None = None) -> Purpose:
+        """Wait for all members; collective.
+
+        Args:
+            mine: purpose of this member.
+            limit: how long it waits; None for `hang_limit`.
+
+        Returns:
+            The purpose of all members but those that came for `NONE`.
+
+        Raises:
+            PeerLost: a member is gone, or has not come in time. UnequalForwards: members came for different purposes.
+        """
+        group = self._group
+        self.purpose, self.is_vain = mine, False
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        self._come = {rank: torch.full((1,), NOT_COME, dtype=torch.int64, device="cpu") for rank in others}
+        message = torch.tensor([int(mine)], device="cpu")
+        try:
+            sends, receives = [(message, rank) for rank in others], [(self._come[rank], rank) for rank in others]
+            group.exchange(sends, receives, MEETING, limit)
+        except PeerLost:
+            self.is_vain = group.timed_out
+            raise
+        if group.broken is not None:
+            raise PeerLost(group.broken)
+        self.purpose = None
+        come = {rank: Purpose(int(each)) for rank, each in self._come.items()} | {group.rank: mine}
+        return _common(come)
+
+    def meet_unless_elsewhere(self, mine: Purpose) -> bool:
+        """As `meet`, of members of which some may be elsewhere: then the group is dropped. Returns whether all came."""
+        with self._dropping_if_elsewhere():
+            try:
+                self.meet(mine)
+            except PeerLost as lost:
+                self._group.drop(str(lost))
+                return False
+        return True
+
+    @contextmanager
+    def _dropping_if_elsewhere(self) -> Iterator[None]:
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._look, args=[is_over], name="evermoe-meeting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _look(self, is_over: threading.Event) -> None:
+        """Drops the group once a member that has not come waits for others elsewhere: that would be for this one."""
+        since: dict[int, float] = {}
+        while not is_over.wait(LOOK_SECONDS):
+            absent = [rank for rank, each in self._come.items() if int(each) == NOT_COME]
+            waiting, now = set(self._waiting()).intersection(absent) if absent else set(), time.monotonic()
+            since = {rank: since.get(rank, now) for rank in waiting}
+            if any(now - began > ELSEWHERE_SECONDS for began in since.values()):
+                self._group.drop(f"rank {min(since)} has gone on to the next step")
+                return
+
+
+def waiting_ranks(membership: Membership) -> set[int]:
+    """Ranks of the other members of a group that wait for members now; asks them all."""
+    doors = {each: data["door"] for each, data in membership.members.items() if each != membership.id}
+    ranks = {each: rank for rank, each in enumerate(membership.members)}
+    return {ranks[each] for each in membership.reach.waiting(doors)}
+
+
+def _common(come: dict[int, Purpose]) -> Purpose:
+    ranks = {rank: purpose for rank, purpose in sorted(come.items()) if purpose is not Purpose.NONE}
+    found = sorted(set(ranks.values()))
+    if len(found) > 1:
+        text = "; ".join(
+            f"rank {', '.join(str(rank) for rank, each in ranks.items() if each == purpose)}: {purpose.name.lower()}"
+            for purpose in found
+        )
+        raise UnequalForwards(
+            f"members that train do different things after the same step ({text}): evaluation(), evaluate(), "
+            "repeated() and alone() are for all of them, in the same order"
+        )
+    return found[0] if found else Purpose.NONE
