@@ -30,7 +30,8 @@ class MembershipOptions(Options):
     largest of which there are enough (EVERMOE_DOMAIN; srun's SLURM_TOPOLOGY_ADDR; default: the node alone)."""
     address: str | None = None
     """Name or address by which other members reach this process, and on which it listens (EVERMOE_ADDRESS; default:
-    loopback if the Lighthouse's address is, else the host's name, listening on all addresses)."""
+    loopback if the Lighthouse's address is, else the host's name, listening on all addresses; where that name does not
+    resolve, the address on the way to the Lighthouse)."""
     members: int | None = option(None, least=1)
     """Members that a new job waits for (EVERMOE_MEMBERS; with a Lighthouse WORLD_SIZE or srun's tasks; default 1).
     Later ones join at any time."""

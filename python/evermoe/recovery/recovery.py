@@ -40,6 +40,7 @@ from evermoe.recovery.survey import (
     usable,
 )
 from evermoe.recovery.target import Target
+from evermoe.recovery.unfit_copies import explain
 from evermoe.state.stored import KeptCopies, StoredUnit, TrainedUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
@@ -74,10 +75,9 @@ class Recovery:
         self._stored = list(stored)
         self._survey = self._look(known, can_begin=True)
         self._phase: Phase = lambda name: None
-        self._outcome = Outcome()
         self._late = LateFetch(group, state, {})
         """What follows after training has resumed."""
-        self._problem = ""
+        self._outcome, self._problem = Outcome(), ""
         """Why the latest checkpoint that was tried cannot be used."""
         self._refused: set[tuple[int, Holding]] = set()
         """Ranks and holdings whose bytes did not match their digest."""
@@ -134,7 +134,8 @@ class Recovery:
                     return self._outcome
                 continue
             if plan.version is None or (self._problem and not step_of(plan.version)):
-                raise LostExperts(self._problem or self.target.lost_message(plan.lost), list(plan.lost))
+                unfit = explain(self.state, self._stored, self.group, plan.lost)
+                raise LostExperts(self._problem or self.target.lost_message(plan.lost, unfit), list(plan.lost))
             if not step_of(plan.version) and any(inventory.can_begin for inventory in inventories):
                 inventories = self._begin(plan.version, inventories)
                 continue

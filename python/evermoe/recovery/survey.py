@@ -235,7 +235,7 @@ class Survey:
         saved = list(_seen(find_saved, folder, state, standing))
         for found, kind in (*stored, *retained, *((each, PERSISTED) for each in saved)):
             unit = state.catalog.by_name.get(found.unit)
-            if unit is None or not _fits(found, kind, unit):
+            if unit is None or not fits(found, kind, unit):
                 continue
             if found.digest is None:
                 self._awaited[Awaited(found.unit, found.version, kind)] = found
@@ -304,7 +304,7 @@ class Survey:
         return found
 
 
-def _fits(found: StoredUnit, kind: str, unit: Unit) -> bool:
+def fits(found: StoredUnit, kind: str, unit: Unit) -> bool:
     """Whether a copy has the tensors that this job's preset has; what another one left may lack some, or have more."""
     if isinstance(found, RetainedUnit):
         return True

@@ -78,8 +78,8 @@ class Target(Protocol):
             leaving: digests of the units that are given up, and retained.
         """
 
-    def lost_message(self, lost: Sequence[str]) -> str:
-        """Why the job cannot resume when these units survive nowhere, and what to do."""
+    def lost_message(self, lost: Sequence[str], unfit: str) -> str:
+        """Why the job cannot resume when these units survive nowhere, and what to do; see `unfit_copies.explain`."""
 
 
 class ExpertTarget:
@@ -218,7 +218,7 @@ class ExpertTarget:
         for path, matrix in layers.items():
             self._state.layers[path].matrix_RE = matrix
 
-    def lost_message(self, lost: Sequence[str]) -> str:
+    def lost_message(self, lost: Sequence[str], unfit: str) -> str:
         """Names the units, and whether there are checkpoints."""
         shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
         where = (
@@ -227,7 +227,8 @@ class ExpertTarget:
             else "no checkpoint directory was given"
         )
         return (
-            f"no copy is left of {count(len(lost), 'unit')} ({shown}) in the memory of "
+            f"no {'usable ' if unfit else ''}copy is left of {count(len(lost), 'unit')} ({shown}) in the memory of "
             f"{count(self._group.size, 'member')}, and {where}. "
-            "Too many nodes failed at once for the number of copies; use more copies or set checkpoint_dir."
+            + (unfit or "Too many nodes failed at once for the number of copies; use more copies or set checkpoint_dir")
+            + "."
         )

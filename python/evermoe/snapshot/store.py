@@ -49,6 +49,8 @@ class SnapshotUnit:
     digest: int
     data: Tensor
     """uint8 `[nbytes]`, a view of the shared memory."""
+    preset: str = ""
+    """Preset of the job that wrote it; empty where none is known."""
 
 
 @dataclass
@@ -102,6 +104,8 @@ class SnapshotStore:
 
     directory: Path
     state: TrainingState
+    preset: str = ""
+    """Preset of the job, which is written to its arenas."""
     chunk_bytes: int = 4 << 20
     """Size of a message at most."""
     sources: GpuSources = field(default_factory=GpuSources)
@@ -310,7 +314,9 @@ class SnapshotStore:
         self, number: int, bundle: Bundle, generation: int, member: str, rank: int, *, reserves: bool = True
     ) -> None:
         path = self.directory / f"{generation:010d}-{number}-{member}.arena"
-        meta = json.dumps({"generation": generation, "member": member, "layout": self.state.catalog.layout})
+        meta = json.dumps(
+            {"generation": generation, "member": member, "layout": self.state.catalog.layout, "preset": self.preset}
+        )
         units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
         room = None if self.room is None else self.room.take(VERSIONS * sum(nbytes for _, nbytes in units))
         kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves, room=room))
@@ -356,6 +362,7 @@ class SnapshotStore:
                 arena = Arena.open(str(path))
             except (CorruptCopy, FileNotFoundError):
                 continue  # torn by a crash while it was made, or pruned by a peer on this node
+            preset = str(json.loads(arena.meta).get("preset", ""))
             for index, version in arena.versions():
                 try:
                     digests = arena.digests(index)
@@ -365,7 +372,7 @@ class SnapshotStore:
                     continue  # likewise, and the next version is complete already
                 data = torch.from_numpy(arena.buffer(index))
                 for (name, offset, nbytes), digest in zip(arena.units(), digests, strict=True):
-                    yield SnapshotUnit(name, version, digest, data[offset : offset + nbytes])
+                    yield SnapshotUnit(name, version, digest, data[offset : offset + nbytes], preset)
 
     def prune(self, generation: int) -> None:
         """Removes the arenas of earlier generations: a newer version is whole on all nodes."""

@@ -129,7 +129,8 @@ class PipelineSession:
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
         self._membership = _new_membership(self.config, self._loss_scale, scheduler)
         node = self._membership.node
-        self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
+        folder = job_folder(self.config.memory_dir, self.config.job) / node
+        self._store = SnapshotStore(folder, self._state, self.config.preset)
         self._group = self._membership.trainer_group
         self._driver = PipelineDriver(
             self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership, emit

@@ -106,8 +106,8 @@ class Session(BetweenSteps):
         self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=marks)
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        node = node_name(self.config.node)
-        self._store = SnapshotStore(job_folder(self.config.memory_dir or DEFAULT, job) / node, self._state)
+        node, folder = node_name(self.config.node), job_folder(self.config.memory_dir or DEFAULT, job)
+        self._store = SnapshotStore(folder / node, self._state, self.config.preset)
         self._store.check()
         for layer in self._state.layers.values():
             layer.split_as(self.config.choices.token_split)

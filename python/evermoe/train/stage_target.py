@@ -64,9 +64,11 @@ class StageTarget:
         """Takes over what was fetched."""
         self._adopter.adopt(self._version, fetched)
 
-    def lost_message(self, lost: Sequence[str]) -> str:
+    def lost_message(self, lost: Sequence[str], unfit: str) -> str:
         """Names the units."""
         return (
-            f"no copy is left of {len(lost)} units ({', '.join(lost[:8])}) in the memory of {len(self._seats)} ranks: "
-            "too many nodes failed at once. Use more copies, and load a checkpoint of your own to start again"
+            f"no {'usable ' if unfit else ''}copy is left of {len(lost)} units ({', '.join(lost[:8])}) in memory of "
+            f"{len(self._seats)} ranks. "
+            + (unfit or "Too many nodes failed at once: use more copies; load a checkpoint of your own to start again")
+            + "."
         )

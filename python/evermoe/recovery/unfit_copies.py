@@ -1,0 +1,55 @@
+"""Copies of lost units that memory has and this run cannot use, as another preset wrote them with other contents.
+
+The unit of a session, for example, has the tokens of each expert with the presets that may lose tokens, and lacks them
+with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.recovery.survey import fits
+from evermoe.snapshot.store import SnapshotUnit
+from evermoe.state.stored import StoredUnit
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
+
+MOST_SHOWN = 8
+"""Units and steps that a message names."""
+
+
+def explain(state: TrainingState, stored: Iterable[tuple[StoredUnit, str]], group: Group, lost: Collection[str]) -> str:
+    """Names the copies of lost units that no member can use, and says what to do; empty if there are none. Collective.
+
+    Args:
+        state: of this member.
+        stored: copies that it has, and their kinds.
+        group: all members.
+        lost: names of the units.
+    """
+    mine = {
+        (found.unit, found.version, found.preset)
+        for found, kind in stored
+        if found.unit in lost
+        and isinstance(found, SnapshotUnit)
+        and not fits(found, kind, state.catalog.by_name[found.unit])
+    }
+    told = {tuple(each) for theirs in gather_json(group, sorted(mine)) for each in theirs}
+    if not told:
+        return ""
+    units = _shown(sorted({unit for unit, _, _ in told}))
+    steps = _shown([str(step) for step in sorted({step_of(version) for _, version, _ in told})])
+    presets = " and ".join(sorted({repr(preset) for _, _, preset in told}))
+    return (
+        f"Memory has {units} of steps {steps} with other contents: preset {presets} wrote them, and this run has "
+        "another preset or other options. No node needs to have failed. To resume from memory, start with that preset. "
+        "To change the preset, resume with it and a checkpoint_dir, end all workers by SIGTERM, which writes a "
+        "checkpoint, and start with the new preset"
+    )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = len(names) - MOST_SHOWN
+    return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
