@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import itertools
+import json
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate, default_convert
 
+from evermoe.batches import Reading, Way, describe, read
 from evermoe.options import checked
-from evermoe.sampler import Share, sliced
+from evermoe.plain_state import from_json, to_json
+from evermoe.sampler import Share
 from evermoe.seeds import seeded
 
-_TENSOR = "__tensor__"
+logger = logging.getLogger(__name__)
+
+_END = object()
+MAX_OPENED_BYTES = 4096
+"""Bytes as JSON of a loader's state at the start of an epoch that are kept through the epoch."""
 
 
 class ElasticLoader:
@@ -35,14 +42,23 @@ class ElasticLoader:
             with step:
                 step.backward(loss_of(step.samples))
 
+    A loader's state that does not fit into the job's copies is left out for the rest of its epoch, with a warning: to
+    resume, the loader is opened as at the start of the epoch, and skips the batches that were taken.
+
     Args:
-        loader: yields global batches: tensors, lists, or dicts and tuples of them, with the samples along the first
-            dimension. Each epoch begins with `iter(loader)`, and has the same batches on all members.
+        loader: yields global batches. Tensors and NumPy arrays have one row for each sample, lists and tuples one entry
+            for each, all of the same number, alone or in mappings, sequences, named tuples and dataclasses. Numbers,
+            strings, None and tensors without dimensions are the same for all samples. A list of tensors, such as those
+            that `default_collate` makes, may have fields as well as samples: the loader's batch size and `collate_fn`
+            tell, and a batch that still has two readings is refused. Each epoch begins with `iter(loader)`, and has the
+            same batches on all members.
         seed: of the epochs.
+        batch_size: samples of a global batch, where `loader.batch_size` does not say so.
     """
 
-    def __init__(self, loader: Iterable[Any], *, seed: int = 0) -> None:
+    def __init__(self, loader: Iterable[Any], *, seed: int = 0, batch_size: int | None = None) -> None:
         self._loader, self._seed = loader, checked("seed", seed, int)
+        self._batch_size = checked("batch_size", batch_size, int | None, least=1) or _batch_size(loader)
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._taken = 0
         """The epoch, and its batches that are taken."""
@@ -50,65 +66,94 @@ class ElasticLoader:
         """Samples of the batches that were committed."""
         self._state: dict[str, Any] = {}
         """As of before the next batch."""
-        self._batch: Any = None
-        self._has_batch = False
+        self._batch: tuple[Any, Reading] | None = None
+        """The next batch, and how it is divided."""
+        self._lists: dict[str, Way] = {}
+        """How lists in the batches so far are read, by their path."""
+        self._opened: Any = None
+        """The loader's state as JSON at the start of the epoch; None without one, or where it is large."""
+        self._has_read = False
+        """Whether a batch was read, so that the loader has a state."""
+        self._is_large = False
+        """Whether the loader's state is left out until the end of the epoch."""
+        self._has_warned = False
 
     def batch(self) -> Any:
         """The next global batch; the same until `advance`.
 
         Raises:
-            ValueError: the loader has none, or it is not made of tensors and lists of the same length.
+            ValueError: the loader has none, or it cannot be divided, or in more than one way.
         """
-        if not self._has_batch:
+        return self._read()[0]
+
+    def _read(self) -> tuple[Any, Reading]:
+        if self._batch is None:
             self._batch = self._next()
-            self._has_batch = True
         return self._batch
 
     def share(self, rank: int, size: int) -> Share:
         """The part of `rank` among `size` members: contiguous, sizes within one of each other."""
-        batch = self.batch()
-        length = _length(batch)
+        batch, reading = self._read()
+        length = _length(reading)
         start, stop = (length * r // size for r in (rank, rank + 1))
         weight = (stop - start) / length
-        if start == stop:
-            start, stop = 0, 1
-        numbers = torch.arange(self.consumed + start, self.consumed + stop)
-        return Share(numbers, weight, sliced(batch, start, stop))
+        place = slice(start, stop) if stop > start else slice(1)
+        numbers = torch.arange(self.consumed, self.consumed + length)[place]
+        return Share(numbers, weight, reading.cut(batch, place), reading)
 
     def advance(self) -> None:
         """Counts the batch as consumed: its step is committed."""
-        self.consumed += _length(self.batch())
+        self.consumed += _length(self._read()[1])
         self._taken += 1
-        self._batch, self._has_batch = None, False
+        self._batch = None
 
     def settings(self) -> dict[str, Any]:
         """What all members of a job have alike."""
         found = {"loader": type(self._loader).__name__, "loader_seed": self._seed}
-        return found | {"loader_batch_size": getattr(self._loader, "batch_size", None)}
+        return found | {"loader_batch_size": self._batch_size}
 
     def state_dict(self) -> dict[str, Any]:
         """The state needed to resume."""
-        self.batch()
+        self._read()
         return dict(self._state)
+
+    def shorten(self) -> None:
+        """Leaves the loader's own state out of `state_dict`, from this batch to the end of the epoch."""
+        if "loader" not in self._state:
+            return
+        nbytes = _nbytes(self._state.pop("loader"))
+        self._is_large = self._state["is_large"] = True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the loader's state_dict() takes %d bytes as JSON, too many to be kept with each step: a process that "
+                "resumes opens the loader as at the start of the epoch, and reads the batches that were taken again",
+                nbytes,
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken."""
         if self._state and all(state[name] == self._state[name] for name in ("consumed", "epoch", "taken")):
             return  # where it is already
         self._epoch, self._taken, self.consumed = (int(state[name]) for name in ("epoch", "taken", "consumed"))
-        self._has_batch, self._state = False, {}
-        if self._is_stateful and "loader" in state:
-            self._loader.load_state_dict(_decoded(state["loader"]))  # type: ignore[attr-defined]
+        self._iterator = None  # its worker processes end before others start
+        self._lists, self._opened = dict(state.get("lists", {})), state.get("opened")
+        self._is_large, self._batch, self._state = state.get("is_large", False), None, {}
+        self._prepare()
+        place = state.get("loader", self._opened) if self._is_stateful else None
+        if place is not None:
+            self._loader.load_state_dict(from_json(place))  # type: ignore[attr-defined]
+        if place is not None and "loader" in state:
             self._iterator = self._batches(self._taken)
         else:
-            self._iterator = itertools.islice(self._open(), self._taken, None)
+            self._iterator = itertools.islice(self._batches(0), self._taken, None)
 
     @property
     def _is_stateful(self) -> bool:
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
-    def _open(self) -> Iterator[Any]:
-        """The batches of the epoch."""
+    def _prepare(self) -> None:
+        """Tells the loader and its parts the epoch, and seeds their generators."""
         loader: Any = self._loader
         parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
         for part in parts:
@@ -118,65 +163,103 @@ class ElasticLoader:
         for generator in {id(part): part for part in (getattr(each, "generator", None) for each in parts)}.values():
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
-        return self._batches(0)
+
+    def _open(self) -> Iterator[Any]:
+        """The batches of the epoch."""
+        self._prepare()
+        ended = self._loader_state() if self._has_read else None
+        iterator = self._batches(0)
+        self._is_large, self._opened = False, self._state_at_start(ended)
+        return iterator
+
+    def _loader_state(self) -> Any:
+        """The loader's own state as JSON; None without one."""
+        return to_json(self._loader.state_dict()) if self._is_stateful else None  # type: ignore[attr-defined]
+
+    def _state_at_start(self, ended: Any) -> Any:
+        """The loader's state at the start of the epoch, after that at the end of the previous one; None if unknown.
+
+        A loader whose `__iter__` is a generator has none yet, or still the previous one.
+        """
+        found = None
+        with contextlib.suppress(Exception):  # whatever a loader raises that has no state before its first batch
+            found = self._loader_state()
+        return None if found == ended or _nbytes(found) > MAX_OPENED_BYTES else found
 
     def _batches(self, taken: int) -> Iterator[Any]:
         """The batches of the epoch from the one that the loader is at, each read with random numbers of its own."""
         with seeded(self._seed, self._epoch):  # workers get their seeds here
             iterator = iter(self._loader)
+        return _read_seeded(iterator, self._seed, self._epoch, taken)
 
-        def read() -> Iterator[Any]:
-            for number in itertools.count(taken):
-                with seeded(self._seed, self._epoch, number):  # a sampler that shuffles gets its seed with the first
-                    found = list(itertools.islice(iterator, 1))
-                if not found:
-                    return
-                yield found[0]
-
-        return read()
-
-    def _next(self) -> Any:
+    def _next(self) -> tuple[Any, Reading]:
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = self._open()
-            self._state = {"consumed": self.consumed, "epoch": self._epoch, "taken": self._taken}
-            if self._taken and self._is_stateful:
-                self._state["loader"] = _encoded(self._loader.state_dict())  # type: ignore[attr-defined]
+            self._state = self._state_now()
             for batch in self._iterator:
-                _length(batch)
-                return batch
+                reading = self._reading(batch)
+                self._lists |= reading.lists
+                self._has_read = True
+                return batch, reading
             if not self._taken:
                 break
             self._iterator, self._epoch, self._taken = None, self._epoch + 1, 0
         raise ValueError(f"ElasticLoader: expected at least one batch in epoch {self._epoch}, the loader has none")
 
+    def _state_now(self) -> dict[str, Any]:
+        """The state before the next batch is read."""
+        state: dict[str, Any] = {"consumed": self.consumed, "epoch": self._epoch, "taken": self._taken}
+        if self._lists:
+            state["lists"] = dict(self._lists)
+        if self._opened is not None:
+            state["opened"] = self._opened
+        if self._is_large:
+            state["is_large"] = True
+        elif self._taken and self._is_stateful:
+            state["loader"] = self._loader_state()
+        return state
 
-def _length(batch: Any) -> int:
+    def _reading(self, batch: Any) -> Reading:
+        has_fields = getattr(self._loader, "collate_fn", None) in (default_collate, default_convert)
+        try:
+            reading = read(batch, size=self._batch_size, known=self._lists, has_fields=has_fields)
+            if not reading.length:
+                raise ValueError(f"expected a batch with samples, got {describe(batch)}")
+        except ValueError as error:
+            raise ValueError(f"ElasticLoader: batch {self._taken} of epoch {self._epoch}: {error}") from None
+        return reading
+
+
+def _read_seeded(iterator: Iterator[Any], seed: int, epoch: int, taken: int) -> Iterator[Any]:
+    """Batches from a number on, each read with random numbers of its own.
+
+    It refers to no `ElasticLoader`: in a cycle of references, torch's iterator with its worker processes would live
+    until a garbage collection, which may run in a process that was forked meanwhile.
+    """
+    for number in itertools.count(taken):
+        with seeded(seed, epoch, number):  # a sampler that shuffles gets its seed with the first
+            batch = next(iterator, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+def _length(reading: Reading) -> int:
     """Samples of a batch."""
-    leaves = tree_leaves(batch, is_leaf=lambda part: isinstance(part, list))
-    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim())}
-    if len(lengths) != 1 or not all(lengths):
-        raise ValueError(
-            "ElasticLoader: expected batches of tensors and lists of one length, the number of samples, got lengths "
-            f"{sorted(lengths)}"
-        )
-    return lengths.pop()
+    assert reading.length
+    return reading.length
 
 
-def _encoded(state: Any) -> Any:
-    """A loader's state as JSON: tensors, such as those of generators, as text."""
-    if isinstance(state, Tensor):
-        data = base64.b64encode(state.cpu().contiguous().view(torch.uint8).numpy().tobytes()).decode()
-        return {_TENSOR: [str(state.dtype).removeprefix("torch."), list(state.shape), data]}
-    if isinstance(state, dict):
-        return {key: _encoded(value) for key, value in state.items()}
-    return [_encoded(value) for value in state] if isinstance(state, list | tuple) else state
+def _batch_size(loader: Any) -> int | None:
+    """Samples of a batch, as a `DataLoader` or its batch sampler says."""
+    sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
+    return next((size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0), None)
 
 
-def _decoded(state: Any) -> Any:
-    if isinstance(state, dict) and _TENSOR in state:
-        name, shape, data = state[_TENSOR]
-        return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, name)).view(shape)
-    if isinstance(state, dict):
-        return {key: _decoded(value) for key, value in state.items()}
-    return [_decoded(value) for value in state] if isinstance(state, list) else state
+def _nbytes(state: Any) -> int:
+    """Bytes of a state as JSON; 0 if it cannot be JSON, which whatever stores it reports."""
+    try:
+        return len(json.dumps(state))
+    except TypeError:
+        return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from evermoe.batches import Reading, read
 from evermoe.options import checked
 
 
@@ -19,32 +19,30 @@ class Share:
 
     `indices`: int64 sample numbers. `weight`: this member's share of the global batch, in [0, 1]; over all members
     the weights sum to one. With more members than samples, a member without one gets a sample of weight 0. `samples`:
-    the samples themselves, where the sampler has them: tensors, lists of samples, or dicts and tuples of those.
+    the samples themselves, where the sampler has them: a batch as `ElasticLoader` divides it. `reading`: how they are
+    divided further; None: as `evermoe.batches.read` finds it.
     """
 
     indices: Tensor
     weight: float
     samples: Any = None
+    reading: Reading | None = field(default=None, repr=False, compare=False)
 
     def parts(self, n: int) -> Iterator[Share]:
-        """Yields n parts of it, of sizes within one of each other; without a sample, one of all with weight 0."""
+        """Yields n parts of it, of sizes within one of each other; without a sample, one of all with weight 0.
+
+        Raises:
+            ValueError: `samples` cannot be divided, or are not as many as `indices`.
+        """
         size = len(self.indices)
+        reading = self.reading or read(self.samples, size=size)
+        if self.reading is None and reading.length not in (size, None):
+            raise ValueError(f"Share: expected samples for {size} indices, got {reading.length}")
         bounds = [size * number // n for number in range(n + 1)]
         for start, stop in zip(bounds, bounds[1:], strict=False):
             weight = self.weight * (stop - start) / size
-            yield self._slice(*((start, stop) if stop > start else (0, 1)), weight)
-
-    def _slice(self, start: int, stop: int, weight: float) -> Share:
-        return Share(self.indices[start:stop], weight, sliced(self.samples, start, stop))
-
-
-def sliced(samples: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of a batch: of each tensor and list in it along its first dimension."""
-    return tree_map(
-        lambda part: part[start:stop] if isinstance(part, Tensor | list) and len(part) else part,
-        samples,
-        is_leaf=lambda part: isinstance(part, list),
-    )
+            place = slice(start, stop) if stop > start else slice(1)
+            yield Share(self.indices[place], weight, reading.cut(self.samples, place), reading)
 
 
 @runtime_checkable

@@ -36,6 +36,8 @@ ROOMS = [
     "experts",
     "router",
     "moe",
+    "batches",
+    "plain_state",
     "sampler",
     "loader",
     "profile",

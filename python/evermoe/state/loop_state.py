@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evermoe.errors import UnsupportedState
+from evermoe.loader import ElasticLoader
 from evermoe.options import Options, option
 from evermoe.sampler import Sampler
 
@@ -125,6 +126,9 @@ def collect(parts: LoopParts) -> dict[str, object]:
         found["loss_scale"] = loss_scale.state_dict()
     if stateful:
         found["stateful"] = {name: each.state_dict() for name, each in stateful.items()}
+    if isinstance(sampler, ElasticLoader) and len(encoded(found)) > PROGRESS_BYTES:
+        sampler.shorten()
+        found["sampler"] = sampler.state_dict()
     return found
 
 

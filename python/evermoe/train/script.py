@@ -50,17 +50,20 @@ class Script(NamedTuple):
         """What has state of the loop."""
         return loop_state.LoopParts(self.sampler, self.optimizer, self.scheduler, self.loss_scale, self.stateful)
 
-    def check(self) -> None:
-        """Checks the types of all.
+    def check(self, *, trains: bool) -> None:
+        """Checks the types of all, and on a member that trains the size of what is kept of the loop.
 
         Raises:
-            ValueError: one is of another type.
-            UnsupportedState: something of them divides or reduces parameters among processes itself, or averages them.
+            ValueError: one is of another type, or the first batch of a loader cannot be divided.
+            UnsupportedState: something of them divides or reduces parameters among processes itself, or averages them;
+                or the loop's states are no JSON, or too large.
         """
         check_types(model=self.model, optimizer=self.optimizer, sampler=self.sampler, scheduler=self.scheduler)
         refuse_divided(self.model, self.optimizer)
         _refuse_averages(self.model)
         self.loss_scale.check(self.model)
+        if trains:
+            loop_state.LoopState().store(loop_state.collect(self.loop))
 
     def zero_gradients(self) -> None:
         """Frees the gradients of all parameters, those that the optimizer does not step included."""

@@ -98,7 +98,7 @@ class Session(BetweenSteps):
         """Whether the session has left its job, or has not begun."""
         self._until = 0
         script = Script(model, optimizer, sampler, scheduler, LossScale(scaler), self.config.stateful or {})
-        script.check()
+        script.check(trains=self.config.role == "train")
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)
         is_sharded = self.config.dense == "sharded"
