@@ -194,7 +194,7 @@ def _read_file(manifest: Manifest, members: Sequence[str]) -> Iterator[tuple[str
                     found, expected = digest(as_bytes(tensors).numpy()), manifest.units[name][1]
                     if found != expected:
                         raise CorruptCopy(
-                            f"{name} in {manifest.path}: expected digest {expected:016x}, the bytes have {found:016x}"
+                            f"{name} in {path}: expected digest {expected:016x}, the bytes have {found:016x}"
                         )
                     yield name, tensors
         except (SafetensorError, OSError) as error:

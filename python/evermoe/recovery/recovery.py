@@ -7,6 +7,7 @@ until the copies of the new arrangement are complete (`state.retained.release()`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -340,10 +341,10 @@ class Recovery:
         self._phase("verify")
         problems = [text for text in gather_json(self.group, problem) if text]
         if problems:
+            warnings.warn(f"a checkpoint is passed over: {problems[0]}", stacklevel=3)
             self._problem = f"the only checkpoint left cannot be used: {problems[0]}"
             for inventory in inventories:
-                if version in inventory.checkpoints:
-                    inventory.checkpoints.remove(version)
+                inventory.checkpoints = [each for each in inventory.checkpoints if each != version]
             return False
         self._outcome.count_fetched({"disk": fetched}, dict(self.state.catalog.sizes()))
         self._outcome.tier = "store"

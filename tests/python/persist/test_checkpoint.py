@@ -310,11 +310,18 @@ def test_session_writes_when_due_and_at_the_end(tmp_path):
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-00000006", "step-00000007"]
 
 
-def test_session_falls_back_to_the_older_checkpoint(tmp_path):
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("harm", [damage, cut, Path.unlink])
+def test_session_falls_back_to_the_older_checkpoint_and_names_what_is_wrong(tmp_path, harm):
     (tmp_path / "memory").mkdir()
     straight, _ = run(tmp_path, "first", 6, checkpoint_every=3)
-    damage(tmp_path / "saved" / "step-00000006" / "units-0.safetensors")
-    again, events = run(tmp_path, "second", 6)
+    harm(tmp_path / "saved" / "step-00000006" / "units-0.safetensors")
+    with pytest.warns(UserWarning, match=r"a checkpoint is passed over: .*/step-00000006.*units-0.safetensors") as told:
+        again, events = run(tmp_path, "second", 6)
+    assert len([each for each in told if "is passed over" in str(each.message)]) == 1
     assert recovered_steps(events) == [3]
     assert digests(again._state) == digests(straight._state)
 
