@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from types import FrameType
 from typing import Any
@@ -15,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from evermoe import moe_ops
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
+from evermoe.warn import warn
 
 _averages: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[AveragedModel]] = weakref.WeakKeyDictionary()
 """By layer, the averages that have a copy of it."""
@@ -60,12 +60,11 @@ class HeldInPart(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if len(self.ids) < self.num_experts:
-            warnings.warn(
+            warn(
                 f"state_dict() has {len(self.ids)} of the {self.num_experts} experts of layer "
                 f"{prefix.removesuffix('.') or 'Experts'}: those that this rank holds. All of them are in "
                 "session.full_state_dict(), called by all members, and in a checkpoint (checkpoint_dir=), which "
-                "evermoe.load_weights and `evermoe export` read",
-                stacklevel=4,
+                "evermoe.load_weights and `evermoe export` read"
             )
 
 

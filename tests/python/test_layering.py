@@ -12,6 +12,7 @@ PACKAGE = ROOT / "python" / "evermoe"
 
 ROOMS = [
     "errors",
+    "warn",
     "options",
     "seeds",
     "native_calls",

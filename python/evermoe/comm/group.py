@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm._torchft import torchft
+from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.tags import NEVER_SENT
 from evermoe.comm.transport import Transport
 from evermoe.comm.waits import Clocks, Wait
@@ -135,10 +136,6 @@ def has_given_up(nccl: Any) -> bool:
 def _has_failed(nccl: Any) -> bool:
     """Whether NCCL has failed or was aborted; its own `errored` would wait for all streams of the device."""
     return nccl._errored is not None or has_given_up(nccl._pg._get_backend(torch.device("cuda")))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0] or "the group was aborted"
 
 
 class Linked(Protocol):
@@ -301,7 +298,7 @@ class Group:
                 return None
             waits = [Wait(works.pop(0)) for _ in range(len(works))]
         except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
-            return _first_line(error)
+            return plain_reason(error)
         for wait in waits:
             failure = self._finish(wait, limit)
             if failure is not None:

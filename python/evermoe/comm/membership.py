@@ -28,6 +28,7 @@ from evermoe.comm.lighthouse import Lighthouses, split_addresses
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
+from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.reach import LOOK_SECONDS, Reach, find_place
 from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
@@ -293,7 +294,7 @@ class Membership:
             if self.watch.silent:
                 raise ConnectionError(f"{self.watch.silent[0]} fell silent while the groups were connected")
         except (RuntimeError, TimeoutError, ConnectionError, PeerLost) as error:
-            problem = str(error).split("\n", 1)[0]
+            problem = plain_reason(error)
             logger.info("connecting failed, agreeing again: %s", problem)
             self._meeting = None
             self.lighthouses.hang_up()

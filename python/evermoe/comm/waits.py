@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from evermoe.comm.plain_reason import plain_reason
 from evermoe.native_calls import native_call
 
 EXCESS = 1.25
@@ -87,7 +88,7 @@ class Wait:
             try:
                 work.wait(limit)
             except Exception as error:  # whatever it is: the thread that waits must go on, and its group is of no use
-                failure = str(error).split("\n", 1)[0] or "the group was aborted"
+                failure = plain_reason(error)
             del work
         with self._lock:
             self._failure = failure

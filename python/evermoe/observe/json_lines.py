@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 
 from evermoe import events
 from evermoe.events import Chunk, Event, Held, Protocol, Published
+from evermoe.warn import warn
 
 INNER = (Protocol, Chunk, Published, Held)
 """Events of a session's insides, of which there are many in each step."""
@@ -51,7 +51,7 @@ class JsonLines:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(f"events cannot be written to {self.path}: {error}. Training continues", stacklevel=3)
+                warn(f"events cannot be written to {self.path}: {error}. Training continues")
 
 
 def read_line(line: str) -> tuple[int, float, Event] | None:

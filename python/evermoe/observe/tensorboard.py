@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evermoe.events import Commit, Covered, Damaged, Event, Measured, Recovered, Skipped, Verified
+from evermoe.warn import warn
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -83,9 +83,7 @@ class TensorBoard:
                         self._writer.add_scalar(name, value, step)
                 except OSError as error:
                     self._writer = None
-                    warnings.warn(
-                        f"curves cannot be written to {self.folder}: {error}. Training continues", stacklevel=3
-                    )
+                    warn(f"curves cannot be written to {self.folder}: {error}. Training continues")
         if isinstance(event, Verified):
             self.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +18,7 @@ from evermoe.persist.manifest import MANIFEST, MANIFEST_BYTES, Manifest, parsed
 from evermoe.persist.place import ObjectPath, Place
 from evermoe.persist.retention import Retention
 from evermoe.state.version import step_of
+from evermoe.warn import warn
 
 INDEX = "index.json"
 LOOKS = 8
@@ -153,7 +153,7 @@ def sort(known: Mapping[str, Known], layout: str | None = None, *, tells: bool =
         elif manifest is not None and layout is not None and manifest.layout != layout:
             problem = f"{manifest.path} belongs to another model or optimizer"
         if problem and tells:
-            warnings.warn(f"a checkpoint is passed over: {problem}", stacklevel=4)
+            warn(f"a checkpoint is passed over: {problem}")
         elif not problem and manifest is not None:
             found.append(Found(manifest.version, int(match[2] or 0), manifest))
     return sorted(found, key=lambda each: (each.version, each.writing, each.path.name))

@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +37,7 @@ from evermoe.persist.retention import NEWEST, Retention
 from evermoe.run_claim import Run, RunClaim
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
+from evermoe.warn import warn
 
 _COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
 _DRAFT = re.compile(r"^step-\d{8,}\.writing-(\d{10,})-.+$")
@@ -84,7 +84,7 @@ def _scan(directory: Path, layout: str | None = None, *, tells: bool = False) ->
             found.append(_Found(manifest.version, int(match[2] or 1), Path(entry.path), manifest))
         except CorruptCopy as error:
             if tells and os.path.lexists(entry.path):  # it may have been removed meanwhile
-                warnings.warn(f"a checkpoint is passed over: {error}", stacklevel=3)
+                warn(f"a checkpoint is passed over: {error}")
     return sorted(found, key=lambda each: (each.version, each.writing, each.path.name))
 
 
@@ -105,7 +105,7 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        warnings.warn(f"checkpoints in {directory} cannot be listed: {error}", stacklevel=4)
+        warn(f"checkpoints in {directory} cannot be listed: {error}")
         return []
 
 
@@ -190,9 +190,7 @@ class CheckpointFolder:
                 raise OSError(
                     error.errno, f"{problem}. Make room, or make it writable, or give another folder"
                 ) from error
-            warnings.warn(
-                f"{problem}. Job {owner.job!r} goes on; checkpoints are tried when they are due", stacklevel=4
-            )
+            warn(f"{problem}. Job {owner.job!r} goes on; checkpoints are tried when they are due")
 
     def _is_used(self) -> bool:
         persisted = self.directory / PERSISTED

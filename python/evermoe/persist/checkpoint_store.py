@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from evermoe.persist.retention import NEWEST, Retention
 from evermoe.run_claim import Run
 from evermoe.state.unit import Unit
 from evermoe.state.version import step_of
+from evermoe.warn import warn
 
 
 class CheckpointStore(Protocol):
@@ -105,7 +105,7 @@ def _scan(where: ObjectPath, layout: str | None = None) -> list[Found]:
         if layout is not None and manifest.layout != layout:
             raise CorruptCopy(f"{where} belongs to another model or optimizer")
     except CorruptCopy as error:
-        warnings.warn(f"a checkpoint is passed over: {error}", stacklevel=4)
+        warn(f"a checkpoint is passed over: {error}")
         return []
     return [Found(manifest.version, 0, manifest)]
 

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import threading
 import uuid
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from evermoe.run_claim import Run
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units
 from evermoe.state.version import step_of
+from evermoe.warn import warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +190,9 @@ class Checkpointer:
         if self._write is not None:
             if not self._is_told:
                 self._is_told = True
-                warnings.warn(
+                warn(
                     f"the checkpoint of step {step} is left out: that of step {step_of(self._write.version)} is still "
-                    "being written, and until it is, none is begun",
-                    stacklevel=5,
+                    "being written, and until it is, none is begun"
                 )
             return False
         self._is_owed = False
@@ -222,10 +221,9 @@ class Checkpointer:
             path = self._write.complete()
         except PersistFailed as failed:
             self._write = None
-            warnings.warn(
+            warn(
                 f"the checkpoint of step {step_of(version)} was not written: {failed}. Training continues, and the "
-                "next one is tried when it is due",
-                stacklevel=5,
+                "next one is tried when it is due"
             )
             return
         self._write = None

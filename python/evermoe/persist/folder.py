@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from evermoe.persist.place import Location
 from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
 from evermoe.persist.saved import Saved
 from evermoe.state.version import generation_of
+from evermoe.warn import warn
 
 PERSISTED = "persisted"
 """Name of the folder below that of the checkpoints."""
@@ -159,7 +159,7 @@ def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
                 raise CorruptCopy(f"{path / name} is of version {manifest.version}")
         except CorruptCopy as error:
             if name == MANIFEST and (path / name).exists():  # it may have been removed meanwhile
-                warnings.warn(f"saved units are passed over: {error}", stacklevel=3)
+                warn(f"saved units are passed over: {error}")
             continue
         if manifest.layout == layout:
             found.append(manifest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -28,6 +27,7 @@ from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import digests_of, read_part
 from evermoe.state.version import step_of
+from evermoe.warn import warn
 
 
 class PartialCheckpoint:
@@ -288,9 +288,9 @@ def _find(store: PartialStore, is_established: bool) -> list[PersistedUnit]:
     except OSError as error:
         if not is_established:
             raise
-        warnings.warn(f"this recovery does without saved units: {error.strerror or error}", stacklevel=3)
+        warn(f"this recovery does without saved units: {error.strerror or error}")
         return []
 
 
 def _warn(store: PartialStore, error: Exception) -> None:
-    warnings.warn(f"units cannot be saved to {store.where}: {error}. Training continues", stacklevel=5)
+    warn(f"units cannot be saved to {store.where}: {error}. Training continues")

@@ -23,7 +23,6 @@ import contextlib
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -45,6 +44,7 @@ from evermoe.persist.owner import read_owner
 from evermoe.persist.place import LOOK_SECONDS, ObjectPath, Place, hurried
 from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.version import generation_of
+from evermoe.warn import warn
 
 MANIFESTS = "manifests"
 FILE_BYTES = 64 << 20
@@ -118,7 +118,7 @@ class PartialBucket:
                 try:
                     known[name] = _checked(self.where / name, content, listed.parts[name].version)
                 except CorruptCopy as error:
-                    warnings.warn(f"saved units are passed over: {error}", stacklevel=4)
+                    warn(f"saved units are passed over: {error}")
         self._read = known
         return [known[name] for name in names if name in known and known[name].layout == self.layout]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from evermoe.persist.place import LOOK_SECONDS
 from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of
+from evermoe.warn import warn
 
 ALIGNMENT = 64
 """Bytes at which each unit starts in a slot."""
@@ -369,7 +369,7 @@ class Persister:
     def _tell(self) -> None:
         if self.error is not None and not self._told:
             self._told = True
-            warnings.warn(f"{self.error}. Training continues; the next snapshot tries again", stacklevel=3)
+            warn(f"{self.error}. Training continues; the next snapshot tries again")
 
 
 def _check(units: Mapping[str, Part], by_name: Mapping[str, Unit]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
 from evermoe.planning._arguments import array, choice, count, count_lists
+from evermoe.warn import warn
 
 PlacementPolicy = Literal["balanced", "safest", "mro", "spread", "compact"]
 POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
@@ -103,11 +103,10 @@ def allocate(
     )
     fewest = replicas_E.min()
     if fewest < min(min_replicas, nodes):
-        warnings.warn(
+        warn(
             f"min_replicas: {len(load_E)} experts × {min_replicas} do not fit in {nodes} nodes × {slots} slots = "
             f"{nodes * slots}; every expert has at least {fewest}, so {fewest} losses at once can take one",
             FewerReplicas,
-            stacklevel=2,
         )
     return replicas_E
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, lent, re
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION, Unit, digests_of
 from evermoe.state.version import step_of
+from evermoe.warn import warn
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
 T = TypeVar("T")
@@ -328,7 +328,7 @@ def _seen(
     except OSError as error:
         if not standing.established:
             raise
-        warnings.warn(f"this recovery does without checkpoints: {error.strerror or error}", stacklevel=3)
+        warn(f"this recovery does without checkpoints: {error.strerror or error}")
         return ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +15,7 @@ from evermoe.replay.calibrate import Arithmetic, calibrate
 from evermoe.replay.source import Bytes, GradientRecord, Record, Row, Rule, Source, StepNumbers, wait_for_gradients
 from evermoe.replay.step_counts import StepCounts
 from evermoe.state.unit import Unit
+from evermoe.warn import warn
 
 __all__ = ["FUSED_ROW", "GradientSender", "Row"]
 
@@ -304,7 +304,7 @@ class GradientSender:
         try:
             return calibrate(self._optimizer)
         except NotReplayable as error:
-            warnings.warn(f"replicas get the full state after each step, not gradients: {error}", stacklevel=3)
+            warn(f"replicas get the full state after each step, not gradients: {error}")
             return None
 
     def _set_rule(self, source: Source, group: int | None) -> None:
@@ -313,11 +313,10 @@ class GradientSender:
         if source.has_master and source.elements % 2:  # what follows it in a replica's memory would not be aligned
             return
         if source.row is not None and self._arithmetic.variant == "torch_cpu_fused" and source.elements % FUSED_ROW:
-            warnings.warn(
+            warn(
                 f"replicas get the full state of {source.record_name} after each step, not gradients: a row has "
                 f"{source.elements} elements, and torch's fused optimizer only steps rows alike whose size is a "
-                f"multiple of {FUSED_ROW}; use evermoe.optim",
-                stacklevel=3,
+                f"multiple of {FUSED_ROW}; use evermoe.optim"
             )
             return
         source.rule = Rule(self._arithmetic, group)

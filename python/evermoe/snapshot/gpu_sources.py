@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -14,6 +13,7 @@ from evermoe.errors import CaptureCancelled
 from evermoe.keeper import SnapshotMemory
 from evermoe.planning.schedule import snapshot_places
 from evermoe.snapshot.gpu_source import GpuSource
+from evermoe.warn import warn
 
 WARM_CAPTURES = 2
 """Captures of a bundle before free memory counts: by then a step has shown what training takes."""
@@ -64,7 +64,7 @@ class GpuSources:
                 return GpuSource(tensors, device, is_beside=True)
             except torch.OutOfMemoryError as error:
                 self._memory = "host"
-                warnings.warn(f"snapshots are made in host memory from now on: {error}", stacklevel=5)
+                warn(f"snapshots are made in host memory from now on: {error}")
         return GpuSource(tensors, device)
 
     def _goes_beside(self, bundle: int, nbytes: int, device: torch.device) -> bool:

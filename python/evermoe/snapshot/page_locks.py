@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import resource
-import warnings
 
 from evermoe.snapshot.store import SnapshotStore
+from evermoe.warn import warn
 
 LEAST_BYTES = 64 << 10
 """Mean size of a bundle's tensors from which on each is sent to its place; smaller ones are packed first."""
@@ -56,9 +56,8 @@ class PageLocks:
         self._has_warned = True
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
-        warnings.warn(
+        warn(
             f"{nbytes} bytes of shared memory are not page-locked: {reason}. Snapshots leave the GPU through a buffer, "
             "and a processor copies them once more. If the limit on locked memory is the reason (`ulimit -l`, here "
-            f"{allowed}), raise it; in a container, with --ulimit memlock=-1",
-            stacklevel=6,
+            f"{allowed}), raise it; in a container, with --ulimit memlock=-1"
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from evermoe.snapshot.segments import Segments, even
 from evermoe.snapshot.spare_room import SpareRoom, release_all
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
+from evermoe.warn import warn
 
 MOST_TRIES = 3
 """Send attempts before `CorruptCopy`."""
@@ -215,7 +215,7 @@ class SnapshotStore:
             if problem:
                 self._give_up()
         if problem:
-            warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
+            warn(f"{problem}. Earlier copies make room, before the new ones are there")
             self.prune(generation)
         # Once all have come here, they have let go of what they had, and it is gone.
         is_running = bool(everyone.all_reduce(torch.tensor([int(membership.established)])))
@@ -259,7 +259,7 @@ class SnapshotStore:
                 problem = problem or str(error)
         if full:
             units = sum(len(planned[number].units) for number in full)
-            warnings.warn(f"{problem}. {units} units are kept with fewer copies, until members change", stacklevel=6)
+            warn(f"{problem}. {units} units are kept with fewer copies, until members change")
         return full
 
     def _keep_only(self, kept: Sequence[Bundle]) -> None:

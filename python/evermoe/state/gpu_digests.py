@@ -15,7 +15,6 @@ packets take: 0.25 s at least. `benches/bench_copies.py` has what is reached of 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from evermoe import _native, ops
 from evermoe.ops.chunks import open_copier
+from evermoe.warn import warn
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a transfer."""
@@ -73,7 +73,7 @@ def gpu_digests(
                 places.append([here[index] for index in share])
                 jobs.append(_lane([units[place] for place in places[-1]], chunk_bytes, transfers))
     except RuntimeError as error:
-        warnings.warn(f"digests are made from plain copies of each unit, which is slower: {error}", stacklevel=3)
+        warn(f"digests are made from plain copies of each unit, which is slower: {error}")
         return {}
     found = _native.digests_on_device(jobs)
     return {

@@ -26,6 +26,13 @@ from evermoe.observe.on_lost import Hook, OnLost
 
 KINDS = ("", "left", "process", "hung", "host")
 """What is left of lost members, from nothing lost to the worst; see `Gone.kind`."""
+SAID = {
+    "left": "has left",
+    "process": "has ended, and its host lives",
+    "hung": "hangs, or is stopped",
+    "host": "does not answer, nor does its host",
+}
+"""By `Gone.kind`, for people."""
 LOOK_SECONDS = 0.25
 """Time that the hosts of lost members get to answer, and that a recovery waits where one is silent: they answer at
 once, or not at all."""
@@ -78,7 +85,7 @@ class LostMembers:
         self.failure = ""
         """The worst kind of the losses since `recovered`."""
 
-    def note(self, step: int, reason: str, leaving: int, returning: int) -> None:
+    def note(self, step: int, reason: str, leaving: int, returning: int) -> str:
         """Agrees with all members of a new group on who is lost, and begins to call `on_lost`; collective.
 
         Args:
@@ -86,6 +93,9 @@ class LostMembers:
             reason: why the last group was given up.
             leaving: how many of its members have left it on notice.
             returning: how many of these come back in their other role: they are not lost.
+
+        Returns:
+            The reason, with the names of all members that are lost.
 
         Raises:
             PeerLost: a member is gone; nothing has changed here.
@@ -110,6 +120,9 @@ class LostMembers:
         self._told = {member: last for member, last in told.items() if last >= generation - REMEMBERED}
         self._tell(fresh)
         self._call()
+        unnamed = [each.gone for each in fresh if each.gone.member not in reason]
+        names = ", ".join(f"{gone.member} {SAID[gone.kind]}" for gone in unnamed)
+        return f"{reason}: {names}" if names else reason
 
     def look(self, step: int, reason: str) -> None:
         """No group can be connected, as members are missing: calls `on_lost` for those of the last one that are lost.

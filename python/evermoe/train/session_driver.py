@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +25,7 @@ from evermoe.train.role_request import RoleRequest
 from evermoe.train.script import refuse_scaled
 from evermoe.train.session_recovery import Parts, RecoveryDriver
 from evermoe.train.step import Step
+from evermoe.warn import warn
 
 
 class SessionDriver(RecoveryDriver):
@@ -311,9 +311,7 @@ class SessionDriver(RecoveryDriver):
                 ) from failed
         checked, differing = self._recovery(version, established=True, saw_progress=True).verify()
         if differing:
-            warnings.warn(
-                f"replicas or copies differ at step {step_of(version)}: {', '.join(differing[:8])}", stacklevel=6
-            )
+            warn(f"replicas or copies differ at step {step_of(version)}: {', '.join(differing[:8])}")
         self._emit(Verified(checked, len(differing), differing))
         self._membership.everyone.all_reduce(torch.ones(1))
         return {"event": "parted"}
@@ -330,4 +328,4 @@ class SessionDriver(RecoveryDriver):
 
 
 def _warn_unwritten(version: int, why: Exception) -> None:
-    warnings.warn(f"the checkpoint of step {step_of(version)} was not written: {why}", stacklevel=6)
+    warn(f"the checkpoint of step {step_of(version)} was not written: {why}")

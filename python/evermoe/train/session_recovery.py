@@ -201,7 +201,7 @@ class RecoveryDriver(Driver):
         self.evaluations.agree(self._membership.everyone, trains=self._trains)
         self._checkpointer.before_update()
         report = self._report_now()
-        self.lost.note(step_of(version), report.reason, self._leaving, self._returning)
+        report.reason = self.lost.note(step_of(version), report.reason, self._leaving, self._returning)
         self._leaving = self._returning = 0
         self._before = version if established and self._trains else None
         self._was_established = established

@@ -123,6 +123,16 @@ def test_state_dicts_are_those_of_transformers(name):
 def test_models_without_such_experts():
     with pytest.raises(ValueError, match="but no module of Linear is one"):
         make_elastic(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Dense models go into a session as they are"):
+        make_elastic(nn.Linear(2, 2))
+    for module, name in (
+        ("llama4.modeling_llama4", "Llama4TextExperts"),
+        ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts"),
+    ):
+        kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+        found = nn.Sequential(kind(SimpleNamespace(**CONFIG)) if "llama" in module else kind(2, 4, 4))
+        with pytest.raises(ValueError, match=rf"Sequential has experts of its own kind, .*: {name} \(0\)"):
+            make_elastic(found)
     model = nn.Sequential(Experts(Expert(4, 4), 2))
     assert make_elastic(model) is model
     mixed = make("mixtral.modeling_mixtral", "MixtralExperts")

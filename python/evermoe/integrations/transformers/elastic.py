@@ -146,10 +146,7 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
         if is_hub_experts(child)
     ]
     if not places and not expert_layers(model):
-        raise ValueError(
-            f"make_elastic: expected a model with experts of transformers' interface, but no module of "
-            f"{type(model).__name__} is one. Dense models go into a session as they are"
-        )
+        raise _no_experts(model)
     balances = 0
     for parent, name, child in places:
         experts = ElasticExperts(child, **options)
@@ -166,6 +163,29 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
         )
     span_members(model)
     return model
+
+
+def _no_experts(model: nn.Module) -> ValueError:
+    """The error for a model without experts of the interface; names what seems to be experts of another kind."""
+    kinds = {
+        type(part).__name__: name for name, part in reversed([*model.named_modules()]) if _seems_experts(name, part)
+    }
+    expected = "make_elastic: expected a model with experts of transformers' experts interface"
+    if not kinds:
+        return ValueError(
+            f"{expected}, but no module of {type(model).__name__} is one. Dense models go into a session as they are"
+        )
+    found = ", ".join(f"{kind} ({name or 'the model itself'})" for kind, name in sorted(kinds.items()))
+    return ValueError(
+        f"{expected}, but {type(model).__name__} has experts of its own kind, which are not supported yet: {found}. As "
+        "part of a session they would be replicated on every member, not spread"
+    )
+
+
+def _seems_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module with parameters is called experts, by its class or by the model."""
+    is_named = "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts"
+    return is_named and any(True for _ in module.parameters())
 
 
 class Balance:

@@ -1,0 +1,34 @@
+"""Warnings that show the line of the user's script that led to them, and no line of evermoe."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_PACKAGE = str(Path(__file__).parent)
+LIBRARIES = ("torch", "transformers", "accelerate", "threading", "contextlib", "concurrent")
+"""Whose lines say nothing to the user."""
+NO_FILE = "evermoe"
+"""In place of a file, where no script of the user's is below: in threads of evermoe's own."""
+
+
+def warn(message: str) -> None:
+    """Issues a `UserWarning` at the innermost line that is of no library that calls evermoe."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    if frame is None:
+        warnings.warn_explicit(message, UserWarning, NO_FILE, 0)
+    else:
+        place = frame.f_globals
+        registry = place.setdefault("__warningregistry__", {})
+        name = place.get("__name__", "__main__")
+        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, name, registry, place)
+
+
+def _is_users(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    is_ours = frame.f_code.co_filename.startswith(_PACKAGE)
+    return not is_ours and name.partition(".")[0] not in LIBRARIES
