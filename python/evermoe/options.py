@@ -190,3 +190,17 @@ class Options:
             name: ", ".join(sorted(value)) if isinstance(value, Mapping) else str(value)
             for name, value in values.items()
         }
+
+
+def require(flags: Mapping[str, object]) -> None:
+    """Check that flags of a command line are given, all at once.
+
+    Args:
+        flags: by what each is, for people, its value; None where it is missing.
+
+    Raises:
+        ValueError: names all that are missing.
+    """
+    missing = [about for about, value in flags.items() if value is None]
+    if missing:
+        raise ValueError(f"missing: {'; '.join(missing)}")

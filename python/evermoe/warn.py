@@ -14,18 +14,18 @@ NO_FILE = "evermoe"
 """In place of a file, where no script of the user's is below: in threads of evermoe's own."""
 
 
-def warn(message: str) -> None:
-    """Issues a `UserWarning` at the innermost line that is of no library that calls evermoe."""
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issues a warning at the innermost line that is of no library that calls evermoe."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     if frame is None:
-        warnings.warn_explicit(message, UserWarning, NO_FILE, 0)
+        warnings.warn_explicit(message, category, NO_FILE, 0)
     else:
         place = frame.f_globals
         registry = place.setdefault("__warningregistry__", {})
         name = place.get("__name__", "__main__")
-        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, name, registry, place)
+        warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, registry, place)
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -6,13 +6,14 @@ As a script, `python test_docs.py PAGE…` runs each page's blocks in a process 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -56,17 +57,54 @@ def run(page: Path) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     namespace = {"__name__": "__main__"}
     failed = False
+    listeners = kept_listeners()
     try:
         for block in blocks(page):
             if block.runs:
                 source = block.source.replace(LONG, SHORT)
                 exec(compile("\n" * block.line + source, str(page), "exec"), namespace)
+        for listener in listeners:
+            hear(listener)
+        refuse_missing_attributes(page, namespace)
     except BaseException:
         traceback.print_exc()
         failed = True
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(failed)  # to take down all that is imported takes two seconds
+
+
+def kept_listeners() -> list[Any]:
+    """The listeners of all sessions from now on."""
+    from evermoe.train import session
+
+    found: list[Any] = []
+    combined = session.combined
+
+    def keep(given: Any, more: Any = ()) -> Any:
+        found.extend([given] if callable(given) else given)
+        return combined(given, more)
+
+    session.combined = keep  # type: ignore[assignment]
+    return found
+
+
+def hear(listener: Any) -> None:
+    """Tells a listener each event that there is, also those that a run of the page does not have."""
+    from evermoe import events
+
+    values = {"int": 1, "float": 1.0, "str": "a", "bool": True}
+    for kind in vars(events).values():
+        if isinstance(kind, type) and issubclass(kind, events.Event) and kind is not events.Event:
+            types = {each.name: str(each.type) for each in dataclasses.fields(kind)}
+            made = {name: values.get(text, {} if text.startswith("dict") else []) for name, text in types.items()}
+            listener(kind(**made))
+
+
+def refuse_missing_attributes(page: Path, namespace: dict[str, Any]) -> None:
+    """Refuses text that names what an object of the page's code does not have, as `report.sources`."""
+    for word, attribute in re.findall(r"`([a-z_]\w*)\.(\w+)`", page.read_text(encoding="utf-8")):
+        assert word not in namespace or hasattr(namespace[word], attribute), f"{page}: {word}.{attribute} is missing"
 
 
 def main(pages: list[Path]) -> int:
@@ -95,6 +133,16 @@ def test_python_blocks_of_pages_run(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_listeners_hear_all_events_and_text_names_what_is_there(tmp_path):
+    with pytest.raises(AttributeError, match="'Lost' object has no attribute 'sources'"):
+        hear(lambda event: event.sources if event.name == "lost" else None)
+    page = tmp_path / "page.md"
+    page.write_text("`other.sources` and `report.sources`")
+    with pytest.raises(AssertionError, match=r"report\.sources is missing"):
+        refuse_missing_attributes(page, {"report": 1})
+    refuse_missing_attributes(page, {"report": type("Report", (), {"sources": {}})})
 
 
 def test_only_blocks_that_need_more_than_this_machine_are_left_out():

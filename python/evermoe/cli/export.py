@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from evermoe.persist.checkpoint import CheckpointWeights
-from evermoe.persist.manifest import Manifest, read_manifest, read_units
-from evermoe.persist.place import locate_below
-from evermoe.state.version import step_of
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from evermoe.persist.manifest import Manifest
 
 FORMATS = ("hf", "dcp")
 WEIGHTS = "weights"
@@ -35,6 +31,10 @@ def main(options: argparse.Namespace) -> int:
         ValueError: the checkpoint or an argument is wrong; the message says which.
         OSError: a folder cannot be read or written.
     """
+    from evermoe.persist.manifest import read_manifest
+    from evermoe.persist.place import locate_below
+    from evermoe.state.version import step_of
+
     out = Path(options.out)
     manifest = read_manifest(locate_below(options.checkpoint))
     if options.to == "hf":
@@ -51,6 +51,8 @@ def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from evermoe.integrations.transformers import export, make_elastic
+    from evermoe.persist.checkpoint import CheckpointWeights
+    from evermoe.persist.manifest import read_units
     from evermoe.state.deferred import deferred
 
     unit = next((name for name, keys in manifest.names.items() if WEIGHTS in keys), None)
@@ -64,7 +66,10 @@ def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
 
 
 def _to_dcp(manifest: Manifest, out: Path) -> None:
+    import torch
     from torch.distributed import checkpoint as dcp
+
+    from evermoe.persist.manifest import read_units
 
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(17, "expected an empty folder", str(out))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from evermoe.errors import CorruptCopy
 from evermoe.options import checked
@@ -18,24 +19,38 @@ MOST_PROCESSES = 4096
 """Processes that a command starts at most on one machine."""
 FLAGS = {
     "demo": "evermoe.demo.flags",
-    "compare": "evermoe.cli.comparison",
-    "checkpoints": "evermoe.cli.checkpoints",
+    "compare": "evermoe.cli.comparison_flags",
+    "checkpoints": "evermoe.cli.checkpoints_flags",
     "export": "evermoe.cli.export",
     "top": "evermoe.cli.top",
     "plan": "evermoe.cli.plan.command",
-    "reproduce": "evermoe.cli.reproduce",
+    "reproduce": "evermoe.cli.reproduce_flags",
     "role": "evermoe.cli.role",
     "simulate": "evermoe.cli.simulate.scenario_flags",
+    "measure": "evermoe.cli.measure_flags",
+}
+"""Modules whose `add_arguments` has the flags of commands; none of them imports torch, which takes seconds."""
+MAINS = FLAGS | {
+    "demo": "evermoe.demo.driver",
+    "compare": "evermoe.cli.comparison",
+    "checkpoints": "evermoe.cli.checkpoints",
+    "reproduce": "evermoe.cli.reproduce",
+    "simulate": "evermoe.cli.simulate.simulation",
     "measure": "evermoe.cli.measure",
 }
-"""Modules whose `add_arguments` has the flags of commands, and which take long to import."""
-MAINS = FLAGS | {"demo": "evermoe.demo.driver", "simulate": "evermoe.cli.simulate.simulation"}
 """Modules whose `main` runs commands."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the flags; the usage is in `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Parser of all commands; those whose flags take long to import get theirs only as `command`."""
-    top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
+    top = _Parser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
     commands.add_parser("compare", help="run presets and what others use through the same failures")
@@ -141,7 +156,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     commands.add_parser("measure", help="measure what failures cost here, for evermoe simulate")
     commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
-    commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
+    info = commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
+    info.add_argument("--json", action="store_true", help="print JSON")
     if command in FLAGS:
         import_module(FLAGS[command]).add_arguments(commands.choices[command])
     return top
@@ -269,7 +285,12 @@ def _info(options: argparse.Namespace) -> int:
 
     import evermoe
 
-    kernels = "with CUDA kernels" if evermoe.ops.has_cuda_kernels() else "without CUDA kernels"
+    has_kernels = evermoe.ops.has_cuda_kernels()
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.json:
+        found = {"evermoe": evermoe.__version__, "cuda_kernels": has_kernels}
+        print(json.dumps(found | {"torch": torch.__version__, "cuda_devices": devices}))
+        return 0
+    kernels = "with CUDA kernels" if has_kernels else "without CUDA kernels"
     print(f"evermoe {evermoe.__version__}, {kernels}; torch {torch.__version__}, {devices} CUDA devices")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,6 +28,8 @@ FAILURES = {
 """By `Recovered.failure`, for people."""
 MOST_LOSSES = 6
 """Fatal losses that are named."""
+WIDE = 120
+"""Characters of a terminal from which cells have space at their sides."""
 SILENT_SECONDS = 10.0
 """Without a line in a file, after which that is said."""
 
@@ -156,19 +159,22 @@ def _table(views: Sequence[MemberView]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table()
-    for name in ("rank", "node", "source", "role", "state", "step", "s/step", "behind", "sent", "recoveries"):
-        table.add_column(name, justify="right" if name in ("rank", "step", "s/step", "recoveries") else "left")
+    table = Table(padding=(0, int(shutil.get_terminal_size().columns >= WIDE)))
+    for name in ("rank", "member", "source", "role", "state", "step", "s/step", "behind", "sent", "recoveries"):
+        right = name in ("rank", "step", "s/step", "recoveries")
+        # What tells members apart stays whole; other cells get several lines on a narrow terminal.
+        own_line = name in ("rank", "member")
+        table.add_column(name, justify="right" if right else "left", no_wrap=own_line, overflow="fold")
     for view in views:
         if view.problem:
             said = f"[red]no answer: {escape(view.problem)}[/]"
-            table.add_row("", escape(view.node), escape(view.source), view.role, said)
+            table.add_row("", escape(_name(view)), escape(view.source), view.role, said)
             continue
         silent = view.seconds_since_event
         is_silent = silent is not None and silent > SILENT_SECONDS and view.state != "finished"
         table.add_row(
             _number(view.rank),
-            escape(view.node),
+            escape(_name(view)),
             escape(view.source),
             view.role,
             f"[yellow]{view.state}, silent for {_duration(silent or 0)}[/]" if is_silent else _state(view),
@@ -179,6 +185,11 @@ def _table(views: Sequence[MemberView]) -> Table:
             _number(view.recoveries),
         )
     return table
+
+
+def _name(view: MemberView) -> str:
+    """The id of a member, which begins with its node's name; the node's alone before it has joined."""
+    return view.member or view.node
 
 
 def _state(view: MemberView) -> str:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from evermoe.demo.corpus import Corpus
-from evermoe.demo.train import Reporter, add_arguments, build
+from evermoe.demo.train import Reporter, build
+from evermoe.demo.worker_flags import add_arguments
 from evermoe.sampler import ElasticSampler, Share
 
 MAX_GRAD_NORM = 1.0

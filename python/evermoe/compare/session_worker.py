@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from evermoe.compare.program import MAX_GRAD_NORM, Program, main
-from evermoe.demo.train import Reporter, session_options
+from evermoe.demo.train import Reporter
+from evermoe.demo.worker_flags import session_options
 from evermoe.train.session import Session
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evermoe.config import SessionConfig
-from evermoe.demo.corpus import read_text
-from evermoe.demo.train import COPY_FLAGS, session_options
-from evermoe.demo.train import add_arguments as add_worker_arguments
+from evermoe.demo.worker_flags import COPY_FLAGS, session_options
+from evermoe.demo.worker_flags import add_arguments as add_worker_arguments
 from evermoe.options import checked
 from evermoe.planning import PRESETS
 from evermoe.planning.presets import levels
@@ -90,6 +88,8 @@ def check(options: argparse.Namespace) -> dict[int, int]:
         raise ValueError(
             f"--kill: expected at least one survivor of {options.workers} workers, got {len(workers)} kills"
         )
+    from evermoe.demo.corpus import read_text  # torch takes seconds to import, and --help needs none of it
+
     read_text(options.data)
     if options.slots is None and options.min_replicas is None and PRESETS[options.preset].may_lose_tokens:
         options.slots = 1  # as few as hold all experts
@@ -105,6 +105,8 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
     checked("--balance", options.balance, float, least=0, most=MOST)
+    from evermoe.config import SessionConfig  # as above
+
     given = session_options(options) | {"seed": options.seed}
     SessionConfig(**given, checkpoint_dir=options.checkpoint_dir or "anywhere")
 
@@ -131,6 +133,8 @@ def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folde
 
 def copied_at_a_time(options: argparse.Namespace) -> str:
     """What a preset that may lose tokens copies for the case that a node dies, in words; the rest waits."""
+    from evermoe.config import SessionConfig  # as above
+
     given = SessionConfig(**session_options(options), checkpoint_dir=options.checkpoint_dir or "anywhere")
     if given.choices.takes_turns:
         each = levels(options.experts, given.experts_per_snapshot, given.experts_per_save)

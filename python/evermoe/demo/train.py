@@ -14,8 +14,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
@@ -23,94 +21,13 @@ import torch
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
+from evermoe.demo.worker_flags import add_arguments, session_options
 from evermoe.environment import local_rank
 from evermoe.events import Event
 from evermoe.moe import moe_layers
-from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS
+from evermoe.planning import PRESETS
 from evermoe.profile import Profiler
 from evermoe.router import Routes
-
-COPY_FLAGS: Mapping[str, tuple[type, str, str]] = MappingProxyType(
-    {
-        "experts_per_snapshot": (int, "K", "pec: experts of each layer of a snapshot in their node's memory (half)"),
-        "experts_per_save": (int, "K", "pec: experts of each layer that are saved to --checkpoint-dir (a quarter)"),
-        "snapshot_every": (int, "STEPS", "pec: steps between snapshots (1); gemini, baft: of a version (as needed)"),
-        "save_every": (int, "STEPS", "pec: steps between saves (1)"),
-        "expert_selection": (str, "ORDER", "pec: load-aware, or sequential: each in its turn (load-aware)"),
-        "plt_limit": (float, "PORTION", "pec: of lost tokens, above which more experts are saved (1.0)"),
-        "remote_bytes_per_step": (int, "BYTES", "moetion: to peers, of all workers (bandwidth x time of a step)"),
-        "local_bytes_per_step": (int, "BYTES", "moetion: to the experts' own nodes (likewise)"),
-        "local_every": (int, "STEPS", "between snapshots in own memory (as few as --copy-budget allows; not pec)"),
-        "copy_budget": (float, "SHARE", "of a step that copies may take which do not fit into idle time (0.01)"),
-    }
-)
-"""Options of a session that say what is copied and how often: type, what the value is called, and what it is."""
-OPTIONS = (
-    "preset",
-    "copies",
-    "slots",
-    "min_replicas",
-    "placement",
-    "hang_limit",
-    "rejoin_limit",
-    "checkpoint_every",
-    *COPY_FLAGS,
-)
-"""Flags that are options of the session, under the same names."""
-
-
-def session_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given, or have a default here."""
-    return {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this script and `evermoe demo` share."""
-    run = add_program_arguments(parser)
-    add_session_arguments(parser, run)
-
-
-def add_program_arguments(parser: argparse.ArgumentParser) -> Any:
-    """The sizes of model and run; returns the group of those that are about training."""
-    model = parser.add_argument_group("model and data")
-    model.add_argument("--data", metavar="PATH", help="a text file or a folder (default: the Python standard library)")
-    model.add_argument("--layers", type=int, default=4, help="transformer blocks, each with an MoE layer (%(default)s)")
-    model.add_argument("--hidden", type=int, default=128, help="width of a token (%(default)s)")
-    model.add_argument("--heads", type=int, default=4, help="attention heads (%(default)s)")
-    model.add_argument("--intermediate", type=int, default=256, help="inner width of an expert (%(default)s)")
-    model.add_argument("--experts", type=int, default=8, help="experts per MoE layer (%(default)s)")
-    model.add_argument("--top-k", type=int, default=2, help="experts per token (%(default)s)")
-    model.add_argument("--sequence", type=int, default=128, help="bytes per sample (%(default)s)")
-    model.add_argument(
-        "--balance", type=float, default=0.01, help="weight of the routers' load-balancing loss (%(default)s)"
-    )
-    run = parser.add_argument_group("training")
-    run.add_argument("--steps", type=int, default=60, help="steps to commit (%(default)s)")
-    run.add_argument("--batch", type=int, default=24, help="samples per step over all workers (%(default)s)")
-    run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
-    run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
-    return run
-
-
-def add_session_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
-    """How the state is protected; `run`: the group of flags about training."""
-    run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (%(default)s)")
-    run.add_argument(
-        "--slots",
-        type=int,
-        help="expert replicas per worker and layer (default: the fewest plus one; evermoe demo of moetion and pec: the "
-        "fewest)",
-    )
-    run.add_argument("--placement", choices=POLICIES, help="of experts on workers (default: the preset's)")
-    run.add_argument("--min-replicas", type=int, help="of each expert (default: 1; --copies with lazarus)")
-    run.add_argument("--copies", type=int, default=2, help="nodes that hold each unit's state; 0: none (%(default)s)")
-    run.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
-    run.add_argument("--rejoin-limit", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
-    run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
-    run.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints (%(default)s)")
-    copying = parser.add_argument_group("what presets copy, and how often (default: a session's)")
-    for name, (kind, metavar, text) in COPY_FLAGS.items():
-        copying.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
 
 
 class Reporter:

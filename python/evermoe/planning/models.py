@@ -186,3 +186,14 @@ MODELS: Mapping[str, ModelShape] = {
     "gpt-oss-120b": _gpt_oss("openai/gpt-oss-120b", layers=36, experts=128),
 }
 """Sizes by name, as `evermoe plan --model` knows them."""
+
+
+def find_model(name: str) -> ModelShape | None:
+    """Return the sizes of a model, by its name in `MODELS` or on the hub, in any case; None where it is not known.
+
+    >>> find_model("Qwen/Qwen3-30B-A3B") is MODELS["qwen3-30b-a3b"]
+    True
+    """
+    wanted = name.lower()
+    hub = (shape for shape in MODELS.values() if shape.source.lower() == wanted)
+    return MODELS.get(wanted) or next(hub, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evermoe.options import checked
-from evermoe.planning.models import MODELS, ModelShape
+from evermoe.planning.models import MODELS, ModelShape, find_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +89,15 @@ class Workload:
 
     @classmethod
     def preset(cls, name: str, *, step_seconds: float, **options: float) -> Workload:
-        """A known model, by its name in `evermoe.planning.models.MODELS`.
+        """A known model, by its name in `evermoe.planning.models.MODELS` or on the hub.
 
         Raises:
             ValueError: no model has the name.
         """
-        if name not in MODELS:
+        shape = find_model(name)
+        if shape is None:
             raise ValueError(f"model: expected a file or one of {', '.join(MODELS)}, got {name!r}")
-        return cls.of_shape(name, MODELS[name], step_seconds=step_seconds, **options)
+        return cls.of_shape(name, shape, step_seconds=step_seconds, **options)
 
     @classmethod
     def read(cls, path: str | Path, **options: float) -> Workload:

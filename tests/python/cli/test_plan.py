@@ -215,8 +215,25 @@ def test_what_cannot_be_planned(tmp_path, capsys, monkeypatch, flags, message):
 def test_experts_are_needed_without_a_file(tmp_path):
     done = plan("--nodes", "4", "--slots", "2", folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("evermoe plan: --experts: expected a number")
-    assert "required: --nodes" in plan(folder=tmp_path).stderr
+    assert done.stderr == "evermoe plan: missing: --experts, those of each layer (or --load with a file)\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("plan", ["--nodes", "--slots", "--experts"]),
+        ("plan --model Qwen/Qwen3-30B-A3B", ["--nodes", "--memory"]),
+        ("simulate", ["--model", "--step-seconds", "--nodes"]),
+        ("simulate --model OpenAI/GPT-OSS-20b", ["--step-seconds", "--nodes"]),
+        ("export", ["--to", "CHECKPOINT", "OUT"]),
+    ],
+)
+def test_all_missing_flags_are_named_at_once_in_one_line(tmp_path, flags, missing):
+    done = evermoe(*flags.split(), folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert all(flag in done.stderr for flag in missing)
 
 
 @pytest.mark.parametrize("missing", ["rich", "matplotlib"])

@@ -114,10 +114,10 @@ def test_sizes(text, size):
     ("flags", "message"),
     [
         (["--model", "gpt-5", "--nodes", "4", "--memory", "1GB"], "--model: expected gpt-s-moe, gpt-m-moe"),
-        (["--model", "gpt-s-moe", "--nodes", "4"], "--memory: expected the memory of a worker"),
+        (["--model", "gpt-s-moe", "--nodes", "4"], "missing: --memory, that of each worker"),
         (["--memory", "80GB", "--nodes", "4", "--slots", "2"], "--memory: expected --model with it"),
         (["--no-copies", "--nodes", "4", "--slots", "2"], "--no-copies: expected --model with it"),
-        (["--nodes", "4"], "--slots: expected how many"),
+        (["--nodes", "4"], "missing: --slots, the expert replicas of a layer"),
         ([*ASKED, "--memory", "80"], "--memory: expected a size such as 80GB, 24GiB or 512MiB, got '80'"),
         ([*ASKED, "--memory", "0GB"], "--memory: expected a size"),
         ([*ASKED, "--nodes", "0"], "--nodes: expected 1 to 16384"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from evermoe.cli.main import main
+from evermoe.cli.simulate import simulation
 from evermoe.cli.simulate.scenario_flags import duration
+from evermoe.cli.simulate.simulation import Reporter
 from evermoe.simulate import SCHEMES, read_constants
 from support.commands import evermoe
 
@@ -42,10 +46,30 @@ def test_a_trace_and_files(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_progress_is_said_on_standard_error_now_and_then(capsys):
+    reporter = Reporter("auto, 1 of 2", every=0.0)
+    reporter(0.25)
+    reporter(1.0)
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, last = err.splitlines()
+    assert re.fullmatch(r"evermoe simulate: auto, 1 of 2: 25% after \d+ s, about \d+ s left", first)
+    assert last.startswith("evermoe simulate: auto, 1 of 2: 100% after ")
+    Reporter("auto, 1 of 2", every=60.0)(0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_each_scheme_reports(capsys, monkeypatch):
+    monkeypatch.setattr(simulation, "Reporter", lambda name: Reporter(name, every=0.0))
+    assert main(["simulate", *SMALL, "--seeds", "1", "--presets", "auto", "restart"]) == 0
+    err = capsys.readouterr().err
+    assert "auto, 1 of 2: " in err and "restart, 2 of 2: " in err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model gpt-s-moe --nodes 8", "--step-seconds: expected the seconds of a step"),
+        ("--model gpt-s-moe --nodes 8", "missing: --step-seconds, those of a step on all nodes"),
         ("--model none --nodes 8 --step-seconds 1", "model: expected a file or one of"),
         ("--model gpt-s-moe --step-seconds 1", "--nodes"),
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --option speed=1", "--option: expected NAME=VALUE"),

@@ -72,9 +72,7 @@ def test_a_model_trains_as_alone_through_a_kill(tmp_path, start_job, name, dense
     found = [event["loss"] for event in workers[0].events("commit")]
     recovered = workers[0].events("recovered", members=2)
     assert [event["steps_lost"] for event in recovered] == [0]
-    assert re.fullmatch(
-        r"\w+ among 3 members failed: [^\[]+: c-\w{8} has ended, and its host lives", recovered[0]["reason"]
-    )
+    assert re.search(r"\bc-\w{8} (at \S+ )?has ended", recovered[0]["reason"]) and ".cc:" not in recovered[0]["reason"]
     assert workers[0].events("verified")[-1]["digests_mismatched"] == 0
     whole = elastic(name).to(getattr(torch, dtype))
     evermoe.load_weights(whole, max(folder.glob("step-*")))

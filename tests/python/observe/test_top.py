@@ -92,6 +92,22 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     assert f"2.25 s (agree 250 ms, fetch 2 s); {said}" in out
 
 
+def test_members_of_one_node_are_told_apart_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    ports = [free_port() for _ in range(3)]
+    for rank, port in enumerate(ports):
+        listener = member(Metrics(port), rank)
+        listener(Joined("moe", f"vm-0a1b2c3{rank}", "vm", rank, "train", 4, ["l", "m", "n"]))
+    code, out, _ = top(capsys, *ports, "--once")
+    assert code == 0
+    table = [line for line in out.splitlines() if line.startswith(("│", "┃"))]
+    assert max(map(len, table)) <= 80
+    for rank in range(3):
+        (row,) = [line for line in table if f"vm-0a1b2c3{rank}" in line]
+        assert row.split("│")[1].strip() == str(rank)
+    assert "…" not in out
+
+
 def test_json_has_all_that_a_member_says(capsys):
     port = free_port()
     member(Metrics(port), 2)

@@ -17,12 +17,13 @@ from evermoe.cli.plan.auto_plan import AutoReport, make_layout, plan_auto
 from evermoe.cli.plan.compare import Cluster, Comparison, Result, compare
 from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
 from evermoe.cli.plan.fit import add_fit_arguments, fit_json, parse_fit, plan_fit, refuse_fit_flags
-from evermoe.cli.plan.loads import FORMS, Load, read_load
+from evermoe.cli.plan.loads import FORMS, Load, is_file, read_load
 from evermoe.cli.plan.setting import add_copy_arguments, parse_setting
 from evermoe.cli.plan.show import show
 from evermoe.cli.plan.show_copies import advise_copies, show_copies
 from evermoe.cli.plan.show_fit import show_fit
 from evermoe.cli.results import console, write_all
+from evermoe.options import require
 from evermoe.planning import POLICIES
 
 MOST_FAILURES = 64
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `evermoe plan`."""
     parser.description = DESCRIPTION
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--nodes", type=int, required=True, help="machines that fail on their own")
+    cluster.add_argument("--nodes", type=int, help="machines that fail on their own")
     cluster.add_argument(
         "--slots",
         type=int,
@@ -104,10 +105,15 @@ def main(options: argparse.Namespace) -> int:
     if options.model is not None:
         return _fit(options)
     refuse_fit_flags(options)
-    if options.slots is None:
-        raise ValueError(
-            "--slots: expected how many expert replicas of a layer a node holds, or --model for its memory"
-        )
+    require(
+        {
+            "--nodes, the machines that fail on their own": options.nodes,
+            "--slots, the expert replicas of a layer that a node holds (or --model, for its memory)": options.slots,
+            "--experts, those of each layer (or --load with a file)": True
+            if is_file(options.load)
+            else options.experts,
+        }
+    )
     options.min_replicas = 2 if options.min_replicas is None else options.min_replicas
     cluster = parse_cluster(options)
     draw = _plotter(options)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import evermoe
+from evermoe.options import require
 from evermoe.planning import PRESET_NAMES, session_slots
 from evermoe.planning.footprint import PHASES, Footprint, Use, footprint
-from evermoe.planning.models import MODELS, ModelShape
+from evermoe.planning.models import MODELS, ModelShape, find_model
 from evermoe.planning.seating import FootprintOptions
 
 MOST_NODES = 4096
@@ -119,8 +120,12 @@ def parse_fit(options: argparse.Namespace) -> FitSetting:
         ValueError: with the flag, what was expected and what came.
     """
     _refuse_others(options)
-    if options.memory is None:
-        raise ValueError("--memory: expected the memory of a worker with --model, such as 80GB, which is missing")
+    require(
+        {
+            "--nodes, the machines that fail on their own": options.nodes,
+            "--memory, that of each worker, such as 80GB": options.memory,
+        }
+    )
     for name, most in LIMITS.items():
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:
@@ -180,7 +185,7 @@ def read_model(name: str) -> ModelShape:
         ValueError: neither is there, or the folder's model has no experts.
         ModuleNotFoundError: a folder is named, and transformers is not installed.
     """
-    known = MODELS.get(name.lower())
+    known = find_model(name)
     if known is not None:
         return known
     if not (Path(name) / "config.json").is_file():

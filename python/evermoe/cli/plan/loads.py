@@ -20,6 +20,11 @@ MOST_CELLS = 1 << 24
 """Experts of all layers together."""
 
 
+def is_file(source: str) -> bool:
+    """Whether a load is that of a file, not a synthetic one."""
+    return source.partition(":")[0] not in _KINDS
+
+
 def read_load(source: str, layers: int | None, experts: int | None, seed: int) -> Load:
     """The load [L, E] that `--load` names; a file says itself how many layers and experts there are.
 

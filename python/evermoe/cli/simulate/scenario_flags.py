@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evermoe.options import checked
-from evermoe.planning.models import MODELS
+from evermoe.options import checked, require
+from evermoe.planning.models import MODELS, find_model
 from evermoe.simulate import SCHEMES, Constants, Failure, Scenario, Workload, read_constants
 from evermoe.simulate.scenario import DAY, SimulatedOptions
 
@@ -89,7 +89,7 @@ def _add_cluster(group: Any) -> None:
 
 
 def _add_model(group: Any) -> None:
-    group.add_argument("--model", required=True, help=f"a JSON file, or one of {', '.join(MODELS)}")
+    group.add_argument("--model", help=f"a JSON file, or one of {', '.join(MODELS)}")
     group.add_argument(
         "--step-seconds", type=float, metavar="SECONDS", help="of a step on all nodes; a file may say it"
     )
@@ -148,6 +148,14 @@ def parse_scenario(options: argparse.Namespace) -> Scenario:
     Raises:
         ValueError: with the flag, what was expected and what came. OSError: a file cannot be read.
     """
+    is_file = options.model is not None and _is_file(options.model)
+    require(
+        {
+            "--model, a JSON file or a known model": options.model,
+            "--step-seconds, those of a step on all nodes": True if is_file else options.step_seconds,
+            "--nodes, the machines that train": True if options.cluster or options.trace else options.nodes,
+        }
+    )
     checked("--seeds", options.seeds, int, least=1, most=MOST_SEEDS)
     checked("--seed", options.seed, int, least=0)
     checked("--days", options.days, float, above=0)
@@ -196,13 +204,13 @@ def _read_json(path: str, flag: str) -> Any:
 def _workload(options: argparse.Namespace) -> Workload:
     names = {"step_seconds": "step_seconds", "tokens": "tokens_per_step", "classes": "classes"}
     given = {field: getattr(options, flag) for flag, field in names.items() if getattr(options, flag) is not None}
-    if options.model not in MODELS and Path(options.model).is_file():
+    if _is_file(options.model):
         return Workload.read(options.model, **given)
-    if "step_seconds" not in given:
-        raise ValueError(
-            "--step-seconds: expected the seconds of a step on all nodes, which no preset of a model knows"
-        )
     return Workload.preset(options.model, **given)
+
+
+def _is_file(model: str) -> bool:
+    return find_model(model) is None and Path(model).is_file()
 
 
 def _failures(options: argparse.Namespace, cluster: dict[str, int]) -> tuple[Failure, ...]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from io import BytesIO
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import evermoe
 from evermoe.cli.results import console, write_all
@@ -18,6 +17,8 @@ from evermoe.cli.simulate.outcome_table import show_outcomes
 from evermoe.cli.simulate.scenario_flags import parse_scenario
 from evermoe.simulate import SCHEMES, Sample, Scenario, keeps_owners, simulate_seeds
 
+REPORT_SECONDS = 3.0
+"""Between two lines about progress."""
 NUMBERS = ("ettr", "goodput", "plt", "steps", "undone_steps", "interrupted_steps", "losses", "memory_bytes")
 """Of which the JSON has a mean and a confidence interval."""
 
@@ -34,7 +35,7 @@ def main(options: argparse.Namespace) -> int:
     out = console()
     fitting = [name for name in SCHEMES if scenario.options.dense == "replicated" or keeps_owners(name)]
     presets = tuple(dict.fromkeys(options.presets or fitting))
-    samples = run(scenario, presets, options.seed, options.seeds, out)
+    samples = run(scenario, presets, options.seed, options.seeds)
     files: dict[str, tuple[str, bytes]] = {}
     if options.json:
         found = json.dumps(as_json(scenario, samples, options.seed)) + "\n"
@@ -48,20 +49,36 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def run(scenario: Scenario, presets: Sequence[Any], seed: int, seeds: int, out: Console) -> list[Sample]:
-    """All schemes, with a bar of progress on a terminal."""
-    columns = TextColumn("{task.description:14}"), BarColumn(32), TextColumn("{task.percentage:>3.0f} %")
+def run(scenario: Scenario, presets: Sequence[Any], seed: int, seeds: int) -> list[Sample]:
+    """All schemes; says on standard error every few seconds how far it is, on a terminal and in a file."""
     samples = []
-    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True, disable=not out.is_terminal) as progress:
-        for name in presets:
-            bar = progress.add_task(name, total=1.0)
-            tell = _teller(progress, bar)
-            samples.append(simulate_seeds(scenario, name, seed=seed, seeds=seeds, progress=tell))
+    for number, name in enumerate(presets):
+        reporter = Reporter(f"{name}, {number + 1} of {len(presets)}")
+        samples.append(simulate_seeds(scenario, name, seed=seed, seeds=seeds, progress=reporter))
     return samples
 
 
-def _teller(progress: Progress, bar: Any) -> Any:
-    return lambda part: progress.update(bar, completed=part)
+class Reporter:
+    """Writes a line every few seconds: what is simulated, how much of it is done, and how long the rest may take.
+
+    Args:
+        name: what is simulated.
+        every: seconds between two lines.
+    """
+
+    def __init__(self, name: str, every: float = REPORT_SECONDS) -> None:
+        self._name, self._every = name, every
+        self._began = self._told = time.monotonic()
+
+    def __call__(self, part: float) -> None:
+        """Notes that this part of the work is done, 0 to 1."""
+        now = time.monotonic()
+        if now < self._told + self._every:
+            return
+        self._told = now
+        took = now - self._began
+        rest = f", about {took * (1 - part) / part:.0f} s left" if part > 0 else ""
+        print(f"evermoe simulate: {self._name}: {part:.0%} after {took:.0f} s{rest}", file=sys.stderr, flush=True)
 
 
 def _draw(samples: Sequence[Sample]) -> bytes:

@@ -1,0 +1,31 @@
+"""The flags of `evermoe reproduce`; they import no torch."""
+
+from __future__ import annotations
+
+import argparse
+
+DESCRIPTION = """\
+Compute the numbers of the five papers whose mechanisms evermoe has, and show them beside those that the papers state:
+how each was computed, by how much they differ, and why. Where a paper errs there is a counter-example.
+
+  evermoe reproduce list
+  evermoe reproduce gemini-f9 lazarus-theorem1
+  evermoe reproduce all --slow --markdown docs/evidence.md"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `evermoe reproduce`."""
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=["list"],
+        metavar="ID",
+        help="figures, such as gemini-f9; a paper: gemini, pec, lazarus, baft or moetion; all; or list, which is the "
+        "default",
+    )
+    parser.add_argument(
+        "--slow", action="store_true", help="with all, or a paper: also what trains or measures (minutes)"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write all numbers as JSON")
+    parser.add_argument("--markdown", metavar="PATH", help="write a page of Markdown, with the command that wrote it")
