@@ -263,8 +263,8 @@ def _algorithm_1() -> list[Row]:
                 ours=float(ledger.waiting.max()),
                 how="planner",
                 why="K = 1, a checkpoint at each step, drifting log-normal loads. As printed, layers take from the "
-                "ranks' capacity in a fixed order, and only by load; in evermoe the order rotates and age counts, so "
-                "that 3 · 8 = 24 is the bound",
+                "ranks' capacity in a fixed order, and only by load; in evermoe each layer has K of its own and age "
+                "counts, so that 4 · 8 = 32 is the bound",
             )
         )
     return rows
