@@ -71,7 +71,8 @@ def select_experts(
         raise ValueError(f'experts_per_layer: "{policy}" needs it, and takes no budget_bytes or expert_bytes')
     each, at = count("experts_per_layer", experts_per_layer), count("checkpoint", checkpoint)
     if policy == "sequential":
-        return _native.select_sequential(*tokens_LE.shape, each, at)
+        layers, experts = tokens_LE.shape
+        return _native.select_sequential(layers, experts, each, at)
     waiting_LE = None if waiting is None else array("waiting", waiting, np.int64, 2)
     return _native.select_load_aware(tokens_LE, waiting_LE, None, each, at)
 

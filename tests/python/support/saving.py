@@ -32,6 +32,7 @@ class SavingWorker(Worker):
                 file.write(json.dumps({"event": event, "pid": os.getpid(), **fields}) + "\n")
 
         def save_and_write(keeper: PartialCheckpoints, version: int, experts: Collection[str]) -> None:
+            keeper._is_flushed()  # a slow disk's save is not overtaken, which would count as none
             write("saving", version, experts)
             save(keeper, version, experts)
 
