@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from evermoe.train.pipeline_step import PipelineMicroBatch, PipelineStep
     from evermoe.train.session import Session
     from evermoe.train.step import MicroBatch, Step
+    from evermoe.train.step_gradients import StepGradients
 
     __version__: str
 
@@ -71,6 +72,7 @@ _HOMES = {
     "SessionConfig": "config",
     "Share": "sampler",
     "Step": "train.step",
+    "StepGradients": "train.step_gradients",
     "TooFewFiles": "errors",
     "UnequalForwards": "errors",
     "UnsafeFolder": "errors",
@@ -115,6 +117,7 @@ __all__ = [
     "SessionConfig",
     "Share",
     "Step",
+    "StepGradients",
     "TooFewFiles",
     "UnequalForwards",
     "UnsafeFolder",

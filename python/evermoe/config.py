@@ -25,6 +25,12 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
     """Folder of named shared memory (EVERMOE_MEMORY_DIR; default /dev/shm)."""
     max_grad_norm: float | None = option(None, shared=True, above=0)
     """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
+    on_gradients: Callable[[Any], object] | None = None
+    """Called in each step on each member that trains, with the reduced gradients as an `evermoe.StepGradients`, before
+    they go to replicas: whatever it changes in place is part of the step. It must change them the same way on all
+    members, and is called again when a failure has interrupted the step. `max_grad_norm` clips afterwards. It costs a
+    small all-reduce in each step, and no gradient is sent while backward computes others: `gradient_bucket_bytes` is 0.
+    """
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
     """What a loss or a gradient of infinity or NaN on any member does: `error` ends the job with `NonFiniteLoss` on all
     of them, the state unchanged; `skip` makes all of them leave out that step's update."""
@@ -43,6 +49,8 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.on_gradients is not None:
+            object.__setattr__(self, "gradient_bucket_bytes", 0)
         if self.overlap_param_gather and self.dense != "sharded":
             raise ValueError(
                 "overlap_param_gather is about the weights that owners send, and there are no owners with "
@@ -59,6 +67,12 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
                 f"dense='sharded' leaves the optimizer's state of a module to one worker, and the preset {self.preset} "
                 f"makes no copies of it: use preset {fitting}, or dense='replicated'"
             )
+
+    def shared(self) -> dict[str, str]:
+        """The options that must be the same for all members, and the name of the function that changes gradients."""
+        function = self.on_gradients
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return super().shared() | {"on_gradients": "None" if function is None else name}
 
     @property
     def sends_gradients(self) -> bool:

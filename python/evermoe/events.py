@@ -107,6 +107,8 @@ class Commit(Event):
     step: int
     loss: float
     """Mean over the global batch."""
+    grad_norm: float
+    """Norm of the mean loss's gradient over all parameters, before `on_gradients` and `max_grad_norm`."""
     members: int
     """Workers that trained."""
     generation: int

@@ -244,10 +244,10 @@ class Protection:
         self.replicas.begin_step(step, self._selected)
         self.snapshots.pacer.begin_forward()
 
-    def begin_exchange(self, step: int) -> None:
-        """This member's gradients are there, not reduced: sends those that are whole already, beside the rest."""
+    def begin_exchange(self, step: int, *, are_final: bool) -> None:
+        """This member's gradients are there, not reduced: sends what is whole already, if they are final then."""
         self.replicas.backward(ends=True)
-        if self.replicas.is_early and not self.state.late.is_under_way:
+        if are_final and self.replicas.is_early and not self.state.late.is_under_way:
             self.replicas.begin(step, self._selected)
 
     def finish(self, step: int) -> tuple[bool, int]:

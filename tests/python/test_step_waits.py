@@ -12,6 +12,7 @@ from evermoe.comm.group import Group
 from evermoe.events import Reduce, Vote
 from evermoe.sampler import Share
 from evermoe.state.training_state import TrainingState
+from evermoe.train.reduced_gradients import ReducedGradients
 from evermoe.train.session_driver import SessionDriver
 from evermoe.train.step import Step
 from support.paper_gpu import PaperGpu
@@ -39,7 +40,9 @@ def driver_of(model, clip, seen):
     driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
     driver._group, driver._config.max_grad_norm = Group(), clip
     driver._script.loss_scale.value, driver.lost.reported, driver.lost.is_returning = 1.0, 0.0, False
-    driver._checkpointer.is_over = False
+    driver._checkpointer.is_over, driver._config.on_gradients = False, None
+    driver._script.optimizer = driver._state.optimizer
+    driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config)
     driver._emit = seen
     return driver
 
@@ -74,7 +77,7 @@ def test_the_host_waits_once_for_loss_norms_and_whether_all_is_finite(clip, coun
         assert gpu.waits == ["aten::_to_copy from the GPU"]
     assert seen == [(Reduce(0),), (Vote(0),)], "none before"
     assert ballot == pytest.approx(expected, rel=1e-3)
-    assert ballot.votes == 1 and ballot.is_finite and (ballot.squares > 0) == (clip is not None)
+    assert ballot.votes == 1 and ballot.is_finite and ballot.squares == ballot.reduced_squares > 0
     assert ballot.counted == 7 * PARTS * counts
 
 

@@ -17,13 +17,13 @@ class Ballot(NamedTuple):
     """1 from a member that can take the step and knows that it is safe."""
     loss: float = 0.0
     squares: float = 0.0
-    """Sum of the gradients' squares, for their norm."""
+    """Sum of the gradients' squares, for their norm: as the optimizer gets them but for the factor of the vote."""
+    reduced_squares: float = 0.0
+    """The same before `on_gradients` has changed them: of the plain sums over the members."""
     nonfinite: float = 0.0
     """1 from a member whose loss, or gradient before it is reduced, is infinite or not a number."""
     nonfinite_ranks: float = 0.0
     """The rank of such a member."""
-    nonfinite_experts: float = 0.0
-    """1 from a member of whose reduced experts' gradients some are infinite or not a number."""
     asked: float = 0.0
     """Units of which a replica needs the state anew."""
     capture_seconds: float = 0.0
@@ -44,6 +44,10 @@ class Ballot(NamedTuple):
     """1 from a member whose loss is a sum."""
     counted: float = 0.0
     """Over how many: tokens, for example."""
+    divided: float = 0.0
+    """1 from a member that trains and has divided the sums of the gradients already, for `on_gradients`."""
+    steps_own: float = 0.0
+    """1 from a member whose script has code of its own in a step of the optimizer, or changes gradients before it."""
     written: float = 0.0
     """1 from a member that knows what became of the checkpoint that is under way."""
     reported: float = 0.0
@@ -69,8 +73,19 @@ class Ballot(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether losses and gradients of all members are finite."""
-        has_bad = self.nonfinite or self.nonfinite_experts
-        return not has_bad and math.isfinite(self.mean_loss) and math.isfinite(self.squares)
+        squares = self.squares + self.reduced_squares
+        return not self.nonfinite and math.isfinite(self.mean_loss) and math.isfinite(squares)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some members gave counts, and others did not: then nothing is known of the mean."""
+        return 0 < self.counting < self.trainers
+
+    @property
+    def norm(self) -> float:
+        """Norm of the mean loss's gradient over all members, before anything has changed or clipped it."""
+        divisor = self.divisor
+        return self.reduced_squares**0.5 / divisor if divisor else math.nan
 
     @property
     def nonfinite_rank(self) -> int | None:

@@ -49,6 +49,7 @@ METRICS = (
     _Metric("Info", "member", "Job, name, node, rank, role and generation of this member"),
     _Metric("Gauge", "step", "Steps taken that no failure which the preset covers undoes"),
     _Metric("Gauge", "loss", "Mean loss of the last committed step"),
+    _Metric("Gauge", "grad_norm", "Norm of its gradient over the whole model, before clipping"),
     _Metric("Gauge", "members", "Members that train"),
     _Metric("Histogram", "step_seconds", "From the end of the step before to that of a step"),
     _Metric("Gauge", "recent_step_seconds", f"Mean of the latest {RECENT_STEPS} steps"),
@@ -89,6 +90,7 @@ class Metrics:
     | `evermoe_state` | states | `starting`, `training`, `finished`, or the phase of a recovery |
     | `evermoe_step` | gauge | steps taken that no failure which the preset covers undoes |
     | `evermoe_loss` | gauge | mean loss of the last of them |
+    | `evermoe_grad_norm` | gauge | norm of its gradient over the whole model, before clipping |
     | `evermoe_members` | gauge | members that train |
     | `evermoe_step_seconds` | histogram | from the end of the step before, or of a recovery, to that of a step |
     | `evermoe_recent_step_seconds` | gauge | mean of the latest 16 steps |
@@ -178,6 +180,7 @@ class Metrics:
     def _note_commit(self, event: Commit) -> None:
         self._of["step"].set(event.step + 1)
         self._of["loss"].set(event.loss)
+        self._of["grad_norm"].set(event.grad_norm)
 
     def _note_measured(self, event: Measured) -> None:
         self._recent.append(event)

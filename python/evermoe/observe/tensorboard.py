@@ -28,7 +28,7 @@ class TensorBoard:
 
     | curve | over | what |
     |---|---|---|
-    | `loss`, `members` | steps committed | of `Commit` |
+    | `loss`, `grad_norm`, `members` | steps committed | of `Commit` |
     | `step/seconds`, `step/tokens_per_second` | steps taken | of `Measured` |
     | `load/imbalance`, `load/expert_imbalance` | steps taken | of `Measured` |
     | `copies/plt_at_risk`, `copies/starvation` | steps taken | of `Measured` |
@@ -58,7 +58,7 @@ class TensorBoard:
         self._end = weakref.finalize(self, _close, self._writer)
         """Closes the file, at the end of the process at the latest."""
         self._notes: dict[type[Event], Callable[[Any], dict[str, float]]] = {
-            Commit: lambda event: {"loss": event.loss, "members": event.members},
+            Commit: lambda event: {"loss": event.loss, "grad_norm": event.grad_norm, "members": event.members},
             Measured: self._note_measured,
             Covered: _note_covered,
             Recovered: self._note_recovered,

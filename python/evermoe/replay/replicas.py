@@ -35,6 +35,7 @@ from evermoe.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.replay.part import parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replayable import can_replay
+from evermoe.replay.step_code import foreign_step, refuse_foreign_code
 from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of, version_of
@@ -91,14 +92,23 @@ class ReplayedUnit:
 
 
 def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
-    """How the optimizer's steps are repeated; None, with a warning, if they cannot be."""
+    """How the optimizer's steps are repeated; None, with a warning, if they cannot be.
+
+    Raises:
+        UnsupportedState: they could be, but for code of the script's that runs in them.
+    """
     try:
         if is_averaged(optimizer):
             raise NotReplayable("an average of the weights is kept, which gradients alone do not give")
-        return calibrate(optimizer)
+        foreign = foreign_step(optimizer)
+        if foreign is not None:
+            raise NotReplayable(f"{foreign} may do in some step what no trial of it shows")
+        arithmetic = calibrate(optimizer)
     except NotReplayable as error:
         logger.warning("copies get the state after each step, not gradients: %s", error)
         return None
+    refuse_foreign_code(optimizer)
+    return arithmetic
 
 
 class Replicas(Keeper):
@@ -160,6 +170,11 @@ class Replicas(Keeper):
         """Whether the first message that could not be used was reported."""
 
     # ---- who follows what
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether other members may repeat steps of this one from its gradients."""
+        return self._arithmetic is not None
 
     def is_replayable(self, unit: str) -> bool:
         """Whether the unit's steps can be repeated, as far as this member knows."""

@@ -18,8 +18,20 @@ logger = logging.getLogger(__name__)
 
 LAST_STEP = 3
 """After so many steps of a job, and after each before, ranks compare what they hold."""
+PERIOD = 32
+"""Steps between later comparisons where the script has code in the optimizer's step, or changes gradients before it."""
 SAMPLE_BYTES = 64 << 10
 """Of each tensor, so many bytes at its begin are compared."""
+
+
+def are_compared(step: int, *, has_own_code: bool) -> bool:
+    """Whether ranks compare what they hold after `step` steps.
+
+    Args:
+        step: steps taken.
+        has_own_code: whether a script's code runs in the optimizer's step, or changes gradients before it.
+    """
+    return step <= LAST_STEP or (has_own_code and step % PERIOD == 0)
 
 
 def compare_replicas(state: TrainingState, group: Group) -> None:

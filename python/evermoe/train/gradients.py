@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from evermoe.state.training_state import TrainingState
 
 NORM_ELEMENTS = 4096
 """Elements whose squares are summed in float32."""
+PIECE_ELEMENTS = 256 * NORM_ELEMENTS
+"""Elements of bfloat16 or float16 that are made float32 at a time."""
 
 
 def of_experts(state: TrainingState) -> list[Tensor]:
@@ -27,22 +29,26 @@ class SquareSum:
     """This rank's part of the square of the global gradient's norm.
 
     Those are the squares of the local experts' gradients, each divided by its number of hosts; of the gradients that
-    this rank owns; and on rank 0 also of all others, which are the same everywhere.
+    this rank owns; and of its share of all others, which are the same everywhere: each rank takes every n-th of them.
 
     Args:
         state: whose gradients are reduced.
         rank: of this member.
+        size: number of members that train.
+        of: the parameters whose gradients count; None for all.
 
     Attributes:
         norms: float64 `[n]`, of the gradients of which it is made, on their device.
     """
 
-    def __init__(self, state: TrainingState, rank: int) -> None:
-        dense = state.dense if rank == 0 else state.owners.tensors()
-        parts = [p.grad for p in dense if p.grad is not None]
+    def __init__(self, state: TrainingState, rank: int, size: int, of: Collection[Tensor] | None = None) -> None:
+        wanted = None if of is None else {id(parameter) for parameter in of}
+        owned = {id(tensor) for tensor in state.owners.tensors()}  # of others' units it has no gradients any more
+        dense = [p for number, p in enumerate(state.dense) if id(p) in owned or number % size == rank]
+        parts = [p.grad for p in dense if p.grad is not None and (wanted is None or id(p) in wanted)]
         self._hosts = [1] * len(parts)
         for layer in state.layers.values():
-            if layer.weights.grad is not None:
+            if layer.weights.grad is not None and (wanted is None or id(layer.weights) in wanted):
                 parts += layer.weights.grad.unbind()
                 self._hosts += np.count_nonzero(layer.matrix_RE[:, layer.ids], axis=0).tolist()
         self.norms = norms(parts)
@@ -57,7 +63,7 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
 
     On a CPU the squares of 4096 elements at a time are summed in float32, and these sums in float64: it takes a quarter
     of the time that float64 takes, and differs by less than 1e-6. Where float32 is too small for a square, as with a
-    large loss scale, all is done in float64.
+    large loss scale, all is done in float64, and so it is for few elements.
     """
     if not gradients:
         return torch.zeros(0)
@@ -68,14 +74,20 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
 
 def _norm(flat: Tensor) -> Tensor:
     """Of a gradient in one dimension, on a CPU."""
-    if flat.dtype != torch.float64:
-        whole = len(flat) // NORM_ELEMENTS * NORM_ELEMENTS
-        rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ELEMENTS), dim=1, dtype=torch.float32)
-        rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
+    if flat.dtype != torch.float64 and len(flat) > NORM_ELEMENTS:
+        pieces = [flat] if flat.dtype == torch.float32 else flat.split(PIECE_ELEMENTS)
+        norms = [_norms_of_rows(piece.float()) for piece in pieces]  # quicker than a norm of the other type
+        norm = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
         if norm.isfinite():
             return norm
     return torch.linalg.vector_norm(flat, dtype=torch.float64)
+
+
+def _norms_of_rows(flat: Tensor) -> Tensor:
+    """Of the rows of NORM_ELEMENTS, and of the rest."""
+    whole = len(flat) // NORM_ELEMENTS * NORM_ELEMENTS
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ELEMENTS), dim=1)
+    return torch.cat([rows, torch.linalg.vector_norm(flat[whole:])[None]])
 
 
 def read(*tensors: Tensor) -> list[list[float]]:
@@ -139,7 +151,7 @@ def refuse_mixed(sums: Ballot) -> None:
     Raises:
         ValueError: says how many.
     """
-    if 0 < sums.counting < sums.trainers:
+    if sums.is_mixed:
         raise ValueError(
             f"{sums.counting:.0f} of {sums.trainers:.0f} members gave count, the others did not: the "
             "loss is a sum with a count on all members, or a mean on all"
@@ -151,9 +163,10 @@ def factor_of(sums: Ballot, limit: float | None) -> float:
 
     The norm is clipped as `torch.nn.utils.clip_grad_norm_` does.
     """
-    norm = sums.squares**0.5 / sums.divisor
+    divisor = 1.0 if sums.divided else sums.divisor
+    norm = sums.squares**0.5 / divisor
     clip = 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
-    return clip / sums.divisor
+    return clip / divisor
 
 
 def multiply(state: TrainingState, factor: float) -> None:

@@ -153,6 +153,11 @@ class Session(BetweenSteps):
         return self._driver.loss
 
     @property
+    def grad_norm(self) -> float:
+        """Norm of the latest step's gradient over the whole model, before it is changed or clipped; NaN before."""
+        return self._driver.grad_norm
+
+    @property
     def skipped(self) -> int:
         """Steps whose update all members have left out, since this process began; see `on_nonfinite`."""
         return self._driver.skipped
@@ -209,10 +214,7 @@ class Session(BetweenSteps):
             self._fail(failure)
             raise
         if self._protocol.has_left:
-            if self.config.job is None:
-                self.close()
-            else:
-                self._leave()  # its memory stays for a process that comes back
+            (self.close if self.config.job is None else self._leave)()  # else its memory stays for who comes back
             self._notice.obey()
             self._driver.role_request.obey()
 
@@ -262,10 +264,7 @@ class Session(BetweenSteps):
     def _fail(self, failure: BaseException | None) -> None:
         """Gives up this process: no member shall wait for it, and its memory stays for the next process."""
         self.group.drop(f"a member failed: {type(failure).__name__}")
-        if self.config.job is None:
-            self.close()  # no process could find what a nameless job leaves behind
-        else:
-            self._leave()
+        (self.close if self.config.job is None else self._leave)()  # what a nameless job leaves nobody could find
 
     def write_trace(self, path: str | Path) -> None:
         """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,11 +15,13 @@ from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import tell_load
+from evermoe.replay.step_code import refuse_foreign_code
 from evermoe.seeds import seeded
 from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.commands import Event
+from evermoe.train.reduced_gradients import ReducedGradients
 from evermoe.train.role_request import RoleRequest
 from evermoe.train.script import refuse_scaled
 from evermoe.train.session_recovery import Parts, RecoveryDriver
@@ -40,11 +41,14 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: Parts, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.role, self.lost.turn, leave)
+        self.grad_norm = float("nan")
+        """Norm of the latest step's gradient, before anything has changed or clipped it."""
         self.skipped = 0
         """Steps whose update was left out, as a loss or a gradient was not finite."""
         self._is_open = True
         """Whether the optimizer may step: not while the script computes a step."""
         self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
+        self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         self._has_seen_loss = False
         self._random = ExitStack()
         """Restores the random generators after the block of a step."""
@@ -115,7 +119,10 @@ class SessionDriver(RecoveryDriver):
 
         Raises:
             PeerLost: a member is gone.
+            UnsupportedState: the script has code in `optimizer.step()` that replicas would not run.
         """
+        if self._protection.replicas.repeats_steps:
+            refuse_foreign_code(self._script.optimizer)
         self._is_open = True
         self.role_request.look()
         self._calls.end()
@@ -123,37 +130,22 @@ class SessionDriver(RecoveryDriver):
         weights = [layer.weights for layer in self._state.layers.values()]
         has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
         self._dense.complete(weights)
-        self._protection.begin_exchange(step.number + 1)
+        on_gradients = self._config.on_gradients
+        self._protection.begin_exchange(step.number + 1, are_final=on_gradients is None)
         self._dense.reduce()
-        experts = gradients.of_experts(self._state)
-        self._reducer.reduce(experts, self._group)
+        self._reducer.reduce(gradients.of_experts(self._state), self._group)
+        changed = None if on_gradients is None else self._reduced.change(on_gradients, step, has_finite)
         is_whole, asked = self._protection.finish(step.number + 1)
         self._emit(Vote(step.number))
-        assert step.loss is not None
-        is_clipped = self._config.max_grad_norm is not None
-        squares = gradients.SquareSum(self._state, self._group.rank) if is_clipped else None
-        experts_are_finite = torch.tensor(True) if is_clipped else gradients.are_finite(experts)
-        norms_there = torch.zeros(0) if squares is None else squares.norms
-        counted = torch.zeros(1) if step.count is None else torch.as_tensor(step.count, dtype=torch.float64)
-        (loss,), (dense_are_finite,), (experts_finite,), norms, (count,) = gradients.read(
-            step.loss, has_finite, experts_are_finite, norms_there, counted
-        )
-        is_finite = math.isfinite(loss) and bool(dense_are_finite)
+        counted = self._reduced.count(step, has_finite)
+        if changed is not None:
+            counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
         capture_seconds, step_seconds = self._protection.measures()
-        return Ballot(
+        return counted._replace(
             votes=float(is_whole and self._group.is_whole()),
-            loss=loss,
-            squares=0.0 if squares is None else squares.value(norms),
-            nonfinite=float(not is_finite),
-            nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
-            nonfinite_experts=1.0 - experts_finite,
             asked=float(asked),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
-            trainers=1.0,
-            scale=self._script.loss_scale.value,
-            counting=float(step.count is not None),
-            counted=count,
             written=float(self._checkpointer.is_over),
             reported=self.lost.reported,
             returning=float(self.lost.is_returning),
@@ -218,10 +210,11 @@ class SessionDriver(RecoveryDriver):
     def _note_commit(self, before: int, after: int) -> None:
         """Keeps what is reported of a step until it is committed."""
         members, generation = self._membership.num_trainers, generation_of(after)
-        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation)
+        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, self.grad_norm, members, generation)
 
     def _update(self, version: int, sums: Ballot) -> None:
-        self.loss, self._version, self._step = sums.mean_loss, version, step_of(version)
+        self.loss, self.grad_norm, self._version = sums.mean_loss, sums.norm, version
+        self._step = step_of(version)
         if sums.stopping:
             self.evaluations.stopped = self._step
         self._early.drop()
@@ -253,7 +246,7 @@ class SessionDriver(RecoveryDriver):
             with self._protection.snapshots.pacer.uncounted():  # most steps have none of these
                 if sums.asked:
                     self._protection.heal()
-                if self._trains and step <= same_everywhere.LAST_STEP:
+                if self._trains and same_everywhere.are_compared(step, has_own_code=sums.steps_own > 0):
                     same_everywhere.compare_replicas(self._state, self._group)
                 if self._trains and sums.trainers == sums.written:
                     self._checkpointer.advance()

@@ -26,7 +26,7 @@ def test_one_bad_element_is_found_wherever_it_is(dtype, value):
 
 
 def squares(state, rank):
-    found = SquareSum(state, rank)
+    found = SquareSum(state, rank, 2)
     return found.value(*read(found.norms))
 
 
@@ -84,7 +84,7 @@ def test_squares_that_no_float_holds_are_infinite():
     layer = MoE(8, 8, 2, top_k=1, dtype=torch.float64)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     layer.experts.weights.grad = torch.full_like(layer.experts.weights, 9.6e152)
-    found = SquareSum(state, 1)
+    found = SquareSum(state, 0, 1)
     assert all(norm * norm < math.inf for norm in found.norms.tolist()), "each alone is finite"
     assert found.value(*read(found.norms)) == math.inf
 

@@ -91,7 +91,7 @@ def test_counts_on_some_members_are_refused_on_all(start):
 
 
 def test_optimizer_that_changes_replicas_otherwise_is_named_after_the_first_step(start):
-    found, _ = start(noisy_optimizer, "ab")
+    found, _ = start(noisy_optimizer, "ab", preset="gemini")
     assert [each["error"] for each in failures(found)] == ["UnsupportedState"] * 2
     assert "head/bias differs between ranks 0 and 1" in failures(found)[0]["message"]
 

@@ -1,0 +1,82 @@
+"""What a member says of a step's reduced gradients in its ballot, and how the script changes them before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.group import Group
+from evermoe.comm.vote import Ballot, cast
+from evermoe.config import SessionConfig
+from evermoe.replay.step_code import foreign_code
+from evermoe.state.training_state import TrainingState
+from evermoe.train import gradients
+from evermoe.train.script import Script
+from evermoe.train.step import Step
+from evermoe.train.step_gradients import StepGradients
+
+
+class ReducedGradients:
+    """The gradients of a step between their reduction and the vote.
+
+    Args:
+        script: whose model and optimizer they are of.
+        state: the model's units.
+        group: of the members that train.
+        config: of the session.
+    """
+
+    def __init__(self, script: Script, state: TrainingState, group: Group, config: SessionConfig) -> None:
+        self._script, self._state, self._group, self._config = script, state, group, config
+
+    def count(self, step: Step, has_finite: Tensor) -> Ballot:
+        """Reads this member's part of the step's loss and of the gradients' squares.
+
+        Args:
+            step: whose loss it is.
+            has_finite: whether its gradients were finite before they were reduced, but for experts'.
+        """
+        assert step.loss is not None
+        squares = gradients.SquareSum(self._state, self._group.rank, self._group.size)
+        counted = torch.zeros(1) if step.count is None else torch.as_tensor(step.count, dtype=torch.float64)
+        (loss,), (were_finite,), norms, (count,) = gradients.read(step.loss, has_finite, squares.norms, counted)
+        is_finite = math.isfinite(loss) and bool(were_finite)
+        square_sum = squares.value(norms)
+        has_own = self._config.on_gradients is not None or foreign_code(self._script.optimizer) is not None
+        return Ballot(
+            votes=0.0,
+            loss=loss,
+            squares=square_sum,
+            reduced_squares=square_sum,
+            nonfinite=float(not is_finite),
+            nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
+            trainers=1.0,
+            scale=self._script.loss_scale.value,
+            counting=float(step.count is not None),
+            counted=count,
+            steps_own=float(has_own),
+        )
+
+    def change(self, on_gradients: Callable[[StepGradients], object], step: Step, has_finite: Tensor) -> Ballot:
+        """Divides the reduced gradients and lets the script change them, unless the step cannot count; collective.
+
+        Args:
+            on_gradients: the script's function.
+            step: whose gradients they are.
+            has_finite: as of `count`.
+
+        Returns:
+            What `count` has found before, and whether they were divided.
+        """
+        mine = self.count(step, has_finite)
+        sums = cast(self._group, mine)
+        if sums.is_mixed or not sums.is_finite:
+            return mine  # the vote refuses the step, or all leave it out
+        gradients.multiply(self._state, 1 / sums.divisor)
+        found = StepGradients(step.number, self._config.seed or 0, self._script.model, self._state, self._group)
+        with torch.no_grad():
+            on_gradients(found)
+        return mine._replace(divided=1.0)
