@@ -41,8 +41,6 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: Parts, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.role, self.lost.turn, leave)
-        self.grad_norm = float("nan")
-        """Norm of the latest step's gradient, before anything has changed or clipped it."""
         self.skipped = 0
         """Steps whose update was left out, as a loss or a gradient was not finite."""
         self._is_open = True
@@ -260,7 +258,7 @@ class SessionDriver(RecoveryDriver):
         self._emit(self._commit_events.pop(step))
 
     def _save_progress(self) -> None:
-        self._state.loop.store(loop_state.collect(self._script.loop) | {"loss": self.loss})
+        self._state.loop.store(loop_state.collect(self._script.loop) | {"loss": self.loss, "grad_norm": self.grad_norm})
 
     # ---- checkpoints and the end
 

@@ -93,6 +93,8 @@ class RecoveryDriver(Driver):
         self.reports: list[Recovered] = []
         self.loss = math.nan
         """Mean loss of the global batch of the state's latest step."""
+        self.grad_norm = math.nan
+        """Norm of that step's gradient, before anything has changed or clipped it."""
         self.asks_to_stop = False
         """Whether this member's script asks all members to end the job."""
         self.committed = -1
@@ -221,7 +223,7 @@ class RecoveryDriver(Driver):
             progress: dict[str, Any] = self._state.loop.load()
             if not established and step_of(report.outcome.version):
                 self._loop.warn_of_settings(progress)
-            self.loss = progress.pop("loss", math.nan)
+            self.loss, self.grad_norm = (progress.pop(name, math.nan) for name in ("loss", "grad_norm"))
             self._loop.restore(progress, continues=self._before == report.outcome.version)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]

@@ -69,6 +69,16 @@ def test_the_norm_is_that_of_the_mean_loss_before_it_is_clipped(tmp_path, counts
     assert [event.grad_norm for event in events if event.name == "commit"] == [session.grad_norm]
 
 
+def test_the_norm_of_the_latest_step_is_known_after_a_resume(tmp_path):
+    norms = []
+    for steps in (2, 2):
+        model = Model()
+        session = session_of(model, adamw(model), tmp_path, checkpoint_dir=str(tmp_path / "checkpoints"))
+        run(session, model, steps)
+        norms.append(session.grad_norm)
+    assert norms[0] == norms[1] > 0
+
+
 def test_the_norm_is_clipped_after_the_script_has_changed_gradients(tmp_path):
     """What the script is given is divided by the loss scale; the reported norm is the one before."""
     norms = []
