@@ -243,6 +243,9 @@ def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, 
         domain_sizes: ranks of each node.
         slots: as asked; None for a session's own choice.
         replicas: active replicas of each expert that are wanted.
+
+    Raises:
+        ValueError: more than 2^24 experts, ranks or slots.
     """
     return _native.session_slots(experts, list(domain_sizes), slots, replicas)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evermoe import _native
+from evermoe import _native, planning
 from support import absurd
 
 TESTS = Path(__file__).parents[1]
@@ -27,6 +27,31 @@ def test_a_plan_of_endless_steps_is_refused():
     for wrong in (0, 4097, 1 << 32):
         with pytest.raises(ValueError, match="expected a version of 1 to 4096 steps"):
             _native.ChunkPlan.from_json(text.replace(steps, f'"steps_per_version":{wrong}'))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((1 << 64) - 1, [4, 4], None, 1 << 40), r"experts: expected at most 2\^24 in all, got 18446744073709551615"),
+        ((8, [1 << 63, 1 << 63], None, 1), r"domain_sizes: expected at most 2\^24"),
+        ((8, [4, 4], 1 << 40, 1), r"slots: expected at most 2\^24"),
+    ],
+)
+def test_slots_of_endless_models_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        planning.session_slots(*arguments)
+
+
+@pytest.mark.parametrize("experts", [1, 7, 8, 64])
+@pytest.mark.parametrize("sizes", [[1], [4, 4], [1, 7], [3, 0, 5], [1, 1, 14]])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 1 << 40])
+def test_slots_are_the_fewest_with_which_each_expert_has_its_nodes(experts, sizes, replicas):
+    """Or one more than the fewest that hold all experts, or as many as all wanted replicas take."""
+    nodes = sum(size > 0 for size in sizes)
+    least = max(-(-experts // sum(sizes)) + 1, -(-experts * min(replicas, sum(sizes)) // sum(sizes)))
+    wanted = experts * min(replicas, nodes)
+    enough = next(n for n in range(least, 1000) if sum(min(experts, n * size) for size in sizes) >= wanted)
+    assert planning.session_slots(experts, sizes, None, replicas) == enough
 
 
 def test_a_log_has_no_other_units():
