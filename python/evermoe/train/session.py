@@ -14,7 +14,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ from evermoe.train.step import Step
 
 logger = logging.getLogger(__name__)
 
+_ended: set[str] = set()
+"""Lighthouses whose job has ended in this process."""
+
 
 class Session(BetweenSteps):
     """Trains `model` with all members that are alive. See the module's head for what a step does.
@@ -75,6 +78,7 @@ class Session(BetweenSteps):
         ValueError: an option is wrong, or another job runs in checkpoint_dir. UnsupportedState: the optimizer's state
             cannot be divided into units, or a part of the model is deferred and another is not. OSError: checkpoint_dir
             cannot be written to. TooFewFiles: this process may not open as many connections as `members` need.
+            RuntimeError: a job of the same Lighthouse has ended in this process.
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class Session(BetweenSteps):
         check_known(options, SessionConfig.names())
         emit = combined(on_event, from_environment())
         self.config = with_environment(SessionConfig(**options))
+        if self.config.lighthouse is not None:
+            _check_is_first(self.config.lighthouse)
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
@@ -196,7 +202,7 @@ class Session(BetweenSteps):
         and the end of a job that did not need this spare (0). `evermoe role` has it run its program again.
 
         Raises:
-            SystemExit: this member has left on a signal, or was a spare that nobody needed.
+            SystemExit: the job ended without this member, it has left on a signal, or was a spare that nobody needed.
             FolderInUse: living processes of another run of the job use its memory folder or checkpoint_dir.
             LostExperts: more copies were lost than are kept, and no checkpoint is left. JoinTimeout: no Lighthouse, or
             too few members. LeftBehind: the others went on without this member, and none of them is left.
@@ -208,6 +214,7 @@ class Session(BetweenSteps):
                 yield from self._steps(until)
             if not self._protocol.has_left:
                 self.close()
+                _ended.update(filter(None, [self.config.lighthouse]))
         except JobFinished:
             _end_too_late(self)
         except BaseException as failure:  # GeneratorExit, too: the caller left the loop
@@ -307,9 +314,33 @@ def _describe(deferral: Deferral | None) -> str:
     return deferral.describe() if deferral is not None else "the model's own"
 
 
-def _end_too_late(session: Session) -> None:
-    """Closes the session of a worker whose job is over. A spare's process ends: its script has no trained model."""
+def _end_too_late(session: Session) -> NoReturn:
+    """Closes the session of a worker whose job is over, and ends its process: its script has no trained model.
+
+    Raises:
+        SystemExit: always.
+    """
     session.close()
     if session.config.spare:
         logger.warning("the job is over, and this spare was not needed")
-        raise SystemExit(0)
+    else:
+        logger.warning(
+            "the job ended without this worker, whose model is at step %d: its process ends here, so that its script "
+            "does not use that model",
+            session.step,
+        )
+    raise SystemExit(0)
+
+
+def _check_is_first(lighthouse: str) -> None:
+    """Check that no job of this Lighthouse has ended in this process.
+
+    Raises:
+        RuntimeError: one has.
+    """
+    if lighthouse in _ended:
+        raise RuntimeError(
+            f"a job of the Lighthouse {lighthouse} has ended in this process, and its other workers may still be in "
+            "it, or be started again: under a Lighthouse (evermoe run, torchrun, srun) a script has one session. Give "
+            "the second training a script and a start of its own"
+        )

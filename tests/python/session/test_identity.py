@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import evermoe
+from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.config import with_environment
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.launch import LocalJob
@@ -200,6 +201,60 @@ def test_evaluation_ends_early_when_a_peer_is_lost_and_training_goes_on(tmp_path
     assert seen == [(False, False)] * 3
     assert session.step == 3
     assert len(session.reports) == 2
+
+
+def test_lost_peer_of_another_group_in_a_step_is_recovered_from(tmp_path):
+    layer, optimizer = make_layer()
+    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    raised = []
+    for step in session.steps(3):
+        with step:
+            step.backward(layer(torch.randn(8, 8)).square().mean())
+            if step.number == 1 and not raised:
+                raised.append(step.number)
+                raise PeerLost("of the script's own")
+    assert (session.step, len(session.reports)) == (3, 2)
+
+
+def test_step_that_is_left_out_is_an_error_unless_the_job_is_stopped(tmp_path):
+    layer, optimizer = make_layer()
+    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    for step in session.steps(9):
+        if session.step == 2:
+            session.stop()
+            continue
+        with step:
+            step.backward(layer(torch.randn(8, 8)).square().mean())
+    assert session.step == 2
+    again = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    with pytest.raises(RuntimeError, match="must be used as `with step:`"):
+        list(again.steps(9))
+
+
+def test_worker_whose_job_is_over_ends_with_a_model_that_nobody_uses(tmp_path, monkeypatch):
+    (tmp_path / "finished").touch()
+    monkeypatch.setenv("EVERMOE_FINISHED", str(tmp_path / "finished"))
+    server = start_lighthouse(heartbeat_limit=1, join_limit=5)
+    try:
+        options = {"job": "late", "lighthouse": server.address(), "members": 2, "memory_dir": str(tmp_path)}
+        session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), **options)
+        with pytest.raises(SystemExit) as ended:
+            list(session.steps(3))
+    finally:
+        server.shutdown()
+    assert ended.value.code == 0
+    assert list(tmp_path.glob("**/*.arena")) == []
+
+
+def test_second_session_of_a_script_under_a_lighthouse_is_refused(tmp_path):
+    server = start_lighthouse(heartbeat_limit=1, join_limit=5)
+    try:
+        options = {"job": "first", "lighthouse": server.address(), "memory_dir": str(tmp_path)}
+        assert run_alone(*make_layer(), 2, **options).step == 2
+        with pytest.raises(RuntimeError, match="a script has one session"):
+            run_alone(*make_layer(), 2, **options)
+    finally:
+        server.shutdown()
 
 
 def test_model_of_one_member_works_after_its_session(tmp_path):
