@@ -28,7 +28,8 @@ class GradientSender:
 
     Its hooks on `optimizer.step` encode the gradients right before the step, as the optimizer sees them, whatever
     reduced or clipped them. After the step, `messages` returns what to send. A state that was changed by anything but a
-    step (seen by the tensors' version counters) is sent in full.
+    step (seen by the tensors' version counters) is sent in full. So is the state after each step where a hook before it
+    was registered later than the sender's.
 
     An optimizer whose arithmetic cannot be repeated (`evermoe.replay.calibrate`) is warned of once; its state is sent
     in full after each step. So are parameters that are neither float32 nor have float32 masters, or have masters and an
@@ -271,7 +272,8 @@ class GradientSender:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], options: dict[str, Any]) -> None:
         self._counts.forget()
-        has_closure = any(value is not None for value in (*args[1:], *options.values()))
+        has_others = any(value is not None for value in (*args[1:], *options.values()))  # a closure
+        has_others |= next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id
         scale = getattr(optimizer, "grad_scale", None)
         loss_scale = 1.0 if scale is None else float(scale)
         self._numbers.forget()
@@ -279,7 +281,7 @@ class GradientSender:
             source.draft = None
             if source.rule is None:
                 continue
-            if has_closure or source.sent != source.stamp():  # it computes other gradients than those here
+            if has_others or source.sent != source.stamp():  # it computes other gradients than those here
                 source.sent = None
             elif source.parameter.grad is not None:
                 t = source.next_step(optimizer)

@@ -183,7 +183,7 @@ class Source:
     def message(self, optimizer: torch.optim.Optimizer, step: int, was_skipped: bool) -> Bytes:
         """The record of a step, or the full state."""
         draft, self.draft = self.draft, None
-        if self.rule is None and self.sent != self.stamp():
+        if self.sent != self.stamp():
             self.sent = None
         if self.sent is None:
             return self.full_state(optimizer, step)

@@ -293,6 +293,17 @@ def test_state_that_is_changed_otherwise_is_sent_again():
             check(replica, trainer)
 
 
+@pytest.mark.parametrize("kind", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_later_than_the_senders_are_followed(kind):
+    trainer = Trainer(adamw)
+    of = {"register_step_pre_hook": lambda: trainer.stack.grad, "register_step_post_hook": lambda: trainer.weight}
+    getattr(trainer.optimizer, kind)(lambda *_: (of[kind]().detach().mul_(0.5), None)[1])
+    with Replica(trainer.sender.layouts()) as replica:
+        for _ in range(4):
+            deliver(replica, trainer, trainer.step())
+            check(replica, trainer)
+
+
 def test_jump_of_the_steps_sends_full_states():
     trainer = Trainer(adamw)
     with Replica(trainer.sender.layouts()) as replica:
