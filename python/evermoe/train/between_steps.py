@@ -91,6 +91,25 @@ class BetweenSteps:
         check_trains(self)
         return self._driver.evaluations.run(self.step, lambda *_: fn(), lambda parts: parts[0], self._recover)
 
+    def gathered(self, work: Callable[[int, int], Any]) -> list[Any]:
+        """Run `work` on all members that train, in evaluation mode, and again after a loss; gather what it returned.
+
+            parts = session.gathered(lambda position, n: [predict(batch) for batch in batches[position::n]])
+
+        Args:
+            work: gets the number of this member among those that work, and how many these are. Returns what JSON
+                carries, as of `repeated`.
+
+        Returns:
+            What it returned, by those numbers; the same on all members, tuples as lists.
+
+        Raises:
+            TypeError, UnequalForwards, RuntimeError: as of `repeated`.
+        """
+        check_trains(self)
+        found: list[Any] = self._driver.evaluations.run(self.step, work, list, self._recover)
+        return found
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """For other collective work between steps, such as generation: `with session.evaluation(): …`.

@@ -161,6 +161,10 @@ class Evaluations:
             self._group.drop("the job is stopped")
             raise PeerLost("the job is stopped")
 
+    def step_taken(self) -> None:
+        """A step was taken: no member needs the latest result any more."""
+        self._result = ""
+
     # ---- a recovery
 
     def agree(self, everyone: Group, *, trains: bool) -> None:

@@ -241,8 +241,9 @@ class Session(BetweenSteps):
             if self._protocol.is_stepping:
                 share = self.sampler.share(self.group.rank, self.group.size)
                 step = Step(self.step, share, self._driver, self._commit, self._fail, self.group.drop)
+                generation = self.generation
                 yield step
-                if not step.is_entered:
+                if not step.is_entered and generation == self.generation:  # else a recovery came before it
                     self._check_stops()
 
     def leave(self) -> None:

@@ -215,6 +215,7 @@ class SessionDriver(RecoveryDriver):
         self._step = step_of(version)
         if sums.stopping:
             self.evaluations.stopped = self._step
+        self.evaluations.step_taken()
         self._early.drop()
         clip = gradients.factor_of(sums, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()

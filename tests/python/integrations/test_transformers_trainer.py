@@ -1,4 +1,4 @@
-"""transformers' Trainer in a session: the losses of a plain Trainer, each step counted once, through a kill."""
+"""transformers' Trainer in a session: losses, metrics, folders and runs of a plain Trainer, through deaths."""
 
 import json
 import os
@@ -11,111 +11,254 @@ import torch
 
 import evermoe
 from support.hub import build
-from support.worker import SAMPLES
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 from evermoe.integrations.transformers import make_elastic  # noqa: E402
+from evermoe.integrations.transformers.step_batches import Epochs  # noqa: E402
 from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments  # noqa: E402
 from support import hub_trainer  # noqa: E402
+from support.hub_trainer import BATCH, OPTIONS, SAMPLES, STEPS, common, texts  # noqa: E402
 
 TESTS = Path(hub_trainer.__file__).parents[1]
+LOGGED = ("loss", "eval_loss", "eval_mean", "learning_rate", "grad_norm", "epoch", "train_loss")
 
 
-class Plain(transformers.Trainer):
-    """transformers' own, which keeps the losses of its steps."""
+class Call(transformers.TrainerCallback):
+    """Calls a function at one event."""
 
-    def training_step(self, *arguments, **options):
-        loss = super().training_step(*arguments, **options)
-        step = self.state.global_step + 1
-        self.losses = getattr(self, "losses", {})
-        self.losses[step] = self.losses.get(step, 0.0) + loss.item()
-        return loss
+    def __init__(self, event, function):
+        setattr(self, event, lambda args, state, control, **more: function(state, control))
 
 
-def plain(folder, accumulation=1, model=None, **options):
-    """transformers' own, in one process, over the same samples in the same order."""
+def plain(folder, parts=1, more=None, model=None, **options):
+    """transformers' own Trainer, trained in one process on the same samples in the same order."""
     model = build("qwen3") if model is None else model
     model.set_experts_implementation("eager")
     args = transformers.TrainingArguments(
         str(folder / "plain"),
-        per_device_train_batch_size=hub_trainer.BATCH // accumulation,
-        gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=BATCH // parts,
+        gradient_accumulation_steps=parts,
         train_sampling_strategy="sequential",
-        **hub_trainer.OPTIONS | options,
+        **OPTIONS | options,
     )
-    args.save_strategy = "no"
-    data = hub_trainer.Data()
-    trainer = Plain(model, args, train_dataset=data, eval_dataset=[data[i] for i in range(10)])
+    trainer = transformers.Trainer(model, args, **common() | (more or {}))
     trainer.train()
     return trainer
 
 
-def of(history, name):
-    return {entry["step"]: entry[name] for entry in history if name in entry}
+def elastic(folder, parts=1, more=None, session=None, model=None, **options):
+    """The same in a session, untrained."""
+    args = ElasticTrainingArguments(str(folder / "out"), gradient_accumulation_steps=parts, **OPTIONS | options)
+    sampler = evermoe.ElasticSampler(SAMPLES, BATCH, shuffle=False)
+    model = make_elastic(build("qwen3") if model is None else model)
+    return ElasticTrainer(model, args, sampler=sampler, session=session, **common() | (more or {}))
 
 
-@pytest.mark.parametrize("accumulation", [1, 6])  # 6: more parts than some members have samples
-@pytest.mark.long
-def test_a_trainer_goes_on_after_a_kill_and_counts_each_step_once(tmp_path, accumulation):
+def logged(history):
+    """What was logged, by name and step; times of day left out."""
+    return {(name, entry["step"]): entry[name] for entry in history for name in LOGGED if name in entry}
+
+
+def recorded(folder):
+    """What TensorBoard has of the only run in a folder, by name and step; the same again counts once."""
+    (run,) = (folder / "runs").iterdir()
+    reader = events.EventAccumulator(str(run), purge_orphaned_data=False)
+    reader.Reload()
+    names = [name for name in reader.Tags()["scalars"] if name.rpartition("/")[2] in ("loss", "grad_norm", "mean")]
+    found = {}
+    for name in names:
+        for event in reader.Scalars(name):
+            assert found.setdefault((name, event.step), event.value) == pytest.approx(event.value, abs=1e-5)
+    return found
+
+
+def assert_same_weights(folder, model):
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "spares", "parts", "copies"),
+    [
+        (2, 0, 2, 2),
+        pytest.param(3, 1, 6, 2, marks=pytest.mark.long),  # more parts than a member has samples
+        pytest.param(2, 0, 1, 1, marks=pytest.mark.long),  # without copies, so that the evaluated step is undone
+    ],
+)
+def test_fine_tuning_through_deaths_is_that_of_a_plain_trainer(tmp_path, workers, spares, parts, copies):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "evermoe", "run", "--workers", "3", "--memory-dir", str(memory)]
-    command += [hub_trainer.__file__, str(tmp_path), str(accumulation)]
-    done = subprocess.run(command, env=environment, timeout=110, capture_output=True, text=True, check=False)
-    found = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert found.keys() == {0, 1}, done.stdout + done.stderr
-    losses = []
-    for each in found.values():
-        assert (each["steps"], each["session"]) == (hub_trainer.STEPS, hub_trainer.STEPS)
-        assert each["recovered"] == [3, 2]  # the start, and the death
-        losses.append({int(step): loss for step, loss in each["losses"].items()})
-    trainer = plain(tmp_path, accumulation)
-    assert losses == [pytest.approx(trainer.losses, abs=1e-5)] * 2
-    expected = trainer.state.log_history
-    for name in ("loss", "eval_loss", "learning_rate"):
-        for each in found.values():
-            assert of(each["history"], name) == pytest.approx(of(expected, name), abs=2e-4), name
-    assert list(of(expected, "loss")) == list(range(1, hub_trainer.STEPS + 1))
+    command = [sys.executable, "-m", "evermoe", "run", "--workers", str(workers), "--spare", str(spares)]
+    command += ["--memory-dir", str(memory), hub_trainer.__file__, str(tmp_path), str(parts), str(copies)]
+    done = subprocess.run(command, env=environment, timeout=170, capture_output=True, text=True, check=False)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert len(found) == workers - 1, done.stdout + done.stderr
+    assert (tmp_path / "in an evaluation").exists() and (tmp_path / "in training").exists() == (workers > 2)
+    expected = plain(tmp_path, parts)
+    for each in found:
+        assert each["step"] == STEPS == expected.state.global_step
+        assert each["recovered"][-1] == workers - 1
+        assert (each["lost"][-1] > 0) == (copies == 1)
+        assert logged(each["history"]) == pytest.approx(logged(expected.state.log_history), abs=1e-5)
+        metric, folder = each["best"]
+        assert metric == pytest.approx(expected.state.best_metric, abs=1e-5)
+        assert Path(folder).name == Path(expected.state.best_model_checkpoint).name
+    assert recorded(tmp_path / "out") == pytest.approx(recorded(tmp_path / "plain"), abs=1e-5)
+    tested = expected.predict(texts(7, seed=3)).metrics["test_loss"]
+    assert [each["tested"] for each in found] == [pytest.approx(tested, abs=1e-5)] * (workers - 1)
+    assert_same_weights(tmp_path / "final", expected.model)
+    assert {path.name for path in (tmp_path / "final").iterdir()} >= {"tokenizer.json", "training_args.bin"}
+    assert_same_weights(folder, transformers.AutoModelForCausalLM.from_pretrained(expected.state.best_model_checkpoint))
+    assert not list(memory.iterdir())  # the workers that are left have ended the job, though no script did
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_routers_loss_is_added_once_for_each_part_as_transformers_does(tmp_path, accumulation):
-    models = [build("qwen3", output_router_logits=True, router_aux_loss_coef=0.1) for _ in range(2)]
-    options = {"eval_strategy": "no", "max_steps": 4}
-    expected = plain(tmp_path, accumulation, models[0], **options)
-    model = make_elastic(models[1])
-    args = ElasticTrainingArguments(
-        str(tmp_path / "out"), gradient_accumulation_steps=accumulation, **hub_trainer.OPTIONS | options
-    )
-    sampler = evermoe.ElasticSampler(SAMPLES, hub_trainer.BATCH, shuffle=False)
-    exact = hub_trainer.Exact()
-    exact.trainer = trainer = ElasticTrainer(
-        model, args, sampler=sampler, train_dataset=hub_trainer.Data(), callbacks=[exact]
-    )
+def test_after_training_a_trainer_evaluates_predicts_and_saves_as_transformers_does(tmp_path):
+    more = {"callbacks": []}
+    expected = plain(tmp_path, more=more, num_train_epochs=1.5, save_strategy="no", logging_steps=4)
+    trainer = elastic(tmp_path, more=more, num_train_epochs=1.5, save_strategy="epoch", logging_steps=4)
     trainer.train()
-    assert args.gradient_accumulation_steps == accumulation  # the script's own are as they were
-    assert (trainer.state.global_step, trainer.session.step) == (4, 4)
-    assert exact.losses == pytest.approx(expected.losses, abs=1e-5)
-    found, wanted = (dict(each.named_parameters()) for each in (model, models[0]))
-    shared = found.keys() & wanted.keys()
-    assert len(shared) > 10
-    for name in shared:
-        torch.testing.assert_close(found[name], wanted[name], atol=1e-5, rtol=0)
+    assert logged(trainer.state.log_history) == pytest.approx(logged(expected.state.log_history), abs=1e-5)
+    for function, data in ((trainer.evaluate, None), (trainer.predict, texts(7, seed=3))):
+        wanted = getattr(expected, function.__name__)(data)
+        found = function(data)
+        if data is not None:
+            assert found.predictions.shape == wanted.predictions.shape
+            assert found.predictions == pytest.approx(wanted.predictions, abs=1e-4)
+            assert (found.label_ids == wanted.label_ids).all()
+            found, wanted = found.metrics, wanted.metrics
+        for name in wanted.keys() - {each for each in wanted if "runtime" in each or "per_second" in each}:
+            assert found[name] == pytest.approx(wanted[name], abs=1e-5), name
+    trainer.save_model()  # a folder that has others in it
+    trainer.save_model()
+    assert_same_weights(tmp_path / "out", expected.model)
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+    with pytest.raises(RuntimeError, match="train was called before"):
+        trainer.train()
+    trainer.end()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_step_begin"])
+def test_a_callback_that_stops_ends_the_job_where_transformers_does(tmp_path, event):
+    steps = []
+    for make in (lambda more: plain(tmp_path, more=more), lambda more: elastic(tmp_path, more=more)):
+
+        def stop(state, control):
+            control.should_training_stop = control.should_training_stop or state.global_step == 3
+
+        trainer = make({"callbacks": [Call(event, stop)]})
+        if isinstance(trainer, ElasticTrainer):
+            trainer.train()
+            assert trainer.session.step == trainer.state.global_step
+            trainer.end()
+        steps.append((trainer.state.global_step, logged(trainer.state.log_history)))
+    assert steps[0][0] == steps[1][0] <= 4
+    assert steps[1][1] == pytest.approx(steps[0][1], abs=1e-5)
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("event", "step"), [("on_step_begin", 9), ("on_evaluate", 8)])
+def test_a_job_that_is_started_again_keeps_its_patience_best_metric_and_run(tmp_path, event, step):
+    expected = plain(tmp_path)
+
+    def crash(state, control):
+        if state.global_step == step - (event == "on_step_begin"):
+            raise Crash
+
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    session = {"job": "patience", "memory_dir": str(memory), "local_every": 1}
+    first = elastic(tmp_path, session=session, more={"callbacks": [*common()["callbacks"], Call(event, crash)]})
+    with pytest.raises(Crash):
+        first.train()
+    again = elastic(tmp_path, session=session)
+    again.train()
+    assert [each.step for each in again.session.reports] == [8]
+    assert again.state.global_step == STEPS
+    assert again.state.best_metric == pytest.approx(expected.state.best_metric, abs=1e-5)
+    assert Path(again.state.best_model_checkpoint).name == Path(expected.state.best_model_checkpoint).name
+    assert recorded(tmp_path / "out") == pytest.approx(recorded(tmp_path / "plain"), abs=1e-5)
+    again.end()
+
+
+def test_a_collator_draws_the_same_numbers_in_a_step_that_is_repeated(tmp_path):
+    drawn = [[], []]
+    for found, seed in zip(drawn, (1, 2), strict=True):
+        padded = common()["data_collator"]
+
+        def collate(samples, found=found, padded=padded):
+            found.append(torch.rand(()).item())
+            return padded(samples)
+
+        trainer = elastic(
+            tmp_path,
+            more={"data_collator": collate, "callbacks": []},
+            max_steps=3,
+            eval_strategy="no",
+            save_strategy="no",
+            seed=seed,
+        )
+        torch.manual_seed(seed)
+        trainer.train()
+        trainer.end()
+    assert len(set(drawn[0])) == 3
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_routers_loss_is_added_once_for_each_part_as_transformers_does(tmp_path, parts):
+    models = [build("qwen3", output_router_logits=True, router_aux_loss_coef=0.1) for _ in range(2)]
+    options = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 4, "metric_for_best_model": None}
+    more = {"callbacks": []}
+    expected = plain(tmp_path, parts, more=more, model=models[0], **options)
+    trainer = elastic(tmp_path, parts, more=more, model=models[1], **options)
+    trainer.train()
+    assert logged(trainer.state.log_history) == pytest.approx(logged(expected.state.log_history), abs=1e-5)
+    trainer.save_model(str(tmp_path / "final"))
+    assert_same_weights(tmp_path / "final", expected.model)
+    trainer.end()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"fp16": True}, "expected fp16=False in args, got True"),
-        ({"save_strategy": "steps"}, "expected save_strategy='no'"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "trainer.state.best_model_checkpoint names"),
+        ({"bf16_full_eval": True}, "it would change the weights that the session trains"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "other than 'reduce_lr_on_plateau'"),
+        ({"include_num_input_tokens_seen": "all"}, "expected include_num_input_tokens_seen='no'"),
     ],
 )
 def test_arguments_that_the_session_does_not_follow(tmp_path, options, message):
+    if "load_best_model_at_end" in options:
+        options = {**options, "save_strategy": "steps"}
     args = ElasticTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **options)
     with pytest.raises(ValueError, match=message):
         ElasticTrainer(build("qwen3"), args, sampler=evermoe.ElasticSampler(SAMPLES, 12), train_dataset=[])
+
+
+def test_arguments_of_transformers_own_are_refused(tmp_path):
+    own = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match="expected args of ElasticTrainingArguments, got TrainingArguments"):
-        own = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
         ElasticTrainer(build("qwen3"), own, sampler=evermoe.ElasticSampler(SAMPLES, 12), train_dataset=[])
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(10, 4), (4, 8), (7, 7), (100, 12)])
+def test_epochs_end_with_the_step_that_has_their_last_sample(samples, batch):
+    epochs = Epochs(samples, batch)
+    for step in range(1, 40):
+        first, last = (step - 1) * batch, step * batch - 1
+        assert epochs.is_end(step) == (first // samples != step * batch // samples)
+        assert epochs.progress(step - 1) < epochs.progress(step)
+        assert last // samples + 1 >= epochs.progress(step) > (step - 1) * batch // samples
+        if epochs.is_end(step):
+            assert epochs.progress(step) == step * batch // samples

@@ -6,7 +6,7 @@ transformers' own conversions are used both ways, so that keys and shapes in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,14 @@ def from_pretrained(
     return model, HubWeights(folder, model)
 
 
-def export(source: WeightSource | Session, model: PreTrainedModel, folder: str | Path, *, prefix: str = "") -> None:
+def export(
+    source: WeightSource | Session,
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    prefix: str = "",
+    add_more: Callable[[Path], None] = lambda draft: None,
+) -> None:
     """Writes a folder that transformers' `from_pretrained` loads, one layer in memory at a time.
 
     It appears when all of it is on disk. From a session, all members that train call this between steps, and rank 0
@@ -154,6 +161,7 @@ def export(source: WeightSource | Session, model: PreTrainedModel, folder: str |
         model: of transformers, elastic; deferred or on `meta` where the source is no session.
         folder: must be empty, or not be there.
         prefix: path of `model` in the model that was trained, where that is not the same.
+        add_more: writes other files into the folder before it appears; in the process that writes it.
 
     Raises:
         OSError: the folder is not empty, or cannot be written to.
@@ -167,6 +175,7 @@ def export(source: WeightSource | Session, model: PreTrainedModel, folder: str |
         model.config.save_pretrained(draft)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(draft)
+        add_more(draft)
 
     if isinstance(source, Session):
         if not any(module is model for module in source.model.modules()):

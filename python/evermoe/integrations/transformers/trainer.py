@@ -1,122 +1,74 @@
-"""transformers' `Trainer` with an `evermoe.Session`: the session decides when a step is taken, and it counts once."""
+"""transformers' `Trainer` with an `evermoe.Session`: its steps survive the death of members, and are counted once."""
 
 from __future__ import annotations
 
+import atexit
 import copy
-import os
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from torch import nn
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
+from evermoe.experts import expert_layers
+from evermoe.integrations.transformers import trainer_folders
+from evermoe.integrations.transformers.evaluation_shares import Replay, Result, batches_of, from_texts, on_cpu, to_text
+from evermoe.integrations.transformers.trainer_loop import TrainerLoop
+from evermoe.integrations.transformers.trainer_progress import TrainerProgress
+from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments, as_one_process
 from evermoe.sampler import ElasticSampler
-from evermoe.train.session import Session
-from evermoe.train.step import MicroBatch, Step
 
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables from which accelerate would make a group of processes of its own, which no death survives."""
+logger = logging.getLogger(__name__)
 
+__all__ = ["ElasticTrainer", "ElasticTrainingArguments"]
 
-@contextmanager
-def _as_one_process() -> Iterator[None]:
-    hidden = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-@dataclass
-class ElasticTrainingArguments(TrainingArguments):
-    """`TrainingArguments` of one member: to transformers each trains by itself, on the GPU of its LOCAL_RANK."""
-
-    save_strategy: str = "no"
-
-    @cached_property
-    def _setup_devices(self) -> torch.device:
-        inherited: Any = TrainingArguments.__dict__["_setup_devices"]
-        with _as_one_process():
-            device: torch.device = inherited.__get__(self, type(self))
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
-            os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
-            self._n_gpu = 1
-        return device
+EXPECTED: dict[str, tuple[Any, str]] = {
+    "fp16": (False, "use bf16, or a session of your own with Session(scaler=...)"),
+    "fsdp": (None, "the session spreads the experts itself"),
+    "deepspeed": (None, "the session spreads the experts itself"),
+    "fp16_full_eval": (False, "it would change the weights that the session trains"),
+    "bf16_full_eval": (False, "it would change the weights that the session trains"),
+    "auto_find_batch_size": (False, "all members have the sampler's batch size"),
+    "save_on_each_node": (False, "one process writes, for all members"),
+    "include_num_input_tokens_seen": ("no", "each member would count the tokens of its own share"),
+    "load_best_model_at_end": (
+        False,
+        "its experts are on several members; save_strategy='best' keeps the folder that "
+        "trainer.state.best_model_checkpoint names, and from_pretrained loads it",
+    ),
+}
+"""Arguments that have no meaning in a session: the value to have, and why. None: any that is unset or empty."""
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedulers that follow an evaluation's metric."""
 
 
-class _Follower:
-    """An optimizer or scheduler as the trainer sees it: the session steps the real one."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def step(self, *_: Any, **__: Any) -> None:
-        """Nothing: the session has done it, once all members had voted."""
-
-
-class _Schedule(_Follower):
-    """A scheduler, with the rates of the step that is under way: when the trainer logs them, the session is ahead."""
-
-    def note(self) -> None:
-        self._rates = self._real.get_last_lr()
-
-    def get_last_lr(self) -> list[float]:
-        return list(self._rates)
-
-
-class _Batches:
-    """The batches of this member, one for each step of the session: to the trainer, each step is one batch."""
-
-    def __init__(self, trainer: ElasticTrainer, loader: Any) -> None:
-        self._trainer, self.dataset, self._collate = trainer, loader.dataset, loader.collate_fn
-        self._samples: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        return max(1, len(self.dataset) // self._trainer.sampler.batch_size)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while self._trainer.next_step():
-            yield self.of_step()
-
-    def of_step(self) -> dict[str, Any]:
-        """The batch of the step that is under way."""
-        self._samples = {i: self.dataset[i] for i in self._trainer.current.indices.tolist()}
-        batch: dict[str, Any] = self._collate(list(self._samples.values()))
-        return batch
-
-    def parts(self, step: Step, batch: dict[str, Any], n: int) -> list[tuple[Step | MicroBatch, dict[str, Any]]]:
-        """The step's batch in n parts, each collated by itself, from the same samples."""
-        if n == 1:
-            return [(step, batch)]
-        parts = list(step.micro_batches(n))
-        return [(part, self._collate([self._samples[i] for i in part.indices.tolist()])) for part in parts]
-
-
-class ElasticTrainer(Trainer):
+class ElasticTrainer(TrainerLoop):
     """A `Trainer` whose steps survive the death of other members, and are counted once.
 
-        args = ElasticTrainingArguments("out", max_steps=1000, learning_rate=1e-5)
-        trainer = ElasticTrainer(model, args, train_dataset=data, sampler=evermoe.ElasticSampler(len(data), 64),
+        args = ElasticTrainingArguments("out", num_train_epochs=3, learning_rate=1e-5, eval_strategy="epoch")
+        trainer = ElasticTrainer(model, args, train_dataset=data, eval_dataset=others,
+                                 sampler=evermoe.ElasticSampler(len(data), 64),
                                  session={"checkpoint_dir": "out/checkpoints"})
         trainer.train()
+        trainer.save_model("out/model")
+        trainer.end()
 
     Make the model elastic first, on the device where it trains. The session clips gradients by `max_grad_norm`, steps
-    the optimizer and the scheduler, and writes checkpoints; the trainer logs the global loss, evaluates, and calls the
-    callbacks. An evaluation that a death cuts short has no metrics. Batches are collated as they are needed, in this
-    process.
+    the optimizer and the scheduler, and writes checkpoints to resume from. The Trainer logs the global loss, evaluates,
+    saves complete models and calls the callbacks, after the same steps on all members. Batches are collated as they are
+    needed, in this process.
 
     With `gradient_accumulation_steps=n` each member computes its share of a step in n parts. A step is still one: it is
     counted, logged and evaluated as such, and there is no `on_substep_end`. As in transformers' own, a loss over tokens
     is divided by those of all parts, and what a model adds to it, a router's loss, is added once for each part.
+
+    `evaluate`, `predict` and `save_model` are for all members, also after `train`: the members stay connected until
+    `end`, or the end of the script. Evaluations are divided among the members, and repeated after a death.
 
     Args:
         model: elastic.
@@ -129,7 +81,7 @@ class ElasticTrainer(Trainer):
         ValueError: an argument asks for what the session does, or cannot do; the message says which.
     """
 
-    optimizer: Any
+    preprocess_logits_for_metrics: Any
 
     def __init__(
         self,
@@ -140,105 +92,177 @@ class ElasticTrainer(Trainer):
         session: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(args, ElasticTrainingArguments):
-            raise ValueError(f"ElasticTrainer: expected args of ElasticTrainingArguments, got {type(args).__name__}")
-        expected = {"save_strategy": "no", "fp16": False, "fsdp": None}
-        for name, value in expected.items():
-            found = getattr(args, name)
-            if found not in (value, [], "", None) if value is None else found != value:
-                raise ValueError(f"ElasticTrainer: expected {name}={value!r} in args, got {found!r}")
+        _check_arguments(args)
         self.sampler, self._options = sampler, session or {}
         args, self._parts = copy.copy(args), args.gradient_accumulation_steps
         args.gradient_accumulation_steps = 1  # the trainer's loop would count each part
-        self.session: Session | None = None
-        self._steps: Iterator[Step] = iter(())
-        with _as_one_process():
+        self.progress = TrainerProgress(self)
+        with as_one_process():
             super().__init__(model, args, **options)
 
-    def get_train_dataloader(self) -> Any:
-        """The batches of this member."""
-        self._batches = _Batches(self, super().get_train_dataloader())
-        return self._batches
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The scheduler; with it all is there that a session needs."""
-        real: Any = getattr(self.optimizer, "optimizer", self.optimizer) if optimizer is None else optimizer
-        scheduler = super().create_scheduler(num_training_steps, real)
-        norm = self.args.max_grad_norm if self.args.max_grad_norm and self.args.max_grad_norm > 0 else None
-        options: dict[str, Any] = {"max_grad_norm": norm} | self._options
-        self.args.max_grad_norm = 0.0
-        model: Any = self.model
-        self.session = Session(model, real, self.sampler, scheduler=scheduler, **options)
-        self._steps = self.session.steps(num_training_steps)
-        followers: Any = _Follower(real), _Schedule(scheduler)
-        self.optimizer, self.lr_scheduler = followers
-        return followers[1]
-
-    def next_step(self) -> bool:
-        """Goes to the session's next step; whether there is one."""
-        step = next(self._steps, None)
-        if step is None:
-            self.control.should_training_stop = True
-            return False
-        self.current = step
-        return True
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """Takes a step of the session, again if a death interrupts it; the mean loss of the global batch."""
-        assert self.session is not None
-        model.train()
-        schedule: Any = self.lr_scheduler
-        schedule.note()
-        while True:
-            with self.current as step:
-                self._accumulate(model, self._batches.parts(step, inputs, self._parts))
-            if self.current.committed or not self.next_step():
-                break
-            inputs = self._batches.of_step()
-        self.state.global_step = self.session.step - 1  # the trainer adds this one
-        self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
-        return torch.tensor(self.session.loss, device=self.args.device)
-
-    def _accumulate(self, model: nn.Module, parts: list[tuple[Step | MicroBatch, dict[str, Any]]]) -> None:
-        """The gradients of all parts of this member's share."""
-        # Tokens with a label, if the loss is their sum divided by that number; of all parts, as transformers does.
-        items = self._get_num_items_in_batch([inputs for _, inputs in parts], self.args.device)
-        divisor = None if items is None else torch.as_tensor(items).clamp(min=1)  # also without any label
-        for part, inputs in parts:
-            part.begin()
-            count = None if divisor is None else self._get_num_items_in_batch([inputs], self.args.device)
-            ready = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss: Any = self.compute_loss(model, ready, num_items_in_batch=divisor)
-            part.backward(loss if divisor is None else loss * divisor, count=count)
-
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Trains until the last step, or a callback stops it: then this member leaves, and the others go on.
+        """Trains to the last step, or until a callback stops all members. They stay connected, until `end`.
 
         Raises:
             ValueError: it is asked to resume from a checkpoint of transformers; the session resumes from its own.
+            RuntimeError: it was called before.
+            SystemExit: the job is over, and this process came too late or was a replica node.
         """
         if any(arguments) or options.get("resume_from_checkpoint"):
             raise ValueError(
                 "ElasticTrainer.train: the session resumes from its checkpoint_dir by itself; got arguments"
             )
-        found = super().train(**options)
-        if self.session is not None and not self.session.has_left:
-            if self.state.global_step < self.state.max_steps:
-                self.session.leave()
-            for step in self._steps:  # the session's end
-                self.current = step
+        if self.session is not None:
+            raise RuntimeError("ElasticTrainer.train was called before: make a new ElasticTrainer to train on")
+        try:
+            found = super().train(**options)
+        except BaseException:
+            self._give_up()
+            raise
+        atexit.register(self._end_at_exit)
         return found
 
-    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """transformers' evaluation, of the whole data on each member; empty if a death cuts it short."""
-        if self.session is None or self.session.has_left:
-            return super().evaluate(*arguments, **options)
-        found: dict[str, float] = {}
-        with self.session.evaluation():
-            found = super().evaluate(*arguments, **options)
-        return found
+    def end(self) -> None:
+        """Ends the job on all members, which all call it: writes the last checkpoint, and closes the connections.
 
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the member that reports what it logs; another one does when it dies."""
-        return self.session is None or self.session.group.rank == 0
+        Call it at the end of the script. If you do not, it happens when the process exits. Members wait here for each
+        other, without a limit. Afterwards the model has this member's experts alone, if there were several members.
+        """
+        atexit.unregister(self._end_at_exit)
+        if self._is_connected and self.session is not None:
+            with self.session.alone():
+                pass
+            self.session.stop()
+            next(self._steps, None)
+        super().end()
+
+    def _end_at_exit(self) -> None:
+        if hasattr(sys, "last_value"):  # an error has ended the script
+            self._give_up()
+        else:
+            self.end()
+
+    def _give_up(self) -> None:
+        """Leaves the others, which continue without this member."""
+        if self._steps is not None:
+            self._steps.close()
+
+    @property
+    def _is_connected(self) -> bool:
+        return self.session is not None and not self.session.has_left
+
+    def _check_whole(self, name: str) -> None:
+        layers = expert_layers(self.model).values()
+        if self.session is not None and any(len(layer.ids) < layer.num_experts for layer in layers):
+            raise RuntimeError(
+                f"ElasticTrainer.{name} was called after the end of the job, when this process has a part of the "
+                "experts alone: call it before trainer.end(), on all members. `evermoe export --to hf` makes a model's "
+                "folder of a checkpoint"
+            )
+
+    # ---- evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """transformers' loop, whose batches are divided among the members; repeated after a death."""
+        options = description, prediction_loss_only, ignore_keys, metric_key_prefix
+        if not self._is_connected:
+            self._check_whole("evaluate")
+            return super().evaluation_loop(dataloader, *options)
+        has_loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+
+        def compute(place: int, places: int) -> str:
+            batches = batches_of(dataloader, place, places)
+            return to_text({n: self._result_of(batch, size, has_loss_only, ignore_keys) for n, size, batch in batches})
+
+        results = from_texts(self._together(compute))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        with self._replaying():
+            replay = Replay(results, dataloader.dataset, self.args.eval_batch_size, name)
+            return super().evaluation_loop(replay, *options)
+
+    def _result_of(self, batch: Any, size: int, has_loss_only: bool, ignored: list[str] | None) -> Result:
+        model: Any = self.model
+        losses, logits, labels = self.prediction_step(model, batch, has_loss_only, ignore_keys=ignored)
+        if logits is not None and self.preprocess_logits_for_metrics is not None:
+            logits = self.preprocess_logits_for_metrics(logits, labels)
+        has_inputs = "inputs" in self.args.include_for_metrics
+        inputs = batch[getattr(model, "main_input_name", "input_ids")] if has_inputs else None
+        return Result(size or find_batch_size(batch) or 0, *on_cpu((losses, logits, labels, inputs)))
+
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """The evaluation loop reads results instead of computing them."""
+        preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        replayed = lambda model, inputs, *_, **__: inputs["result"][1:4]  # noqa: E731
+        self.prediction_step = replayed  # in place of a subclass's own, too
+        try:
+            yield
+        finally:
+            self.preprocess_logits_for_metrics = preprocess
+            del self.prediction_step
+
+    # ---- folders
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the complete model, which `from_pretrained` loads; by the main process, for all members to call.
+
+        Raises:
+            PersistFailed: it could not be written.
+            RuntimeError: the job is over, and the experts are on several members.
+        """
+        if not self._is_connected:
+            self._check_whole("save_model")
+            super().save_model(output_dir, _internal_call)
+            return
+        self._write(Path(output_dir or self.args.output_dir or "."), has_state=False)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write(self, folder: Path, *, has_state: bool) -> None:
+        def add_more(draft: Path) -> None:
+            trainer_folders.add_settings(self, draft)
+            if has_state:
+                trainer_folders.add_state(self, draft)
+
+        session, model = self.session, self.model
+        assert session is not None
+        self._together(lambda *_: trainer_folders.save_model(session, model, folder, add_more))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes the complete model after this step. The optimizer's state is in the session's own checkpoints."""
+        run = Path(self._get_output_dir(trial))
+        folder = run / f"checkpoint-{self.state.global_step}"
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        self._write(folder, has_state=True)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=best,
+                use_mtime=True,
+            )
+
+
+def _check_arguments(args: Any) -> None:
+    if not isinstance(args, ElasticTrainingArguments):
+        raise ValueError(f"ElasticTrainer: expected args of ElasticTrainingArguments, got {type(args).__name__}")
+    for name, (value, why) in EXPECTED.items():
+        found = getattr(args, name)
+        if found != value and (value is not None or found not in ([], "", None)):
+            raise ValueError(f"ElasticTrainer: expected {name}={value!r} in args, got {found!r}: {why}")
+    if args.lr_scheduler_type in BY_METRIC:
+        raise ValueError(
+            f"ElasticTrainer: expected an lr_scheduler_type other than {args.lr_scheduler_type.value!r}: the session "
+            "steps the scheduler after each step, not after an evaluation"
+        )

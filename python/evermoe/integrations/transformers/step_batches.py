@@ -1,0 +1,79 @@
+"""What transformers' Trainer sees of a session's steps: batches, an optimizer and a scheduler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from evermoe.sampler import ElasticSampler
+from evermoe.train.step import MicroBatch, Step
+
+
+class StepBatches:
+    """The samples of this member in each step, collated when the step is computed.
+
+    Args:
+        loader: of the Trainer; its data set and its collator are used.
+        sampler: of the session.
+    """
+
+    def __init__(self, loader: Any, sampler: ElasticSampler) -> None:
+        self.dataset, self._collate, self._sampler = loader.dataset, loader.collate_fn, sampler
+
+    def __len__(self) -> int:
+        """Steps of an epoch, rounded up."""
+        return math.ceil(self._sampler.num_samples / self._sampler.batch_size)
+
+    def of_step(self, step: Step, n: int) -> list[tuple[Step | MicroBatch, Any]]:
+        """This member's share of a step in n parts, each collated by itself. Within `with step:` alone."""
+        samples = {i: self.dataset[i] for i in step.indices.tolist()}
+        parts: list[Step | MicroBatch] = [step] if n == 1 else list(step.micro_batches(n))
+        return [(part, self._collate([samples[i] for i in part.indices.tolist()])) for part in parts]
+
+
+class Epochs:
+    """Epochs by the number of steps. A step may hold samples of two epochs: it belongs to the first one.
+
+    Example: 10 samples in batches of 4 → the first epoch ends after step 3, the second after step 5.
+
+    Args:
+        num_samples: of an epoch.
+        batch_size: samples of a step.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        self._num_samples, self._batch_size = num_samples, batch_size
+
+    def end(self, epoch: int) -> int:
+        """Steps after which an epoch ends."""
+        return math.ceil((epoch + 1) * self._num_samples / self._batch_size)
+
+    def of(self, steps: int) -> int:
+        """The epoch of the step that follows so many steps."""
+        epoch = steps * self._batch_size // self._num_samples
+        while epoch and self.end(epoch - 1) > steps:
+            epoch -= 1
+        return epoch
+
+    def is_end(self, steps: int) -> bool:
+        """Whether an epoch ends after so many steps."""
+        return steps > 0 and self.of(steps) != self.of(steps - 1)
+
+    def progress(self, steps: int) -> float:
+        """Epochs that so many steps have gone through; whole at the end of each."""
+        epoch = self.of(steps)
+        begin = self.end(epoch - 1) if epoch else 0
+        return epoch + (steps - begin) / (self.end(epoch) - begin)
+
+
+class Follower:
+    """An optimizer or a scheduler as the Trainer sees it: the session steps the real one."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """No-op: the session steps the real one after the vote."""

@@ -1,0 +1,78 @@
+"""The folders that a Trainer writes: a complete model, by one process, that transformers' `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+
+from evermoe.comm.gather import share_json
+from evermoe.errors import PersistFailed
+from evermoe.integrations.transformers.hub_folder import export
+from evermoe.persist.folder_weights import INDEX
+from evermoe.train.session import Session
+
+
+def save_model(session: Session, model: PreTrainedModel, folder: Path, add_more: Callable[[Path], None]) -> None:
+    """Writes the complete model as rank 0; collective. Files of an earlier model in the folder are replaced.
+
+    Args:
+        session: that trains the model.
+        model: of transformers, elastic.
+        folder: may have other files, which stay.
+        add_more: writes other files into a folder, on rank 0.
+
+    Raises:
+        PersistFailed: rank 0 could not write; the same on all members.
+        PeerLost: a member is gone.
+    """
+    group, draft = session.group, folder / "model.writing"
+    if share_json(group, group.rank == 0 and not (folder.is_dir() and any(folder.iterdir()))):
+        export(session, model, folder, add_more=add_more)
+        return
+    if group.rank == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+    export(session, model, draft, add_more=add_more)
+    problem = ""
+    if group.rank == 0:
+        try:
+            _move(draft, folder)
+        except OSError as error:
+            problem = str(error)
+    problem = share_json(group, problem)
+    if problem:
+        raise PersistFailed(f"the model was written to {draft}, but not moved to {folder}: rank 0: {problem}")
+
+
+def _move(draft: Path, folder: Path) -> None:
+    """Moves a model's files into a folder, in place of those of an earlier model."""
+    new = {entry.name for entry in draft.iterdir()}
+    for old in [folder / INDEX, *folder.glob("model*.safetensors")]:
+        if old.name not in new:
+            old.unlink(missing_ok=True)
+    for name in sorted(new):
+        os.replace(draft / name, folder / name)
+    draft.rmdir()
+
+
+def add_settings(trainer: Trainer, folder: Path) -> None:
+    """Writes what transformers' Trainer writes beside a model: its processing class and the training arguments."""
+    processing: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processing is not None:
+        processing.save_pretrained(folder)
+    torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
+
+
+def add_state(trainer: Trainer, folder: Path) -> None:
+    """Writes the Trainer's state, as transformers does in a checkpoint."""
+    state: Any = trainer.state
+    exportable = [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+    state.stateful_callbacks = {type(each).__name__: each.state() for each in [*exportable, trainer.control]}
+    state.save_to_json(str(folder / TRAINER_STATE_NAME))

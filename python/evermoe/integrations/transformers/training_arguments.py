@@ -1,0 +1,62 @@
+"""`TrainingArguments` of one member of a session: to transformers, each member trains by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables from which accelerate would make a group of processes of its own, which no death survives."""
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Hides the launcher's variables from accelerate."""
+    hidden = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+@dataclass
+class ElasticTrainingArguments(TrainingArguments):
+    """`TrainingArguments` of one member: to transformers each trains by itself, on the GPU of its LOCAL_RANK.
+
+    `process_index`, `should_log` and `should_save` are those of the member: 0 and True on the main process alone.
+    """
+
+    save_strategy: str = "no"
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this member; the launcher's RANK until the members have met."""
+        return int(getattr(self, "_member", os.environ.get("RANK", "0")))
+
+    @property
+    def local_process_index(self) -> int:
+        """As `process_index`: one process of the job reports."""
+        return self.process_index
+
+    def set_member(self, index: int) -> None:
+        """Sets the index of this member: 0 for the main process."""
+        self._member = index
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        inherited: Any = TrainingArguments.__dict__["_setup_devices"]
+        with as_one_process():
+            device: torch.device = inherited.__get__(self, type(self))
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+            os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+            self._n_gpu = 1
+        return device
