@@ -247,10 +247,10 @@ def _rebuilt(value: Any, parts: dict[Any, Any], place: slice) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return value._make(parts.values())
     if dataclasses.is_dataclass(value):
-        found = copy.copy(value)
+        same_class = copy.copy(value)
         for name, part in parts.items():
-            object.__setattr__(found, name, part)
-        return found
+            object.__setattr__(same_class, name, part)  # which may be frozen
+        return same_class
     return _as_type_of(value, parts.values())
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from evermoe.errors import UnsupportedState
 from evermoe.loader import ElasticLoader
 from evermoe.options import Options, option
 from evermoe.sampler import Sampler
-
-Scheduler = torch.optim.lr_scheduler.LRScheduler
+from evermoe.state import lr_schedule
+from evermoe.state.lr_schedule import Scheduler
 
 
 @runtime_checkable
@@ -35,10 +35,12 @@ class Stateful(Protocol):
 
 PROGRESS_BYTES = 16384
 """Bytes that the training loop's own state may take as JSON in the unit `session`."""
+OTHER_BYTES = 256
+"""Bytes of these that are left for results of the latest step."""
 
 
-SCHEDULED = ("lr", "betas", "momentum", "max_momentum", "base_momentum")
-"""Settings of an optimizer's groups that torch's schedulers change."""
+SCHEDULED = ("lr", "betas", "momentum", "max_momentum", "base_momentum", "initial_lr")
+"""Settings of an optimizer's groups that torch's schedulers change, or keep as `base_lrs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,11 @@ class LoopOptions(Options):
     same on all members. `load_state_dict` gets it in a restart, and on a member that joins. Change an object between
     two steps, on all members: recoveries keep such changes. After the loss of all processes the job resumes with the
     states that its latest step's update found."""
+
+    resume_settings: Literal["job", "script"] = option("job", shared=True)
+    """Optimizer settings and schedule that a job resumes with when all its processes start again. `job`: its own; a
+    warning names each one that the script has changed. `script`: the script's, with its schedule stepped as often as
+    the job has taken steps. Members that join a running job always take the job's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,35 +128,75 @@ def collect(parts: LoopParts) -> dict[str, object]:
     if sampler is not None:
         found["sampler"] = sampler.state_dict()
     if scheduler is not None:
-        found["scheduler"] = _plain_part(scheduler.state_dict())
+        found["scheduler"] = lr_schedule.state_of(scheduler)
     if loss_scale is not None and loss_scale.state_dict():
         found["loss_scale"] = loss_scale.state_dict()
     if stateful:
         found["stateful"] = {name: each.state_dict() for name, each in stateful.items()}
-    if isinstance(sampler, ElasticLoader) and len(encoded(found)) > PROGRESS_BYTES:
+    if isinstance(sampler, ElasticLoader) and len(encoded(found)) > PROGRESS_BYTES - OTHER_BYTES:
         sampler.shorten()
         found["sampler"] = sampler.state_dict()
     return found
 
 
 def restore(progress: dict[str, Any], parts: LoopParts) -> None:
-    """The inverse of `collect`. What only the state or only the loop has is left as it is."""
+    """The inverse of `collect`. What only the state or only the loop has is left as it is.
+
+    Raises:
+        UnsupportedState: the state has a scheduler of another class.
+    """
     sampler, optimizer, scheduler, loss_scale, stateful = parts
     if sampler is not None:
         sampler.load_state_dict(progress["sampler"])
     if scheduler is not None and "scheduler" in progress:
-        scheduler.load_state_dict(progress["scheduler"])
+        lr_schedule.load(scheduler, progress["scheduler"])
     if loss_scale is not None:
         loss_scale.load_state_dict(progress.get("loss_scale", {}))
     for name, state in progress.get("stateful", {}).items():
         if name in stateful:
             stateful[name].load_state_dict(state)
-    for group, values in zip(optimizer.param_groups, progress["optimizer"], strict=True):
+    _set_groups(optimizer, progress["optimizer"])
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, options, strict=True):
         for key, value in ((key, value) for key, value in values.items() if key in group):
             if isinstance(group[key], Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+class Settings(NamedTuple):
+    """The settings of a script before the first step: those of the optimizer's groups, and its schedule."""
+
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any]
+    """Its state as `collect` has it; empty without one."""
+    start: dict[str, Any]
+    """All of its state, to step it from there; empty where only the job's is used."""
+
+
+def settings_of(parts: LoopParts, *, is_used: bool) -> Settings:
+    """The settings of a script that has not trained yet; `is_used`: whether they may be used in place of the job's."""
+    groups = [group_options(group) for group in parts.optimizer.param_groups]
+    if parts.scheduler is None:
+        return Settings(groups, {}, {})
+    start = lr_schedule.snapshot(parts.scheduler) if is_used else {}
+    return Settings(groups, lr_schedule.state_of(parts.scheduler), start)
+
+
+def restore_with(settings: Settings, progress: dict[str, Any], parts: LoopParts, steps: int) -> None:
+    """Restores the loop with the script's optimizer settings, and its schedule after so many steps.
+
+    `ReduceLROnPlateau` keeps the learning rates and the progress that it has in the job.
+    """
+    others = {key: value for key, value in progress.items() if key != "scheduler"}
+    restore(others | {"optimizer": settings.groups}, parts)
+    if parts.scheduler is not None:
+        lr_schedule.replay(parts.scheduler, settings.start, steps, progress.get("scheduler", {}))
+    if isinstance(parts.scheduler, lr_schedule.Plateau):
+        _set_groups(parts.optimizer, [{"lr": group["lr"]} for group in progress["optimizer"]])
 
 
 def advance(scheduler: Scheduler | None, loss: float) -> None:
@@ -165,38 +212,28 @@ def advance(scheduler: Scheduler | None, loss: float) -> None:
         scheduler.step()
 
 
-def differences(
-    progress: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
-) -> dict[str, tuple[Any, Any]]:
-    """Settings of the optimizer's groups in the script, and in the job: by name, where they differ in some group.
+def differences(progress: dict[str, Any], settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ between the script and the job: by name, the script's and the job's.
 
-    With a scheduler, without those that schedulers change.
+    With a scheduler, without those of the optimizer that schedulers change.
     """
     found = {}
-    for group, values in zip(map(group_options, optimizer.param_groups), progress["optimizer"], strict=True):
+    for group, values in zip(settings.groups, progress["optimizer"], strict=True):
         for name in group.keys() & values.keys():
             theirs = tuple(values[name]) if isinstance(group[name], tuple) else values[name]
-            if group[name] != theirs and not (scheduler and name in SCHEDULED):
-                found[name] = group[name], theirs
-    return found
+            if group[name] != theirs and not (settings.scheduler and name in SCHEDULED):
+                found[f"optimizer's {name}"] = group[name], theirs
+    job = progress.get("scheduler", {})
+    if not (settings.scheduler or job):
+        return found
+    if not (settings.scheduler and job):
+        return found | {"scheduler": tuple(each.get(lr_schedule.CLASS, "None") for each in (settings.scheduler, job))}
+    schedules = lr_schedule.differences(settings.scheduler, job)
+    return found | {f"scheduler's {name}": both for name, both in schedules.items()}
 
 
 def group_options(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group's own settings, which schedulers change: learning rate, betas, momentum…"""
     options = {key: value for key, value in group.items() if key != "params"}
     scalars = {key: value.item() for key, value in options.items() if isinstance(value, Tensor) and value.numel() == 1}
-    return _plain_part(options | scalars)
-
-
-def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
-    """What JSON carries of a scheduler's state, inner schedulers included. The rest (functions, tables) is constant."""
-    inner = {"_schedulers": [_plain_part(part) for part in state["_schedulers"]]} if "_schedulers" in state else {}
-    return {key: value for key, value in (state | inner).items() if _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    return {key: value for key, value in (options | scalars).items() if lr_schedule.is_plain(value)}

@@ -68,7 +68,12 @@ class RecoveryDriver(Driver):
         self._group = self._membership.trainer_group
         self.version_pace = self._protection.snapshots.version_pace
         self._trains = self._config.role == "train"
-        self._loop = LoopRestore(self._script.loop, self._group, self._membership.identity.job)
+        self._loop = LoopRestore(
+            self._script.loop,
+            self._group,
+            self._membership.identity.job,
+            takes_own=self._config.resume_settings == "script",
+        )
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self.evaluations = Evaluations(
             self._script.model,
@@ -221,10 +226,10 @@ class RecoveryDriver(Driver):
             return {"event": "unrecoverable"}
         if self._trains:
             progress: dict[str, Any] = self._state.loop.load()
-            if not established and step_of(report.outcome.version):
-                self._loop.warn_of_settings(progress)
             self.loss, self.grad_norm = (progress.pop(name, math.nan) for name in ("loss", "grad_norm"))
-            self._loop.restore(progress, continues=self._before == report.outcome.version)
+            reached = report.outcome.version
+            continues = self._before == reached
+            self._loop.restore(progress, step_of(reached), is_new=not established, continues=continues)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
             self._reducer = ExpertReducer(matrices, widths, self._group.rank)

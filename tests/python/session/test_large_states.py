@@ -118,6 +118,15 @@ def test_a_state_is_left_out_where_it_is_large_and_returns_in_the_next_epoch(cap
     assert "the loader's state_dict() takes 30038 bytes as JSON, too many" in record.getMessage()
 
 
+def test_a_state_of_any_size_leaves_room_for_results_of_a_step():
+    """Beside a loader's state at the border between what is kept and what is left out."""
+    for nbytes in range(15_900, 16_400, 10):
+        loader = ElasticLoader(Ready(nbytes))
+        take(loader, 3)
+        results = {"loss": -1.2345678901234567e-100, "grad_norm": -1.2345678901234567e-100}
+        LoopState().store(loop_state.collect(parts_of(loader)) | results)
+
+
 def train(folder, loader, steps, seen):
     model = Model()
     session = evermoe.Session(model, adamw(model), ElasticLoader(loader), checkpoint_dir=folder, checkpoint_every=2)

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 import evermoe
 from evermoe.errors import UnsupportedState
@@ -27,23 +28,27 @@ class Notes:
         self.notes, self.joined_at = state["notes"], state["joined_at"]
 
 
-def session_of(notes, **options):
+def session_of(notes, gamma=0.9, **options):
     model = Model()
-    sampler = evermoe.ElasticSampler(len(DATA), 12)
-    return model, evermoe.Session(model, adamw(model), sampler, stateful={"notes": notes}, **options)
+    optimizer, sampler = adamw(model), evermoe.ElasticSampler(len(DATA), 12)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+    session = evermoe.Session(model, optimizer, sampler, scheduler=schedule, stateful={"notes": notes}, **options)
+    return model, session
 
 
 def train(write, node, options):
-    """Notes each step after its vote. b dies in a step; once another one has joined, all leave."""
+    """Notes each step after its vote. b dies in a step; c joins with another schedule in its script, and all leave."""
     notes = Notes()
-    model, session = session_of(notes, node=node, **options)
+    gamma = 0.5 if node == "c" else 0.9
+    model, session = session_of(notes, gamma, node=node, resume_settings="script", **options)
     for step in session.steps(MANY):
         with step:
             if node == "b" and step.number == DIES_IN:
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(mean_loss(model, DATA[step.indices]))
         if step.committed:
-            write("committed", step=session.step, notes=notes.notes, members=session.group.size)
+            lr = session.optimizer.param_groups[0]["lr"]
+            write("committed", step=session.step, notes=notes.notes, members=session.group.size, lr=lr)
             notes.notes += 1
             if session.group.size == 2 and session.step > DIES_IN and notes.joined_at is None:
                 notes.joined_at = session.step
@@ -83,6 +88,7 @@ def test_changes_between_steps_survive_a_loss_a_join_and_a_restart(start, start_
     assert [worker.exitcode for worker in workers] == [0, -signal.SIGKILL, 0], (tmp_path / "a.log").read_text()
     first, joined = events(tmp_path, "a"), events(tmp_path, "c")
     assert [each["notes"] for each in first] == [each["step"] - 1 for each in first]
+    assert [each["lr"] for each in first] == pytest.approx([1e-2 * 0.9 ** each["step"] for each in first])
     assert joined == first[-len(joined) :]
     assert len(joined) >= 3
 
