@@ -25,7 +25,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         place = frame.f_globals
         registry = place.setdefault("__warningregistry__", {})
         name = place.get("__name__", "__main__")
-        warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, registry, place)
+        warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, registry)
 
 
 def _is_users(frame: FrameType) -> bool:

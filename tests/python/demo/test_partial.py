@@ -8,6 +8,7 @@ import json
 import pytest
 
 from evermoe.demo import flags, train
+from evermoe.demo.worker_flags import COPY_FLAGS
 from support.commands import evermoe
 
 SMALL = ["--layers", "2", "--hidden", "32", "--intermediate", "32", "--sequence", "16", "--baseline-steps", "0"]
@@ -54,7 +55,7 @@ def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, pr
 def test_flags_reach_the_session(tmp_path):
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    assert GIVEN.keys() == train.COPY_FLAGS.keys()
+    assert GIVEN.keys() == COPY_FLAGS.keys()
     given = [part for name, value in GIVEN.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     options = parser.parse_args([*SMALL, "--preset", "pec", "--workers", "1", *given])
     flags.check(options)

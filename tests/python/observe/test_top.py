@@ -237,7 +237,7 @@ def test_files_of_events_show_the_same(tmp_path, capsys, wide):
     (view,) = members.look()
     assert (view.step, view.loss) == (9, 0.0625)
     with path.open("a") as file:
-        file.write(f'{os.getpid()}, "step": 9, "loss": 0.25, "members": 3, "generation": 4}}\n')
+        file.write(f'{os.getpid()}, "step": 9, "loss": 0.25, "grad_norm": 1.0, "members": 3, "generation": 4}}\n')
     (view,) = members.look()
     assert (view.step, view.loss) == (10, 0.25)
     code, out, _ = top(capsys, path, "--once")
