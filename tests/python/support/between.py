@@ -39,7 +39,6 @@ class Script:
 
     def __init__(self, options: Options, session: evermoe.Session, record: Recorder) -> None:
         self.options, self.session, self.record = options, session, record
-        self.first = session.group.rank == 0
 
     def evaluate(self) -> None:
         """Two evaluations, of which the first is repeated where a loss interrupts it."""
@@ -103,6 +102,18 @@ class Script:
             self.session.stop()
 
 
+AFTER_STEP = {
+    "evaluate": Script.evaluate,
+    "cut": Script.cut,
+    "generate": Script.generate,
+    "skip": Script.skip,
+    "alone": Script.alone,
+    "stop_all": Script.stop_all,
+    "stop_one": Script.stop_one,
+}
+"""What happens after a committed step, by scenario; nothing in the others."""
+
+
 def train(options: Options) -> None:
     torch.set_num_threads(1)
     record = Recorder(options)
@@ -124,8 +135,8 @@ def train(options: Options) -> None:
                 session.stop()
         if name == "break" and session.step == 4:
             break
-        if step.committed and hasattr(script, name):
-            getattr(script, name)()
+        if step.committed and name in AFTER_STEP:
+            AFTER_STEP[name](script)
     record.write("done", step=session.step, loss=session.loss)
 
 
