@@ -1,6 +1,8 @@
 """A data loader whose global batches members divide: nothing is repeated or skipped, and all shuffle alike."""
 
+import gc
 import itertools
+import multiprocessing
 import random
 
 import numpy as np
@@ -99,6 +101,20 @@ def test_more_members_than_samples():
     shares = [loader.share(rank, 3) for rank in range(3)]
     assert [share.weight for share in shares] == [0.0, 0.5, 0.5]
     assert all(len(share.samples) == 1 for share in shares)
+
+
+def test_worker_processes_end_with_the_loader():
+    """Not in a garbage collection, which another worker process may run that was forked meanwhile."""
+    gc.disable()
+    try:
+        loader = ElasticLoader(DataLoader(DATA, batch_size=4, num_workers=1))
+        others = set(multiprocessing.active_children())
+        loader.batch()
+        (worker,) = set(multiprocessing.active_children()) - others
+        del loader
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_a_loader_without_a_batch_is_named():
