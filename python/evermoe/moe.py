@@ -166,7 +166,9 @@ class MoE(nn.Module):
             y_TH = y_TH + self.shared(x_TH)
         share_E = self.experts.share_E.to(routes.probabilities_E)
         balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
-        counted = x_TH.new_full((), len(x_TH), dtype=torch.float32) if mask_T is None else mask_T.bool().sum().float()
+        counted = torch.full((), len(x_TH), dtype=torch.float32, device=x_TH.device)
+        if mask_T is not None:
+            counted = mask_T.bool().sum().float()
         self.balanced_tokens = counted * self.experts.has_samples
         y_TH, self.balance_loss = moe_checkpoint.carry(self, y_TH, balance_loss)
         return y_TH.reshape(x.shape)

@@ -8,7 +8,7 @@
 //! checkpoints. So experts that were passed over often enough go first, those that have waited longest before the others.
 
 use super::Selection;
-use super::shares::Shares;
+use super::shares::{Candidate, Shares};
 use super::tokens::{at_risk, check, front, most_tokens};
 use crate::ensure;
 use crate::error::Result;
@@ -74,15 +74,6 @@ pub fn load_aware(
     );
     let placed: Vec<Candidate> = order.into_iter().filter(|found| ranks[found.cell] >= 0).collect();
     Ok(Shares::new(ranks, shape, each).choose(&placed))
-}
-
-/// An expert with unsaved tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Candidate {
-    /// Its index in the matrix.
-    pub(super) cell: usize,
-    /// Whether it has waited so long that it is chosen whatever the ranks' shares are.
-    pub(super) is_must: bool,
 }
 
 fn check_waiting(waiting: Option<&[i64]>, [layers, experts]: [usize; 2]) -> Result<()> {

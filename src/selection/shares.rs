@@ -8,7 +8,16 @@
 //! the flow is fixed to the candidate's layer and rank, and the rest of the flow makes way if it can.
 
 use super::Selection;
-use super::load_aware::Candidate;
+
+/// An expert with unsaved tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Candidate {
+    /// Its index in the matrix.
+    pub(super) cell: usize,
+    /// Whether it has waited so long that it is chosen whatever the ranks' shares are.
+    pub(super) is_must: bool,
+}
+
 use std::collections::VecDeque;
 
 /// Experts of a layer on a rank.

@@ -24,6 +24,11 @@ class Ballot(NamedTuple):
     """1 from a member whose loss, or gradient before it is reduced, is infinite or not a number."""
     nonfinite_ranks: float = 0.0
     """The rank of such a member."""
+    nonfinite_losses: float = 0.0
+    """1 from a member whose loss is infinite or not a number. A loss over the tokens of all members spreads that to the
+    gradients of others."""
+    nonfinite_loss_ranks: float = 0.0
+    """The rank of such a member."""
     asked: float = 0.0
     """Units of which a replica needs the state anew."""
     capture_seconds: float = 0.0
@@ -89,7 +94,9 @@ class Ballot(NamedTuple):
 
     @property
     def nonfinite_rank(self) -> int | None:
-        """The member whose loss or gradient is not finite, if it is one alone."""
+        """The member whose loss is not finite, if it is one alone; else the one whose gradient is not."""
+        if self.nonfinite_losses == 1:
+            return int(self.nonfinite_loss_ranks)
         return int(self.nonfinite_ranks) if self.nonfinite == 1 else None
 
     def to_bits(self) -> list[int]:

@@ -53,6 +53,8 @@ class ReducedGradients:
             reduced_squares=square_sum,
             nonfinite=float(not is_finite),
             nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
+            nonfinite_losses=float(not math.isfinite(loss)),
+            nonfinite_loss_ranks=0.0 if math.isfinite(loss) else float(self._group.rank),
             trainers=1.0,
             scale=self._script.loss_scale.value,
             counting=float(step.count is not None),

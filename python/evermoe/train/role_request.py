@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+from weakref import WeakMethod
 
 from evermoe.comm.membership_options import Role
 from evermoe.memory_folder import replace_text, role_files
@@ -33,7 +34,8 @@ class RoleRequest:
     """
 
     def __init__(self, folder: Path, role: Role, turn: Callable[[], str], leave: Callable[[], None]) -> None:
-        self._role, self._turn, self._leave = role, turn, leave
+        self._role, self._turn = role, turn
+        self._leave = WeakMethod(leave)  # a session that nobody refers to ends, though its optimizer refers to this
         self._request, self._answer = role_files(folder, os.getpid())
         self._request.unlink(missing_ok=True)  # of an earlier process with this number
         self._next: Role | None = None
@@ -51,7 +53,9 @@ class RoleRequest:
             return
         self._next = wanted
         logger.warning("this process leaves its job after the step, and comes back with role %r", wanted)
-        self._leave()
+        leave = self._leave()
+        if leave is not None:
+            leave()
 
     def obey(self) -> None:
         """Runs the program again in its new role, if this member has left its job for one."""
