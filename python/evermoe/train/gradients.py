@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -116,6 +117,23 @@ def are_finite(gradients: Sequence[Tensor]) -> Tensor:
     else:
         extremes = [extreme for gradient in some for extreme in torch.aminmax(gradient)]
     return torch.stack([each.double() for each in extremes]).isfinite().all()
+
+
+def faults(loss: float, are_finite: bool, rank: int) -> dict[str, float]:
+    """The fields of a ballot that say whether a member's loss and gradients are finite.
+
+    Args:
+        loss: of this member.
+        are_finite: whether its gradients are.
+        rank: of this member.
+    """
+    has_loss = math.isfinite(loss)
+    return {
+        "nonfinite": float(not (has_loss and are_finite)),
+        "nonfinite_ranks": 0.0 if has_loss and are_finite else float(rank),
+        "nonfinite_losses": float(not has_loss),
+        "nonfinite_loss_ranks": 0.0 if has_loss else float(rank),
+    }
 
 
 def refuse_nonfinite(sums: Ballot, step: int, nodes: Sequence[str]) -> None:

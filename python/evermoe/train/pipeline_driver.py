@@ -158,15 +158,11 @@ class PipelineDriver(Driver):
             loss_there, gradients.are_finite(found), norms_there, counted_there
         )
         self.connections.check()
-        is_finite = math.isfinite(loss) and bool(are_finite)
         return Ballot(
             votes=float(is_whole),
             loss=loss,
             squares=_squares(norms[: len(on_all)]) / self._options.data_parallel_size + _squares(norms[len(on_all) :]),
-            nonfinite=float(not is_finite),
-            nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
-            nonfinite_losses=float(not math.isfinite(loss)),
-            nonfinite_loss_ranks=0.0 if math.isfinite(loss) else float(self._group.rank),
+            **gradients.faults(loss, bool(are_finite), self._group.rank),
             trainers=float(has_loss),
             scale=self._loss_scale.value if has_loss else 0.0,
             counting=float(is_counted),

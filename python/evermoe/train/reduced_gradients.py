@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -43,7 +42,6 @@ class ReducedGradients:
         squares = gradients.SquareSum(self._state, self._group.rank, self._group.size)
         counted = torch.zeros(1) if step.count is None else torch.as_tensor(step.count, dtype=torch.float64)
         (loss,), (were_finite,), norms, (count,) = gradients.read(step.loss, has_finite, squares.norms, counted)
-        is_finite = math.isfinite(loss) and bool(were_finite)
         square_sum = squares.value(norms)
         has_own = self._config.on_gradients is not None or foreign_code(self._script.optimizer) is not None
         return Ballot(
@@ -51,10 +49,7 @@ class ReducedGradients:
             loss=loss,
             squares=square_sum,
             reduced_squares=square_sum,
-            nonfinite=float(not is_finite),
-            nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
-            nonfinite_losses=float(not math.isfinite(loss)),
-            nonfinite_loss_ranks=0.0 if math.isfinite(loss) else float(self._group.rank),
+            **gradients.faults(loss, bool(were_finite), self._group.rank),
             trainers=1.0,
             scale=self._script.loss_scale.value,
             counting=float(step.count is not None),
