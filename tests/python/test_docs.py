@@ -191,9 +191,9 @@ def test_readme_shows_every_folder_of_the_code(room):
     assert shown and set(re.findall(r"^  (\w+)/", shown[1], re.M)) == there
 
 
-def mechanisms(page: Path) -> list[tuple[str, str]]:
-    """The mechanisms of a page's tables, and what the last column says shows them."""
-    tables = re.findall(r"^\| mechanism \|.*\n\|[-|]+\n((?:\|.*\n)*)", page.read_text(encoding="utf-8"), re.M)
+def shown(page: Path, what: str) -> list[tuple[str, str]]:
+    """The rows of a page's tables of mechanisms or habits: their names, and what the last column says shows them."""
+    tables = re.findall(rf"^\| {what} \|.*\n\|[-|]+\n((?:\|.*\n)*)", page.read_text(encoding="utf-8"), re.M)
     cells = [re.split(r" \| ", row.strip("| ")) for table in tables for row in table.splitlines()]
     return [(row[0], row[-1]) for row in cells]
 
@@ -210,9 +210,12 @@ def shown_by(text: str) -> list[tuple[Path, list[str]]]:
     return found
 
 
-def test_every_mechanism_of_the_papers_names_tests_that_are_there():
-    rows = mechanisms(ROOT / "docs" / "papers.md")
-    assert len(rows) > 60
+@pytest.mark.parametrize(
+    ("page", "what", "least"), [("papers.md", "mechanism", 60), ("development/habits.md", "habit", 45)]
+)
+def test_every_mechanism_and_habit_names_tests_that_are_there(page, what, least):
+    rows = shown(ROOT / "docs" / page, what)
+    assert len(rows) > least
     for mechanism, text in rows:
         files = shown_by(text)
         assert any(path.name.startswith("test_") or path.suffix == ".rs" for path, _ in files), mechanism
