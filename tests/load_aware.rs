@@ -138,7 +138,7 @@ fn it_is_the_best_of_all_choices_on_all_small_sizes() {
                         .wrapping_add(1_442_695_040_888_963_407);
                     let wait = |cell: usize| (number >> (8 * cell % 56) & 255) as i64;
                     let waiting = (0..size).map(|cell| (wait(cell) % 12).saturating_sub(3).max(0)).collect();
-                    let ranks = ranks.iter().map(|&rank| rank as i64).collect();
+                    let ranks = ranks.to_vec();
                     let checkpoint = number >> 60;
                     let case = Case { shape, tokens: tokens.clone(), waiting, ranks, each, checkpoint };
                     let chosen = case.choose();
