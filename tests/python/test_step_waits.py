@@ -44,6 +44,7 @@ def driver_of(model, clip, seen):
     driver._script.optimizer = driver._state.optimizer
     driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config)
     driver._emit = seen
+    driver.is_stale.return_value = False
     return driver
 
 
@@ -54,6 +55,7 @@ def take(model, xs, count, clip, waits):
     watcher = mock.Mock(check_loss=lambda loss: 1.0)
     step = Step(
         0,
+        1,
         Share(torch.arange(3 * PARTS), 1.0),
         watcher,
         commit=lambda step: True,

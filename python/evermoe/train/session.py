@@ -240,10 +240,9 @@ class Session(BetweenSteps):
             is_first = False
             if self._protocol.is_stepping:
                 share = self.sampler.share(self.group.rank, self.group.size)
-                step = Step(self.step, share, self._driver, self._commit, self._fail, self.group.drop)
-                generation = self.generation
+                step = Step(self.step, self.generation, share, self._driver, self._commit, self._fail, self.group.drop)
                 yield step
-                if not step.is_entered and generation == self.generation:  # else a recovery came before it
+                if not step.is_entered and not self._driver.is_stale(step):
                     self._check_stops()
 
     def leave(self) -> None:

@@ -28,6 +28,8 @@ from evermoe.train.session_recovery import Parts, RecoveryDriver
 from evermoe.train.step import Step
 from evermoe.warn import warn
 
+STALE = "members have changed since the step was drawn"
+
 
 class SessionDriver(RecoveryDriver):
     """Carries out the commands of the protocol. See `train.commands.Driver` for each.
@@ -70,7 +72,13 @@ class SessionDriver(RecoveryDriver):
         self._membership.watch.step_begins()
 
     def begin_step(self, step: Step) -> None:
-        """The script begins to compute."""
+        """The script begins to compute.
+
+        Where members have changed since the step was drawn, the group is dropped, so that all draw it again: its share
+        is that of other members, some of whom may be gone.
+        """
+        if self.is_stale(step):
+            self._group.drop(STALE)
         self._script.zero_gradients()
         self._state.expert_load.forget_step()
         self._is_open = False
@@ -80,6 +88,10 @@ class SessionDriver(RecoveryDriver):
         self._emit(Begin(step.number))
         if self._config.seed is not None:
             self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
+
+    def is_stale(self, step: Step) -> bool:
+        """Whether a recovery came after the step was drawn."""
+        return step.generation != self._membership.generation
 
     def end_step(self) -> None:
         """The block of the step has ended: what follows is of no share, and draws the script's own random numbers."""
@@ -116,9 +128,11 @@ class SessionDriver(RecoveryDriver):
         """All gradients of this member are computed: reduces them, and waits for what must be safe before the vote.
 
         Raises:
-            PeerLost: a member is gone.
+            PeerLost: a member is gone, or members have changed since the step was drawn.
             UnsupportedState: the script has code in `optimizer.step()` that replicas would not run.
         """
+        if self.is_stale(step):
+            raise PeerLost(STALE)
         if self._protection.replicas.repeats_steps:
             refuse_foreign_code(self._script.optimizer)
         self._is_open = True

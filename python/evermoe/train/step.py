@@ -57,6 +57,7 @@ class Step:
 
     Args:
         number: steps committed before this one.
+        generation: of the members among which the global batch is divided.
         share: this member's part of the global batch.
         watcher: is told that the block is entered, and of the first loss.
         commit: called as it is left; whether the step was taken.
@@ -67,6 +68,7 @@ class Step:
     def __init__(
         self,
         number: int,
+        generation: int,
         share: Share,
         watcher: Watcher,
         commit: Callable[[Step], bool],
@@ -75,6 +77,8 @@ class Step:
     ) -> None:
         self.number = number
         """Steps committed before this one."""
+        self.generation = generation
+        """Of the members among which the global batch is divided. After a recovery this attempt cannot be taken."""
         self.indices = share.indices
         """int64: the samples of this member."""
         self.samples = share.samples

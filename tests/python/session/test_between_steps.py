@@ -152,3 +152,14 @@ def test_all_members_may_leave_by_break_at_one_step(start_job):
     workers = job.start_all({}, "ab", steps=20, **scenario("break"))
     assert [each.join() for each in workers] == [0, 0]
     assert [each.events("done")[-1]["step"] for each in workers] == [4, 4]
+
+
+def test_loss_in_an_evaluation_before_a_step_leaves_no_sample_of_that_step_out(start_job):
+    """The step was drawn for three members, and two of them are left when it is entered."""
+    job = start_job()
+    workers = job.start_all({"b": [Fault("forward", 2)]}, steps=4, **scenario("before"))
+    assert [each.join() for each in workers] == [0, -9, 0]
+    for step in range(4):
+        used = [event for each in workers for event in each.events("used", step=step)]
+        assert sum(event["weight"] for event in used) == pytest.approx(1)
+        assert len({sample for event in used for sample in event["indices"]}) == 12

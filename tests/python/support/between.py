@@ -129,10 +129,14 @@ def train(options: Options) -> None:
     steps = session.steps(options.steps)
     for step in steps:
         record.wait_at_gate(step.number)
+        if name == "before" and session.step == 2:
+            script.evaluate()
         with step:
             step.backward(logits_loss(model, data[step.indices]))
             if name == "stop_inside" and step.number == 3 and options.name == "b":
                 session.stop()
+        if step.committed:
+            record.write("used", step=step.number, indices=step.indices.tolist(), weight=step.weight)
         if name == "break" and session.step == 4:
             break
         if step.committed and name in AFTER_STEP:
