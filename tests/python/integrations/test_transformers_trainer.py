@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import evermoe
+from evermoe.experts import expert_layers
 from support.hub import build
 
 transformers = pytest.importorskip("transformers")
@@ -226,6 +227,22 @@ def test_a_routers_loss_is_added_once_for_each_part_as_transformers_does(tmp_pat
     trainer.save_model(str(tmp_path / "final"))
     assert_same_weights(tmp_path / "final", expected.model)
     trainer.end()
+
+
+def test_parts_without_samples_reach_no_expert_and_count_no_labels(tmp_path):
+    options = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1, "metric_for_best_model": None}
+    trainer = elastic(tmp_path, BATCH + 4, more={"callbacks": []}, **options)
+    layers, found, compute_loss = list(expert_layers(trainer.model).values()), [], trainer.compute_loss
+
+    def noted(model, inputs, num_items_in_batch):
+        found.append((*(layer.has_samples for layer in layers), num_items_in_batch.item()))
+        return compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+    trainer.compute_loss = noted
+    trainer.train()
+    trainer.end()
+    labels = sum(len(each["labels"]) - 1 for each in texts(SAMPLES)[:BATCH])  # the first token is not predicted
+    assert sorted(found) == [(False, False, labels)] * 4 + [(True, True, labels)] * BATCH
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,12 @@ class TrainerLoop(Trainer):
     def _accumulate(self, model: nn.Module, parts: list[tuple[Step | MicroBatch, Any]]) -> None:
         """The gradients of all parts of this member's share."""
         # Tokens with a label, if the loss is their sum divided by that number; of all parts, as transformers does.
-        items = self._get_num_items_in_batch([inputs for _, inputs in parts], self.args.device)
+        # A part of weight 0 has those of another one, which count once; if all have weight 0, any number will do.
+        own = [inputs for part, inputs in parts if part.weight > 0] or [parts[0][1]]
+        items = self._get_num_items_in_batch(own, self.args.device)
         divisor = None if items is None else torch.as_tensor(items).clamp(min=1)  # also without any label
         for part, inputs in parts:
+            part.begin()
             count = None if divisor is None else self._get_num_items_in_batch([inputs], self.args.device)
             ready = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
