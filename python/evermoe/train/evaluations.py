@@ -49,9 +49,14 @@ class Evaluations:
         self._work: tuple[Work, Combine] | None = None
         """The evaluation that this member has to finish, repeated after a loss."""
         self._step, self._finished = -1, 0
-        """Steps that were taken when the latest evaluation began, and how many were finished after that step."""
+        """Steps that were taken when the latest evaluation began, and how many were finished after that step.
+
+        The same on all members that begin one: those that join take the numbers of the others.
+        """
         self._result = ""
-        """Of the latest that was finished, as JSON."""
+        """Of the latest that was finished, as JSON, for members that have not finished it."""
+        self._found = ""
+        """The same, for this member's script."""
         self._generation: int | None = None
         """Of the group that this member trains in."""
         self._inside: list[int] = []
@@ -102,15 +107,15 @@ class Evaluations:
             raise RuntimeError("an evaluation cannot be repeated by itself inside another one: call it after that")
         if step != self._step:
             self._step, self._finished = step, 0
-        number, self._work = self._finished, (work, combine)
+        self._work = work, combine
         try:
             with suppress(PeerLost):
                 self._attempt()
-            while self._finished == number:
+            while self._work is not None:
                 recover()
         finally:
             self._work = None
-        return json.loads(self._result)
+        return json.loads(self._found)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
@@ -121,9 +126,11 @@ class Evaluations:
             self._group.drop(str(lost))
         try:
             yield self._group.rank == 0
-        except BaseException:
+        except BaseException as error:
+            is_lost = isinstance(error, PeerLost) and self._group.broken is not None
             self._group.drop("a member failed in session.alone()")
-            raise
+            if not is_lost:
+                raise
         if self._group.broken is None:
             try:
                 self._meeting.meet(Purpose.ALONE, UNLIMITED)
@@ -149,6 +156,7 @@ class Evaluations:
                 self._meeting.meet(Purpose.STEP)
             except PeerLost as lost:
                 self._group.drop(str(lost))
+            self._step, self._finished = -1, 0
         self._inside = []
 
     def check_goes_on(self, step: int) -> None:
@@ -179,9 +187,13 @@ class Evaluations:
         stops = [each["stopped"] for each in found if each["stopped"] is not None]
         self.stopped = min(stops, default=None)
         self._inside = [each["rank"] for each in trainers if each["is_pending"]]
-        done = [each for each in trainers if each["step"] == self._step and each["finished"] > self._finished]
-        if self._work is not None and done:
-            self._work, self._result, self._finished = None, done[0]["result"], done[0]["finished"]
+        done = [] if self._work is None else _done(self._told(), trainers)
+        if done:
+            self._work, self._found = None, done[0]["result"]
+        if trains and self._work is None:
+            pending = [each for each in trainers if each["is_pending"] and not _done(each, trainers)]
+            latest = max(pending or trainers, key=lambda each: (each["step"], each["finished"]))
+            self._step, self._finished, self._result = latest["step"], latest["finished"], latest["result"]
 
     def _told(self) -> dict[str, Any]:
         return {
@@ -224,7 +236,7 @@ class Evaluations:
         elif purpose is Purpose.ALONE:
             self._meeting.meet(Purpose.NONE, UNLIMITED)
         else:
-            self._inside = []
+            self._inside, self._step, self._finished = [], -1, 0
             self.stopped = step if purpose is Purpose.STOP else self.stopped
 
     # ---- one attempt
@@ -242,7 +254,7 @@ class Evaluations:
         except PeerLost as lost:
             self._group.drop(str(lost))
             raise
-        self._result = json.dumps(combine([each["part"] for each in parts if each is not None]))
+        self._result = self._found = json.dumps(combine([each["part"] for each in parts if each is not None]))
         self._finished += 1
         self._work = None
 
@@ -271,6 +283,11 @@ class Evaluations:
             self._turns.end()
             for module, training in modes.items():
                 module.training = training
+
+
+def _done(mine: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that have finished the evaluation which a member has to finish."""
+    return [each for each in found if each["step"] == mine["step"] and each["finished"] > mine["finished"]]
 
 
 def _refuse_absent(found: list[dict[str, Any]]) -> None:

@@ -163,3 +163,29 @@ def test_loss_in_an_evaluation_before_a_step_leaves_no_sample_of_that_step_out(s
         used = [event for each in workers for event in each.events("used", step=step)]
         assert sum(event["weight"] for event in used) == pytest.approx(1)
         assert len({sample for event in used for sample in event["indices"]}) == 12
+
+
+def test_member_that_joined_adopts_no_result_of_an_evaluation_before_it_came(start_job):
+    """The others have finished one evaluation of step 2 when it comes, and one of them dies in the second."""
+    job = start_job(copies=3)
+    faults = {"b": [Fault("inside", 2, "hang")], "c": [Fault("second", 2)]}
+    workers = job.start_all(faults, steps=3, **scenario("twice"))
+    workers[1].wait_for("fault")
+    joiner = job.start("d", steps=3, **scenario("twice"))
+    joiner.wait_for("phase", phase="agree")
+    workers[1].process.kill()
+    assert [each.join() for each in (*workers, joiner)] == [0, -9, -9, 0]
+    found = [each.events("twice")[-1]["found"] for each in (workers[0], joiner)]
+    assert found == [["first of a", *["second of a"] * 2], ["second of a"] * 2]  # the last for a step drawn anew
+
+
+def test_block_of_one_member_ends_early_when_its_body_finds_a_member_lost():
+    model = worker.make_model("")
+    session = evermoe.Session(model, worker.make_optimizer("adamw", model), ElasticSampler(worker.SAMPLES, 12))
+    next(session.steps(1))
+    with session.alone():
+        session.group.drop("a member is gone")
+        session.full_state_dict()
+        pytest.fail("the block goes on")
+    assert session.group.broken == "a member is gone"
+    session.close()

@@ -93,6 +93,18 @@ class Script:
                 self.record.fault("alone", 2)
                 time.sleep(LONG_SECONDS)
 
+    def twice(self, found: list[str]) -> None:
+        """An evaluation before each attempt at step 2."""
+        count = "first" if self.options.name in "abc" and not found else "second"
+
+        def work() -> str:
+            if count == "second":
+                self.record.fault("second", 2)
+            return f"{count} of {self.options.name}"
+
+        found.append(self.session.repeated(work))
+        self.record.write("twice", found=found)
+
     def stop_all(self) -> None:
         if self.session.step == 4:
             self.session.stop()
@@ -126,12 +138,15 @@ def train(options: Options) -> None:
     )
     record.session = session
     script, name = Script(options, session, record), options.environment["SCENARIO"]
-    steps = session.steps(options.steps)
+    steps, found = session.steps(options.steps), list[str]()
     for step in steps:
         record.wait_at_gate(step.number)
         if name == "before" and session.step == 2:
             script.evaluate()
+        if name == "twice" and session.step == 2:
+            script.twice(found)
         with step:
+            record.fault("inside", step.number)
             step.backward(logits_loss(model, data[step.indices]))
             if name == "stop_inside" and step.number == 3 and options.name == "b":
                 session.stop()
