@@ -182,10 +182,12 @@ def test_member_that_joined_adopts_no_result_of_an_evaluation_before_it_came(sta
 def test_block_of_one_member_ends_early_when_its_body_finds_a_member_lost():
     model = worker.make_model("")
     session = evermoe.Session(model, worker.make_optimizer("adamw", model), ElasticSampler(worker.SAMPLES, 12))
-    next(session.steps(1))
+    steps = session.steps(1)
+    next(steps)
     with session.alone():
         session.group.drop("a member is gone")
         session.full_state_dict()
         pytest.fail("the block goes on")
     assert session.group.broken == "a member is gone"
+    steps.close()
     session.close()
