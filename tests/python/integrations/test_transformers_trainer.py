@@ -19,7 +19,7 @@ events = pytest.importorskip("tensorboard.backend.event_processing.event_accumul
 from evermoe.integrations.transformers import make_elastic  # noqa: E402
 from evermoe.integrations.transformers.step_batches import Epochs  # noqa: E402
 from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments  # noqa: E402
-from support import hub_trainer  # noqa: E402
+from support import hub_trainer, hub_trainer_end  # noqa: E402
 from support.hub_trainer import BATCH, OPTIONS, SAMPLES, STEPS, common, texts  # noqa: E402
 
 TESTS = Path(hub_trainer.__file__).parents[1]
@@ -83,6 +83,13 @@ def assert_same_weights(folder, model):
         torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0)
 
 
+def run(*arguments):
+    """Runs a job by `evermoe run`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "evermoe", "run", *arguments]
+    return subprocess.run(command, env=environment, timeout=170, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("workers", "spares", "parts", "copies"),
     [
@@ -94,10 +101,8 @@ def assert_same_weights(folder, model):
 def test_fine_tuning_through_deaths_is_that_of_a_plain_trainer(tmp_path, workers, spares, parts, copies):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "evermoe", "run", "--workers", str(workers), "--spare", str(spares)]
-    command += ["--memory-dir", str(memory), hub_trainer.__file__, str(tmp_path), str(parts), str(copies)]
-    done = subprocess.run(command, env=environment, timeout=170, capture_output=True, text=True, check=False)
+    options = ["--workers", str(workers), "--spare", str(spares), "--memory-dir", str(memory)]
+    done = run(*options, hub_trainer.__file__, str(tmp_path), str(parts), str(copies))
     found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert len(found) == workers - 1, done.stdout + done.stderr
     assert (tmp_path / "in an evaluation").exists() and (tmp_path / "in training").exists() == (workers > 2)
@@ -117,6 +122,18 @@ def test_fine_tuning_through_deaths_is_that_of_a_plain_trainer(tmp_path, workers
     assert {path.name for path in (tmp_path / "final").iterdir()} >= {"tokenizer.json", "training_args.bin"}
     assert_same_weights(folder, transformers.AutoModelForCausalLM.from_pretrained(expected.state.best_model_checkpoint))
     assert not list(memory.iterdir())  # the workers that are left have ended the job, though no script did
+
+
+def test_a_death_in_end_leaves_it_to_the_others_to_end_the_job(tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    options = ["--workers", "2", "--memory-dir", str(memory)]
+    done = run(*options, hub_trainer_end.__file__, str(tmp_path))
+    assert (tmp_path / "ended.json").exists(), done.stdout + done.stderr
+    found = json.loads((tmp_path / "ended.json").read_text())
+    assert (found["members"][0], found["members"][-1], found["step"]) == (2, 1, hub_trainer_end.STEPS)
+    assert list((tmp_path / "checkpoints").glob("step-*")), sorted(tmp_path.rglob("checkpoints/*"))
+    assert not list(memory.iterdir())
 
 
 def test_after_training_a_trainer_evaluates_predicts_and_saves_as_transformers_does(tmp_path):

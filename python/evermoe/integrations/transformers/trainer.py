@@ -126,14 +126,11 @@ class ElasticTrainer(TrainerLoop):
         """Ends the job on all members, which all call it: writes the last checkpoint, and closes the connections.
 
         Call it at the end of the script. If you do not, it happens when the process exits. Members wait here for each
-        other, without a limit. Afterwards the model has this member's experts alone, if there were several members.
+        other, without a limit; if one is lost meanwhile, the others end the job. Afterwards the model has this member's
+        experts alone, if there were several members.
         """
         atexit.unregister(self._end_at_exit)
-        if self._is_connected and self.session is not None:
-            with self.session.alone():
-                pass
-            self.session.stop()
-            next(self._steps, None)
+        self._end_together()
         super().end()
 
     def _end_at_exit(self) -> None:

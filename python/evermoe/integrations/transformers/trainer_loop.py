@@ -132,18 +132,36 @@ class TrainerLoop(Trainer):
         self._is_looping, self.control.should_training_stop = False, True
 
     def _draw(self) -> None:
-        """Waits for the session's next step. New members agree with the others on what is done."""
+        """Waits for the session's next step."""
+        if not self._has_drawn():
+            logger.warning("the job is over, and this worker has no part in it any more: it ends")
+            raise SystemExit(0)
+
+    def _has_drawn(self) -> bool:
+        """As `_draw`; whether there is a step. New members agree with the others on what is done."""
         assert self.session is not None
         self._step = next(self._steps, None)
         if self._step is None:
-            logger.warning("the job is over, and this worker has no part in it any more: it ends")
-            raise SystemExit(0)
+            return False
         self._drawn_in = self.session.generation
         if self._met_in != self._drawn_in:
             self._met_in = self._drawn_in
             self._meet()
             if self._has_begun:
                 self._share_runs()
+        return True
+
+    def _end_together(self) -> None:
+        """Ends the job when all members have come here. If one is lost meanwhile, those that are left recover first."""
+        session = self.session
+        while session is not None and not session.has_left:
+            with session.alone():
+                pass
+            if session.group.broken is None:
+                session.stop()
+                self._has_drawn()
+            else:
+                self._together(lambda *_: None)
 
     def _take(self, model: nn.Module) -> None:
         """Takes a step of the session; a death on the way leaves it to the next one."""
