@@ -152,6 +152,9 @@ def test_after_training_a_trainer_evaluates_predicts_and_saves_as_transformers_d
             found, wanted = found.metrics, wanted.metrics
         for name in wanted.keys() - {each for each in wanted if "runtime" in each or "per_second" in each}:
             assert found[name] == pytest.approx(wanted[name], abs=1e-5), name
+    shuffled = torch.utils.data.DataLoader(trainer.eval_dataset, 4, shuffle=True, collate_fn=common()["data_collator"])
+    with pytest.raises(ValueError, match="shuffle=False, got one that shuffles"):
+        trainer.evaluation_loop(shuffled, "shuffled")
     trainer.save_model()  # a folder that has others in it
     trainer.save_model()
     assert_same_weights(tmp_path / "out", expected.model)
@@ -269,6 +272,7 @@ def test_parts_without_samples_reach_no_expert_and_count_no_labels(tmp_path):
         ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "trainer.state.best_model_checkpoint names"),
         ({"bf16_full_eval": True}, "it would change the weights that the session trains"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "other than 'reduce_lr_on_plateau'"),
+        ({"train_sampling_strategy": "group_by_length"}, "other than 'group_by_length': the order of samples is"),
         ({"include_num_input_tokens_seen": "all"}, "expected include_num_input_tokens_seen='no'"),
     ],
 )

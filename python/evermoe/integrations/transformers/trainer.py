@@ -17,7 +17,15 @@ from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from evermoe.experts import expert_layers
 from evermoe.integrations.transformers import trainer_folders
-from evermoe.integrations.transformers.evaluation_shares import Replay, Result, batches_of, from_texts, on_cpu, to_text
+from evermoe.integrations.transformers.evaluation_shares import (
+    Replay,
+    Result,
+    batches_of,
+    check_order,
+    from_texts,
+    on_cpu,
+    to_text,
+)
 from evermoe.integrations.transformers.trainer_loop import TrainerLoop
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments, as_one_process
@@ -45,6 +53,8 @@ EXPECTED: dict[str, tuple[Any, str]] = {
 """Arguments that have no meaning in a session: the value to have, and why. None: any that is unset or empty."""
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedulers that follow an evaluation's metric."""
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+"""Values of train_sampling_strategy that order samples by their length, those of an evaluation at random as well."""
 
 
 class ElasticTrainer(TrainerLoop):
@@ -167,11 +177,16 @@ class ElasticTrainer(TrainerLoop):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """transformers' loop, whose batches are divided among the members; repeated after a death."""
+        """transformers' loop, whose batches are divided among the members; repeated after a death.
+
+        Raises:
+            ValueError: the loader shuffles.
+        """
         options = description, prediction_loss_only, ignore_keys, metric_key_prefix
         if not self._is_connected:
             self._check_whole("evaluate")
             return super().evaluation_loop(dataloader, *options)
+        check_order(dataloader)
         has_loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
 
         def compute(place: int, places: int) -> str:
@@ -262,4 +277,9 @@ def _check_arguments(args: Any) -> None:
         raise ValueError(
             f"ElasticTrainer: expected an lr_scheduler_type other than {args.lr_scheduler_type.value!r}: the session "
             "steps the scheduler after each step, not after an evaluation"
+        )
+    if args.train_sampling_strategy in BY_LENGTH:
+        raise ValueError(
+            "ElasticTrainer: expected a train_sampling_strategy other than "
+            f"{args.train_sampling_strategy!r}: the order of samples is the sampler's"
         )
