@@ -70,6 +70,9 @@ NOTHING: Wish = (0,) * (1 + len(Manner._fields))
 TOGETHER: Wish = (1 << 31, *NOTHING[1:])
 """Wish of a member that needs all others at the same point of their scripts; larger than any layer's."""
 
+FOLLOWING: Wish = (1 << 32, *NOTHING[1:])
+"""Wish of a member without work of its own, which does what the others do."""
+
 
 class Turns:
     """The turns of one evaluation.
@@ -111,20 +114,40 @@ class Turns:
         """
         self._check_together(self._serve_until(NOTHING))
 
-    def meet(self) -> None:
-        """Serve other members until all have come to this call. Collective.
+    def meet(self) -> bool:
+        """Serve other members until all have come to this call, or follow. Collective.
+
+        Returns:
+            Whether a member follows.
 
         Raises:
             PeerLost: a member is gone. UnequalForwards: some have left the evaluation without such a call.
         """
-        self._check_together(self._serve_until(TOGETHER))
+        wishes = self._serve_until(TOGETHER)
+        self._check_together(wishes)
+        return FOLLOWING in wishes
+
+    def follow(self) -> bool:
+        """Serve other members until all that do not follow are through, or have come to `meet`. Collective.
+
+        Returns:
+            Whether they have come to `meet`.
+
+        Raises:
+            PeerLost: a member is gone. UnequalForwards: some of them are through, and others have come to `meet`.
+        """
+        wishes = self._serve_until(FOLLOWING)
+        self._check_together(wishes)
+        return TOGETHER in wishes
 
     def _serve_until(self, mine: Wish) -> list[Wish]:
         while True:
             wishes = [tuple(wish) for wish in self._group.all_gather(torch.tensor(mine, device="cpu")).tolist()]
             # The smallest lets members that are behind in their model catch up with those that are ahead.
-            number, *manner = chosen = min((wish for wish in wishes if wish != NOTHING), default=NOTHING)
-            if chosen in (mine, TOGETHER):
+            number, *manner = chosen = min(
+                (wish for wish in wishes if wish not in (NOTHING, FOLLOWING)), default=NOTHING
+            )
+            if chosen in (NOTHING, TOGETHER, mine):
                 return wishes
             self._is_serving = True
             try:
@@ -134,7 +157,7 @@ class Turns:
 
     def _check_together(self, wishes: list[Wish]) -> None:
         waiting = [str(rank) for rank, wish in enumerate(wishes) if wish == TOGETHER]
-        others = [str(rank) for rank, wish in enumerate(wishes) if wish != TOGETHER]
+        others = [str(rank) for rank, wish in enumerate(wishes) if wish not in (TOGETHER, FOLLOWING)]
         if waiting and others:
             raise UnequalForwards(
                 f"rank {', '.join(waiting)} asked for the complete model or for alone() inside an evaluation, and rank "

@@ -189,10 +189,12 @@ class BetweenSteps:
             PeerLost: a member is gone; inside `evaluation` the block ends instead.
             PersistFailed: rank 0 could not write; the same on all members.
             UnsupportedState: a module around MoE layers changes its state dict; or, with `folder`, not all are tensors.
-            UnequalForwards: other members have left an evaluation without this call.
+            UnequalForwards: other members have left an evaluation without this call; or, without `folder`, a member
+                has joined while an evaluation is repeated, and has rank 0.
             RuntimeError: not inside the loop of `steps`.
         """
-        check_trains(self)
+        _check_has_weights(self)
+        self._driver.evaluations.come_together(None if folder is None else str(folder), gathers=True)
         if folder is None:
             return full_state.gather(self.model, self.group)
         full_state.write(full_state.pieces(self.model), Path(folder), self.group)
@@ -243,11 +245,15 @@ def check_trains(session: BetweenSteps) -> None:
     Raises:
         RuntimeError: its script is not inside the loop of `steps`.
     """
+    _check_has_weights(session)
+    session._driver.evaluations.come_together()
+
+
+def _check_has_weights(session: BetweenSteps) -> None:
     check_open(session)
     if not session._driver.reports:
         raise RuntimeError("this session has no weights yet: its members meet in `for step in session.steps(n)`")
     session._driver.await_weights()
-    session._driver.evaluations.come_together()
 
 
 def check_open(session: BetweenSteps) -> None:

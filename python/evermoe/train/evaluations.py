@@ -4,7 +4,7 @@ A loss in an evaluation is noticed by some members when others have finished it.
 has gone on. So in the next recovery all gather how many evaluations each has finished after this step. A member that is
 behind adopts the result. If nobody has finished, all members that were in the evaluation run it again, from within
 the recovery. A member that has joined in that recovery has no evaluation to run: it serves the experts of others until
-they go on to the next step.
+they go on to the next step, and takes part when they gather the complete model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import nn
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
-from evermoe.errors import PeerLost, UnequalForwards
+from evermoe.errors import PeerLost, PersistFailed, UnequalForwards, UnsupportedState
 from evermoe.experts import expert_layers
 from evermoe.moe_turns import Turns
+from evermoe.persist import full_state
 from evermoe.train.purposes import UNLIMITED, Meeting, Purpose
 
 Work = Callable[[int, int], Any]
@@ -137,10 +139,38 @@ class Evaluations:
             except PeerLost as lost:
                 self._group.drop(str(lost))
 
-    def come_together(self) -> None:
-        """In an evaluation, serve others until all have come to the same point of their scripts; collective."""
-        if self._is_open and self._group.size > 1:
-            self._turns.meet()
+    def come_together(self, folder: str | None = None, *, gathers: bool = False) -> None:
+        """In an evaluation, serve others until all have come to the same point of their scripts; collective.
+
+        Args:
+            folder: for the complete model, or None if it goes to memory.
+            gathers: whether they go on to gather the complete model, which a member that follows does, too.
+
+        Raises:
+            UnequalForwards: a member that has joined meanwhile cannot take part; raised on all others.
+        """
+        if not self._is_open or self._group.size == 1 or not self._turns.meet():
+            return
+        is_first_here = 0 in self._inside
+        can_follow = gathers and (is_first_here or folder is not None)
+        gather_json(self._group, {"folder": folder, "can_follow": can_follow})
+        if not can_follow:
+            raise UnequalForwards(
+                "a worker has joined during this evaluation, and cannot take part in what needs all members at once: "
+                "of that only full_state_dict() works then, without a folder if rank 0 was there before. Catch this "
+                "error outside of repeated(), and repeat the work after the next step"
+            )
+
+    def _follow_together(self) -> None:
+        """Takes part, as a member that follows, in what others have come together for."""
+        told = gather_json(self._group, None)[self._inside[0]]
+        if not told["can_follow"]:
+            raise PeerLost("others need all members at once in an evaluation which this one has not begun")
+        with suppress(PersistFailed, UnsupportedState):  # the same on all: scripts may go on after it
+            if told["folder"] is None:
+                full_state.gather(self._model, self._group)
+            else:
+                full_state.write(full_state.pieces(self._model), Path(told["folder"]), self._group)
 
     def agree_to_stop(self) -> bool:
         """Whether all members have asked to stop at this step; where some have not, the group is dropped."""
@@ -228,10 +258,8 @@ class Evaluations:
         if purpose is Purpose.EVALUATION:
             with self._evaluating():
                 self._turns.begin()
-                try:
-                    self._turns.serve_all()
-                except UnequalForwards as error:  # they gather the complete model: that needs a recovery before it
-                    raise PeerLost(str(error)) from error
+                while self._turns.follow():
+                    self._follow_together()
                 gather_json(self._group, None)
         elif purpose is Purpose.ALONE:
             self._meeting.meet(Purpose.NONE, UNLIMITED)

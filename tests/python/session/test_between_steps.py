@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import evermoe
 from evermoe import ElasticSampler
@@ -191,3 +192,20 @@ def test_block_of_one_member_ends_early_when_its_body_finds_a_member_lost():
     assert session.group.broken == "a member is gone"
     steps.close()
     session.close()
+
+
+def test_member_that_joins_takes_part_in_gathering_the_complete_model(start_job):
+    """It comes while a member hangs in repeated work, and holds experts when the others gather all of them."""
+    job = start_job()
+    workers = job.start_all({"b": [Fault("forward", 3, "hang")]}, steps=4, **scenario("save"))
+    workers[1].wait_for("fault")
+    joiner = job.start("d", steps=4, **scenario("save"))
+    joiner.wait_for("phase", phase="agree")
+    workers[1].process.kill()
+    assert [each.join() for each in (*workers, joiner)] == [0, -9, 0, 0]
+    model = worker.make_model("")
+    saved = [each.events("saved")[-1]["tensors"] for each in (workers[0], workers[2])]
+    assert saved == [len(model.state_dict())] * 2
+    folder = job.folder / "whole"
+    tensors = [key for file in folder.glob("*.safetensors") for key in load_file(file)]
+    assert sorted(tensors) == sorted(model.state_dict())

@@ -93,6 +93,19 @@ class Script:
                 self.record.fault("alone", 2)
                 time.sleep(LONG_SECONDS)
 
+    def save(self) -> None:
+        """The complete model, in memory and in a folder, inside work that is repeated."""
+        if self.session.step != 3:
+            return
+
+        def work() -> int:
+            self.record.fault("forward", 3)
+            whole = self.session.full_state_dict()
+            self.session.full_state_dict(Path(self.options.folder) / "whole")
+            return len(whole)
+
+        self.record.write("saved", tensors=self.session.repeated(work))
+
     def twice(self, found: list[str]) -> None:
         """An evaluation before each attempt at step 2."""
         count = "first" if self.options.name in "abc" and not found else "second"
@@ -120,6 +133,7 @@ AFTER_STEP = {
     "generate": Script.generate,
     "skip": Script.skip,
     "alone": Script.alone,
+    "save": Script.save,
     "stop_all": Script.stop_all,
     "stop_one": Script.stop_one,
 }
