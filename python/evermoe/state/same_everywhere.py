@@ -88,8 +88,9 @@ def _name_tensors(state: TrainingState, group: Group, units: list[str]) -> None:
             buffers.append(where)
             continue
         raise UnsupportedState(
-            f"{where}, which must hold the same: the optimizer, a hook or the script changes it otherwise on each of "
-            "them. Use an elementwise optimizer, and change state by nothing that depends on the rank or its samples"
+            f"{where}, which must hold the same: the optimizer, a hook, on_gradients or the script changes it "
+            "otherwise on each of them. Use an elementwise optimizer; clip with max_grad_norm, or the gradients' "
+            "clip_norm_, whose norm is over all ranks; change state by nothing that depends on the rank or its samples"
         )
     if buffers and group.rank == 0:
         logger.warning(

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 LOADER_OPTIONS = (
     "num_workers",
@@ -48,13 +55,19 @@ def own_batches(data: Any, position: int, n: int) -> Iterable[Any]:
         n: members.
 
     Raises:
-        ValueError: a `DataLoader` shuffles, or the data is no iterable.
+        ValueError: a `DataLoader` shuffles or divides its data already, or the data is no iterable, or one that can be
+            read once.
     """
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         return _own_loader(data, position, n)
     if isinstance(data, Mapping) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise ValueError(
             f"evaluate: expected a DataLoader, a list of batches or another iterable of them, got {type(data).__name__}"
+        )
+    if isinstance(data, Iterator):
+        raise ValueError(
+            f"evaluate: expected data that can be read again, as an evaluation is repeated after a loss, got a "
+            f"{type(data).__name__}, which can be read once: give a list of its batches, or a DataLoader"
         )
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return (data[number] for number in range(position, len(data), n))
@@ -63,10 +76,15 @@ def own_batches(data: Any, position: int, n: int) -> Iterable[Any]:
 
 def _own_loader(loader: DataLoader[Any], position: int, n: int) -> DataLoader[Any]:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if isinstance(sampler, RandomSampler | SubsetRandomSampler):
+    if isinstance(sampler, DistributedSampler):
         raise ValueError(
-            "evaluate: expected a DataLoader with shuffle=False, got one that shuffles: each member would draw an "
-            "order of its own, and some samples would count twice"
+            "evaluate: expected a DataLoader of all samples, got one with a DistributedSampler: evaluate divides the "
+            "batches among the members itself, so that most samples would be left out. Leave the sampler out"
+        )
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        raise ValueError(
+            f"evaluate: expected a DataLoader with shuffle=False, got one with a {type(sampler).__name__}: each member "
+            "would draw an order of its own, and some samples would count twice"
         )
     options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if loader.batch_sampler is None:

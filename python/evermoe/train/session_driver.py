@@ -21,6 +21,7 @@ from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.commands import Event
+from evermoe.train.gradient_edits import GradientEdits
 from evermoe.train.reduced_gradients import ReducedGradients
 from evermoe.train.role_request import RoleRequest
 from evermoe.train.script import refuse_scaled
@@ -50,6 +51,7 @@ class SessionDriver(RecoveryDriver):
         self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         self._has_seen_loss = False
+        self._edits = GradientEdits(self._script.model)
         self._random = ExitStack()
         """Restores the random generators after the block of a step."""
         self._version = 0
@@ -80,6 +82,7 @@ class SessionDriver(RecoveryDriver):
         if self.is_stale(step):
             self._group.drop(STALE)
         self._script.zero_gradients()
+        self._edits.begin_step()
         self._state.expert_load.forget_step()
         self._is_open = False
         self._calls.begin(step.number, self._membership.generation)
@@ -116,6 +119,10 @@ class SessionDriver(RecoveryDriver):
         self._protection.replicas.backward(ends=False)
         return self._script.loss_scale.value
 
+    def end_backward(self) -> None:
+        """A loss is backpropagated."""
+        self._edits.note()
+
     def _refuse_step(self, *_: object) -> None:
         if not self._is_open:
             raise UnsupportedState(
@@ -136,6 +143,7 @@ class SessionDriver(RecoveryDriver):
         if self._protection.replicas.repeats_steps:
             refuse_foreign_code(self._script.optimizer)
         self._is_open = True
+        self._edits.check(self._group.size)
         self.role_request.look()
         self._calls.end()
         self._emit(Reduce(step.number))

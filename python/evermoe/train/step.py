@@ -29,6 +29,9 @@ class Watcher(Protocol):
     def check_loss(self, loss: Tensor) -> float:
         """The script backpropagates a loss: what it is to be multiplied by. May raise what is wrong with it."""
 
+    def end_backward(self) -> None:
+        """The loss is backpropagated."""
+
 
 class MicroBatch:
     """A part of this member's share of a step, as `Step.micro_batches` yields it."""
@@ -156,6 +159,7 @@ class Step:
             self.count = (0.0 if self.count is None else self.count) + (detached(count) if has_samples else 0.0)
         self.loss = part.detach() if self.loss is None else self.loss + part.detach()
         (part if scale == 1 else part * scale).backward()
+        self._watcher.end_backward()
 
     def __enter__(self) -> Step:
         self.is_entered = True

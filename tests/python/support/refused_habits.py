@@ -80,7 +80,7 @@ def own_sharded_optimizer(write, node, options):
 
 
 def own_buffer(write, node, options):
-    """Counts samples in a buffer that belongs to the member, and in one that says so."""
+    """Counts samples in a buffer of the member, and in one that says so; clips its part of the gradient."""
     model = Model()
     model.register_buffer("seen", torch.zeros(4))
     model.register_buffer("scratch", torch.zeros(4), persistent=False)
@@ -90,6 +90,7 @@ def own_buffer(write, node, options):
             model.seen[session.group.rank] += 1
             model.scratch[session.group.rank] += 1
             step.backward(cross_entropy(model, DATA[step.indices]))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if step.number == 0:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

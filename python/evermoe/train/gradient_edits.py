@@ -1,0 +1,65 @@
+"""Notices a script that changes gradients between its backward and the sum over the members.
+
+Each member has a part of the gradient then. `clip_grad_norm_` there clips that part by its own norm, so that the sum is
+not what one process would have. A mask is the same on a part and on the sum, so that it is no error. Only the first
+steps of a process are looked at: a script does the same in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from evermoe.warn import warn
+
+WATCHED_STEPS = 3
+"""Steps of a process in which its script is watched."""
+
+
+class _Seen(NamedTuple):
+    parameter: nn.Parameter
+    gradient: Tensor
+    version: int
+    """Autograd's count of changes."""
+
+    @property
+    def is_changed(self) -> bool:
+        return self.parameter.grad is not self.gradient or self.gradient._version != self.version
+
+
+class GradientEdits:
+    """Warns once of gradients that have changed since backward.
+
+    Args:
+        model: whose gradients they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._steps_left = WATCHED_STEPS
+        self._seen: list[_Seen] = []
+
+    def begin_step(self) -> None:
+        """A step begins, without gradients."""
+        self._seen = []
+
+    def note(self) -> None:
+        """A backward has ended."""
+        if self._steps_left:
+            gradients = ((each, each.grad) for each in self._model.parameters())
+            self._seen = [_Seen(each, grad, grad._version) for each, grad in gradients if grad is not None]
+
+    def check(self, members: int) -> None:
+        """The block of a step has ended on this member, one of so many."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        if members > 1 and any(each.is_changed for each in self._seen):
+            self._steps_left = 0
+            warn(
+                "gradients were changed in `with step:` after step.backward. There each worker has the gradient of its "
+                "own samples: clipping or noise, applied to that, gives another sum than in one process. Use "
+                "Session(max_grad_norm=...), or Session(on_gradients=...), which gets the gradients of all workers"
+            )
+        self._seen = []
