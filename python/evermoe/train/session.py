@@ -293,7 +293,7 @@ class Session(BetweenSteps):
     def _leave(self) -> None:
         if not self.has_left:
             self.has_left = True
-            self._driver.let_go()
+            self._driver.guard.remove()
             self._membership.close()
             self._protection.close()
             self._driver.leave()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evermoe.comm.vote import Ballot
-from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
+from evermoe.errors import PeerLost, PersistFailed
 from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import tell_load
@@ -21,10 +21,9 @@ from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.commands import Event
-from evermoe.train.gradient_edits import GradientEdits
 from evermoe.train.reduced_gradients import ReducedGradients
 from evermoe.train.role_request import RoleRequest
-from evermoe.train.script import refuse_scaled
+from evermoe.train.script_guard import ScriptGuard
 from evermoe.train.session_recovery import Parts, RecoveryDriver
 from evermoe.train.step import Step
 from evermoe.warn import warn
@@ -46,12 +45,8 @@ class SessionDriver(RecoveryDriver):
         self.role_request = RoleRequest(folder, self._config.role, self.lost.turn, leave)
         self.skipped = 0
         """Steps whose update was left out, as a loss or a gradient was not finite."""
-        self._is_open = True
-        """Whether the optimizer may step: not while the script computes a step."""
-        self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
+        self.guard = ScriptGuard(self._script)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
-        self._has_seen_loss = False
-        self._edits = GradientEdits(self._script.model)
         self._random = ExitStack()
         """Restores the random generators after the block of a step."""
         self._version = 0
@@ -82,9 +77,8 @@ class SessionDriver(RecoveryDriver):
         if self.is_stale(step):
             self._group.drop(STALE)
         self._script.zero_gradients()
-        self._edits.begin_step()
         self._state.expert_load.forget_step()
-        self._is_open = False
+        self.guard.begin_step()
         self._calls.begin(step.number, self._membership.generation)
         self._protection.begin_step(step.number + 1)
         self._dense.early.begin_step()
@@ -112,24 +106,14 @@ class SessionDriver(RecoveryDriver):
         Raises:
             UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
         """
-        if not self._has_seen_loss:
-            self._has_seen_loss = True
-            refuse_scaled(loss)
+        self.guard.check_loss(loss)
         self._dense.begin_backward()
         self._protection.replicas.backward(ends=False)
         return self._script.loss_scale.value
 
     def end_backward(self) -> None:
         """A loss is backpropagated."""
-        self._edits.note()
-
-    def _refuse_step(self, *_: object) -> None:
-        if not self._is_open:
-            raise UnsupportedState(
-                "optimizer.step() was called inside `with step:`, but the session steps the optimizer itself, once all "
-                "members have voted: leave the call out. A torch.amp.GradScaler, whose step() calls it, goes to the "
-                "session: Session(scaler=...)."
-            )
+        self.guard.end_backward()
 
     def finish_step(self, step: Step) -> Ballot:
         """All gradients of this member are computed: reduces them, and waits for what must be safe before the vote.
@@ -142,8 +126,7 @@ class SessionDriver(RecoveryDriver):
             raise PeerLost(STALE)
         if self._protection.replicas.repeats_steps:
             refuse_foreign_code(self._script.optimizer)
-        self._is_open = True
-        self._edits.check(self._group.size)
+        self.guard.end_step(self._group.size)
         self.role_request.look()
         self._calls.end()
         self._emit(Reduce(step.number))
@@ -248,7 +231,7 @@ class SessionDriver(RecoveryDriver):
                 self._state.expert_load.forget_step()
             else:
                 gradients.multiply(self._state, clip)
-                self._is_open = True
+                self.guard.allow_step()
                 self._script.optimizer.step()
                 tell_load(self._state.layers.values())
                 self._state.expert_load.add_step()
@@ -329,10 +312,6 @@ class SessionDriver(RecoveryDriver):
         self._emit(Verified(checked, len(differing), differing))
         self._membership.everyone.all_reduce(torch.ones(1))
         return {"event": "parted"}
-
-    def let_go(self) -> None:
-        """Leaves the optimizer to the script."""
-        self._guard.remove()
 
     def close(self, standing: dict[str, Any] | None) -> None:
         """Tells processes that come too late, and spares that wait, that the job is over."""

@@ -1,0 +1,64 @@
+"""What a script must not do in the block of a step, or does there at its own risk."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from evermoe.errors import UnsupportedState
+from evermoe.train.gradient_edits import GradientEdits
+from evermoe.train.script import Script, refuse_scaled
+
+
+class ScriptGuard:
+    """Watches the script while it computes a step.
+
+    Args:
+        script: whose optimizer must not step then.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._is_open = True
+        """Whether the optimizer may step."""
+        self._hook = script.optimizer.register_step_pre_hook(self._refuse_step)
+        self._has_seen_loss = False
+        self._edits = GradientEdits(script.model)
+
+    def begin_step(self) -> None:
+        """The block begins, without gradients."""
+        self._is_open = False
+        self._edits.begin_step()
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Checks the first loss of all.
+
+        Raises:
+            UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
+        """
+        if not self._has_seen_loss:
+            self._has_seen_loss = True
+            refuse_scaled(loss)
+
+    def end_backward(self) -> None:
+        """A loss is backpropagated."""
+        self._edits.note()
+
+    def end_step(self, members: int) -> None:
+        """The block has ended on this member, one of so many that train."""
+        self._is_open = True
+        self._edits.check(members)
+
+    def allow_step(self) -> None:
+        """The session steps the optimizer."""
+        self._is_open = True
+
+    def remove(self) -> None:
+        """Leaves the optimizer to the script."""
+        self._hook.remove()
+
+    def _refuse_step(self, *_: object) -> None:
+        if not self._is_open:
+            raise UnsupportedState(
+                "optimizer.step() was called inside `with step:`, but the session steps the optimizer itself, once all "
+                "members have voted: leave the call out. A torch.amp.GradScaler, whose step() calls it, goes to the "
+                "session: Session(scaler=...)."
+            )
