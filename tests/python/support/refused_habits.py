@@ -86,12 +86,15 @@ def own_buffer(write, node, options):
     model.register_buffer("scratch", torch.zeros(4), persistent=False)
     session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), node=node, **options)
     for step in session.steps(2):
-        with step:
-            model.seen[session.group.rank] += 1
-            model.scratch[session.group.rank] += 1
-            step.backward(cross_entropy(model, DATA[step.indices]))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with warnings.catch_warnings(record=True) as clipped:
+            warnings.simplefilter("always")
+            with step:
+                model.seen[session.group.rank] += 1
+                model.scratch[session.group.rank] += 1
+                step.backward(cross_entropy(model, DATA[step.indices]))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if step.number == 0:
+            write("clipped", warnings=[str(each.message) for each in clipped])
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 model.state_dict()
