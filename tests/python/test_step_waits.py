@@ -36,7 +36,7 @@ class Model(nn.Module):
 def driver_of(model, clip, seen):
     """What `SessionDriver.finish_step` uses of a driver: the state is real, and nobody else is there."""
     answers = {"_protection.finish.return_value": (True, False), "_protection.measures.return_value": (0.0, 0.0)}
-    driver = mock.MagicMock(**answers)
+    driver = mock.MagicMock(**answers, **{"is_stale.return_value": False})
     driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
     driver._group, driver._config.max_grad_norm = Group(), clip
     driver._script.loss_scale.value, driver.lost.reported, driver.lost.is_returning = 1.0, 0.0, False
@@ -44,7 +44,6 @@ def driver_of(model, clip, seen):
     driver._script.optimizer = driver._state.optimizer
     driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config)
     driver._emit = seen
-    driver.is_stale.return_value = False
     return driver
 
 

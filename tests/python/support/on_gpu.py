@@ -58,6 +58,7 @@ TESTS = (
     "test_masters.py",
     "test_moe.py",
     "test_optim.py",
+    "test_seeds.py",
 )
 """Where tests are that need a GPU: to collect all others takes longer than some checks."""
 KERNELS = (
