@@ -118,7 +118,7 @@ fn each_unit_is_on_as_many_nodes_as_copies_says() {
     }
 }
 
-/// With so many copies every loss of fewer nodes leaves each unit: `survives_two` is 1 with three.
+/// With that number of copies every loss of fewer nodes leaves each unit: `survives_two` is 1 with three.
 #[test]
 fn two_lost_nodes_leave_each_unit_with_three_copies() {
     for shape in Shape::all().filter(|shape| shape.nodes >= 3) {

@@ -80,7 +80,7 @@ impl Case {
         all.iter().filter_map(beyond).max().unwrap_or(0).max(self.share())
     }
 
-    /// Of all choices of so many experts of each layer that have all musts those with the least share, of these the one
+    /// Of all choices of this number of experts of each layer that have all musts those with the least share, of these the one
     /// that is first in the order.
     fn best(&self) -> BTreeSet<usize> {
         let (order, wanted, musts) = (self.order(), self.wanted(), self.musts());
@@ -224,7 +224,7 @@ fn largest_flow(mut room: Vec<Vec<usize>>) -> usize {
     }
 }
 
-/// Whether each layer can get what it wants, the musts and others, with at most so many on each rank that has other ones.
+/// Whether each layer can get what it wants, the musts and others, with at most that number on each rank that has others.
 fn is_possible(case: &Case, share: usize) -> bool {
     let (musts, layers) = (case.musts(), case.shape[0]);
     let taken = case.by_rank(musts.iter().copied());

@@ -330,7 +330,7 @@ def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int)
 
 
 def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) -> Product:
-    """The product for so many rows of each local expert."""
+    """The product for a number of rows of each local expert."""
     ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
     if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, widths):
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)

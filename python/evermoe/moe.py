@@ -166,8 +166,9 @@ class MoE(nn.Module):
             y_TH = y_TH + self.shared(x_TH)
         share_E = self.experts.share_E.to(routes.probabilities_E)
         balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
-        counted = torch.full((), len(x_TH), dtype=torch.float32, device=x_TH.device)
-        if mask_T is not None:
+        if mask_T is None:
+            counted = torch.full((), len(x_TH), dtype=torch.float32, device=x_TH.device)
+        else:
             counted = mask_T.bool().sum().float()
         self.balanced_tokens = counted * self.experts.has_samples
         y_TH, self.balance_loss = moe_checkpoint.carry(self, y_TH, balance_loss)

@@ -15,7 +15,9 @@ def seed_all(*numbers: int) -> None:
     seed = hash(numbers) % 2**63
     random.seed(seed)
     np.random.seed([seed % 2**32, seed >> 32, 1])  # without the last word it would draw the numbers of `random`
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # torch.manual_seed would format the stack in each step of a process without CUDA
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextmanager

@@ -27,10 +27,10 @@ def test_the_line_is_the_users():
 
 def test_a_thread_of_evermoes_own_shows_no_line():
     with library() as told:
-        code = compile("def beside():\n    warn('look')\n", checked.__code__.co_filename, "exec")
-        place = {"warn": warn, "__name__": "evermoe.beside"}
+        code = compile("def look():\n    warn('look')\n", checked.__code__.co_filename, "exec")
+        place = {"warn": warn, "__name__": "evermoe.look"}
         exec(code, place)
-        thread = threading.Thread(target=place["beside"])
+        thread = threading.Thread(target=place["look"])
         thread.start()
         thread.join()
     assert (told[0].filename, told[0].lineno) == ("evermoe", 0)

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     copies.add_argument("to", metavar="PLACE", help="where they should be, too")
     prune.add_argument("folder", metavar="PLACE", help="checkpoint_dir of a session that does not run")
     prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest ones that stay (%(default)s)")
-    prune.add_argument("--every", type=int, default=0, metavar="STEPS", help="multiples of so many steps stay, too")
+    prune.add_argument(
+        "--every", type=int, default=0, metavar="STEPS", help="multiples of this number of steps stay, too"
+    )
     prune.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
     prune.add_argument(
         "--abandoned", action="store_true", help="at a URL: give up what a job that died has begun to write"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 DESCRIPTION = """\
-Compute the numbers of the five papers whose mechanisms evermoe has, and show them beside those that the papers state:
+Compute the numbers of the five papers whose mechanisms evermoe has, and show them next to those that the papers state:
 how each was computed, by how much they differ, and why. Where a paper errs there is a counter-example.
 
   evermoe reproduce list

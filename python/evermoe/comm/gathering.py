@@ -26,7 +26,7 @@ class Gathering:
         """The reason why this member waits: as many differ from it in the secret as agree with it. Else empty."""
 
     def begin(self, needed: int) -> None:
-        """A new agreement begins, for which so many members that train are needed."""
+        """Begins a new agreement, for which this number of members that train is needed."""
         self.come, self.needed = [], needed
         self.refused.clear()
 

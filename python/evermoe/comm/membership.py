@@ -341,7 +341,7 @@ class Membership:
         """Tells the Lighthouse nothing more, until all members answer that did not, or so many seconds are over."""
         silent = ", ".join(sorted(f"{member} at {address}" for member, address in self.reach.unreachable.items()))
         why = silent or "here, as others say"
-        logger.warning("the members go on without this one until it reaches them: no answer from %s", why)
+        logger.warning("the members continue without this one until it reaches them: no answer from %s", why)
         self.lighthouses.hang_up()
         self._stop_heart()
         self.reach.wait_until_reached(seconds)

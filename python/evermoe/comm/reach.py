@@ -32,7 +32,7 @@ REACH_SECONDS = 1.0
 LOOK_SECONDS = 3.0
 """Time between two looks whether silent members answer, of one that goes on without them."""
 RETRY_SECONDS = 0.1
-"""Time between two questions to members that others go on without, of one that waits for them."""
+"""Time between two questions of a member to those that continue without it."""
 CUT_OFF_SECONDS = 30.0
 """Time for which a member counts as alive that the Lighthouse has named and another one did not reach. It withdraws and
 comes back to the Lighthouse several times meanwhile, if the two still do not reach each other."""
@@ -217,7 +217,7 @@ class Reach:
         return list(self.unreachable)
 
     def wait_until_reached(self, seconds: float) -> None:
-        """Waits until all members answer that did not before, or so many seconds are over."""
+        """Waits until all members answer that did not before, at most this number of seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(RETRY_SECONDS)

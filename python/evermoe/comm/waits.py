@@ -16,7 +16,7 @@ from evermoe.comm.plain_reason import plain_reason
 from evermoe.native_calls import native_call
 
 EXCESS = 1.25
-"""A wait takes so many times its limit at most. Gloo's own limit comes first, unless the wall clock is set back."""
+"""Largest duration of a wait, in multiples of its limit. Gloo's own limit comes first, unless the wall clock is set back."""
 
 
 class Clocks(NamedTuple):
@@ -87,7 +87,9 @@ class Wait:
         with native_call(limit.total_seconds()):
             try:
                 work.wait(limit)
-            except Exception as error:  # whatever it is: the thread that waits must go on, and its group is of no use
+            except (
+                Exception
+            ) as error:  # whatever it is: the thread that waits must be released, and its group is of no use
                 failure = plain_reason(error)
             del work
         with self._lock:

@@ -18,7 +18,7 @@ COPY_FLAGS: Mapping[str, tuple[type, str, str]] = MappingProxyType(
         "expert_selection": (str, "ORDER", "pec: load-aware, or sequential: each in its turn (load-aware)"),
         "plt_limit": (float, "PORTION", "pec: of lost tokens, above which more experts are saved (1.0)"),
         "remote_bytes_per_step": (int, "BYTES", "moetion: to peers, of all workers (bandwidth x time of a step)"),
-        "local_bytes_per_step": (int, "BYTES", "moetion: to the experts' own nodes (likewise)"),
+        "local_bytes_per_step": (int, "BYTES", "moetion: to the experts' own nodes"),
         "local_every": (int, "STEPS", "between snapshots in own memory (as few as --copy-budget allows; not pec)"),
         "copy_budget": (float, "SHARE", "of a step that copies may take which do not fit into idle time (0.01)"),
     }

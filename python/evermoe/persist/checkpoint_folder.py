@@ -190,7 +190,7 @@ class CheckpointFolder:
                 raise OSError(
                     error.errno, f"{problem}. Make room, or make it writable, or give another folder"
                 ) from error
-            warn(f"{problem}. Job {owner.job!r} goes on; checkpoints are tried when they are due")
+            warn(f"{problem}. Job {owner.job!r} continues, and tries each checkpoint when it is scheduled")
 
     def _is_used(self) -> bool:
         persisted = self.directory / PERSISTED

@@ -68,7 +68,10 @@ class StreamFollower:
         _wait_beside_captures()
         while (each := self._reached.get()) is not None:
             event, tell = each
-            with native_call(), suppress(RuntimeError):  # the GPU has failed: who computes on it is told
+            with (
+                native_call(),
+                suppress(RuntimeError),
+            ):  # the GPU has failed: the thread that computes on it gets the error
                 if event is not None:
                     event.synchronize()
                 tell(time.perf_counter_ns())

@@ -187,7 +187,7 @@ def settings_of(parts: LoopParts, *, is_used: bool) -> Settings:
 
 
 def restore_with(settings: Settings, progress: dict[str, Any], parts: LoopParts, steps: int) -> None:
-    """Restores the loop with the script's optimizer settings, and its schedule after so many steps.
+    """Restores the loop with the script's optimizer settings, and its schedule after a number of steps.
 
     `ReduceLROnPlateau` keeps the learning rates and the progress that it has in the job.
     """

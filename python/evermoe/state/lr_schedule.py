@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: their states as JSON, their constants, and where they are after so many steps."""
+"""Schedules of the learning rate: their states as JSON, their constants, and where they are after a number of steps."""
 
 from __future__ import annotations
 

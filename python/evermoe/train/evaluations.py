@@ -1,10 +1,10 @@
 """Evaluations between two steps, which a loss repeats without counting one twice.
 
 A loss in an evaluation is noticed by some members when others have finished it. They cannot run it again: their script
-has gone on. So in the next recovery all gather how many evaluations each has finished after this step. A member that is
+has continued. So in the next recovery all gather how many evaluations each has finished after this step. A member that is
 behind adopts the result. If nobody has finished, all members that were in the evaluation run it again, from within
 the recovery. A member that has joined in that recovery has no evaluation to run: it serves the experts of others until
-they go on to the next step, and takes part when they gather the complete model.
+they begin the next step, and takes part when they gather the complete model.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Evaluations:
         self._generation: int | None = None
         """Of the group that this member trains in."""
         self._inside: list[int] = []
-        """Ranks that were in an evaluation when the latest recovery began, until these go on to a step."""
+        """Ranks that were in an evaluation when the latest recovery began, until these begin a step."""
         self._was_cut = False
         """Whether a loss has ended a block of this member's since the latest recovery."""
         self.stopped: int | None = None
@@ -144,7 +144,7 @@ class Evaluations:
 
         Args:
             folder: for the complete model, or None if it goes to memory.
-            gathers: whether they go on to gather the complete model, which a member that follows does, too.
+            gathers: whether they gather the complete model next, in which a member that follows takes part.
 
         Raises:
             UnequalForwards: a member that has joined meanwhile cannot take part; raised on all others.
@@ -166,7 +166,7 @@ class Evaluations:
         told = gather_json(self._group, None)[self._inside[0]]
         if not told["can_follow"]:
             raise PeerLost("others need all members at once in an evaluation which this one has not begun")
-        with suppress(PersistFailed, UnsupportedState):  # the same on all: scripts may go on after it
+        with suppress(PersistFailed, UnsupportedState):  # the same on all: scripts may continue after it
             if told["folder"] is None:
                 full_state.gather(self._model, self._group)
             else:
@@ -180,7 +180,7 @@ class Evaluations:
         return True
 
     def release(self) -> None:
-        """This member goes on to the next step: those that have waited for its evaluations do so, too."""
+        """Begins the next step on this member and on those that have waited for its evaluations."""
         if self._inside and self._group.broken is None:
             try:
                 self._meeting.meet(Purpose.STEP)
@@ -190,7 +190,7 @@ class Evaluations:
         self._inside = []
 
     def check_goes_on(self, step: int) -> None:
-        """Check that the job goes on with a step.
+        """Check that the job continues with a step.
 
         Raises:
             PeerLost: it was stopped before this member joined it. The group is dropped: all agree again, to end it.

@@ -51,7 +51,7 @@ class GradientEdits:
             self._seen = [_Seen(each, grad, grad._version) for each, grad in gradients if grad is not None]
 
     def check(self, members: int) -> None:
-        """The block of a step has ended on this member, one of so many."""
+        """Called at the end of the block of a step on one of `members` members."""
         if not self._steps_left:
             return
         self._steps_left -= 1

@@ -109,7 +109,7 @@ class Rendezvous:
         if self._membership.is_out_of_time():
             reason = self._lacking(found, size) if why == "minority" else "some members are absent"
             if why == "members":
-                reason = ""  # who has come is told with it
+                reason = ""  # the message names the members that have come
             silent = self._membership.lighthouses.silent
             if silent and not self._membership.established:
                 reason = f"a new job begins once all its Lighthouses have answered, and {silent[0]} has not"

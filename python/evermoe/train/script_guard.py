@@ -1,4 +1,4 @@
-"""What a script must not do in the block of a step, or does there at its own risk."""
+"""What a script must not do in the block of a step, or only with a warning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ScriptGuard:
         self._edits.note()
 
     def end_step(self, members: int) -> None:
-        """The block has ended on this member, one of so many that train."""
+        """Called at the end of the block on one of `members` members that train."""
         self._is_open = True
         self._edits.check(members)
 

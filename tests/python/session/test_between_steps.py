@@ -177,7 +177,7 @@ def test_member_that_joined_adopts_no_result_of_an_evaluation_before_it_came(sta
     workers[1].process.kill()
     assert [each.join() for each in (*workers, joiner)] == [0, -9, -9, 0]
     found = [each.events("twice")[-1]["found"] for each in (workers[0], joiner)]
-    assert found == [["first of a", *["second of a"] * 2], ["second of a"] * 2]  # the last for a step drawn anew
+    assert found == [["first of a", *["second of a"] * 2], ["second of a"] * 2]  # the last for a step drawn again
 
 
 def test_block_of_one_member_ends_early_when_its_body_finds_a_member_lost():
@@ -188,7 +188,7 @@ def test_block_of_one_member_ends_early_when_its_body_finds_a_member_lost():
     with session.alone():
         session.group.drop("a member is gone")
         session.full_state_dict()
-        pytest.fail("the block goes on")
+        pytest.fail("the block continues")
     assert session.group.broken == "a member is gone"
     steps.close()
     session.close()

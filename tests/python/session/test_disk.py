@@ -140,7 +140,7 @@ def test_the_state_stays_in_memory_when_the_last_checkpoint_cannot_be_written(tm
     ):
         run(tmp_path, small_disk, 5, {2: lambda: fill(small_disk)})
     assert find(small_disk) == {}
-    with pytest.warns(UserWarning, match="Job 'disk' goes on; checkpoints are tried when they are due"):
+    with pytest.warns(UserWarning, match="Job 'disk' continues, and tries each checkpoint when it is scheduled"):
         events = run(tmp_path, small_disk, 7, {5: lambda: free(small_disk)})
     assert [event.step for event in events if isinstance(event, Recovered)] == [5]
     assert written(events) == [7]

@@ -81,7 +81,7 @@ def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
 
 
 def savers(folder, step):
-    """The members that have saved a state which has taken so many steps, or more."""
+    """The members that have saved a state after this number of steps, or more."""
     names = (parsed_name(path.parent.name) for path in folder.glob(f"{PERSISTED}/*/{MANIFEST}"))
     return {member for version, member in names if step_of(version) >= step}
 

@@ -49,18 +49,18 @@ class Epochs:
         return math.ceil((epoch + 1) * self._num_samples / self._batch_size)
 
     def of(self, steps: int) -> int:
-        """The epoch of the step that follows so many steps."""
+        """Epoch of the step that follows after this number of steps."""
         epoch = steps * self._batch_size // self._num_samples
         while epoch and self.end(epoch - 1) > steps:
             epoch -= 1
         return epoch
 
     def is_end(self, steps: int) -> bool:
-        """Whether an epoch ends after so many steps."""
+        """Whether an epoch ends after this number of steps."""
         return steps > 0 and self.of(steps) != self.of(steps - 1)
 
     def progress(self, steps: int) -> float:
-        """Epochs that so many steps have gone through; whole at the end of each."""
+        """Epochs after this number of steps; a whole number at the end of each."""
         epoch = self.of(steps)
         begin = self.end(epoch - 1) if epoch else 0
         return epoch + (steps - begin) / (self.end(epoch) - begin)

@@ -63,7 +63,7 @@ def _move(draft: Path, folder: Path) -> None:
 
 
 def add_settings(trainer: Trainer, folder: Path) -> None:
-    """Writes what transformers' Trainer writes beside a model: its processing class and the training arguments."""
+    """Writes what transformers' Trainer adds to a model's folder: its processing class and the training arguments."""
     processing: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)

@@ -113,7 +113,7 @@ class TrainerLoop(Trainer):
         self._total_loss_scalar = self.progress.loss_total
 
     def _go_on(self, model: nn.Module, steps: int) -> None:
-        """Trains until so many steps are taken and all is done after them, or a callback stops."""
+        """Trains until this number of steps is taken and all work after them is done, or a callback stops."""
         assert self.session is not None
         self._is_looping = True
         while self.progress.done < max(steps, self.session.step):
@@ -251,7 +251,7 @@ class TrainerLoop(Trainer):
         trackers.resume(callbacks, self.progress.runs)
 
     def _agree(self) -> None:
-        """A callback's decision on one member is that of all. transformers' own decide alike on all members."""
+        """Makes a callback's decision on one member that of all. transformers' own callbacks decide the same on all."""
         if not any(_is_foreign(callback) for callback in self.callback_handler.callbacks):
             return
         told = self._together(lambda *_: [getattr(self.control, flag) for flag in FLAGS])
