@@ -118,7 +118,7 @@ class RunClaim:
         except OSError:
             return None
         try:
-            return None if _locks(file, fcntl.LOCK_EX) else _read(file)
+            return None if try_lock(file, fcntl.LOCK_EX) else _read(file)
         finally:
             os.close(file)
 
@@ -150,9 +150,9 @@ class RunClaim:
         """Takes the lock if that can be done at once; returns the run that has it, if not."""
         file = self._open(os.O_RDWR | os.O_CREAT)
         try:
-            if _locks(file, fcntl.LOCK_EX) and _read(file) != run:
+            if try_lock(file, fcntl.LOCK_EX) and _read(file) != run:
                 _write(file, run)
-            holder = _read(file) if _locks(file, fcntl.LOCK_SH) else None
+            holder = _read(file) if try_lock(file, fcntl.LOCK_SH) else None
             if holder is not None and holder.nonce == run.nonce and self._is_current(file):
                 self._file = file
         finally:
@@ -223,7 +223,7 @@ def remove_run(folder: Path) -> None:
         file = os.open(folder / RUN, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             for _ in range(5):  # another member that closes may hold it for a moment
-                if _locks(file, fcntl.LOCK_EX):
+                if try_lock(file, fcntl.LOCK_EX):
                     if os.listdir(folder) == [RUN]:
                         os.unlink(folder / RUN)
                     return
@@ -232,8 +232,12 @@ def remove_run(folder: Path) -> None:
             os.close(file)
 
 
-def _locks(file: int, kind: int) -> bool:
-    """Whether the lock could be taken; also where there are no locks."""
+def try_lock(file: int, kind: int) -> bool:
+    """Takes a lock on an open file, `fcntl.LOCK_SH` or `LOCK_EX`, unless others hold one that forbids it.
+
+    Returns:
+        Whether it could be taken; True also on a file system without locks.
+    """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:

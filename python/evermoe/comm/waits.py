@@ -16,7 +16,7 @@ from evermoe.comm.plain_reason import plain_reason
 from evermoe.native_calls import native_call
 
 EXCESS = 1.25
-"""Largest duration of a wait, in multiples of its limit. Gloo's own limit comes first, unless the wall clock is set back."""
+"""Largest duration of a wait, in multiples of its limit. Gloo's own limit comes first, unless the clock is set back."""
 
 
 class Clocks(NamedTuple):

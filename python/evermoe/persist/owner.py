@@ -11,7 +11,6 @@ name in `owner.json` before it publishes anything.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -26,6 +25,7 @@ from evermoe._native import digest
 from evermoe.errors import CorruptCopy, PersistFailed
 from evermoe.persist.place import Location, ObjectPath
 from evermoe.persist.plain_files import flush, read_plain, write_text
+from evermoe.run_claim import try_lock
 
 OWNER, LOCK = "owner.json", "owner.lock"
 OWNER_FORMAT = 2
@@ -34,7 +34,6 @@ OWNER_BYTES = 64 << 10
 CLAIM_SECONDS = 10.0
 """Time for which another member may hold the lock alone, to write `owner.json`."""
 _PAUSE_SECONDS = 0.05
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Owner(NamedTuple):
@@ -131,12 +130,12 @@ class Claim:
             raise
 
     def _take(self, is_used: bool) -> None:
-        if self._lock(fcntl.LOCK_EX):
+        if try_lock(self._file.fileno(), fcntl.LOCK_EX):
             self._check_model(read_owner(self._folder), is_used)
             if read_owner(self._folder) != self._owner:
                 write_owner(self._folder, self._owner)
         deadline = time.monotonic() + CLAIM_SECONDS
-        while not self._lock(fcntl.LOCK_SH):
+        while not try_lock(self._file.fileno(), fcntl.LOCK_SH):
             if time.monotonic() > deadline:
                 raise ValueError(f"{self._folder / LOCK} is locked by another process: give this job another folder")
             time.sleep(_PAUSE_SECONDS)  # a lock that may time out tells nobody when it is free
@@ -150,18 +149,6 @@ class Claim:
             )
         else:
             self._check_model(found, is_used)
-
-    def _lock(self, kind: int) -> bool:
-        """Whether the lock could be taken; also where there are no locks."""
-        try:
-            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return True
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            return False
-        return True
 
     def _check_model(self, found: Owner | None, is_used: bool) -> None:
         if is_used and found is not None and found.layout != self._owner.layout:

@@ -35,7 +35,7 @@ from evermoe.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.replay.part import parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replayable import can_replay
-from evermoe.replay.step_code import foreign_step, refuse_foreign_code
+from evermoe.replay.step_code import foreign_code, foreign_step, refuse_foreign_code
 from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of, version_of
@@ -107,7 +107,7 @@ def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
     except NotReplayable as error:
         logger.warning("copies get the state after each step, not gradients: %s", error)
         return None
-    refuse_foreign_code(optimizer)
+    refuse_foreign_code(foreign_code(optimizer))
     return arithmetic
 
 

@@ -30,13 +30,15 @@ def foreign_code(optimizer: torch.optim.Optimizer) -> str | None:
     return next(_foreign(optimizer), None)
 
 
-def refuse_foreign_code(optimizer: torch.optim.Optimizer) -> None:
+def refuse_foreign_code(found: str | None) -> None:
     """Refuse what changes a step after its gradients have gone to replicas, which repeat it without.
+
+    Args:
+        found: by `foreign_code`.
 
     Raises:
         UnsupportedState: names the hook, or the `step`, and what to do instead.
     """
-    found = foreign_code(optimizer)
     if found is not None:
         states = ", ".join(name for name, preset in PRESETS.items() if "replayed" not in preset.kinds)
         raise UnsupportedState(

@@ -74,18 +74,31 @@ def own_batches(data: Any, position: int, n: int) -> Iterable[Any]:
     return _Every(data, position, n)
 
 
-def _own_loader(loader: DataLoader[Any], position: int, n: int) -> DataLoader[Any]:
+def check_order(loader: DataLoader[Any], where: str) -> None:
+    """Check that all members read the same batches of a loader in the same order.
+
+    Args:
+        loader: over a data set with indices.
+        where: who asks, for the message.
+
+    Raises:
+        ValueError: its sampler draws an order of its own on each member, or divides the samples already.
+    """
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler):
         raise ValueError(
-            "evaluate: expected a DataLoader of all samples, got one with a DistributedSampler: evaluate divides the "
-            "batches among the members itself, so that most samples would be left out. Leave the sampler out"
+            f"{where}: expected a DataLoader of all samples, got one with a DistributedSampler: its batches are "
+            "divided among the members anyway, so that most samples would be left out. Leave the sampler out"
         )
     if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
         raise ValueError(
-            f"evaluate: expected a DataLoader with shuffle=False, got one with a {type(sampler).__name__}: each member "
+            f"{where}: expected a DataLoader with shuffle=False, got one with a {type(sampler).__name__}: each member "
             "would draw an order of its own, and some samples would count twice"
         )
+
+
+def _own_loader(loader: DataLoader[Any], position: int, n: int) -> DataLoader[Any]:
+    check_order(loader, "evaluate")
     options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if loader.batch_sampler is None:
         part: Any = _Every(loader.sampler, position, n)

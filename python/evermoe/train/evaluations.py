@@ -1,7 +1,7 @@
 """Evaluations between two steps, which a loss repeats without counting one twice.
 
-A loss in an evaluation is noticed by some members when others have finished it. They cannot run it again: their script
-has continued. So in the next recovery all gather how many evaluations each has finished after this step. A member that is
+Some members notice a loss in an evaluation when others have finished it. These cannot run it again: their script has
+continued. So in the next recovery all gather how many evaluations each has finished after this step. A member that is
 behind adopts the result. If nobody has finished, all members that were in the evaluation run it again, from within
 the recovery. A member that has joined in that recovery has no evaluation to run: it serves the experts of others until
 they begin the next step, and takes part when they gather the complete model.

@@ -97,8 +97,8 @@ class LoopRestore:
                 logger.warning("the %s was %s in job %s, and is that of this script now: %s", name, job, self._job, own)
             else:
                 logger.warning(
-                    "the %s is %s in this script, but %s where job %s continues, and that is used; to take the script's "
-                    "settings, start all workers again with Session(resume_settings='script')",
+                    "the %s is %s in this script, but %s where job %s continues, and that is used; to take the "
+                    "script's settings, start all workers again with Session(resume_settings='script')",
                     name,
                     own,
                     job,

@@ -10,7 +10,6 @@ from torch import Tensor
 from evermoe.comm.group import Group
 from evermoe.comm.vote import Ballot, cast
 from evermoe.config import SessionConfig
-from evermoe.replay.step_code import foreign_code
 from evermoe.state.training_state import TrainingState
 from evermoe.train import gradients
 from evermoe.train.script import Script
@@ -43,7 +42,6 @@ class ReducedGradients:
         counted = torch.zeros(1) if step.count is None else torch.as_tensor(step.count, dtype=torch.float64)
         (loss,), (were_finite,), norms, (count,) = gradients.read(step.loss, has_finite, squares.norms, counted)
         square_sum = squares.value(norms)
-        has_own = self._config.on_gradients is not None or foreign_code(self._script.optimizer) is not None
         return Ballot(
             votes=0.0,
             loss=loss,
@@ -54,7 +52,6 @@ class ReducedGradients:
             scale=self._script.loss_scale.value,
             counting=float(step.count is not None),
             counted=count,
-            steps_own=float(has_own),
         )
 
     def change(self, on_gradients: Callable[[StepGradients], object], step: Step, has_finite: Tensor) -> Ballot:

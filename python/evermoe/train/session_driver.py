@@ -15,7 +15,7 @@ from evermoe.errors import PeerLost, PersistFailed
 from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import tell_load
-from evermoe.replay.step_code import refuse_foreign_code
+from evermoe.replay.step_code import foreign_code, refuse_foreign_code
 from evermoe.seeds import seeded
 from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
@@ -124,8 +124,9 @@ class SessionDriver(RecoveryDriver):
         """
         if self.is_stale(step):
             raise PeerLost(STALE)
+        own_code = foreign_code(self._script.optimizer)
         if self._protection.replicas.repeats_steps:
-            refuse_foreign_code(self._script.optimizer)
+            refuse_foreign_code(own_code)
         self.guard.end_step(self._group.size)
         self.role_request.look()
         self._calls.end()
@@ -153,6 +154,7 @@ class SessionDriver(RecoveryDriver):
             reported=self.lost.reported,
             returning=float(self.lost.is_returning),
             stopping=float(self.asks_to_stop),
+            steps_own=float(on_gradients is not None or own_code is not None),
         )
 
     def follow(self, number: int) -> Ballot:

@@ -22,7 +22,7 @@ from evermoe.replay.exchange import rows_of
 from evermoe.replay.replayable import is_repeatable
 from evermoe.replay.replicas import find_arithmetic
 from evermoe.replay.step_bytes import step_bytes
-from evermoe.replay.step_code import refuse_foreign_code
+from evermoe.replay.step_code import foreign_code, refuse_foreign_code
 from evermoe.replay.step_notes import StepNotes, UnitSteps
 from evermoe.snapshot.bundles import Bundle
 from evermoe.state.unit import TensorSpec, Unit
@@ -87,7 +87,7 @@ class StageReplay:
 
     def _note(self, *_: Any) -> None:
         if self._notes is not None:
-            refuse_foreign_code(self._state.optimizer)
+            refuse_foreign_code(foreign_code(self._state.optimizer))
             self._notes.note()
 
     def told(self) -> list[Any]:

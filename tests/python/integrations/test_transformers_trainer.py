@@ -153,7 +153,7 @@ def test_after_training_a_trainer_evaluates_predicts_and_saves_as_transformers_d
         for name in wanted.keys() - {each for each in wanted if "runtime" in each or "per_second" in each}:
             assert found[name] == pytest.approx(wanted[name], abs=1e-5), name
     shuffled = torch.utils.data.DataLoader(trainer.eval_dataset, 4, shuffle=True, collate_fn=common()["data_collator"])
-    with pytest.raises(ValueError, match="shuffle=False, got one that shuffles"):
+    with pytest.raises(ValueError, match="shuffle=False, got one with a RandomSampler"):
         trainer.evaluation_loop(shuffled, "shuffled")
     trainer.save_model()  # a folder that has others in it
     trainer.save_model()

@@ -17,7 +17,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class Result(NamedTuple):
@@ -58,20 +58,6 @@ class Replay(DataLoaderStateMixin):
                 yield {self._name: inputs, "result": result}
         finally:
             self.end()
-
-
-def check_order(loader: Any) -> None:
-    """Check that all members read the same batches in the same order.
-
-    Raises:
-        ValueError: the loader shuffles.
-    """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(getattr(batch_sampler, "sampler", None), RandomSampler | SubsetRandomSampler):
-        raise ValueError(
-            "ElasticTrainer: expected a loader of the evaluation with shuffle=False, got one that shuffles: each "
-            "member would draw an order of its own, and some samples would count twice"
-        )
 
 
 def batches_of(loader: Any, place: int, places: int) -> Iterator[tuple[int, int, Any]]:

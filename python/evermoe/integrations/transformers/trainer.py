@@ -21,7 +21,6 @@ from evermoe.integrations.transformers.evaluation_shares import (
     Replay,
     Result,
     batches_of,
-    check_order,
     from_texts,
     on_cpu,
     to_text,
@@ -30,6 +29,7 @@ from evermoe.integrations.transformers.trainer_loop import TrainerLoop
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments, as_one_process
 from evermoe.sampler import ElasticSampler
+from evermoe.train.evaluation_data import check_order
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class ElasticTrainer(TrainerLoop):
         if not self._is_connected:
             self._check_whole("evaluate")
             return super().evaluation_loop(dataloader, *options)
-        check_order(dataloader)
+        check_order(dataloader, "ElasticTrainer")
         has_loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
 
         def compute(place: int, places: int) -> str:
