@@ -87,9 +87,7 @@ class Wait:
         with native_call(limit.total_seconds()):
             try:
                 work.wait(limit)
-            except (
-                Exception
-            ) as error:  # whatever it is: the thread that waits must be released, and its group is of no use
+            except Exception as error:  # of any kind: the group is dropped, and the thread that waits is released
                 failure = plain_reason(error)
             del work
         with self._lock:

@@ -221,7 +221,7 @@ class Session(BetweenSteps):
             self._fail(failure)
             raise
         if self._protocol.has_left:
-            (self.close if self.config.job is None else self._leave)()  # else its memory stays for who comes back
+            _leave_job(self)
             self._notice.obey()
             self._driver.role_request.obey()
 
@@ -271,7 +271,7 @@ class Session(BetweenSteps):
     def _fail(self, failure: BaseException | None) -> None:
         """Gives up this process: no member shall wait for it, and its memory stays for the next process."""
         self.group.drop(f"a member failed: {type(failure).__name__}")
-        (self.close if self.config.job is None else self._leave)()  # what a nameless job leaves nobody could find
+        _leave_job(self)
 
     def write_trace(self, path: str | Path) -> None:
         """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.
@@ -312,6 +312,14 @@ def _find_lighthouse(given: str | None) -> tuple[Any, str]:
 
 def _describe(deferral: Deferral | None) -> str:
     return deferral.describe() if deferral is not None else "the model's own"
+
+
+def _leave_job(session: Session) -> None:
+    """Leaves the job. Its memory stays for processes that resume it, which a job without a name has none of."""
+    if session.config.job is None:
+        session.close()
+    else:
+        session._leave()
 
 
 def _end_too_late(session: Session) -> NoReturn:
