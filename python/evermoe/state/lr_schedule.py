@@ -74,8 +74,8 @@ def is_plain(value: object) -> bool:
 
 
 def class_name(value: object) -> str:
-    """A value's class and module."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    """A value's class and module; None for None."""
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 # ---- what differs

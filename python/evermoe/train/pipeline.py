@@ -28,6 +28,7 @@ from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.seeds import seeded
 from evermoe.snapshot.store import SnapshotStore
+from evermoe.state.lr_schedule import class_name
 from evermoe.train.border_log import Forwards
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
@@ -37,7 +38,6 @@ from evermoe.train.pipeline_step import LossFunction, PipelineStep
 from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import (
     check_types,
-    class_name,
     refuse_balanced,
     refuse_divided,
     refuse_scaled,

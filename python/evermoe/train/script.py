@@ -18,6 +18,7 @@ from evermoe.moe import layer_settings
 from evermoe.moe_copies import is_averaged_apart
 from evermoe.sampler import Sampler
 from evermoe.state import loop_state
+from evermoe.state.lr_schedule import class_name
 from evermoe.train.loss_scale import LossScale
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "AveragedModel")
@@ -244,8 +245,3 @@ def _refuse_averages(model: nn.Module) -> None:
 def _is_live(reference: weakref.ref[Any]) -> bool:
     session = reference()
     return session is not None and not session.has_left
-
-
-def class_name(value: object) -> str:
-    """A value's class and module; None for None."""
-    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
