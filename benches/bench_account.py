@@ -17,7 +17,7 @@ from bench_presets import Candidate, mean, parser, ratios
 from common import Table
 from preset_worker import SPANS
 
-LEAST_MS = 0.05
+MIN_MS = 0.05
 """Threads that take less are not shown."""
 
 
@@ -32,7 +32,7 @@ def main():
         launches = [launch(preset, arguments, number) for number in range(arguments.launches)]
         for setting in arguments.settings:
             for (what, of), values in gathered([each[setting] for each in launches]).items():
-                if what == "step" or of in SPANS or max(map(abs, values)) >= LEAST_MS:
+                if what == "step" or of in SPANS or max(map(abs, values)) >= MIN_MS:
                     row = {"ms": statistics.median(values), "from": min(values), "to": max(values)}
                     table.add(setting=setting, preset=preset, what=what, of=of, **row)
     table.write(arguments)

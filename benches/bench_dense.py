@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, dense: str, address: str) -> list[dict[str,
 
 def main() -> None:
     options = parse()
-    lighthouse = start_lighthouse(heartbeat_limit=5, join_limit=30)
+    lighthouse = start_lighthouse(heartbeat_timeout=5, join_timeout=30)
     found: dict[str, list[list[dict[str, Any]]]] = {kind: [] for kind in KINDS}
     try:
         for _ in range(options.rounds):

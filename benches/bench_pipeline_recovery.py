@@ -98,10 +98,10 @@ def measure(stages, localised):
     """A row of the table, from one job."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["evermoe.train.pipeline", "torchft.process_group", "torch._dynamo"])
-    lighthouse = start_lighthouse(heartbeat_limit=1.0, join_limit=5.0)
+    lighthouse = start_lighthouse(heartbeat_timeout=1.0, join_timeout=5.0)
     with tempfile.TemporaryDirectory(prefix="evermoe-bench-") as folder:
         memory = {"memory_dir": folder, "lighthouse": lighthouse.address(), "job": f"b{uuid.uuid4().hex[:8]}"}
-        session = memory | {"localised": localised, "hang_limit": 60.0, "agree_limit": 120.0}
+        session = memory | {"localised": localised, "hang_timeout": 60.0, "quorum_timeout": 120.0}
 
         def start(rank, is_victim=False):
             made = context.Process(target=train, args=(rank, stages, session, folder, is_victim), daemon=True)

@@ -117,7 +117,7 @@ def predict(preset, steps, constants):
         steps=STEPS,
         failures=(Failure.in_steps([(step, [worker]) for worker, step in KILLS]),),
         constants=constants,
-        options=SimulatedOptions(rejoin_limit=5.0),
+        options=SimulatedOptions(rejoin_timeout=5.0),
     )
     outcome = simulate(scenario, preset, seed=0)
     first = next(each.seconds for each in outcome.happened if each.what == "resumed")

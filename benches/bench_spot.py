@@ -117,10 +117,10 @@ def scenario_of(options, schedule):
         options=SimulatedOptions(
             copies=options.copies,
             slots=slots,
-            checkpoint_every=options.ft_checkpoint_every,
+            checkpoint_interval=options.ft_checkpoint_interval,
         ),
         expert_parallel=options.expert_parallel,
-        restart_every=options.checkpoint_every,
+        restart_interval=options.checkpoint_interval,
         join_seconds=0.0,
     )
 

@@ -227,7 +227,7 @@ class Worker:
             keeping["checkpoint_dir"] = f"{options.folder}/checkpoints"
         keeping |= {name: ast.literal_eval(value) for name, value in (each.split("=", 1) for each in options.option)}
         if options.checkpoint_dir:
-            keeping |= {"checkpoint_dir": options.checkpoint_dir, "checkpoint_every": 1}
+            keeping |= {"checkpoint_dir": options.checkpoint_dir, "checkpoint_interval": 1}
         if options.disk_rate:
             limit_writes(options.disk_rate)
         self.session = evermoe.Session(
@@ -236,8 +236,8 @@ class Worker:
             evermoe.ElasticSampler(len(self.corpus), options.batch),
             on_event=self.clock,
             slots=options.slots,
-            join_every=1 << 40,
-            rebalance_every=0,
+            join_interval=1 << 40,
+            rebalance_interval=0,
             **keeping,
         )
         self.baseline = baseline(options.name, self.session, options.folder)

@@ -389,7 +389,7 @@ def moved(options: argparse.Namespace, alone: Model) -> float:
 
 def main() -> None:
     options = parse()
-    lighthouse = start_lighthouse(heartbeat_limit=1, join_limit=30)
+    lighthouse = start_lighthouse(heartbeat_timeout=1, join_timeout=30)
     members = options.islands * options.ranks
     last = list(range(members - options.ranks, members))
     result: dict[str, Any] = {"correct": {}}

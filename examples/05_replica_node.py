@@ -39,7 +39,7 @@ def train():
         sampler,
         node=f"node-{process}",  # as if each process had a machine of its own
         slots=2,  # 4 experts on 2 workers: each expert is trained by one of them
-        join_every=1,
+        join_interval=1,
     )
     for step in session.steps(STEPS):
         with step:

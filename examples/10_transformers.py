@@ -57,7 +57,7 @@ def train(folder):
         evermoe.ElasticSampler(len(data), batch_size=24),
         weights=weights,
         checkpoint_dir=folder / "checkpoints",
-        join_every=1,
+        join_interval=1,
     )
     for step in session.steps(STEPS):
         with step:

@@ -39,8 +39,8 @@ def train(memory):
     data = torch.randn(4096, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = evermoe.ElasticSampler(len(data), batch_size=64)
-    # local_every=1: each step is in shared memory, as torchrun leaves no worker of its machine that has it.
-    session = evermoe.Session(model, optimizer, sampler, memory_dir=memory, local_every=1)
+    # local_snapshot_interval=1: each step is in shared memory, as torchrun leaves no worker of its machine that has it.
+    session = evermoe.Session(model, optimizer, sampler, memory_dir=memory, local_snapshot_interval=1)
     is_first = True
     for step in session.steps(STEPS):
         if worker == 0 and is_first:

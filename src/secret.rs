@@ -9,7 +9,7 @@ use std::fmt;
 /// Bytes of a tag.
 pub const TAG_BYTES: usize = 32;
 /// Characters of the shortest secret: a short one can be found from a tag by trying.
-const FEWEST_CHARACTERS: usize = 16;
+const MIN_CHARACTERS: usize = 16;
 
 /// What the members of a job know, and nobody else. It is never printed.
 #[derive(Clone)]
@@ -29,8 +29,8 @@ impl Secret {
     pub fn new(text: &str) -> Result<Self> {
         let characters = text.chars().count();
         ensure!(
-            characters >= FEWEST_CHARACTERS,
-            "EVERMOE_SECRET: expected {FEWEST_CHARACTERS} characters or more, got {characters}"
+            characters >= MIN_CHARACTERS,
+            "EVERMOE_SECRET: expected {MIN_CHARACTERS} characters or more, got {characters}"
         );
         Hmac::new_from_slice(text.as_bytes())
             .map(Self)

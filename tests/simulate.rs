@@ -53,7 +53,7 @@ fn scenario() -> Scenario {
             network_idle: 0.5,
             replayable: true,
         },
-        load: Load { zipf: 1.0, drift: 0.05, drift_every: 10, trace: Vec::new() },
+        load: Load { zipf: 1.0, drift: 0.05, drift_interval: 10, trace: Vec::new() },
         session: SessionChoices {
             slots: None,
             most_slots: None,
@@ -61,15 +61,15 @@ fn scenario() -> Scenario {
             dense: Dense::Replicated,
             copies: 2,
             copy_budget: 0.01,
-            snapshot_every: None,
-            join_every: 1,
-            rebalance_every: 100,
-            rejoin_limit: 30.0,
-            checkpoint_every: 50,
+            snapshot_interval: None,
+            join_interval: 1,
+            rebalance_interval: 100,
+            rejoin_timeout: 30.0,
+            checkpoint_interval: 50,
             replay_log_bytes: 1 << 30,
             experts_per_save: None,
-            save_every: 1,
-            plt_limit: 1.0,
+            save_interval: 1,
+            max_lost_token_fraction: 1.0,
             remote_bytes_per_step: None,
             plans_anew: true,
         },
@@ -102,7 +102,7 @@ fn restart(drops_groups: bool) -> Scheme {
         name: if drops_groups { "restart-groups" } else { "restart" }.into(),
         expert_parallel: 2,
         drops_groups,
-        checkpoint_every: 50,
+        checkpoint_interval: 50,
         join_seconds: 120.0,
     })
 }
@@ -226,7 +226,7 @@ fn a_fixed_cost_of_each_loss_has_a_closed_form() {
     scenario.costs.digest_bytes_per_second = 1e18;
     scenario.costs.start_seconds = 0.0;
     (scenario.load.zipf, scenario.load.drift) = (0.0, 0.0);
-    scenario.session.checkpoint_every = 0;
+    scenario.session.checkpoint_interval = 0;
     scenario.failures = vec![Source::Poisson { mtbf_seconds: mtbf, repair_seconds: Some(1.0) }];
     let found: Vec<f64> = (0..12).map(|seed| run(&scenario, &auto(), seed).ettr).collect();
     let mean = found.iter().sum::<f64>() / found.len() as f64;
@@ -256,10 +256,10 @@ fn a_loss_goes_back_to_the_newest_version_that_is_whole() {
     let mut scenario = scenario();
     scenario.cluster.nodes = 8;
     scenario.session.slots = Some(1); // no expert has a second node
-    scenario.session.checkpoint_every = 0;
+    scenario.session.checkpoint_interval = 0;
     scenario.steps = Some(20);
     for (steps, undone) in [(1, [0, 1, 1, 1, 1, 1, 1]), (3, [0, 1, 2, 3, 3, 4, 5])] {
-        scenario.session.snapshot_every = Some(steps);
+        scenario.session.snapshot_interval = Some(steps);
         for (step, undone) in undone.into_iter().enumerate() {
             scenario.failures = vec![Source::Steps { losses: vec![(step as u64, vec![3])] }];
             for scheme in &schemes()[1..3] {
@@ -277,7 +277,7 @@ fn versions_take_as_many_steps_as_delay_none() {
     scenario.cluster.network_bytes_per_second = 5e6; // more seconds of copies than the 5 that steps leave free
     let gemini = run(&scenario, &schemes()[1], 1);
     assert_eq!(gemini.nanoseconds["copy"], 0);
-    scenario.session.snapshot_every = Some(1);
+    scenario.session.snapshot_interval = Some(1);
     let each_step = run(&scenario, &schemes()[1], 1);
     assert!(each_step.nanoseconds["copy"] > gemini.nanoseconds["train"] / 10);
     assert!(each_step.undone_steps < gemini.undone_steps && each_step.ettr < gemini.ettr);
@@ -308,7 +308,7 @@ fn the_end_of_all_nodes_takes_a_job_back_to_its_checkpoint() {
         let waited = outcome.nanoseconds["wait"] as f64 * 1e-9;
         assert!((3000.0..3700.0).contains(&waited), "{}: {waited}", scheme.name());
         let without = Scenario {
-            session: SessionChoices { checkpoint_every: 0, ..scenario.session.clone() },
+            session: SessionChoices { checkpoint_interval: 0, ..scenario.session.clone() },
             ..scenario.clone()
         };
         let outcome = run(&without, scheme, 1);
@@ -436,7 +436,7 @@ fn what_is_none_is_refused_with_its_name() {
     assert!(message(&|s| s.model.step_seconds = f64::NAN).starts_with("model.step_seconds: expected"));
     assert!(message(&|s| s.costs.digest_bytes_per_second = 0.0).contains("above 0, got 0"));
     assert!(message(&|s| s.session.most_slots = Some(0)).starts_with("session.most_slots"));
-    assert!(message(&|s| s.load.drift_every = 0).starts_with("load.drift_every"));
+    assert!(message(&|s| s.load.drift_interval = 0).starts_with("load.drift_interval"));
     assert!(message(&|s| s.load.trace = vec![(0, vec![1.0])]).contains("expected 16 numbers"));
     assert!(
         message(&|s| s.failures = vec![Source::Poisson { mtbf_seconds: 0.0, repair_seconds: None }])

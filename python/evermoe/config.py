@@ -56,10 +56,10 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
                 "overlap_param_gather is about the weights that owners send, and there are no owners with "
                 f"dense={self.dense!r}: use dense='sharded', or leave the option out"
             )
-        if self.choices.copies_late and self.copy_pacing == "blocking" and (self.snapshot_every or 1) > 1:
+        if self.choices.copies_late and self.copy_pacing == "blocking" and (self.snapshot_interval or 1) > 1:
             raise ValueError(
                 "copy_pacing='blocking' waits for each version at once, so that it takes one step: expected "
-                f"snapshot_every=1 or None, got {self.snapshot_every}; or use copy_pacing='windows'"
+                f"snapshot_interval=1 or None, got {self.snapshot_interval}; or use copy_pacing='windows'"
             )
         if self.dense == "sharded" and not self.choices.protects_owners:
             fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_owners)
@@ -102,9 +102,9 @@ def with_environment(config: SessionConfig) -> SessionConfig:
     for name in ("lighthouse", "job", "node", "domain", "address", "memory_dir", "on_lost"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
-    if os.environ.get("EVERMOE_GO_ON_ALONE"):
-        found["go_on_alone"] = (
-            checked("EVERMOE_GO_ON_ALONE", os.environ["EVERMOE_GO_ON_ALONE"], Literal["0", "1"]) == "1"
+    if os.environ.get("EVERMOE_ALLOW_SOLO_RESUME"):
+        found["allow_solo_resume"] = (
+            checked("EVERMOE_ALLOW_SOLO_RESUME", os.environ["EVERMOE_ALLOW_SOLO_RESUME"], Literal["0", "1"]) == "1"
         )
     if os.environ.get("EVERMOE_SPARE"):
         found["spare"] = checked("EVERMOE_SPARE", os.environ["EVERMOE_SPARE"], Literal["0", "1"]) == "1"

@@ -20,7 +20,7 @@ from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
 from evermoe.moe_checkpoint import is_recomputing
 from evermoe.moe_copies import HeldInPart
-from evermoe.moe_exchange import MOST_RANKS, Exchange, HostMemory, Padding, Placed
+from evermoe.moe_exchange import MAX_RANKS, Exchange, HostMemory, Padding, Placed
 from evermoe.moe_load import TokenCount
 from evermoe.moe_turns import Manner, Turns
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
@@ -244,7 +244,7 @@ class Experts(HeldInPart):
                 "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
                 "max_tokens, and bfloat16 experts whose matrices have rows of whole 16 bytes"
             )
-        if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MOST_RANKS:
+        if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
             return self._split_there(tokens_RE)
         on_host_RE = self._host.read(tokens_RE)
         self.group.check()  # a GPU may have been let go without the counts

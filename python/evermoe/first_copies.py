@@ -12,7 +12,7 @@ from evermoe.events import Confirm, Listener
 from evermoe.keeper import Keeper
 from evermoe.loss_ledger import LossLedger
 from evermoe.replay.replicas import Replicas
-from evermoe.snapshot.store import MOST_TRIES
+from evermoe.snapshot.store import MAX_TRIES
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of
 
@@ -109,14 +109,14 @@ class FirstCopies:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         everyone = self._membership.everyone
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             is_whole = self._make_once(version) if makes_any else True
             self._emit(Confirm(step_of(version)))
             if everyone.all_reduce(torch.tensor([int(is_whole)])) == everyone.size:
                 return
             self._copies.forget()  # those of before may be what is damaged
         raise CorruptCopy(
-            f"copies arrive with other bytes than were sent, {MOST_TRIES} times in a row: check the network"
+            f"copies arrive with other bytes than were sent, {MAX_TRIES} times in a row: check the network"
         )
 
     def _make_once(self, version: int) -> bool:

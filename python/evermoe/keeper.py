@@ -36,7 +36,7 @@ class CopyOptions(Options):
     """Nodes that hold each unit's state after every step, those that train on it included; 0 for no copies."""
     copy_budget: float = option(0.01, shared=True, above=0, most=1)
     """Share of a step that copies may take where they do not fit into idle time."""
-    local_every: int | None = option(None, shared=True, least=1)
+    local_snapshot_interval: int | None = option(None, shared=True, least=1)
     """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: so many
     that they take no more than the budget, of which they get a tenth where the model is on the host. `gemini` and
     `baft` make them at every step."""
@@ -58,13 +58,13 @@ class CopyOptions(Options):
     """Experts of each layer that `pec` saves to checkpoint_dir at a time, no more than those; None: a quarter."""
     expert_selection: Literal["load-aware", "sequential"] = option("load-aware", shared=True)
     """Order in which `pec` copies experts: those with the most tokens at risk, or each in its turn."""
-    snapshot_every: int | None = option(None, shared=True, least=1)
+    snapshot_interval: int | None = option(None, shared=True, least=1)
     """Steps between the versions that `gemini` and `baft` copy, each over so many steps, and between the snapshots of
     `pec`. None: as few as the idle windows need for a version, or where these have too little room, as many as lose the
     least time to delays and failures; 1 until windows are known. `pec`: 1."""
-    plt_limit: float = option(1.0, shared=True, above=0, most=1)
+    max_lost_token_fraction: float = option(1.0, shared=True, above=0, most=1)
     """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
-    save_every: int = option(1, shared=True, least=1)
+    save_interval: int = option(1, shared=True, least=1)
     """Steps between the saves of `pec`."""
     remote_bytes_per_step: int | None = option(None, shared=True, least=0)
     """What `moetion` may send to peers in a step, all members together; None: bandwidth × time of a step, as they were
@@ -104,7 +104,7 @@ class CopyOptions(Options):
     @property
     def steps_per_version(self) -> int | None:
         """Steps over which each version of the snapshots of all state is copied; None for as few as windows need."""
-        return self.snapshot_every if self.choices.copies_late else 1
+        return self.snapshot_interval if self.choices.copies_late else 1
 
     @property
     def choices(self) -> Preset:

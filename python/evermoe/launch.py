@@ -25,7 +25,7 @@ from evermoe.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_pri
 from evermoe.options import check_name, count
 
 STOP_SECONDS = 35.0
-"""Time that workers get between SIGTERM and SIGKILL: longer than their `leave_limit`, in which they leave the job."""
+"""Time that workers get between SIGTERM and SIGKILL: longer than their `drain_timeout`, in which they leave the job."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals at which `evermoe run` makes its workers leave. SIGHUP comes when a terminal is closed."""
@@ -61,8 +61,8 @@ class LocalJob:
         members: that a new job waits for, over all machines.
         lighthouse: address of a running Lighthouse; None starts one in this process, for this machine alone.
         memory_dir: directory of named shared memory.
-        hang_limit: seconds that a silent member is waited for.
-        heartbeat_limit: seconds without a heartbeat after which a member counts as dead.
+        hang_timeout: seconds that a silent member is waited for.
+        heartbeat_timeout: seconds without a heartbeat after which a member counts as dead.
         environment: added to every worker's environment.
     """
 
@@ -71,8 +71,8 @@ class LocalJob:
     members: int
     lighthouse: str | None = None
     memory_dir: str = DEFAULT
-    hang_limit: float = 30.0
-    heartbeat_limit: float = 0.35
+    hang_timeout: float = 30.0
+    heartbeat_timeout: float = 0.35
     environment: Mapping[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
     _server: Any = None
@@ -97,7 +97,7 @@ class LocalJob:
             from evermoe.comm.lighthouse import start_local_lighthouse
 
             self._server, self.lighthouse = start_local_lighthouse(
-                heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
+                heartbeat_timeout=self.heartbeat_timeout, join_timeout=self.hang_timeout
             )
         for mark in (BEGUN, FINISHED):
             (self.memory / mark).unlink(missing_ok=True)
@@ -135,7 +135,9 @@ class LocalJob:
 
         bind = own_address(str(self.lighthouse))
         if bind is not None:
-            self._hosted = start_lighthouse(heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit, bind=bind)
+            self._hosted = start_lighthouse(
+                heartbeat_timeout=self.heartbeat_timeout, join_timeout=self.hang_timeout, bind=bind
+            )
 
     @property
     def has_own_lighthouse(self) -> bool:

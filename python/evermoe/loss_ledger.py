@@ -54,7 +54,11 @@ class LossLedger:
         most = max(self._layers.values(), default=0)
         each = presets.levels(max(most, 1), options.experts_per_snapshot, options.experts_per_save)
         self.selection, self.local = (
-            TokenLedger(len(self._layers), most, experts_per_layer=k, plt_limit=options.plt_limit) if most else None
+            TokenLedger(
+                len(self._layers), most, experts_per_layer=k, max_lost_token_fraction=options.max_lost_token_fraction
+            )
+            if most
+            else None
             for k in (each.save, each.snapshot)
         )
         """Tokens at risk since the last copy on another node or in the store, and on the expert's own node."""

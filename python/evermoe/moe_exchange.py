@@ -19,7 +19,7 @@ from evermoe import ops
 
 PADDED_BYTES = 64 << 20
 """Largest buffer of a padded exchange; a larger one would cost more time than the wait that it spares."""
-MOST_RANKS = 755
+MAX_RANKS = 755
 """Ranks over which a GPU can split tokens (`ops.split_tokens`)."""
 ALIGNMENT = 16
 """Bytes to which parts of one copy are aligned, for tensors of any type."""
@@ -236,7 +236,7 @@ class Padding(Placed):
     def fits(self, row_bytes: int) -> bool:
         """Whether padding costs less than it spares, and a GPU can split the tokens; the same on all ranks."""
         ranks = len(self.most_R)
-        return ranks <= MOST_RANKS and ranks * max(self.most_R) * row_bytes <= PADDED_BYTES
+        return ranks <= MAX_RANKS and ranks * max(self.most_R) * row_bytes <= PADDED_BYTES
 
 
 class HostMemory:

@@ -16,11 +16,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-LONGEST_SECONDS = 1e8
+MAX_SECONDS = 1e8
 """Longest time limit, about three years."""
-SHORTEST_SECONDS = 1e-3
+MIN_SECONDS = 1e-3
 """Shortest time limit that is not 0."""
-MOST_NUMBER = 2**62
+MAX_NUMBER = 2**62
 """Largest whole number, which fits into 64 bits wherever it is sent."""
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 """Names of jobs and nodes: they become parts of paths, and never another path."""
@@ -135,7 +135,7 @@ def _converted(value: Any, kind: Any) -> Any:
 
 def _number(value: Any, kind: Any) -> Any:
     if kind is int:
-        return int(value) if isinstance(value, numbers.Integral) and abs(int(value)) <= MOST_NUMBER else _WRONG
+        return int(value) if isinstance(value, numbers.Integral) and abs(int(value)) <= MAX_NUMBER else _WRONG
     try:
         number = float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:

@@ -35,7 +35,7 @@ class PlacementOptions(Options):
     dense: Literal["replicated", "sharded"] = option("replicated", shared=True)
     """Where the optimizer's state of what is not an expert is: on all workers, or of each module on one of them alone,
     which takes its steps and sends the new weights to all. Weights are on all in both."""
-    rebalance_every: int = option(100, shared=True, least=0)
+    rebalance_interval: int = option(100, shared=True, least=0)
     """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
 
     @property

@@ -109,7 +109,7 @@ class Protection:
         where, courier = options.checkpoints(), self.snapshots.courier
         if self.preset.needs_checkpoint_dir and where is not None:
             partial = open_partial(where / PERSISTED, state.catalog.layout, membership.identity.job)
-            self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, options.save_every))
+            self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, options.save_interval))
         self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
         """All that keep copies, in the order in which they are driven."""
         self.window_planner = self.snapshots.window_planner

@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// Buffers of fewer bytes are left to the allocator, which keeps them mapped itself.
-pub const LEAST_BYTES: usize = 1 << 20;
+pub const MIN_BYTES: usize = 1 << 20;
 /// Large pages, where the system gives them: fewer faults and fewer misses of scattered rows.
 const PAGE_BYTES: usize = 2 << 20;
 

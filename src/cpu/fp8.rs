@@ -91,7 +91,7 @@ fn encode_block(block: &[f32; FP8_COLUMNS], most: u32) -> (f32, [u8; FP8_COLUMNS
 /// The nearest e4m3 number of a finite one; 448 for all that are larger.
 #[inline(always)]
 fn encode(value: f32) -> u8 {
-    const LEAST_NORMAL: u32 = (127 - 6) << 23;
+    const MIN_NORMAL: u32 = (127 - 6) << 23;
     const REBIAS: u32 = (127 - 7) << 3;
     const SUBNORMALS: f32 = 512.0; // in 1
     const ROUNDS_TO_ONES: f32 = 8_388_608.0;
@@ -99,7 +99,7 @@ fn encode(value: f32) -> u8 {
     let rounded = (bits + 0x7_ffff + (bits >> 20 & 1)) >> 20;
     let normal = rounded.wrapping_sub(REBIAS).min(0x7e);
     let subnormal = (f32::from_bits(bits) * SUBNORMALS + ROUNDS_TO_ONES).to_bits() & 0xf;
-    (sign | if bits < LEAST_NORMAL { subnormal } else { normal }) as u8
+    (sign | if bits < MIN_NORMAL { subnormal } else { normal }) as u8
 }
 
 /// Rows `[N, fp8_row_bytes(width)]` to `[N, width]`: number times scale, rounded once.

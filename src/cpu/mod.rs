@@ -43,7 +43,7 @@ mod steps;
 mod vector;
 
 pub use adamw::{AdamWOptions, AdamWStep, adamw};
-pub use buffers::{Buffer, Buffers, LEAST_BYTES};
+pub use buffers::{Buffer, Buffers, MIN_BYTES};
 pub use chunk_layout::{BLOCK_BYTES, ChunkLayout, Piece};
 pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
 pub use exchange::regroup;

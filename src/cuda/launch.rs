@@ -14,7 +14,7 @@ const SHARED_WORDS: usize = 48 * 1024 / size_of::<u32>();
 /// Threads of a block of the plan.
 const PLAN_THREADS: usize = 512;
 /// Slots of a tile, at least: as many as a block has ids on their way.
-const LEAST_TILE_SLOTS: usize = 8 * PLAN_THREADS;
+const MIN_TILE_SLOTS: usize = 8 * PLAN_THREADS;
 /// Slots of a tile for each expert, at least, so that the counts of a tile take at most two bytes a slot.
 const TILE_SLOTS_PER_EXPERT: usize = 2;
 /// Tiles, at most: each reads the counts of those before it.
@@ -161,7 +161,7 @@ pub(super) fn check_experts(num_experts: usize) -> Result<()> {
 }
 
 fn tile_slots(num_slots: usize, num_experts: usize) -> usize {
-    let least = LEAST_TILE_SLOTS.max(TILE_SLOTS_PER_EXPERT * num_experts);
+    let least = MIN_TILE_SLOTS.max(TILE_SLOTS_PER_EXPERT * num_experts);
     num_slots.div_ceil(MAX_TILES).max(least).next_multiple_of(PLAN_THREADS)
 }
 

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 const ALIGNMENT: usize = 8;
 /// Readers refuse longer ones.
-const MOST_HEADER_BYTES: usize = 100_000_000;
+const MAX_HEADER_BYTES: usize = 100_000_000;
 
 /// A tensor of a file.
 pub struct Piece {
@@ -50,9 +50,9 @@ pub fn header(pieces: &[Piece], metadata: Option<HashMap<String, String>>) -> Re
     let written = Metadata::new(metadata, infos).map_err(|error| invalid(&error))?;
     let mut text = serde_json::to_vec(&written).map_err(|error| invalid(&error))?;
     text.resize(text.len().next_multiple_of(ALIGNMENT), b' ');
-    if text.len() > MOST_HEADER_BYTES {
+    if text.len() > MAX_HEADER_BYTES {
         return Err(invalid(&format!(
-            "their names and shapes take {} bytes, and a file may have {MOST_HEADER_BYTES}",
+            "their names and shapes take {} bytes, and a file may have {MAX_HEADER_BYTES}",
             text.len()
         )));
     }

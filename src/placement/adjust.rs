@@ -3,7 +3,7 @@
 use super::rows::{Rows, add};
 
 /// (node, expert) pairs times exchanges up to which it is looked for: some tens of milliseconds.
-const MOST_WORK: usize = 1 << 24;
+const MAX_WORK: usize = 1 << 24;
 
 /// The previous placement with the wanted replicas: on some nodes an expert that has too many gives its slot to one that
 /// has too few. Each exchange is where the node then has the least load, and the expert is not yet. None where a node
@@ -27,7 +27,7 @@ pub(super) fn adjusted(previous: &Rows, replicas: &[i64], slots: usize, weight: 
         return None;
     }
     let exchanges: i64 = surplus.iter().filter(|&&more| more > 0).sum();
-    if (previous.len() * replicas.len()).saturating_mul(exchanges as usize) > MOST_WORK {
+    if (previous.len() * replicas.len()).saturating_mul(exchanges as usize) > MAX_WORK {
         return None;
     }
     let load = |row: &Vec<(usize, i64)>| row.iter().map(|&(held, count)| count as f64 * weight[held]).sum();

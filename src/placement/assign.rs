@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// With more nodes than this the assignment is greedy: an exact one takes time with the cube of the nodes.
-const MOST_EXACT: usize = 512;
+const MAX_EXACT: usize = 512;
 
 /// Nodes that hold experts, and positions that need them.
 pub(super) struct Assignment<'a> {
@@ -23,14 +23,14 @@ pub(super) struct Assignment<'a> {
 }
 
 impl Assignment<'_> {
-    /// The node of each position. Up to [`MOST_EXACT`] nodes the fewest bytes move, and among such assignments the most
+    /// The node of each position. Up to [`MAX_EXACT`] nodes the fewest bytes move, and among such assignments the most
     /// positions go to the node of the same number; beyond, no more bytes move than if all did, and each group keeps its
     /// own nodes.
     pub(super) fn solve(&self) -> Vec<usize> {
         if self.groups.iter().any(|group| group.len() > 1) {
-            return if self.nodes <= MOST_EXACT { self.groups_exchanged() } else { self.groups_kept() };
+            return if self.nodes <= MAX_EXACT { self.groups_exchanged() } else { self.groups_kept() };
         }
-        if self.nodes <= MOST_EXACT {
+        if self.nodes <= MAX_EXACT {
             return cheapest(&self.costs(), self.positions, self.nodes);
         }
         let greedy = self.greedy();

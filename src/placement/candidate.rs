@@ -11,7 +11,7 @@ use std::cmp::Ordering;
 /// Loads that differ by less, relatively, are the same.
 pub(super) const NOISE: f64 = 1e-9;
 /// Steps that one exact survival may take, some milliseconds of them; beyond that it is sampled.
-const MOST_WORK: usize = 1 << 23;
+const MAX_WORK: usize = 1 << 23;
 
 /// A placement with what it is worth.
 #[derive(Clone)]
@@ -110,7 +110,7 @@ impl Candidate {
 }
 
 fn survival(problem: &Problem, rows: &Rows, failures: usize) -> Share {
-    weigh(problem.domains, &fatal_sets(problem, rows, failures), failures, MOST_WORK)
+    weigh(problem.domains, &fatal_sets(problem, rows, failures), failures, MAX_WORK)
 }
 
 /// Load of the busiest node over the mean.

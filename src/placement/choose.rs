@@ -17,13 +17,13 @@ const FINE_IMBALANCE: f64 = 1.005;
 const POINTS: u32 = 20;
 /// (node, expert) pairs up to which a placement that is even enough is compared with those of all policies: beyond, a
 /// percent of evenness is not worth the time.
-const MOST_COMPARED: usize = 1 << 12;
+const MAX_COMPARED: usize = 1 << 12;
 /// Factor on the least imbalance that the replicas allow up to which no more replicas move.
 const SLACK: f64 = 1.02;
 /// A new placement must be this much more even than one that keeps most of the previous to be worth the moves.
 const WORTH_MOVING: f64 = 1.05;
 /// Part of all replicas, in percent, that may move in any case for a placement that is even enough.
-const MOST_MOVED_PERCENT: usize = 15;
+const MAX_MOVED_PERCENT: usize = 15;
 /// Where more would move, it must be this much more even than the previous: loads that have drifted by 5 % up or down, each
 /// by itself, differ by that.
 const WORTH_CHANGING: f64 = 1.05 / 0.95;
@@ -83,7 +83,7 @@ pub(super) fn balanced(
             return same.clone();
         }
         let built = made(problem, &cells, count, even_enough);
-        let few = problem.nodes * problem.slots_of_node() * MOST_MOVED_PERCENT / 100;
+        let few = problem.nodes * problem.slots_of_node() * MAX_MOVED_PERCENT / 100;
         let (is_even, moves_little) = (keeps(&built, even_enough), built.moved(problem) <= few);
         if is_even && moves_little {
             return built;
@@ -115,7 +115,7 @@ pub(super) fn balanced(
     }
     if !best_is_safe
         || best.imbalance > fine * FINE_IMBALANCE
-        || problem.nodes * problem.experts <= MOST_COMPARED
+        || problem.nodes * problem.experts <= MAX_COMPARED
     {
         let safest_at = |failures: usize| {
             let problem = Problem { failures, ..fresh.clone() };

@@ -7,7 +7,7 @@ use super::rows::{matrix_of, rows_of};
 use std::collections::BTreeSet;
 
 /// Pairs of replicas times choices of failures up to which all exchanges are tried.
-const MOST_CLIMBED: f64 = (1 << 17) as f64;
+const MAX_CLIMBED: f64 = (1 << 17) as f64;
 
 /// Whether there are few enough exchanges, and losses to weigh each for, to try them all.
 pub(super) fn climbs(problem: &Problem) -> bool {
@@ -15,7 +15,7 @@ pub(super) fn climbs(problem: &Problem) -> bool {
     let losses = (0..problem.failures).map(|lost| (problem.domains - lost) as f64 / (lost + 1) as f64);
     problem.domains <= 64
         && problem.failures < problem.domains
-        && replicas * replicas * losses.product::<f64>() <= MOST_CLIMBED
+        && replicas * replicas * losses.product::<f64>() <= MAX_CLIMBED
 }
 
 /// The placement after exchanges of two replicas, as long as one makes it safer; for problems that [`climbs`].

@@ -7,7 +7,7 @@ use super::layout::{Layout, Problem};
 const PARTNERS: usize = 32;
 
 /// Pairs of replicas that are looked at in all, about a tenth of a second of them.
-const MOST_WORK: usize = 1 << 26;
+const MAX_WORK: usize = 1 << 26;
 
 /// Two replicas, or all bound replicas of two experts, that change places.
 #[derive(Clone, Copy)]
@@ -21,7 +21,7 @@ enum Exchange {
 pub(super) fn improve(problem: &Problem, layout: &mut Layout, frame: &mut Frame<'_>, target: f64) {
     // Each exchange lowers a busiest node, so this ends; the bound is for thousands of nodes and loads without end.
     let work_of_each = problem.nodes + PARTNERS.min(problem.nodes) * problem.slots * problem.slots;
-    for _ in 0..(4 * problem.nodes * problem.slots).min(MOST_WORK / work_of_each.max(1)) {
+    for _ in 0..(4 * problem.nodes * problem.slots).min(MAX_WORK / work_of_each.max(1)) {
         let Some(busiest) =
             (0..problem.nodes).max_by(|&a, &b| layout.load[a].total_cmp(&layout.load[b]).then(b.cmp(&a)))
         else {

@@ -1,7 +1,7 @@
 //! What a session asks of placements beside the planners: slots, rows that stay, and whether moving is worth it.
 
 use super::migrate::moves;
-use super::place::MOST_REPLICAS;
+use super::place::MAX_REPLICAS;
 use crate::ensure;
 use crate::error::Result;
 
@@ -33,7 +33,7 @@ pub fn session_slots(
 ) -> Result<usize> {
     let ranks = domain_sizes.iter().fold(0_usize, |sum, &size| sum.saturating_add(size));
     for (name, number) in [("experts", experts), ("domain_sizes", ranks), ("slots", slots.unwrap_or(0))] {
-        ensure!(number <= MOST_REPLICAS, "{name}: expected at most 2^24 in all, got {number}");
+        ensure!(number <= MAX_REPLICAS, "{name}: expected at most 2^24 in all, got {number}");
     }
     if ranks == 0 {
         return Ok(0);

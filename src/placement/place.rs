@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
 /// (node, expert) pairs of a placement: half a gigabyte of table.
-const MOST_CELLS: usize = 1 << 26;
+const MAX_CELLS: usize = 1 << 26;
 /// Replicas of a placement.
-pub(super) const MOST_REPLICAS: usize = 1 << 24;
+pub(super) const MAX_REPLICAS: usize = 1 << 24;
 
 /// Policy by which experts are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -190,9 +190,9 @@ fn check(request: &Request<'_>) -> Result<()> {
         ensure!(false, "replicas: expert {expert} has {}; expected 1 or more", replicas[expert]);
     }
     let places = nodes.saturating_mul(slots);
-    ensure!(places <= MOST_REPLICAS, "slots: {nodes} nodes × {slots} slots are more than 2^24 replicas");
+    ensure!(places <= MAX_REPLICAS, "slots: {nodes} nodes × {slots} slots are more than 2^24 replicas");
     ensure!(
-        nodes.saturating_mul(experts) <= MOST_CELLS,
+        nodes.saturating_mul(experts) <= MAX_CELLS,
         "nodes: {nodes} nodes × {experts} experts are more than 2^26; plan fewer layers or nodes at a time"
     );
     let sum: i128 = replicas.iter().map(|&count| i128::from(count)).sum();

@@ -10,7 +10,7 @@ use std::collections::hash_map::Entry;
 use std::rc::Rc;
 
 /// Nodes and pairs that may be looked at in all: some tens of milliseconds, for which members wait.
-const MOST_WORK: usize = 1 << 21;
+const MAX_WORK: usize = 1 << 21;
 /// Share by which a loss must be less, to be more than rounding.
 const LESS: f64 = 1e-9;
 /// Share by which losses that are alike may differ: less than `LESS`, or units would exchange for ever.
@@ -51,7 +51,7 @@ impl Exchanges {
         let groups = units.iter().zip(given).map(&mut group).collect();
         let classes = vec![0; units.len()];
         let mut made =
-            Self { work: MOST_WORK, groups, classes, numbers: HashMap::new(), outcomes: HashMap::new() };
+            Self { work: MAX_WORK, groups, classes, numbers: HashMap::new(), outcomes: HashMap::new() };
         (0..units.len()).for_each(|index| made.classify(index, &units[index]));
         made
     }

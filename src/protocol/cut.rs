@@ -6,7 +6,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 /// Branches that are searched; a cut that needs more gets the best set that was found by then.
-const MOST_BRANCHES: usize = 20_000;
+const MAX_BRANCHES: usize = 20_000;
 
 /// The set of members that all reach each other and go on, by id.
 ///
@@ -62,7 +62,7 @@ pub(super) fn who_stays(participants: &[Participant], is_majority: bool) -> BTre
         is_newest: &is_newest,
         may_go_on: &may_go_on,
         best: BTreeSet::new(),
-        branches: MOST_BRANCHES,
+        branches: MAX_BRANCHES,
     };
     search.run((0..ids.len()).collect());
     search.best.into_iter().map(|member| ids[member]).collect()

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Recoveries in a row without a committed step, after which a member gives up.
-pub const MOST_RECOVERIES: u32 = 20;
+pub const MAX_RECOVERIES: u32 = 20;
 
 /// What does not change while a member runs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -30,9 +30,9 @@ pub struct Settings {
     /// Whether the job has several Lighthouses, so that only a majority of the last members goes on.
     pub needs_majority: bool,
     /// Steps between looks for new members; 0 for none.
-    pub join_every: u64,
+    pub join_interval: u64,
     /// Steps between looks whether experts should move; 0 for none.
-    pub rebalance_every: u64,
+    pub rebalance_interval: u64,
     /// Newest generation that this node's memory names.
     pub generation: u64,
 }
@@ -67,7 +67,7 @@ enum Phase {
 /// use evermoe::protocol::{Command, Event, Participant, Protocol, Settings};
 /// let settings = Settings {
 ///     id: "a".into(), trains: true, is_spare: false, members: 1, is_fixed: false, goes_on_alone: false, needs_majority: false,
-///     join_every: 5, rebalance_every: 0, generation: 0,
+///     join_interval: 5, rebalance_interval: 0, generation: 0,
 /// };
 /// let mut member = Protocol::new(settings);
 /// let [Command::Ask { standing, .. }] = &member.handle(Event::Look { until: 10 })?[..] else { panic!() };

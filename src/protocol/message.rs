@@ -23,7 +23,7 @@ const PROMOTION: &str = "promote";
 /// What stands there in that of a member that speaks for another one whose process has ended.
 const ENDED: &str = "ended ";
 /// Bytes of the longest message that is read.
-const MOST_BYTES: usize = 1 << 20;
+const MAX_BYTES: usize = 1 << 20;
 
 /// Everything that a member tells about itself, but for its job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -247,8 +247,8 @@ pub fn hear(id: &str, text: &str, secret: Option<&Secret>) -> Heard {
 }
 
 fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> {
-    if text.len() > MOST_BYTES {
-        return Err(format!("it has {} bytes, more than {MOST_BYTES}", text.len()));
+    if text.len() > MAX_BYTES {
+        return Err(format!("it has {} bytes, more than {MAX_BYTES}", text.len()));
     }
     let any: AnyProtocol = parse(text)?;
     if let Some(why) = any.problem(id, secret) {

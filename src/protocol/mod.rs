@@ -53,6 +53,6 @@ mod version;
 pub use agreement::{Agreement, Need, Verdict, judge, without_idle_spares};
 pub use cut::reach_each_other;
 pub use event::{Begun, Command, Event, Participant, Passed, Seat, Standing, Stop, Wait};
-pub use member::{MOST_RECOVERIES, Protocol, Settings};
+pub use member::{MAX_RECOVERIES, Protocol, Settings};
 pub use message::{Heard, Message, PROTOCOL, Role, hear, promote, tell, tell_ended};
 pub use version::{STEP_BITS, generation_of, step_of, version_of};

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Connections that are answered at a time; more are closed at once.
-const MOST_CONNECTIONS: usize = 4096;
+const MAX_CONNECTIONS: usize = 4096;
 /// How long a connection may be silent.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Time after which one is accepted again, where the system had no room for it.
@@ -125,7 +125,7 @@ fn serve(listener: &TcpListener, keeper: &Keeper) {
         });
         for _ in 0..ACCEPTS {
             match listener.accept() {
-                Ok((stream, _)) if visitors.len() < MOST_CONNECTIONS => visitors.extend(Visitor::new(stream)),
+                Ok((stream, _)) if visitors.len() < MAX_CONNECTIONS => visitors.extend(Visitor::new(stream)),
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(_) => {

@@ -3,7 +3,7 @@
 use super::baft;
 use super::capacity::Work;
 use super::pace::{Pace, total};
-use super::request::{MOST_CHUNKS, Request};
+use super::request::{MAX_CHUNKS, Request};
 use super::stream::{Filled, stream};
 
 /// The fill that delays least, then takes the fewest steps, then the fewest chunks, with its pace.
@@ -14,7 +14,7 @@ use super::stream::{Filled, stream};
 pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
     let orders = work.orders();
     let first = Pace::full(request.link, request.memory);
-    let few = |pace: &Pace| work.chunks(pace) <= MOST_CHUNKS;
+    let few = |pace: &Pace| work.chunks(pace) <= MAX_CHUNKS;
     let smaller = Pace::smaller(request.link, request.memory).into_iter().filter(few);
     let paces = [first].into_iter().chain(smaller);
     let streams = paces.flat_map(|pace| orders.iter().map(move |loads| (pace, loads)));

@@ -1,7 +1,7 @@
 //! BAFT: each window takes the whole units that together have the most bytes.
 
 use super::capacity::{Interval, Load, Work};
-use super::knapsack::{Class, Item, MOST_BRANCHES, denser, fill as choose};
+use super::knapsack::{Class, Item, MAX_BRANCHES, denser, fill as choose};
 use super::pace::{Pace, ROUNDING};
 use super::stream::{Filled, Run};
 
@@ -17,7 +17,7 @@ struct Pool {
 }
 
 /// Parts of a unit at most; what is beyond them is left over.
-const MOST_PARTS: usize = 1 << 16;
+const MAX_PARTS: usize = 1 << 16;
 
 /// Fills the intervals of up to `max_steps` equal steps. A unit that no interval can take is cut to what the longest can.
 pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
@@ -30,7 +30,7 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
             .map(|interval| interval.end - interval.start)
             .fold(0.0, f64::max);
         // No window takes two parts that are as large as the longest can take.
-        let most_parts = work.intervals[first.intervals].len().saturating_mul(max_steps).min(MOST_PARTS);
+        let most_parts = work.intervals[first.intervals].len().saturating_mul(max_steps).min(MAX_PARTS);
         pools.push(Pool::new(loads, longest, most_parts, pace));
     }
     let mut order: Vec<(usize, Interval)> = Vec::new();
@@ -39,7 +39,7 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
     }
     order.sort_by(|(a, first), (b, second)| first.start.total_cmp(&second.start).then(a.cmp(b)));
     // A few windows are searched thoroughly, of a thousand each a little.
-    let branches = ((1 << 18) / order.len().max(1)).clamp(128, MOST_BRANCHES);
+    let branches = ((1 << 18) / order.len().max(1)).clamp(128, MAX_BRANCHES);
     for step in 0..max_steps {
         let before = filled.runs.len();
         let mut time = f64::NEG_INFINITY;

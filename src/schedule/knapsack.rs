@@ -18,7 +18,7 @@ pub(super) struct Class {
 }
 
 /// Branches that are tried at most; a few distinct sizes, which is what models have, need far fewer.
-pub(super) const MOST_BRANCHES: usize = 1 << 12;
+pub(super) const MAX_BRANCHES: usize = 1 << 12;
 
 /// Positions, ascending, of the items that together have the most bytes within so many seconds.
 ///
@@ -38,7 +38,7 @@ pub fn best_subset(items: &[Item], seconds: f64) -> Vec<usize> {
     let members: Vec<&[usize]> = alike.collect();
     let classes: Vec<Class> =
         members.iter().map(|members| Class { item: items[members[0]], count: members.len() }).collect();
-    let taken = fill(&classes, seconds, 0.0, MOST_BRANCHES);
+    let taken = fill(&classes, seconds, 0.0, MAX_BRANCHES);
     let mut chosen: Vec<usize> =
         taken.into_iter().flat_map(|(place, count)| members[place][..count].iter().copied()).collect();
     chosen.sort_unstable();

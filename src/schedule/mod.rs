@@ -28,7 +28,7 @@ pub use knapsack::{Item, best_subset};
 pub use memory::{Place, snapshot_places};
 pub use period::{Period, copy_period};
 pub use plan::{Chunk, ChunkPlan, Reason, plan_chunks, version_steps};
-pub(crate) use request::MOST_STEPS;
+pub(crate) use request::MAX_STEPS;
 pub use request::{CopyItem, Link, Memory, Policy, Receiver, Request};
 pub use span::{Kind, Resource, Span, StepProfile};
 pub use trace::{Sent, chrome_trace, merge_traces};

@@ -5,7 +5,7 @@ use super::request::Link;
 use crate::error::{Error, Result};
 
 /// Steps between two versions, at most.
-const MOST_STEPS: usize = 4096;
+const MAX_STEPS: usize = 4096;
 
 /// What copying costs at some frequency; times are seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -56,9 +56,9 @@ pub fn copy_period(
             return Err(Error::Invalid(format!("{name}: expected a number >= 0, got {value}")));
         }
     }
-    if step == 0.0 || !(1..=MOST_STEPS).contains(&most) {
+    if step == 0.0 || !(1..=MAX_STEPS).contains(&most) {
         return Err(Error::Invalid(format!(
-            "expected step_seconds > 0 and most of 1 to {MOST_STEPS}, got {step} and {most}"
+            "expected step_seconds > 0 and most of 1 to {MAX_STEPS}, got {step} and {most}"
         )));
     }
     let cost = |period: &Period| period.delay / period.steps as f64 + failures * period.wasted;

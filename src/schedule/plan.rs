@@ -2,7 +2,7 @@
 
 use super::capacity::{Load, Work};
 use super::pace::{Pace, total};
-use super::request::{MOST_CHUNKS, MOST_STEPS, Policy, Request};
+use super::request::{MAX_CHUNKS, MAX_STEPS, Policy, Request};
 use super::span::Resource;
 use super::stream::{Filled, stream};
 use super::{auto, baft};
@@ -71,7 +71,7 @@ impl fmt::Display for Reason {
         )?;
         match self.steps_in_windows {
             Some(steps) => write!(out, "; in windows alone it would take {steps} steps"),
-            None => write!(out, "; in windows alone it would take more than {MOST_STEPS} steps"),
+            None => write!(out, "; in windows alone it would take more than {MAX_STEPS} steps"),
         }
     }
 }
@@ -130,8 +130,8 @@ pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
     let full = Pace::full(request.link, request.memory);
     let chunks = work.chunks(&full);
     ensure!(
-        chunks <= MOST_CHUNKS,
-        "memory: sub-buffers of {} bytes make {chunks} chunks of a version; expected at most {MOST_CHUNKS}: larger or \
+        chunks <= MAX_CHUNKS,
+        "memory: sub-buffers of {} bytes make {chunks} chunks of a version; expected at most {MAX_CHUNKS}: larger or \
          fewer sub-buffers",
         full.most
     );
@@ -259,8 +259,8 @@ fn reason(request: &Request<'_>, work: &Work, pace: &Pace, filled: &Filled) -> R
         _ => auto::delay(pace, filled),
     };
     let alone = || match request.policy {
-        Policy::Baft => baft::fill(work, pace, MOST_STEPS),
-        _ => stream(&work.in_order(), &work.intervals, pace, MOST_STEPS),
+        Policy::Baft => baft::fill(work, pace, MAX_STEPS),
+        _ => stream(&work.in_order(), &work.intervals, pace, MAX_STEPS),
     };
     let steps_in_windows =
         if fits { Some(steps) } else { Some(alone()).filter(|all| all.rest.is_empty()).map(|all| all.steps) };
@@ -343,12 +343,12 @@ impl ChunkPlan {
         let Self { units, chunks, reason } = &plan;
         let steps = reason.steps_per_version;
         ensure!(
-            (1..=MOST_STEPS).contains(&steps),
-            "text: expected a version of 1 to {MOST_STEPS} steps, got {steps}"
+            (1..=MAX_STEPS).contains(&steps),
+            "text: expected a version of 1 to {MAX_STEPS} steps, got {steps}"
         );
         ensure!(
-            chunks.len() as u64 <= MOST_CHUNKS,
-            "text: expected at most {MOST_CHUNKS} chunks, got {}",
+            chunks.len() as u64 <= MAX_CHUNKS,
+            "text: expected at most {MAX_CHUNKS} chunks, got {}",
             chunks.len()
         );
         let seconds = [reason.delay_seconds, reason.used_seconds, reason.available_seconds];

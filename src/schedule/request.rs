@@ -130,9 +130,9 @@ pub struct Request<'a> {
 }
 
 /// Steps of a plan, at most: a version of more would be too old when it is complete.
-pub(crate) const MOST_STEPS: usize = 1 << 12;
+pub(crate) const MAX_STEPS: usize = 1 << 12;
 /// Chunks of a plan, at most.
-pub(super) const MOST_CHUNKS: u64 = 1 << 22;
+pub(super) const MAX_CHUNKS: u64 = 1 << 22;
 
 impl Request<'_> {
     pub(super) fn check(&self) -> Result<()> {
@@ -145,13 +145,13 @@ impl Request<'_> {
         );
         drain.map_or(Ok(()), |drain| drain.check("memory.drain"))?;
         ensure!(
-            (1..=MOST_STEPS).contains(&self.max_steps),
-            "max_steps: expected 1 to {MOST_STEPS}, got {}",
+            (1..=MAX_STEPS).contains(&self.max_steps),
+            "max_steps: expected 1 to {MAX_STEPS}, got {}",
             self.max_steps
         );
         ensure!(
-            (1..=MOST_STEPS).contains(&self.version_steps),
-            "version_steps: expected 1 to {MOST_STEPS}, got {}",
+            (1..=MAX_STEPS).contains(&self.version_steps),
+            "version_steps: expected 1 to {MAX_STEPS}, got {}",
             self.version_steps
         );
         self.check_pieces()?;

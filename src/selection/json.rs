@@ -19,7 +19,7 @@ impl TokenLedger {
         let ledger: Self = serde_json::from_str(text)
             .map_err(|error| Error::Invalid(format!("text: expected the JSON of a token ledger: {error}")))?;
         ensure!(ledger.version == VERSION, "text: expected layout {VERSION}, got {}", ledger.version);
-        Self::new(ledger.layers, ledger.experts, ledger.experts_per_layer, ledger.plt_limit)
+        Self::new(ledger.layers, ledger.experts, ledger.experts_per_layer, ledger.max_lost_token_fraction)
             .map_err(|error| Error::Invalid(format!("text: {error}")))?;
         ensure!(
             ledger.experts_per_layer <= ledger.experts,
@@ -84,7 +84,7 @@ mod tests {
         assert!(message("\"waiting\":[0,1,0", "\"waiting\":[0,1,7").contains("waits for nothing"));
         assert!(message("ledger\":1", "ledger\":2").contains("expected layout 1, got 2"));
         assert!(message("0.1", "1e999").contains("JSON of a token ledger"));
-        assert!(message("0.1", "2.5").contains("plt_limit"));
+        assert!(message("0.1", "2.5").contains("max_lost_token_fraction"));
         assert!(message("per_layer\":1", "per_layer\":3").contains("3 of 2 experts"));
         assert!(message("\"step\"", "\"stop\"").contains("unknown field"));
     }

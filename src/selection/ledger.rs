@@ -22,7 +22,7 @@ pub(super) const VERSION: u32 = 1;
 /// All counts are `[layers, experts]`. PLT is counted per layer, tokens lost ÷ tokens seen, and averaged over layers; a
 /// layer that has seen none has lost none.
 ///
-/// **Dynamic-K**: a run may lose `plt_limit` of its tokens, and each part of it the same portion of its own. So whenever a
+/// **Dynamic-K**: a run may lose `max_lost_token_fraction` of its tokens, and each part of it the same portion of its own. So whenever a
 /// recovery that lost tokens leaves the PLT of the run so far above the limit, K doubles, up to all experts.
 ///
 /// ```
@@ -43,7 +43,7 @@ pub struct TokenLedger {
     pub(super) layers: usize,
     pub(super) experts: usize,
     pub(super) experts_per_layer: usize,
-    pub(super) plt_limit: f64,
+    pub(super) max_lost_token_fraction: f64,
     step: u64,
     checkpoint: u64,
     pub(super) seen: Vec<i64>,
@@ -66,16 +66,21 @@ pub struct Starvation {
 }
 
 impl TokenLedger {
-    /// A ledger that has seen nothing. K starts at `experts_per_layer`; a `plt_limit` of 1 leaves it there.
+    /// A ledger that has seen nothing. K starts at `experts_per_layer`; a `max_lost_token_fraction` of 1 leaves it there.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::error::Error::Invalid) when a number is 0, layers × experts is more than 2^24, or the limit is not from 0 to 1.
-    pub fn new(layers: usize, experts: usize, experts_per_layer: usize, plt_limit: f64) -> Result<Self> {
+    pub fn new(
+        layers: usize,
+        experts: usize,
+        experts_per_layer: usize,
+        max_lost_token_fraction: f64,
+    ) -> Result<Self> {
         check_size(layers, experts)?;
         ensure!(experts_per_layer > 0, "experts_per_layer: expected 1 or more, got 0; K would stay at 0");
         ensure!(
-            (0.0..=1.0).contains(&plt_limit),
-            "plt_limit: expected a portion of the tokens from 0 to 1, got {plt_limit}"
+            (0.0..=1.0).contains(&max_lost_token_fraction),
+            "max_lost_token_fraction: expected a portion of the tokens from 0 to 1, got {max_lost_token_fraction}"
         );
         let zeros = vec![0; layers * experts];
         Ok(Self {
@@ -83,7 +88,7 @@ impl TokenLedger {
             layers,
             experts,
             experts_per_layer: experts_per_layer.min(experts),
-            plt_limit,
+            max_lost_token_fraction,
             step: 0,
             checkpoint: 0,
             seen: zeros.clone(),
@@ -290,7 +295,7 @@ impl TokenLedger {
             self.waiting[cell] = 0;
         }
         let plt = mean(&self.portions(&lost_now));
-        if plt > 0.0 && self.plt() > self.plt_limit {
+        if plt > 0.0 && self.plt() > self.max_lost_token_fraction {
             self.experts_per_layer = self.experts_per_layer.saturating_mul(2).min(self.experts);
         }
         Ok(plt)

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Changes of one simulation at most.
-const MOST_CHANGES: usize = 1 << 24;
+const MAX_CHANGES: usize = 1 << 24;
 
 /// A reason for which nodes come and go. Several add up.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -128,7 +128,7 @@ impl Source {
         let mut drawn = Vec::new();
         let mut every = |mean: f64, is_regular: bool, draw: &mut dyn FnMut(&mut Random, f64) -> Drawn| {
             let mut at = 0.0;
-            while drawn.len() < MOST_CHANGES {
+            while drawn.len() < MAX_CHANGES {
                 at += if is_regular { mean } else { random.exponential(mean) };
                 if at >= seconds {
                     break;

@@ -32,7 +32,7 @@ pub(super) struct Turns {
     /// By expert, the node that saves it if it is chosen.
     ranks: Vec<i64>,
     tokens_per_step: f64,
-    save_every: u64,
+    save_interval: u64,
     /// Bytes to peers in a step.
     budget: u64,
     expert_bytes: u64,
@@ -52,10 +52,10 @@ impl Turns {
         let all: u64 = units.bytes[..units.num_experts()].iter().sum();
         Ok(Self {
             selecting: preset.selection,
-            ledger: TokenLedger::new(units.classes, experts, each, session.plt_limit)?,
+            ledger: TokenLedger::new(units.classes, experts, each, session.max_lost_token_fraction)?,
             ranks: Vec::new(),
             tokens_per_step: scenario.model.tokens_per_step as f64,
-            save_every: session.save_every,
+            save_interval: session.save_interval,
             budget: session.remote_bytes_per_step.unwrap_or((all / 8).max(expert_bytes)),
             expert_bytes,
             stored: vec![None; units.bytes.len()],
@@ -119,7 +119,7 @@ impl Turns {
 
     /// `pec`: K experts of each layer, and all that is no expert, unless the save before is still being written.
     fn save(&mut self, planners: &dyn Planners, version: u64, units: &Units) -> Result<Option<Saved>> {
-        if !step_of(version).is_multiple_of(self.save_every) || self.writing.is_some() {
+        if !step_of(version).is_multiple_of(self.save_interval) || self.writing.is_some() {
             return Ok(None);
         }
         let chosen = planners.load_aware(&self.ledger, &self.ranks)?;

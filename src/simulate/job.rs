@@ -6,7 +6,7 @@ use super::failures::{Change, step_losses};
 use super::in_turn::Turns;
 use super::load::Loads;
 use super::member::Members;
-use super::outcome::{Happened, MOST_HAPPENED, Outcome, Parts, Tally};
+use super::outcome::{Happened, MAX_HAPPENED, Outcome, Parts, Tally};
 use super::pace::Pace;
 use super::planners::Planners;
 use super::scenario::{PresetChoices, Scenario, Selecting};
@@ -17,7 +17,7 @@ use crate::protocol::{Command, Event, Passed, step_of};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Steps that are remembered, to be undone.
-const MOST_STEPS: usize = 1 << 20;
+const MAX_STEPS: usize = 1 << 20;
 
 /// A job.
 pub(super) struct Job<'a> {
@@ -156,7 +156,7 @@ impl<'a> Job<'a> {
                 Ok(Some(Event::Settled { is_whole: true }))
             }
             Command::Pause => {
-                let patience = nanoseconds(self.scenario.session.rejoin_limit);
+                let patience = nanoseconds(self.scenario.session.rejoin_timeout);
                 let since = self.missing_since.unwrap_or(self.world.now);
                 self.world.spend(Cause::Wait, (since + patience).saturating_sub(self.world.now))?;
                 Ok(None)
@@ -219,7 +219,7 @@ impl<'a> Job<'a> {
         self.line.note(vote.after);
         self.surveying_since = None;
         self.taken.push_back((step_of(vote.before), std::mem::take(&mut self.pace.computing)));
-        if self.taken.len() > MOST_STEPS {
+        if self.taken.len() > MAX_STEPS {
             self.taken.pop_front();
         }
         self.former = None;
@@ -282,7 +282,7 @@ impl<'a> Job<'a> {
     }
 
     pub(super) fn log(&mut self, what: &'static str) {
-        if self.tally.happened.len() < MOST_HAPPENED {
+        if self.tally.happened.len() < MAX_HAPPENED {
             let step = step_of(self.line.newest);
             let (members, at) = (self.seats.len(), self.world.now);
             self.tally.happened.push(Happened { at, what, step, members });

@@ -40,7 +40,7 @@ impl<'a> Loads<'a> {
             self.next += 1;
             self.normalise();
         }
-        let wanted = if self.load.drift > 0.0 { step / self.load.drift_every } else { 0 };
+        let wanted = if self.load.drift > 0.0 { step / self.load.drift_interval } else { 0 };
         while self.drifts < wanted {
             self.drifts += 1;
             for share in &mut self.shares {

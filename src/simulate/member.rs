@@ -121,8 +121,8 @@ fn settings(session: &SessionChoices, id: &str, generation: u64) -> Settings {
         is_fixed: false,
         goes_on_alone: false,
         needs_majority: false,
-        join_every: session.join_every,
-        rebalance_every: session.rebalance_every,
+        join_interval: session.join_interval,
+        rebalance_interval: session.rebalance_interval,
         generation,
     }
 }

@@ -5,7 +5,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// Events that are remembered of a simulation.
-pub(super) const MOST_HAPPENED: usize = 1 << 12;
+pub(super) const MAX_HAPPENED: usize = 1 << 12;
 
 /// Something that happened to the job.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -9,7 +9,7 @@ use crate::schedule;
 use crate::selection::{self, Selection, TokenLedger};
 
 /// (node, expert) pairs up to which the best split of tokens is found.
-const MOST_BALANCED: usize = 1 << 14;
+const MAX_BALANCED: usize = 1 << 14;
 
 /// The planners of a simulated job. [`Product`] has those of a session; a test may put another in the place of one.
 pub trait Planners {
@@ -73,7 +73,7 @@ pub trait Planners {
     /// # Errors
     /// Those of the planner.
     fn imbalance(&self, matrix: &[i64], load: &[f64], nodes: usize, policy: dispatch::Policy) -> Result<f64> {
-        let policy = if matrix.len() <= MOST_BALANCED { policy } else { dispatch::Policy::Even };
+        let policy = if matrix.len() <= MAX_BALANCED { policy } else { dispatch::Policy::Even };
         dispatch::imbalance(matrix, load, nodes, policy)
     }
 

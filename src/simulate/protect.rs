@@ -17,16 +17,16 @@ use crate::schedule::{
 use std::collections::BTreeMap;
 
 /// Windows of a step at most.
-const MOST_WINDOWS: usize = 256;
+const MAX_WINDOWS: usize = 256;
 /// The part of its share that a collective keeps the network busy for, so that windows stay apart.
 const OVERLAP: f64 = 1.0 - 1e-9;
 /// Memory through which chunks pass, and into how many buffers it is cut.
 const BUFFERS: u64 = 4;
 const BUFFER_BYTES: u64 = 32 << 20;
 /// Steps over which a version may be copied.
-const MOST_VERSION_STEPS: usize = 64;
+const MAX_VERSION_STEPS: usize = 64;
 /// Chunks of a node at most: larger ones take the place of more.
-const MOST_CHUNKS: u64 = 1 << 12;
+const MAX_CHUNKS: u64 = 1 << 12;
 
 /// Bytes from a node to another in a step.
 type Sends = BTreeMap<(usize, usize), u64>;
@@ -251,7 +251,7 @@ impl Job<'_> {
         peers.dedup();
         let receiver = |rank| Receiver { rank, windows: windows.clone(), clock_offset: 0.0 };
         let receivers: Vec<Receiver> = peers.into_iter().map(receiver).collect();
-        let buffer = BUFFER_BYTES.max(bytes.div_ceil(MOST_CHUNKS));
+        let buffer = BUFFER_BYTES.max(bytes.div_ceil(MAX_CHUNKS));
         let request = Request {
             pieces: &pieces,
             windows: &windows,
@@ -259,10 +259,10 @@ impl Job<'_> {
             link: self.link(),
             memory: Memory { bytes: BUFFERS * buffer, buffers: BUFFERS, drain: None },
             policy,
-            max_steps: MOST_VERSION_STEPS,
+            max_steps: MAX_VERSION_STEPS,
             version_steps: 1,
         };
-        let steps = match (self.scenario.session.snapshot_every, &self.turns) {
+        let steps = match (self.scenario.session.snapshot_interval, &self.turns) {
             (_, Some(_)) => 1, // experts that take turns have versions of their own
             (Some(steps), None) => steps,
             (None, None) => self.version_steps(&request)?,
@@ -273,16 +273,16 @@ impl Job<'_> {
 
     /// Steps over which a version is sent: as few as windows need, or where it delays training, as lose the least time.
     fn version_steps(&self, request: &Request<'_>) -> Result<usize> {
-        let steps = self.planners.version_steps(request, MOST_VERSION_STEPS)?;
+        let steps = self.planners.version_steps(request, MAX_VERSION_STEPS)?;
         let found = self.planners.plan_chunks(&Request { version_steps: steps, ..*request })?.reason;
-        let pace = found.pace(request.windows.step_seconds, request.link, FAILURE, MOST_VERSION_STEPS)?;
+        let pace = found.pace(request.windows.step_seconds, request.link, FAILURE, MAX_VERSION_STEPS)?;
         Ok(pace.map_or(steps, |period| period.steps))
     }
 
     /// Windows of a step in which computing and collectives take turns, as in each layer's forward and backward.
     fn windows(&self) -> Result<Windows> {
         let (model, step) = (&self.scenario.model, self.step_seconds());
-        let count = (2 * model.layers).min(MOST_WINDOWS);
+        let count = (2 * model.layers).min(MAX_WINDOWS);
         let whole = step / count as f64;
         let idle = model.network_idle * whole;
         let mut spans = Vec::new();

@@ -6,7 +6,7 @@
 use super::account::{Cause, nanoseconds, seconds};
 use super::failures::{Change, step_losses};
 use super::load::Loads;
-use super::outcome::{Happened, MOST_HAPPENED, Outcome, Parts, Tally};
+use super::outcome::{Happened, MAX_HAPPENED, Outcome, Parts, Tally};
 use super::scenario::{RestartChoices, Scenario};
 use super::units::Units;
 use super::world::{Flow, Progress, World};
@@ -183,7 +183,7 @@ impl<'a> Restarts<'a> {
     /// Begins a checkpoint where one is due; the nanoseconds for which training waits, until it is in host memory.
     fn checkpoint(&mut self) -> u64 {
         self.finish_writing();
-        let every = self.choices.checkpoint_every;
+        let every = self.choices.checkpoint_interval;
         if self.step == 0
             || !self.step.is_multiple_of(every)
             || self.step == self.stored
@@ -315,7 +315,7 @@ impl<'a> Restarts<'a> {
     }
 
     fn log(&mut self, what: &'static str) {
-        if self.tally.happened.len() < MOST_HAPPENED {
+        if self.tally.happened.len() < MAX_HAPPENED {
             let happened = Happened { at: self.world.now, what, step: self.step, members: self.used.len() };
             self.tally.happened.push(happened);
         }

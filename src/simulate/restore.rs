@@ -69,7 +69,7 @@ impl Job<'_> {
     }
 
     fn is_patient(&self) -> bool {
-        let limit = nanoseconds(self.scenario.session.rejoin_limit);
+        let limit = nanoseconds(self.scenario.session.rejoin_timeout);
         self.missing_since.is_none_or(|since| self.world.now < since + limit)
     }
 

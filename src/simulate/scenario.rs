@@ -9,15 +9,15 @@ use crate::error::Result;
 use crate::placement::Policy;
 use crate::protection::Copying;
 use crate::protocol::STEP_BITS;
-use crate::schedule::{self, MOST_STEPS};
+use crate::schedule::{self, MAX_STEPS};
 use serde::{Deserialize, Serialize};
 
 /// Nodes at most, spares included.
-const MOST_NODES: usize = 1 << 17;
+const MAX_NODES: usize = 1 << 17;
 /// Layers that differ × experts, at most.
-const MOST_UNITS: usize = 1 << 16;
+const MAX_UNITS: usize = 1 << 16;
 /// Seconds of a simulation at most: a century.
-const MOST_SECONDS: f64 = 3.2e9;
+const MAX_SECONDS: f64 = 3.2e9;
 
 /// A job on a cluster that fails.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -103,7 +103,7 @@ pub struct Load {
     /// Standard deviation of the logarithm by which each expert's share changes from one look to the next.
     pub drift: f64,
     /// Steps between two changes.
-    pub drift_every: u64,
+    pub drift_interval: u64,
     /// `[(step, classes × experts)]` tokens from a step on, in the place of these; empty for none.
     pub trace: Vec<(u64, Vec<f64>)>,
 }
@@ -125,23 +125,23 @@ pub struct SessionChoices {
     /// Share of a step by which copies may delay it.
     pub copy_budget: f64,
     /// Steps over which a version is copied (`gemini`, `baft`); none for as few as delay no step.
-    pub snapshot_every: Option<usize>,
+    pub snapshot_interval: Option<usize>,
     /// Steps between looks for newcomers; 0 for none.
-    pub join_every: u64,
+    pub join_interval: u64,
     /// Steps between looks whether experts should move; 0 for none.
-    pub rebalance_every: u64,
+    pub rebalance_interval: u64,
     /// Seconds that units which nobody has are waited for.
-    pub rejoin_limit: f64,
+    pub rejoin_timeout: f64,
     /// Steps between checkpoints in the store; 0 for none.
-    pub checkpoint_every: u64,
+    pub checkpoint_interval: u64,
     /// Bytes of gradients that a node logs for others.
     pub replay_log_bytes: u64,
     /// Experts of each layer that `pec` saves at a time; none for a quarter.
     pub experts_per_save: Option<usize>,
     /// Steps between the saves of `pec`.
-    pub save_every: u64,
+    pub save_interval: u64,
     /// Portion of tokens that `pec` may lose before it saves more.
-    pub plt_limit: f64,
+    pub max_lost_token_fraction: f64,
     /// What `moetion` may send to peers in a step; none for an eighth of the experts' state.
     pub remote_bytes_per_step: Option<u64>,
     /// Whether experts and copies are planned anew at every change, as a session does. Else a newcomer takes over what a
@@ -239,7 +239,7 @@ pub struct RestartChoices {
     /// Whether the groups without a lost node go on without a restart, and the others are dropped whole.
     pub drops_groups: bool,
     /// Steps between checkpoints.
-    pub checkpoint_every: u64,
+    pub checkpoint_interval: u64,
     /// Seconds for which nodes that come are gathered before they are let in.
     pub join_seconds: f64,
 }
@@ -262,15 +262,15 @@ impl Scenario {
         ensure!(nodes >= 1, "cluster.nodes: expected 1 or more, got 0");
         ensure!(self.cluster.devices >= 1, "cluster.devices: expected 1 or more, got 0");
         ensure!(
-            nodes.saturating_add(spares) <= MOST_NODES,
-            "cluster.nodes: expected at most {MOST_NODES} with spares, got {nodes} + {spares}"
+            nodes.saturating_add(spares) <= MAX_NODES,
+            "cluster.nodes: expected at most {MAX_NODES} with spares, got {nodes} + {spares}"
         );
         positive("seconds", self.seconds)?;
         let steps = self.until();
         ensure!((1..=NO_END).contains(&steps), "steps: expected 1 to {NO_END}, got {steps}");
         ensure!(
-            (0.0..=MOST_SECONDS).contains(&self.seconds),
-            "seconds: expected at most {MOST_SECONDS:e}, got {}",
+            (0.0..=MAX_SECONDS).contains(&self.seconds),
+            "seconds: expected at most {MAX_SECONDS:e}, got {}",
             self.seconds
         );
         self.check_model()?;
@@ -295,13 +295,13 @@ impl Scenario {
             model.classes
         );
         ensure!(
-            model.experts.saturating_mul(model.classes) <= MOST_UNITS,
+            model.experts.saturating_mul(model.classes) <= MAX_UNITS,
             "model.classes: expected at most 2^16 experts in all classes, got {} × {}",
             model.classes,
             model.experts
         );
         ensure!(
-            model.dense_modules.len() <= MOST_UNITS,
+            model.dense_modules.len() <= MAX_UNITS,
             "model.dense_modules: expected at most 2^16, got {}",
             model.dense_modules.len()
         );
@@ -329,9 +329,9 @@ impl Scenario {
 
     fn check_session(&self) -> Result<()> {
         let session = &self.session;
-        not_negative("session.rejoin_limit", session.rejoin_limit)?;
+        not_negative("session.rejoin_timeout", session.rejoin_timeout)?;
         share("session.copy_budget", session.copy_budget)?;
-        share("session.plt_limit", session.plt_limit)?;
+        share("session.max_lost_token_fraction", session.max_lost_token_fraction)?;
         for (name, count) in [
             ("slots", session.slots),
             ("most_slots", session.most_slots),
@@ -340,13 +340,13 @@ impl Scenario {
         ] {
             ensure!(count != Some(0), "session.{name}: expected 1 or more, got 0");
         }
-        if let Some(steps) = session.snapshot_every {
+        if let Some(steps) = session.snapshot_interval {
             ensure!(
-                (1..=MOST_STEPS).contains(&steps),
-                "session.snapshot_every: expected 1 to {MOST_STEPS}, got {steps}"
+                (1..=MAX_STEPS).contains(&steps),
+                "session.snapshot_interval: expected 1 to {MAX_STEPS}, got {steps}"
             );
         }
-        ensure!(session.save_every > 0, "session.save_every: expected 1 step or more, got 0");
+        ensure!(session.save_interval > 0, "session.save_interval: expected 1 step or more, got 0");
         if let (Some(most), Some(slots)) = (session.most_slots, session.slots) {
             ensure!(slots <= most, "session.slots: expected at most most_slots, {most}, got {slots}");
         }
@@ -364,7 +364,7 @@ impl Scenario {
         let load = &self.load;
         not_negative("load.zipf", load.zipf)?;
         not_negative("load.drift", load.drift)?;
-        ensure!(load.drift_every > 0, "load.drift_every: expected 1 step or more, got 0");
+        ensure!(load.drift_interval > 0, "load.drift_interval: expected 1 step or more, got 0");
         let units = self.model.experts * self.model.classes;
         let mut last = None;
         for (step, tokens) in &load.trace {
@@ -406,7 +406,10 @@ impl Scheme {
                     "expert_parallel: expected 1 to {} nodes, got {group}",
                     scenario.cluster.nodes
                 );
-                ensure!(restart.checkpoint_every > 0, "checkpoint_every: expected 1 step or more, got 0");
+                ensure!(
+                    restart.checkpoint_interval > 0,
+                    "checkpoint_interval: expected 1 step or more, got 0"
+                );
                 not_negative("join_seconds", restart.join_seconds)
             }
         }

@@ -66,7 +66,7 @@ impl Job<'_> {
     fn look_for_newcomers(&mut self) -> Result<()> {
         let is_full = self.seats.len() >= self.scenario.cluster.nodes;
         let is_alone = self.world.up.len() <= self.seats.len();
-        if is_full || is_alone || self.scenario.session.join_every == 0 {
+        if is_full || is_alone || self.scenario.session.join_interval == 0 {
             return Ok(());
         }
         let stay: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
@@ -76,7 +76,7 @@ impl Job<'_> {
     /// Writes checkpoints, and the experts whose turn it is; the nanoseconds for which the step waits.
     fn save(&mut self, number: u64, compute: u64) -> Result<u64> {
         self.finish_writing();
-        let every = self.scenario.session.checkpoint_every;
+        let every = self.scenario.session.checkpoint_interval;
         let is_due = every > 0 && number > 0 && number.is_multiple_of(every);
         if !is_due || self.writing.is_some() || self.preset.saves_experts {
             return Ok(0);

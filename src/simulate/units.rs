@@ -4,8 +4,8 @@ use super::scenario::{Dense, Model, Scenario};
 use crate::placement::matrix_of;
 
 /// Units that are no experts, at most, and (node, unit) pairs of them.
-const MOST_DENSE: usize = 64;
-const MOST_ACTIVE: usize = 1 << 16;
+const MAX_DENSE: usize = 64;
+const MAX_ACTIVE: usize = 1 << 16;
 
 /// Sizes of all units: the experts of each class, whose layers count as one, then what is no expert.
 #[derive(Clone, Debug)]
@@ -38,7 +38,7 @@ impl Units {
             bytes.extend(model.dense_modules.iter().copied().filter(has_bytes));
             gradients.extend(model.dense_modules.iter().filter(|size| has_bytes(size)).map(gradient));
         } else {
-            let parts = nodes.clamp(1, MOST_DENSE).min((MOST_ACTIVE / nodes).max(1)) as u64;
+            let parts = nodes.clamp(1, MAX_DENSE).min((MAX_ACTIVE / nodes).max(1)) as u64;
             let dense: u64 = model.dense_modules.iter().sum();
             let end = |part: u64| (u128::from(dense) * u128::from(part) / u128::from(parts)) as u64;
             bytes.extend((0..parts).map(|part| end(part + 1) - end(part)).filter(has_bytes));

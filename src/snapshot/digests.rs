@@ -5,7 +5,7 @@ use std::thread;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// Enough to read memory about as fast as it goes, without taking the whole host.
-const MOST_THREADS: usize = 4;
+const MAX_THREADS: usize = 4;
 
 /// xxh3-64 of some bytes: what every copy is checked with.
 pub fn digest(bytes: &[u8]) -> u64 {
@@ -22,7 +22,7 @@ pub fn digests(units: &[Vec<&[u8]>]) -> Vec<u64> {
             *digest = digest_of_parts(parts);
         }
     };
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(units.len());
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS).min(units.len());
     thread::scope(|scope| {
         for _ in 1..threads {
             scope.spawn(work);

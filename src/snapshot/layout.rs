@@ -17,7 +17,7 @@ const FORMAT: u64 = 3;
 const PAGE: usize = 4096;
 const LINE: usize = 64;
 /// Bytes of the longest descriptor: room for 400,000 units.
-const MOST_DESCRIPTOR: usize = 64 << 20;
+const MAX_DESCRIPTOR: usize = 64 << 20;
 /// Bytes before the descriptor.
 pub(super) const HEADER: usize = 192;
 /// Offset of the state of buffer 0; that of buffer 1 follows one cache line later.
@@ -69,8 +69,8 @@ impl Layout {
         );
         let descriptor = describe(meta, units);
         ensure!(
-            descriptor.len() <= MOST_DESCRIPTOR,
-            "units: their names take {} bytes, at most {MOST_DESCRIPTOR} fit",
+            descriptor.len() <= MAX_DESCRIPTOR,
+            "units: their names take {} bytes, at most {MAX_DESCRIPTOR} fit",
             descriptor.len()
         );
         Self::compute(meta, units, descriptor)

@@ -24,15 +24,15 @@ use tokio::task::JoinSet;
 /// Bytes of a part: what is larger goes and comes in several at once.
 pub const PART_BYTES: usize = 8 << 20;
 /// Parts on their way in a process at most: with their size, what all requests hold in memory.
-const MOST_PARTS: usize = 16;
-const LONGEST_REQUEST: Duration = Duration::from_secs(60);
-const SHORTEST_REQUEST: Duration = Duration::from_secs(1);
+const MAX_PARTS: usize = 16;
+const MAX_REQUEST: Duration = Duration::from_secs(60);
+const MIN_REQUEST: Duration = Duration::from_secs(1);
 /// More than fit into any patience.
-const MOST_RETRIES: usize = 1_000_000;
+const MAX_RETRIES: usize = 1_000_000;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-static PARTS: Semaphore = Semaphore::const_new(MOST_PARTS);
+static PARTS: Semaphore = Semaphore::const_new(MAX_PARTS);
 
 /// How a place is used.
 #[derive(Clone, Copy, Debug)]
@@ -197,7 +197,7 @@ impl Place {
                     Err(error) => return Err(error),
                 }
                 tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(LONGEST_PAUSE);
+                pause = (pause * 2).min(MAX_PAUSE);
             }
         })
     }
@@ -253,7 +253,7 @@ impl Place {
                     self.retried(async || self.read_part(path, start, part).await).await
                 }
             });
-            stream::iter(parts).buffer_unordered(MOST_PARTS).try_collect::<()>().await
+            stream::iter(parts).buffer_unordered(MAX_PARTS).try_collect::<()>().await
         })
     }
 
@@ -350,7 +350,7 @@ impl Place {
             match operation().await {
                 Err(error) if problem::is_passing(&error) && Instant::now() + pause < deadline => {
                     tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    pause = (pause * 2).min(MAX_PAUSE);
                 }
                 done => return done,
             }
@@ -371,9 +371,9 @@ impl Place {
 }
 
 fn build(address: &Address, options: &Options) -> object_store::Result<Arc<dyn ObjectStore>> {
-    let backoff = BackoffConfig { init_backoff: FIRST_PAUSE, max_backoff: LONGEST_PAUSE, base: 2.0 };
-    let retry = RetryConfig { backoff, max_retries: MOST_RETRIES, retry_timeout: options.patience };
-    let request = options.patience.clamp(SHORTEST_REQUEST, LONGEST_REQUEST);
+    let backoff = BackoffConfig { init_backoff: FIRST_PAUSE, max_backoff: MAX_PAUSE, base: 2.0 };
+    let retry = RetryConfig { backoff, max_retries: MAX_RETRIES, retry_timeout: options.patience };
+    let request = options.patience.clamp(MIN_REQUEST, MAX_REQUEST);
     let (key, value) = (ClientConfigKey::Timeout, format!("{} s", request.as_secs_f64().ceil()));
     let url = address.url.as_str();
     Ok(match address.scheme {

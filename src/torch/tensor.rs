@@ -1,7 +1,7 @@
 //! An owned tensor handle with the few properties that ops need.
 
 use super::ffi::{StableValue, TensorHandle, check, symbols};
-use crate::cpu::{Buffer, Buffers, LEAST_BYTES};
+use crate::cpu::{Buffer, Buffers, MIN_BYTES};
 use crate::ensure;
 use crate::error::Result;
 use half::{bf16, f16};
@@ -260,7 +260,7 @@ impl Tensor {
         static REFUSED: AtomicBool = AtomicBool::new(false);
         let from_blob = symbols().torch_from_blob.filter(|_| !REFUSED.load(Relaxed))?;
         let bytes = sizes.iter().try_fold(dtype.bytes(), |bytes, &size| bytes.checked_mul(size as usize))?;
-        let buffer = (bytes >= LEAST_BYTES).then(|| BUFFERS.take(bytes))??;
+        let buffer = (bytes >= MIN_BYTES).then(|| BUFFERS.take(bytes))??;
         const STRIDED: i32 = 0;
         const CPU_INDEX: i32 = -1;
         let (start, capacity) = buffer.into_raw();

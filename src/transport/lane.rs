@@ -99,7 +99,7 @@ impl Asking {
             // SAFETY: `begin` has said yes, and there is room for so many.
             let room = unsafe { item.room(nbytes) };
             let result = match &mut by_ucx {
-                Some(receiver) if nbytes >= ucx::LEAST_BYTES => receiver
+                Some(receiver) if nbytes >= ucx::MIN_BYTES => receiver
                     .receive(&stream, room)
                     .and_then(|()| self.say(&stream, Request { tag, number, room: HAS_COME }))
                     .and_then(|()| receiver.confirm(&stream)),
@@ -215,7 +215,7 @@ fn send_all(
                 let bytes = unsafe { item.bytes() };
                 let result = stream.write_all(&header.to_bytes());
                 let result = result.and_then(|()| match &mut by_ucx {
-                    Some(by_ucx) if bytes.len() >= ucx::LEAST_BYTES => {
+                    Some(by_ucx) if bytes.len() >= ucx::MIN_BYTES => {
                         by_ucx.send(stream, bytes).and(sender.send(&[]))
                     }
                     _ => sender.send(bytes),

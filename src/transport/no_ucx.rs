@@ -6,7 +6,7 @@ use std::io::Read;
 use std::net::TcpStream;
 use std::sync::mpsc;
 
-pub(super) const LEAST_BYTES: usize = usize::MAX;
+pub(super) const MIN_BYTES: usize = usize::MAX;
 
 /// No library.
 #[derive(Debug)]

@@ -15,9 +15,9 @@ use std::thread;
 use std::time::Duration;
 
 /// Connections for groups that this member is not in yet; more are closed.
-const MOST_EARLY: usize = 4096;
+const MAX_EARLY: usize = 4096;
 /// Connections that may say whose they are at a time; more are closed at once.
-const MOST_UNKNOWN: usize = 4096;
+const MAX_UNKNOWN: usize = 4096;
 /// How long a connection may take to say whose it is.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -132,7 +132,7 @@ impl Drop for Port {
 impl Gate {
     fn admit(self: &Arc<Self>, stream: TcpStream) {
         let gate = self.clone();
-        if self.unknown.fetch_add(1, Ordering::SeqCst) >= MOST_UNKNOWN {
+        if self.unknown.fetch_add(1, Ordering::SeqCst) >= MAX_UNKNOWN {
             self.unknown.fetch_sub(1, Ordering::SeqCst);
             return;
         }
@@ -165,7 +165,7 @@ impl Gate {
                     serve(&table, hello, stream);
                 }
             }
-            _ if inside.early.len() < MOST_EARLY => inside.early.push((hello, stream)),
+            _ if inside.early.len() < MAX_EARLY => inside.early.push((hello, stream)),
             _ => {}
         }
     }

@@ -14,7 +14,7 @@ const CALL_BYTES: usize = 1 << 20;
 /// Time for the last notices of a connection that was shut.
 const LAST_NOTICES: Duration = Duration::from_millis(200);
 /// Shorter messages are copied, which costs less than to lock their pages.
-const LEAST_BYTES: usize = 64 << 10;
+const MIN_BYTES: usize = 64 << 10;
 // Of `linux/errqueue.h`: who has made a notice, and what it says.
 const SO_EE_ORIGIN_ZEROCOPY: u8 = 5;
 const SO_EE_CODE_ZEROCOPY_COPIED: u8 = 1;
@@ -53,7 +53,7 @@ impl<'a> ZeroCopy<'a> {
     /// # Errors
     /// The connection's.
     pub(super) fn send(&mut self, mut bytes: &[u8]) -> Result<u32> {
-        let is_long = bytes.len() >= LEAST_BYTES;
+        let is_long = bytes.len() >= MIN_BYTES;
         while is_long && self.is_on && !bytes.is_empty() {
             let sent = self.send_some(&bytes[..bytes.len().min(CALL_BYTES)])?;
             bytes = &bytes[sent..];

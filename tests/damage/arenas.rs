@@ -19,9 +19,9 @@ const FIELDS: usize = 40;
 const STATES: [usize; 3] = [64, 128, 192];
 const PAGE: usize = 4096;
 /// Memory to open an arena of few units with.
-const MOST_BYTES: usize = 1 << 20;
+const MAX_BYTES: usize = 1 << 20;
 /// The longest list of units.
-const MOST_NAMES: u64 = 64 << 20;
+const MAX_NAMES: u64 = 64 << 20;
 
 /// An arena as it was left, and what each version in it was.
 struct Made {
@@ -115,7 +115,7 @@ pub(super) fn damaged() -> impl FnMut(&mut Draw) -> Outcome {
             }
         }
         fs::write(&path, &file).unwrap();
-        let Some(arena) = open(&path, MOST_BYTES) else { return Outcome::Refused };
+        let Some(arena) = open(&path, MAX_BYTES) else { return Outcome::Refused };
         assert!(arena.layout() == &made.layout || arena.layout() == &other.layout);
         check(&arena, made, other)
     }
@@ -178,7 +178,7 @@ fn vast(draw: &mut Draw, path: &Path, made: &Made) -> Outcome {
     file.write_all_at(&bytes.to_le_bytes(), 32).unwrap();
     let descriptor = if draw.one_in(2) { draw.extreme() } else { bytes - draw.word() % 5000 };
     file.write_all_at(&descriptor.to_le_bytes(), 16).unwrap();
-    assert!(open(path, MOST_BYTES).is_none());
+    assert!(open(path, MAX_BYTES).is_none());
     Outcome::Refused
 }
 
@@ -205,7 +205,7 @@ pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
         let bytes = if said <= 1 << 34 && draw.one_in(2) { said } else { made.file.len() as u64 };
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
         // Sizes that fit each other are read as far as names may go.
-        let most = MOST_BYTES + 2 * bytes.min(MOST_NAMES) as usize;
+        let most = MAX_BYTES + 2 * bytes.min(MAX_NAMES) as usize;
         let Some(arena) = open(&path, most) else { return Outcome::Refused };
         assert_eq!(arena.layout().file_bytes() as u64, bytes);
         assert_eq!(described(arena.layout()), descriptor);

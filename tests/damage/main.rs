@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Seconds for one case, thousands of times what it takes: a loop without an end is what they find.
-const MOST_SECONDS: u64 = 20;
+const MAX_SECONDS: u64 = 20;
 
 /// What became of a case that is as it should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,8 +71,8 @@ impl Watched {
                 let now = seen.0.load(Ordering::Relaxed);
                 if now != last {
                     (last, since) = (now, Instant::now());
-                } else if since.elapsed().as_secs() > MOST_SECONDS {
-                    eprintln!("case {now} of {kind} has not come to an end in {MOST_SECONDS} s");
+                } else if since.elapsed().as_secs() > MAX_SECONDS {
+                    eprintln!("case {now} of {kind} has not come to an end in {MAX_SECONDS} s");
                     std::process::abort();
                 }
             }

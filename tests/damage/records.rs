@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::Xxh3;
 const UNITS: [(u64, usize); 2] = [(0x0123_4567_89ab_cdef, 5), (0x0123_4567_89ab_cdee, 2 * BLOCK + 100)];
 const CHECKSUM_AT: usize = HEADER_BYTES - 8;
 /// Memory to take a record of these units over.
-const MOST_BYTES: usize = 100_000;
+const MAX_BYTES: usize = 100_000;
 
 type Received = Result<Accepted, (Option<usize>, Fault)>;
 
@@ -83,7 +83,7 @@ fn record(unit: usize, kind: Kind, step: u64) -> Vec<u8> {
 fn give(log: &mut Log, bytes: &[u8], hold: bool) -> Received {
     let before = log.bytes();
     let received =
-        within(MOST_BYTES, || if hold { log.hold(bytes, &Serial) } else { log.accept(bytes, &Serial) });
+        within(MAX_BYTES, || if hold { log.hold(bytes, &Serial) } else { log.accept(bytes, &Serial) });
     match &received {
         Ok(Accepted::State { unit, .. }) => log.installed(*unit),
         Err((unit, fault)) => {
@@ -164,7 +164,7 @@ pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
                 assert!(step == u64::MAX || log.needs_state(unit) || give(&mut log, &bytes, false).is_ok());
             }
             while let Some(batch) =
-                within(MOST_BYTES, || log.take(unit, 1, u64::MAX - draw.word() % 3, &Serial))
+                within(MAX_BYTES, || log.take(unit, 1, u64::MAX - draw.word() % 3, &Serial))
             {
                 assert!(batch.is_intact(&Serial) && batch.gradients.len() <= 1);
                 assert!(log.applied(unit, batch.epoch, batch.version, batch.bytes));

@@ -21,8 +21,8 @@ fn settings() -> Settings {
         is_fixed: false,
         goes_on_alone: false,
         needs_majority: false,
-        join_every: 5,
-        rebalance_every: 0,
+        join_interval: 5,
+        rebalance_interval: 0,
         generation: 0,
     }
 }

@@ -194,7 +194,7 @@ def test_what_a_saved_copy_lacks_is_lost_although_there_was_a_local_one(ledger):
 
 @pytest.mark.parametrize("level", ["selection", "local"])
 def test_k_of_both_levels_doubles_whenever_the_limit_is_passed(level):
-    ledger = make_ledger(plt_limit=0.05, experts_per_save=1, experts_per_snapshot=1)
+    ledger = make_ledger(max_lost_token_fraction=0.05, experts_per_save=1, experts_per_snapshot=1)
     ledger.take(1, 90, 10)
     ledger.copied([FIRST], at(1))
     ledger.copied_locally([FIRST, SECOND], at(1))
@@ -238,7 +238,7 @@ def test_skips_that_are_not_in_the_table_yet_outlive_a_recovery(ledger):
 
 def crashed(ledger):
     """A new process, to which the state came back as it was."""
-    again = make_ledger(plt_limit=ledger.selection_limit)
+    again = make_ledger(max_lost_token_fraction=ledger.selection_limit)
     for name in ("average", "tokens"):
         getattr(again._state.expert_load, name).copy_(getattr(ledger._state.expert_load, name))
     again.marks.state.copy_(ledger.marks.state)
@@ -246,7 +246,7 @@ def crashed(ledger):
 
 
 def test_a_crash_of_all_forgets_neither_what_is_at_risk_nor_what_was_lost():
-    ledger = make_ledger(plt_limit=0.05)
+    ledger = make_ledger(max_lost_token_fraction=0.05)
     ledger.selection_limit = 0.05
     ledger.copied([FIRST, SECOND], at(0))
     ledger.take(1, 5, 50)

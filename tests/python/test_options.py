@@ -18,24 +18,24 @@ from evermoe.options import checked, count
         "members": [0, -1, 1.5, "2", 2**70],
         "copies": [-1, 1.5, "2", None, True],
         "copy_budget": [0, 1.5, math.nan],
-        "hang_limit": [0, -1, math.inf, math.nan, "30", 10**400],
-        "agree_limit": [0.0, math.inf],
-        "rejoin_limit": [-1, math.nan],
-        "join_every": [0, 1.5],
+        "hang_timeout": [0, -1, math.inf, math.nan, "30", 10**400],
+        "quorum_timeout": [0.0, math.inf],
+        "rejoin_timeout": [-1, math.nan],
+        "join_interval": [0, 1.5],
         "seed": ["x", 1.5],
         "preset": ["none", None, ["auto"]],
         "role": ["none"],
         "placement": ["none", 3],
         "on_nonfinite": ["ignore", None],
         "checkpoint_dir": [5],
-        "checkpoint_every": [1, -1],
+        "checkpoint_interval": [1, -1],
         "slots": [0],
         "min_replicas": [0],
         "placement_failures": [0, -1, 1.5, "1", True],
-        "save_every": [0],
+        "save_interval": [0],
         "replica_device": ["none", None],
         "profile_steps": [-1],
-        "profile_every": [21],
+        "profile_interval": [21],
         "copy_buffer_bytes": [0],
         "remote_bytes_per_step": [-1],
         "lighthouse": [5],
@@ -84,9 +84,9 @@ def test_wrong_variables_are_refused_by_name(monkeypatch, name, value):
 def test_unknown_option_is_named_with_the_one_that_was_meant():
     layer = evermoe.MoE(8, 16, 4)
     given = layer, torch.optim.SGD(layer.parameters(), lr=0.1), evermoe.ElasticSampler(64, 8)
-    with pytest.raises(ValueError, match="unknown option 'checkpoint_evry'; did you mean 'checkpoint_every'"):
+    with pytest.raises(ValueError, match="unknown option 'checkpoint_evry'; did you mean 'checkpoint_interval'"):
         evermoe.Session(*given, checkpoint_evry=5)
-    with pytest.raises(ValueError, match="unknown option 'x'; expected one of address, agree_limit, "):
+    with pytest.raises(ValueError, match="unknown option 'x'; expected one of address, quorum_timeout, "):
         evermoe.Session(*given, x=5)
     with pytest.raises(ValueError, match="unknown option 'stagess'; did you mean 'stages'"):
         evermoe.PipelineSession(layer, given[1], stagess=2)
@@ -94,9 +94,9 @@ def test_unknown_option_is_named_with_the_one_that_was_meant():
 
 def test_blocking_copies_of_a_version_take_one_step():
     blocking = {"copy_pacing": "blocking", "preset": "gemini"}
-    with pytest.raises(ValueError, match="expected snapshot_every=1 or None, got 2; or use copy_pacing='windows'"):
-        evermoe.SessionConfig(**blocking, snapshot_every=2)
-    assert evermoe.SessionConfig(**blocking, snapshot_every=1).snapshot_every == 1
+    with pytest.raises(ValueError, match="expected snapshot_interval=1 or None, got 2; or use copy_pacing='windows'"):
+        evermoe.SessionConfig(**blocking, snapshot_interval=2)
+    assert evermoe.SessionConfig(**blocking, snapshot_interval=1).snapshot_interval == 1
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 members"), (1, "1 member"), (2, "2 members")])

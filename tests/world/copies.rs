@@ -9,12 +9,12 @@ pub(crate) struct Content(u64);
 
 const BITS: u32 = 6;
 /// Groups that a run may make.
-pub(crate) const MOST_GROUPS: u8 = 1 << BITS;
+pub(crate) const MAX_GROUPS: u8 = 1 << BITS;
 
 impl Content {
     /// The state after one more step.
     pub(crate) fn after(self, tag: u8) -> Self {
-        assert!(tag > 0 && tag < MOST_GROUPS && self.steps() < 10, "the model has no room for this history");
+        assert!(tag > 0 && tag < MAX_GROUPS && self.steps() < 10, "the model has no room for this history");
         Self(self.0 << BITS | u64::from(tag))
     }
 

@@ -14,7 +14,7 @@ pub(crate) struct Lighthouse {
 
 impl World {
     /// The sets that the Lighthouses may name. Each waits for all that are healthy, unless all of its last set ask; and
-    /// it may not know yet who has died. Healthy members come before its patience ends (its `join_limit`).
+    /// it may not know yet who has died. Healthy members come before its patience ends (its `join_timeout`).
     pub(super) fn answers(&self, found: &mut Vec<Action>) {
         for which in 0..self.lighthouses.len() {
             self.answers_of(which, found);

@@ -366,7 +366,7 @@ impl World {
             Action::Fail(number) => world.feed(number, Event::Lost { reason: "lost".into() }, setting),
         }
         world.groups.forget_old(&world.nodes);
-        if world.groups.made() + 1 >= copies::MOST_GROUPS {
+        if world.groups.made() + 1 >= copies::MAX_GROUPS {
             world.break_rule("groups are made without end");
         }
         world

@@ -93,8 +93,8 @@ impl Node {
             is_fixed: false,
             goes_on_alone: false,
             needs_majority: setting.lighthouses > 1 && setting.mistake != Some(Mistake::MinorityGoesOn),
-            join_every: 1,
-            rebalance_every: 0,
+            join_interval: 1,
+            rebalance_interval: 0,
             generation: 0,
         };
         Self {
@@ -440,7 +440,7 @@ impl World {
         let holdings = usable(&known, holdings);
         let plan = plan(&vec![1; count], &holdings, &needs).expect("a plan");
         let Some(version) = plan.version else {
-            // Holders that are frozen, or have not left another group yet, may come back within `rejoin_limit`.
+            // Holders that are frozen, or have not left another group yet, may come back within `rejoin_timeout`.
             let members = &self.groups.get(self.nodes[number].group.expect("in a group")).members;
             let is_elsewhere = |number: usize, node: &Node| {
                 node.life == Life::Up && node.protocol.is_established() && !members.contains(&number)

@@ -30,7 +30,7 @@ from evermoe.errors import LaunchError
 from evermoe.options import checked
 from evermoe.simulate import Failure
 
-MOST_SECONDS = 1e7
+MAX_SECONDS = 1e7
 TABLE_WIDTH = 100
 """Characters of a line of the table, also where the terminal has fewer."""
 
@@ -109,7 +109,7 @@ def check(options: argparse.Namespace) -> Schedule:
         ValueError: with the flag, what was expected and what came.
     """
     check_numbers(options)
-    for name in ("expert_parallel", "checkpoint_every", "ft_checkpoint_every", "held_out"):
+    for name in ("expert_parallel", "checkpoint_interval", "ft_checkpoint_interval", "held_out"):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1)
     size = options.expert_parallel
     if options.experts % size or size > options.workers:
@@ -118,8 +118,8 @@ def check(options: argparse.Namespace) -> Schedule:
             f"{options.workers}, got {size}"
         )
     for name in ("limit", "speedup", "replace_after", *(["mtbf"] if options.mtbf is not None else [])):
-        checked(f"--{name.replace('_', '-')}", getattr(options, name), float, above=0, most=MOST_SECONDS)
-    checked("--trace-start", options.trace_start, float, least=0, most=MOST_SECONDS)
+        checked(f"--{name.replace('_', '-')}", getattr(options, name), float, above=0, most=MAX_SECONDS)
+    checked("--trace-start", options.trace_start, float, least=0, most=MAX_SECONDS)
     windows = len(Corpus(options.data, options.sequence))
     if windows - options.held_out < options.batch:
         raise ValueError(

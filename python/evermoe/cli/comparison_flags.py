@@ -33,15 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--slots", type=int, help="expert replicas per worker and layer, of presets (--experts / P)")
     what.add_argument(
-        "--checkpoint-every", type=int, default=50, help="steps between checkpoints, of ds and nvrx (%(default)s)"
+        "--checkpoint-interval", type=int, default=50, help="steps between checkpoints, of ds and nvrx (%(default)s)"
     )
     what.add_argument(
-        "--ft-checkpoint-every",
+        "--ft-checkpoint-interval",
         type=int,
         default=250,
         help="steps between checkpoints, of presets and ds-ft, which need one if all copies are lost (%(default)s)",
     )
-    what.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
+    what.add_argument(
+        "--hang-timeout", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)"
+    )
     what.add_argument("--held-out", type=int, default=64, help="samples for the final loss (%(default)s)")
     what.add_argument("--limit", type=float, default=600.0, help="seconds that a run may take (%(default)s)")
     add_program_arguments(parser)

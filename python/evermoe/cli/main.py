@@ -15,7 +15,7 @@ from typing import NoReturn
 from evermoe.errors import CorruptCopy
 from evermoe.options import checked
 
-MOST_PROCESSES = 4096
+MAX_PROCESSES = 4096
 """Processes that a command starts at most on one machine."""
 FLAGS = {
     "demo": "evermoe.demo.flags",
@@ -198,9 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _processes(text: str) -> int:
     """A number of processes, or of their starts."""
     try:
-        return checked("it", int(text), int, least=0, most=MOST_PROCESSES)
+        return checked("it", int(text), int, least=0, most=MAX_PROCESSES)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected 0 to {MOST_PROCESSES}, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected 0 to {MAX_PROCESSES}, got {text!r}") from None
 
 
 def _port(text: str) -> int:

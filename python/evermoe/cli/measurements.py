@@ -196,7 +196,7 @@ def _run(console: Console, flags: Sequence[str]) -> Mapping[int, Sequence[Event]
 
 PERSISTING = ["--workers", "3", "--steps", "40", "--no-kill", "--no-join", "--baseline-steps", "0", "--preset", "pec"]
 """The demo's flags for the sessions of which one saves after every step."""
-NEVER = ["--save-every", "1000"]
+NEVER = ["--save-interval", "1000"]
 PERSISTING_ROUNDS = 3
 
 

@@ -26,7 +26,7 @@ FAILURES = {
     "storage": "units were lost with the memory of hosts",
 }
 """By `Recovered.failure`, for people."""
-MOST_LOSSES = 6
+MAX_LOSSES = 6
 """Fatal losses that are named."""
 WIDE = 120
 """Characters of a terminal from which cells have space at their sides."""
@@ -209,7 +209,7 @@ def _survival(views: Sequence[MemberView]) -> list[str]:
         + ("" if view.is_covered else "; [yellow]copies are missing, and being made[/]")
     ]
     if view.fatal:
-        named = [f"{nodes} ({count(units, 'unit')})" for nodes, units in list(view.fatal.items())[:MOST_LOSSES]]
+        named = [f"{nodes} ({count(units, 'unit')})" for nodes, units in list(view.fatal.items())[:MAX_LOSSES]]
         more = len(view.fatal) - len(named)
         lines.append(f"not survived: the loss of {escape(', '.join(named))}" + (f", and {more} more" if more else ""))
     return lines

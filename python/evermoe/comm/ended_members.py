@@ -27,7 +27,7 @@ SPEAKERS = 2
 REMEMBERED_SECONDS = 10.0
 """Time for which the Lighthouse may take a member for alive that was spoken for, as that counts as a heartbeat: so long
 it is spoken for in further agreements, too."""
-MOST_DOUBTS = 2
+MAX_DOUBTS = 2
 """Sets in a row that are not believed, until there is doubt: one may have what a member asked before it ended."""
 ANSWER_LIMIT = timedelta(seconds=2)
 """Time after which the Lighthouse is told again."""
@@ -111,7 +111,7 @@ class EndedMembers:
         if problem:
             self._messages.refused = number if self._messages.names(told) else None
             self._doubts += 1
-            if self._doubts >= MOST_DOUBTS or self._messages.is_spoken_for:
+            if self._doubts >= MAX_DOUBTS or self._messages.is_spoken_for:
                 self._doubts, self._doubtful = 0, set(group)
             raise ConnectionError(problem)
         self._doubts = 0

@@ -8,7 +8,7 @@ from typing import Any
 from evermoe.comm.lighthouse import UNNAMED
 from evermoe.errors import JoinTimeout
 
-MOST_NAMED = 1000
+MAX_NAMED = 1000
 """Refused processes that are remembered."""
 
 
@@ -36,7 +36,7 @@ class Gathering:
 
     def refuse(self, who: str, why: str) -> None:
         """A process is not of this member's job."""
-        if len(self.refused) < MOST_NAMED:
+        if len(self.refused) < MAX_NAMED:
             self.refused[who] = why
 
     def timeout(self, problem: str, seconds: int, address: str, *, lighthouse_runs: bool) -> JoinTimeout:
@@ -73,5 +73,5 @@ def not_taken_in(seconds: int) -> JoinTimeout:
     """The error of a newcomer that the job's members have heard of."""
     return JoinTimeout(
         f"the job's members have not taken this one in within {seconds} s: they do so between two steps. Make "
-        "agree_limit longer than a few steps."
+        "quorum_timeout longer than a few steps."
     )

@@ -41,7 +41,7 @@ CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
 
 
-def connect_limit(size: int) -> timedelta:
+def connect_timeout(size: int) -> timedelta:
     """Time that gloo is given to connect so many ranks, all of which are there."""
     return timedelta(seconds=CONNECT_SECONDS * (1 + size // 100))
 
@@ -371,7 +371,7 @@ class Group:
         self.begun = Begun()
         if size > 1:
             gloo = self._groups["cpu"]
-            gloo.set_timeout(min(connect_limit(size), timeout))
+            gloo.set_timeout(min(connect_timeout(size), timeout))
             gloo._pg = gloo._create_pg(dist.PrefixStore("cpu", store), rank, size)
             gloo._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
             if device.type == "cuda":

@@ -285,24 +285,24 @@ def _is_there(address: str, member: str) -> bool:
     return True
 
 
-def start_local_lighthouse(*, heartbeat_limit: float, join_limit: float) -> tuple[Any, str]:
+def start_local_lighthouse(*, heartbeat_timeout: float, join_timeout: float) -> tuple[Any, str]:
     """A Lighthouse that only this machine can reach, and its address."""
-    server = start_lighthouse(heartbeat_limit=heartbeat_limit, join_limit=join_limit, bind="127.0.0.1:0")
+    server = start_lighthouse(heartbeat_timeout=heartbeat_timeout, join_timeout=join_timeout, bind="127.0.0.1:0")
     return server, f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
 
 
-def start_lighthouse(*, heartbeat_limit: float, join_limit: float, bind: str = "0.0.0.0:0") -> Any:
+def start_lighthouse(*, heartbeat_timeout: float, join_timeout: float, bind: str = "0.0.0.0:0") -> Any:
     """Starts torchft's Lighthouse inside this process; `.address()` is what members need, `.shutdown()` ends it.
 
     Args:
-        heartbeat_limit: seconds without a heartbeat after which a member counts as dead.
-        join_limit: seconds that a quorum waits for a member that beats but does not ask (busy, or hung).
+        heartbeat_timeout: seconds without a heartbeat after which a member counts as dead.
+        join_timeout: seconds that a quorum waits for a member that beats but does not ask (busy, or hung).
         bind: `host:port` to listen on; port 0 picks a free one.
     """
     return torchft().coordination.LighthouseServer(
         bind=bind,
         min_replicas=1,
-        join_timeout_ms=round(join_limit * 1000),
+        join_timeout_ms=round(join_timeout * 1000),
         quorum_tick_ms=20,
-        heartbeat_timeout_ms=round(heartbeat_limit * 1000),
+        heartbeat_timeout_ms=round(heartbeat_timeout * 1000),
     )

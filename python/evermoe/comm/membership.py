@@ -22,7 +22,7 @@ import torch.distributed as dist
 from evermoe.comm.early_stores import EarlyStores
 from evermoe.comm.ended_members import EndedMembers
 from evermoe.comm.gathering import not_taken_in
-from evermoe.comm.group import Group, connect_limit
+from evermoe.comm.group import Group, connect_timeout
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
 from evermoe.comm.membership_options import MembershipOptions
@@ -81,7 +81,7 @@ class Membership:
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
         self.identity = identity = replace(identity, options=common)
         self.messages = Messages(self.id, identity, lighthouse, secret)
-        self.role, self.is_spare, self.goes_on_alone = options.role, options.spare, options.go_on_alone
+        self.role, self.is_spare, self.goes_on_alone = options.role, options.spare, options.allow_solo_resume
         self._members, self._domain = options.members or 1, options.domain or ""
         interface = place.address or options.address
         self.trainer_group = Group(interface)
@@ -109,8 +109,8 @@ class Membership:
         """Store of the current members, where further groups can meet, under a prefix that no other epoch uses."""
         self.device = device
         """Device of the tensors that `trainer_group` takes."""
-        self._heartbeat_limit, self._agree_limit = options.heartbeat_limit, options.agree_limit
-        self._hang_limit = timedelta(seconds=options.hang_limit)
+        self._heartbeat_timeout, self._quorum_timeout = options.heartbeat_timeout, options.quorum_timeout
+        self._hang_timeout = timedelta(seconds=options.hang_timeout)
         self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
@@ -119,13 +119,13 @@ class Membership:
         self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reach(self.id, place, secret)
         """What this member can reach of the others."""
         self._ended = EndedMembers(self.id, self.messages, self.reach, speaks=not self.goes_on_alone)
-        self.stores = EarlyStores(place, self._hang_limit, secret, self.reach)
+        self.stores = EarlyStores(place, self._hang_timeout, secret, self.reach)
         """Where groups meet, and connections to those of others."""
         self.watch = Watch(
             self.reach,
             (self.trainer_group, self._with_replicas),
-            heartbeat_limit=options.heartbeat_limit,
-            hang_limit=options.hang_limit,
+            heartbeat_timeout=options.heartbeat_timeout,
+            hang_timeout=options.hang_timeout,
             on_silent=self._member_is_silent,
             on_left_out=self._stop_heart,
         )
@@ -148,7 +148,7 @@ class Membership:
     def begin_agreement(self) -> None:
         """Starts the time limit of an agreement, unless one is under way."""
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._agree_limit
+            self._deadline = time.monotonic() + self._quorum_timeout
             self._patience, self._answered = 0.0, None
             self.messages.gathering.begin(0 if self.established else self._members)
             self.lighthouses.begin()
@@ -166,12 +166,12 @@ class Membership:
             logger.warning(spare if as_spare else "the job's members train, and take this one in between two steps")
 
     def is_out_of_time(self) -> bool:
-        """Whether the agreement has taken longer than `agree_limit`."""
+        """Whether the agreement has taken longer than `quorum_timeout`."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def timeout(self, problem: str) -> JoinTimeout:
         """The error of an agreement that took too long."""
-        seconds, address = round(self._agree_limit), self.lighthouses.current
+        seconds, address = round(self._quorum_timeout), self.lighthouses.current
         if self._is_expected:
             return not_taken_in(seconds)
         return self.messages.gathering.timeout(problem, seconds, address, lighthouse_runs=self.lighthouses.runs())
@@ -200,7 +200,7 @@ class Membership:
 
         Args:
             standing: what this member tells the others, as the protocol has it.
-            is_intact: whether the group goes on as it is if no answer comes within `heartbeat_limit`.
+            is_intact: whether the group goes on as it is if no answer comes within `heartbeat_timeout`.
 
         Raises:
             ConnectionError: no Lighthouse answers, or not with what can be believed; ask again.
@@ -210,15 +210,15 @@ class Membership:
         self._inquiry.end()  # it would take the place of what is asked now
         if is_intact:
             # A missing member may only be slow to reconnect to a restarted Lighthouse: newcomers wait for it.
-            seconds, self._patience, self._answered = self._heartbeat_limit, RETURN_SECONDS, None
+            seconds, self._patience, self._answered = self._heartbeat_timeout, RETURN_SECONDS, None
         else:
             assert self._deadline is not None
-            seconds = min(self._deadline - time.monotonic(), max(30.0, 2 * self._hang_limit.total_seconds()))
+            seconds = min(self._deadline - time.monotonic(), max(30.0, 2 * self._hang_timeout.total_seconds()))
         try:
             # A newcomer is patient as long as it does not know whether the job runs at another Lighthouse.
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
             if self.is_spare and not self.established:  # those that are to begin a new job get time to come
-                patience = max(patience, self._came + self._hang_limit.total_seconds() - time.monotonic())
+                patience = max(patience, self._came + self._hang_timeout.total_seconds() - time.monotonic())
             with self._ended.speaking(self.lighthouses.current, list(self.members)):
                 quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
             self._inquiry.give_way(quorum, is_intact=is_intact)
@@ -280,15 +280,15 @@ class Membership:
             self.reach.check(doors)
             self._meeting = address = self.named[members[0]]["store"]
             self.watch.begin(epoch, doors, members.index(self.id))
-            with self.stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
+            with self.stores.within(address, 2 * connect_timeout(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self.stores.get(address))
                 self.members = {member: self.named[member] for member in members}
                 self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
                 self._rebuild(store, members.index(self.id), len(members))
                 addresses = [self.named[member]["transport"] for member in members]
-                limit = max(connect_limit(len(members)), timedelta(seconds=self._heartbeat_limit))
-                self.transport.connect(epoch, members.index(self.id), addresses, self._hang_limit, limit)
+                limit = max(connect_timeout(len(members)), timedelta(seconds=self._heartbeat_timeout))
+                self.transport.connect(epoch, members.index(self.id), addresses, self._hang_timeout, limit)
                 self.store = dist.PrefixStore("others", store)
             self._meeting = None
             if self.watch.silent:
@@ -314,7 +314,7 @@ class Membership:
 
     def _rebuild(self, store: Any, rank: int, size: int) -> None:
         self.trainer_group.drop("the group is being rebuilt")
-        cpu, limit = torch.device("cpu"), self._hang_limit
+        cpu, limit = torch.device("cpu"), self._hang_timeout
         if size > self.num_trainers:
             self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
         if self.role == "train":

@@ -7,7 +7,7 @@ from typing import Literal
 
 from evermoe.comm.lighthouse import split_addresses
 from evermoe.comm.transport import Carrier
-from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, check_name, option
+from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, check_name, option
 
 Role = Literal["train", "replica"]
 
@@ -35,33 +35,33 @@ class MembershipOptions(Options):
     members: int | None = option(None, least=1)
     """Members that a new job waits for (EVERMOE_MEMBERS; with a Lighthouse WORLD_SIZE or srun's tasks; default 1).
     Later ones join at any time."""
-    go_on_alone: bool = False
-    """Trains on where `LeftBehind` would stop it, as nobody is left of those that went on (EVERMOE_GO_ON_ALONE=1)."""
+    allow_solo_resume: bool = False
+    """Trains on where `LeftBehind` would stop it, as nobody is left of those that went on (EVERMOE_ALLOW_SOLO_RESUME=1)."""
     role: Role = "train"
     """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
     spare: bool = False
     """Trains only once fewer than `members` do, and takes a lost one's place in the recovery that the loss begins
-    (EVERMOE_SPARE=1). To a new job others may come for `hang_limit` before it makes up their number."""
-    heartbeat_limit: float = option(2.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
+    (EVERMOE_SPARE=1). To a new job others may come for `hang_timeout` before it makes up their number."""
+    heartbeat_timeout: float = option(2.0, least=MIN_SECONDS, most=MAX_SECONDS)
     """Seconds after which a member whose process is stopped, whose host is gone or which is cut off counts as lost."""
-    hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
+    hang_timeout: float = option(30.0, least=MIN_SECONDS, most=MAX_SECONDS)
     """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps
     and than a checkpoint takes to write."""
-    agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
+    quorum_timeout: float = option(300.0, least=MIN_SECONDS, most=MAX_SECONDS)
     """Seconds that agreement on the members may take, the Lighthouse being away included."""
-    rejoin_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
+    rejoin_timeout: float = option(30.0, least=0, most=MAX_SECONDS)
     """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
-    leave_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
+    drain_timeout: float = option(30.0, least=0, most=MAX_SECONDS)
     """Seconds from SIGTERM, SIGUSR1 or SIGUSR2 until this process ends though its step is not over. 0: evermoe listens
     to none of them."""
     transport: Carrier = option("tcp", shared=True)
     """Carries the bytes of copies and of recoveries between members' memories. `ucx`: by UCX, which uses RDMA where the
     network and its library have it; the library is found by its name, in the package libucx-cu12, or at EVERMOE_UCX."""
-    join_every: int = option(5, shared=True, least=1)
+    join_interval: int = option(5, shared=True, least=1)
     """Steps between looks for new members, which no step waits for."""
-    join_wait: float = option(0.0, shared=True, least=0, most=LONGEST_SECONDS)
+    join_wait: float = option(0.0, shared=True, least=0, most=MAX_SECONDS)
     """Seconds from when members hear of a newcomer until they take it in, with all that have come meanwhile: one
-    interruption for all. A recovery after a loss takes in at once who has come. Shorter than `agree_limit`."""
+    interruption for all. A recovery after a loss takes in at once who has come. Shorter than `quorum_timeout`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,13 +72,13 @@ class MembershipOptions(Options):
                 "spare (EVERMOE_SPARE): expected role='train' and the lighthouse of a job, got "
                 f"role={self.role!r}, lighthouse={self.lighthouse!r}"
             )
-        if self.join_wait >= self.agree_limit:
+        if self.join_wait >= self.quorum_timeout:
             raise ValueError(
-                f"newcomers wait for join_wait = {self.join_wait:g} s, and give up after agree_limit = "
-                f"{self.agree_limit:g} s: expected a shorter join_wait, or a longer agree_limit"
+                f"newcomers wait for join_wait = {self.join_wait:g} s, and give up after quorum_timeout = "
+                f"{self.quorum_timeout:g} s: expected a shorter join_wait, or a longer quorum_timeout"
             )
-        if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.go_on_alone:
+        if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.allow_solo_resume:
             raise ValueError(
-                "go_on_alone (EVERMOE_GO_ON_ALONE) lets each part of a job go on, and lighthouse names several: "
+                "allow_solo_resume (EVERMOE_ALLOW_SOLO_RESUME) lets each part of a job go on, and lighthouse names several: "
                 "expected one of the two. To let the members at one Lighthouse go on: evermoe lighthouse promote"
             )

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "EVERMOE_SECRET"
 """Environment variable of the job's secret: no option, so that it is in no script and in nothing that is printed."""
-MOST_WARNED = 1000
+MAX_WARNED = 1000
 """Senders that are remembered as warned about."""
 
 
@@ -246,7 +246,7 @@ class Messages:
         self._warn(sender, why)
 
     def _warn(self, sender: str, why: str) -> None:
-        if sender not in self._warned and len(self._warned) < MOST_WARNED:
+        if sender not in self._warned and len(self._warned) < MAX_WARNED:
             self._warned.add(sender)
             logger.warning("ignoring %r at the Lighthouse: %s", sender, why)
 

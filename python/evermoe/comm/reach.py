@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from evermoe import _native
 from evermoe._native import Door, Secret, ask_all
-from evermoe.comm.group import connect_limit
+from evermoe.comm.group import connect_timeout
 from evermoe.comm.sealed_store import SealedStore
 
 logger = logging.getLogger(__name__)
@@ -293,7 +293,7 @@ class Stores:
         if address not in self._stores:
             host, port = address.rsplit(":", 1)
             self._stores[address] = self._sealed(
-                dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=connect_limit(1))
+                dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=connect_timeout(1))
             )
         return self._stores[address]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm.group import connect_limit, end_waits, has_given_up
+from evermoe.comm.group import connect_timeout, end_waits, has_given_up
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost
 
@@ -95,7 +95,7 @@ def quick_groups(limit: timedelta) -> Iterator[None]:
             # Gloo itself would wait for one rank after the other, and some of its waits cannot be ended.
             store.set(f"rank {rank}", "is here")
             store.wait([f"rank {each}" for each in range(size)])
-            super().__init__(store, rank, size, timeout=min(connect_limit(size), limit / _GLOO_PATIENCE), **more)
+            super().__init__(store, rank, size, timeout=min(connect_timeout(size), limit / _GLOO_PATIENCE), **more)
             self.set_timeout(timeout)
 
     before = c10d.ProcessGroupGloo, c10d.default_pg_timeout

@@ -61,7 +61,7 @@ class Transport:
         self.broken: str | None = None
 
     def connect(
-        self, group: int, rank: int, addresses: Sequence[str], limit: timedelta, connect_limit: timedelta
+        self, group: int, rank: int, addresses: Sequence[str], limit: timedelta, connect_timeout: timedelta
     ) -> None:
         """Begins a new group.
 
@@ -70,13 +70,13 @@ class Transport:
             rank: this member's.
             addresses: of all members' transports, by rank.
             limit: how long a message takes at most, unless who waits for it says more.
-            connect_limit: how long a connection takes at most.
+            connect_timeout: how long a connection takes at most.
         """
         self.drop("the next group begins")
         if self._port is None:
             raise PeerLost("this member has left its job")
         self.size, self._limit = len(addresses), limit
-        milliseconds = round(connect_limit.total_seconds() * 1000)
+        milliseconds = round(connect_timeout.total_seconds() * 1000)
         self._links = _native.Links(self._port, group, rank, list(addresses), STREAMS, milliseconds)
         self.broken = None
 

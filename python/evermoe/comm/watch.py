@@ -16,7 +16,7 @@ from evermoe.native_calls import native_call
 
 logger = logging.getLogger(__name__)
 
-MOST_WATCHED = 64
+MAX_WATCHED = 64
 """Members that one watches: of more, those that follow it in the order of ranks, so that all are watched."""
 AT_ONCE = 0.1
 """Seconds in which a collective fails that began after the others had given up."""
@@ -35,8 +35,8 @@ class Watch:
         reach: this member's door, and those of others.
         groups: in which this member may wait for others. The first is in use in every epoch, and dropped with the
             others; those that are not in use stay broken.
-        heartbeat_limit: seconds without an answer after which a member is silent.
-        hang_limit: seconds that a collective waits.
+        heartbeat_timeout: seconds without an answer after which a member is silent.
+        hang_timeout: seconds that a collective waits.
         on_silent: is told the reason to drop the group, in a thread of the watch.
         on_left_out: is called, also there, when others have given this member up.
     """
@@ -46,13 +46,13 @@ class Watch:
         reach: Reach,
         groups: Iterable[Group],
         *,
-        heartbeat_limit: float,
-        hang_limit: float,
+        heartbeat_timeout: float,
+        hang_timeout: float,
         on_silent: Callable[[str], None],
         on_left_out: Callable[[], None],
     ) -> None:
         self._reach, self._groups = reach, list(groups)
-        self._limit, self._hang_limit = heartbeat_limit, hang_limit
+        self._limit, self._hang_timeout = heartbeat_timeout, hang_timeout
         self._on_silent, self._on_left_out = on_silent, on_left_out
         self._asking: _native.Watch | None = None
         self._thread = self._bound = threading.Thread()
@@ -85,7 +85,7 @@ class Watch:
         self._epoch, self._members = epoch, dict(members)
         self._reach.say()
         following = list(members.items())
-        following = (following[first:] + following[:first])[:MOST_WATCHED]
+        following = (following[first:] + following[:first])[:MAX_WATCHED]
         self._asking = self._reach.watch(dict(following), epoch, self._limit)
         self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
         self._thread.start()
@@ -126,7 +126,7 @@ class Watch:
             ]
             self.late = ", ".join(late)
             if late:  # it learns so at this member's door
-                logger.warning("waited %g s for %s: the others go on without it", self._hang_limit, self.late)
+                logger.warning("waited %g s for %s: the others go on without it", self._hang_timeout, self.late)
         elif self._waited < AT_ONCE and self._waited_for_me is None:
             self._waited_for_me = next((each for each, (_, epoch) in said.items() if epoch == self._epoch), None)
         self.end()
@@ -135,12 +135,12 @@ class Watch:
         """How long this member is to stay away as others have waited for it in vain; 0 where they have not."""
         if self._waited_for_me is None:
             return 0.0
-        seconds = SIT_OUT * self._hang_limit * 2**self._times_left_out
+        seconds = SIT_OUT * self._hang_timeout * 2**self._times_left_out
         logger.warning(
-            "%s has waited for this member longer than hang_limit = %g s, and the others go on without it. It asks to "
-            "join again in %g s; a new process may join at once. Raise hang_limit if members' steps differ so much.",
+            "%s has waited for this member longer than hang_timeout = %g s, and the others go on without it. It asks to "
+            "join again in %g s; a new process may join at once. Raise hang_timeout if members' steps differ so much.",
             self._waited_for_me,
-            self._hang_limit,
+            self._hang_timeout,
             seconds,
         )
         self._waited_for_me = None
@@ -166,18 +166,18 @@ class Watch:
 
     def _bound_waits(self, is_over: threading.Event) -> None:
         """Ends collectives that gloo does not end in time: its waits follow the wall clock, which may be set back."""
-        while not is_over.wait(self._hang_limit / LOOKS):
+        while not is_over.wait(self._hang_timeout / LOOKS):
             for group in self._groups:
                 began = group.waiting
                 if (
                     began is not None
-                    and began.seconds() > EXCESS * self._hang_limit
+                    and began.seconds() > EXCESS * self._hang_timeout
                     and began.set_back() > SET_BACK_SECONDS
                 ):
                     group.timed_out = True
                     with native_call():
                         self._on_silent(
-                            f"a collective has waited longer than hang_limit = {self._hang_limit:g} s, as the wall "
+                            f"a collective has waited longer than hang_timeout = {self._hang_timeout:g} s, as the wall "
                             f"clock was set back by {began.set_back():.0f} s"
                         )
 
@@ -193,6 +193,6 @@ class Watch:
             is_late = self._is_training and not self._is_waiting and self._groups[0].broken is None
             who = "this member" if is_late else "another member"
             self._waited_for_me = gave_up if is_late else None
-            self._on_silent(f"{gave_up} has waited for {who} longer than hang_limit = {self._hang_limit:g} s")
+            self._on_silent(f"{gave_up} has waited for {who} longer than hang_timeout = {self._hang_timeout:g} s")
             if is_late:
                 self._on_left_out()

@@ -122,7 +122,7 @@ class PresetLaunch(Launch):
             f"compare-{uuid.uuid4().hex[:8]}",
             options.workers,
             memory_dir=options.memory_dir,
-            hang_limit=options.hang_limit,
+            hang_timeout=options.hang_timeout,
             environment=self.variables(),
         )
 
@@ -138,7 +138,7 @@ class PresetLaunch(Launch):
 
     def settings(self) -> argparse.Namespace:
         """The preset, and the interval of its checkpoints."""
-        given = {"preset": self._preset, "checkpoint_every": self.options.ft_checkpoint_every}
+        given = {"preset": self._preset, "checkpoint_interval": self.options.ft_checkpoint_interval}
         return argparse.Namespace(**vars(super().settings()) | given)
 
     def _spawn(
@@ -193,7 +193,7 @@ class FixedGroupsLaunch(Launch):
 
     def settings(self) -> argparse.Namespace:
         """With the interval of its checkpoints."""
-        given = {"checkpoint_every": self.options.ft_checkpoint_every}
+        given = {"checkpoint_interval": self.options.ft_checkpoint_interval}
         return argparse.Namespace(**vars(super().settings()) | given)
 
     def arguments(self, worker: int) -> list[str]:
@@ -220,7 +220,7 @@ class TorchftLaunch(Launch):
 
         limits = LocalJob([], "compare", 1)
         server, self._address = start_local_lighthouse(
-            heartbeat_limit=limits.heartbeat_limit, join_limit=self.options.hang_limit
+            heartbeat_timeout=limits.heartbeat_timeout, join_timeout=self.options.hang_timeout
         )
         self._resources.callback(server.shutdown)
 

@@ -88,10 +88,10 @@ def train(program: Program, reporter: Reporter, store: dist.Store, rank: int, wo
         PeerLost: a rank is gone.
     """
     options = program.options
-    parallel = ExpertParallel(program.model, program.optimizer, options.expert_parallel, options.hang_limit)
+    parallel = ExpertParallel(program.model, program.optimizer, options.expert_parallel, options.hang_timeout)
     parallel.hold(rank % options.expert_parallel)
     parallel.connect(store, rank, world)
-    checkpoints = Checkpoints(Path(options.checkpoint_dir), options.checkpoint_every, group)
+    checkpoints = Checkpoints(Path(options.checkpoint_dir), options.checkpoint_interval, group)
     step = newest(Path(options.checkpoint_dir), store, rank)
     if step:
         checkpoints.load(parallel.entries(), step)

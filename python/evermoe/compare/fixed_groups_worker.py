@@ -81,7 +81,7 @@ class Member:
         """Takes the first weights."""
         options = self._options
         self._program, self._step = program, 0
-        self._parallel = ExpertParallel(program.model, program.optimizer, options.expert_parallel, options.hang_limit)
+        self._parallel = ExpertParallel(program.model, program.optimizer, options.expert_parallel, options.hang_timeout)
 
     def run(self) -> None:
         """Trains until all steps are taken."""
@@ -109,7 +109,7 @@ class Member:
         if seating.step == 0 and self._parallel.position is not None:
             self._begin(Program(self._options))
         store = dist.PrefixStore(str(self._epochs.number), self._epochs.store)
-        limit = timedelta(seconds=self._options.hang_limit)
+        limit = timedelta(seconds=self._options.hang_timeout)
         everybody = dist.PrefixStore("everybody", store)
         self._everybody.rebuild(everybody, members.index(worker), len(members), torch.device("cpu"), limit)
         self._move(seating, members, rank)
@@ -120,7 +120,7 @@ class Member:
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("dcp", store), rank=rank, world_size=world, timeout=limit
         )
-        checkpoints = Checkpoints(self._folder, self._options.checkpoint_every, None)
+        checkpoints = Checkpoints(self._folder, self._options.checkpoint_interval, None)
         self._parallel.connect(store, rank, world)
         if seating.from_checkpoint:
             checkpoints.load(self._parallel.entries(), seating.step)

@@ -18,7 +18,7 @@ def work(program: Program, reporter: Reporter) -> None:
         program.optimizer,
         program.sampler,
         on_event=reporter,
-        join_every=1,
+        join_interval=1,
         max_grad_norm=MAX_GRAD_NORM,
         checkpoint_dir=options.checkpoint_dir or None,
         **session_options(options),

@@ -55,7 +55,7 @@ def _manager(program: Program, store: dist.TCPStore) -> Any:
     from torchft.process_group import ProcessGroupGloo
 
     options = program.options
-    limit = timedelta(seconds=options.hang_limit)
+    limit = timedelta(seconds=options.hang_timeout)
 
     def load(state: dict[str, Any]) -> None:
         program.model.load_state_dict(state["model"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 
 
 class Corpus:
@@ -50,6 +50,6 @@ def read_text(path: str | None) -> bytes:
     text = bytearray()
     for file in files:
         text += file.read_bytes()
-        if len(text) >= MOST_BYTES:
+        if len(text) >= MAX_BYTES:
             break
-    return bytes(text[:MOST_BYTES])
+    return bytes(text[:MAX_BYTES])

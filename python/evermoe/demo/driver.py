@@ -61,7 +61,7 @@ class Run:
             f"demo-{uuid.uuid4().hex[:8]}",
             options.workers,
             memory_dir=options.memory_dir,
-            hang_limit=options.hang_limit,
+            hang_timeout=options.hang_timeout,
             environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         )
         try:
@@ -137,7 +137,7 @@ class Run:
             if (worker.process.poll() or 0) > 0:
                 raise LaunchError(f"worker {worker.index} failed:\n{self._log_end(worker.index)}")
         started = any(event["event"] == "begin" for rows in self.events.values() for event in rows)
-        limit = 60 + 4 * self.options.hang_limit if started else START_LIMIT
+        limit = 60 + 4 * self.options.hang_timeout if started else START_LIMIT
         if time.monotonic() - self._last_event > limit:
             logs = "\n".join(self._log_end(worker.index) for worker in job.workers)
             raise LaunchError(f"no worker has reported anything for {limit:.0f} s:\n{logs}")

@@ -120,7 +120,7 @@ def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folde
         copies: as its `--copies`; 0 for the run to compare with.
         folder: of this run, for what a preset saves.
     """
-    training = ("balance", "batch", "learning_rate", "seed", "hang_limit", "rejoin_limit", "checkpoint_every")
+    training = ("balance", "batch", "learning_rate", "seed", "hang_timeout", "rejoin_timeout", "checkpoint_interval")
     values = {name: getattr(options, name) for name in (*SIZES, *training)} | {"steps": steps, "copies": copies}
     values["preset"] = options.preset if copies else "auto"
     if copies and (options.checkpoint_dir or PRESETS[options.preset].needs_checkpoint_dir):
@@ -138,7 +138,7 @@ def copied_at_a_time(options: argparse.Namespace) -> str:
     given = SessionConfig(**session_options(options), checkpoint_dir=options.checkpoint_dir or "anywhere")
     if given.choices.takes_turns:
         each = levels(options.experts, given.experts_per_snapshot, given.experts_per_save)
-        often = "step" if given.save_every == 1 else f"{given.save_every} steps"
+        often = "step" if given.save_interval == 1 else f"{given.save_interval} steps"
         return (
             f"{given.preset} saves {each.save} of {options.experts} experts of each layer each {often}; snapshots of "
             f"{each.snapshot} are in their own node's memory, and gone with it"

@@ -123,7 +123,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         optimizer,
         sampler,
         on_event=reporter,
-        join_every=1,
+        join_interval=1,
         max_grad_norm=1.0,
         checkpoint_dir=options.checkpoint_dir or None,
         **session_options(options),

@@ -13,13 +13,17 @@ COPY_FLAGS: Mapping[str, tuple[type, str, str]] = MappingProxyType(
     {
         "experts_per_snapshot": (int, "K", "pec: experts of each layer of a snapshot in their node's memory (half)"),
         "experts_per_save": (int, "K", "pec: experts of each layer that are saved to --checkpoint-dir (a quarter)"),
-        "snapshot_every": (int, "STEPS", "pec: steps between snapshots (1); gemini, baft: of a version (as needed)"),
-        "save_every": (int, "STEPS", "pec: steps between saves (1)"),
+        "snapshot_interval": (int, "STEPS", "pec: steps between snapshots (1); gemini, baft: of a version (as needed)"),
+        "save_interval": (int, "STEPS", "pec: steps between saves (1)"),
         "expert_selection": (str, "ORDER", "pec: load-aware, or sequential: each in its turn (load-aware)"),
-        "plt_limit": (float, "PORTION", "pec: of lost tokens, above which more experts are saved (1.0)"),
+        "max_lost_token_fraction": (float, "PORTION", "pec: of lost tokens, above which more experts are saved (1.0)"),
         "remote_bytes_per_step": (int, "BYTES", "moetion: to peers, of all workers (bandwidth x time of a step)"),
         "local_bytes_per_step": (int, "BYTES", "moetion: to the experts' own nodes"),
-        "local_every": (int, "STEPS", "between snapshots in own memory (as few as --copy-budget allows; not pec)"),
+        "local_snapshot_interval": (
+            int,
+            "STEPS",
+            "between snapshots in own memory (as few as --copy-budget allows; not pec)",
+        ),
         "copy_budget": (float, "SHARE", "of a step that copies may take which do not fit into idle time (0.01)"),
     }
 )
@@ -30,9 +34,9 @@ OPTIONS = (
     "slots",
     "min_replicas",
     "placement",
-    "hang_limit",
-    "rejoin_limit",
-    "checkpoint_every",
+    "hang_timeout",
+    "rejoin_timeout",
+    "checkpoint_interval",
     *COPY_FLAGS,
 )
 """Flags that are options of the session, under the same names."""
@@ -83,10 +87,10 @@ def add_session_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
     run.add_argument("--placement", choices=POLICIES, help="of experts on workers (default: the preset's)")
     run.add_argument("--min-replicas", type=int, help="of each expert (default: 1; --copies with lazarus)")
     run.add_argument("--copies", type=int, default=2, help="nodes that hold each unit's state; 0: none (%(default)s)")
-    run.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
-    run.add_argument("--rejoin-limit", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
+    run.add_argument("--hang-timeout", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
+    run.add_argument("--rejoin-timeout", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
     run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
-    run.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints (%(default)s)")
+    run.add_argument("--checkpoint-interval", type=int, default=0, help="steps between checkpoints (%(default)s)")
     copying = parser.add_argument_group("what presets copy, and how often (default: a session's)")
     for name, (kind, metavar, text) in COPY_FLAGS.items():
         copying.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

@@ -13,7 +13,7 @@ from evermoe.observe.metrics import Metrics
 from evermoe.observe.tensorboard import TensorBoard
 from evermoe.options import checked
 
-MOST_PORT = 65535
+MAX_PORT = 65535
 
 
 def combined(given: Listener | Sequence[Listener], more: Sequence[Listener] = ()) -> Listener:
@@ -44,7 +44,7 @@ def from_environment() -> list[Listener]:
     listeners: list[Listener] = []
     text, number = os.environ.get("EVERMOE_METRICS"), environment.local_rank()
     if text:
-        port = checked("EVERMOE_METRICS", int(text) if text.isdecimal() else text, int, least=1, most=MOST_PORT)
+        port = checked("EVERMOE_METRICS", int(text) if text.isdecimal() else text, int, least=1, most=MAX_PORT)
         port += number
         try:
             listeners.append(Metrics(port))

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 3.0
 """That a member has to answer."""
-MOST_THREADS = 64
+MAX_THREADS = 64
 """That ask members at a time."""
-MOST_PORT = 65535
-MOST_ENDPOINTS = 4096
+MAX_PORT = 65535
+MAX_ENDPOINTS = 4096
 _ENDPOINT = re.compile(r"(?:(?P<host>\[[^]]+\]|[^:\[\]/]*):)?(?P<first>\d+)(?:-(?P<last>\d+))?")
 
 
@@ -158,9 +158,9 @@ def endpoints(text: str) -> list[str]:
     first, host = int(found["first"]), found["host"] or "localhost"
     last = int(found["last"] or first)
     for port in (first, last):
-        checked(f"port of {text!r}", port, int, least=1, most=MOST_PORT)
-    if not first <= last < first + MOST_ENDPOINTS:
-        raise ValueError(f"expected the first port, then the last, of at most {MOST_ENDPOINTS}, got {text!r}")
+        checked(f"port of {text!r}", port, int, least=1, most=MAX_PORT)
+    if not first <= last < first + MAX_ENDPOINTS:
+        raise ValueError(f"expected the first port, then the last, of at most {MAX_ENDPOINTS}, got {text!r}")
     return [f"{host}:{port}" for port in range(first, last + 1)]
 
 
@@ -197,7 +197,7 @@ class Members:
         """All members now, by rank; those that do not answer last, with what they were when they did."""
         views = [view for file in self._files for view in file.read()]
         if self._addresses:
-            with ThreadPoolExecutor(min(MOST_THREADS, len(self._addresses))) as pool:
+            with ThreadPoolExecutor(min(MAX_THREADS, len(self._addresses))) as pool:
                 views += map(self._remember, pool.map(fetch, self._addresses))
         return sorted(views, key=lambda view: (bool(view.problem), view.rank is None, view.rank or 0, view.source))
 

@@ -57,7 +57,7 @@ from evermoe.state.version import generation_of, step_of
 
 BEGUN = "begun.json"
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
-_LONGEST_NAME = 100
+_MAX_NAME = 100
 
 
 class CheckpointBucket:
@@ -273,6 +273,6 @@ def put_unit(draft: ObjectPath, number: str, name: str, tensors: Mapping[str, Te
         OSError: it cannot be written.
     """
     apart = {key: tensor.contiguous() for key, tensor in tensors.items()}
-    file = f"{number}-{_ODD.sub('_', name)[:_LONGEST_NAME]}.safetensors"
+    file = f"{number}-{_ODD.sub('_', name)[:_MAX_NAME]}.safetensors"
     draft.place.put((draft / file).key, save({f"{name}/{key}": tensor for key, tensor in apart.items()}))
     return file, digest(as_bytes(apart).numpy()), list(apart), None

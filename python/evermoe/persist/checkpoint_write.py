@@ -31,9 +31,9 @@ from evermoe.state.unit import read_tensors
 
 THREAD = "evermoe-checkpoint"
 """Name of the threads that write."""
-PROGRESS_CHECKS, LONGEST_CHECK = 16, 1.0
+PROGRESS_CHECKS, MAX_CHECK = 16, 1.0
 """Looks whether others are late, per hang limit, and the seconds between two of them at most."""
-MOST_PROBLEMS = 3
+MAX_PROBLEMS = 3
 """Ranks whose problems are named when a checkpoint cannot be written."""
 
 
@@ -117,7 +117,7 @@ class CheckpointWrite:
 
     def _wait_for_others(self) -> None:
         limit, since, is_waiting = self._group.limit_seconds, time.monotonic(), False
-        while not self._task.is_over_within(min(limit / PROGRESS_CHECKS, LONGEST_CHECK)):
+        while not self._task.is_over_within(min(limit / PROGRESS_CHECKS, MAX_CHECK)):
             if is_waiting == self._is_busy:
                 is_waiting, since = not is_waiting, time.monotonic()
                 self._group.on_wait(is_waiting)
@@ -177,7 +177,7 @@ class CheckpointWrite:
         parts = [Result(*each) for each in everyone]
         problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(parts) if each.problem]
         if problems:
-            return Result(problem="; ".join(problems[:MOST_PROBLEMS]))
+            return Result(problem="; ".join(problems[:MAX_PROBLEMS]))
         units = {name: entry for each in parts for name, entry in each.value.items()}
         self._is_busy = True
         text = manifest_text(self.version, self._state.catalog.layout, units)

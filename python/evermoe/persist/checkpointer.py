@@ -40,13 +40,13 @@ class CheckpointOptions(Options):
     checkpoint_dir: str | Path | None = None
     """Folder for checkpoints on a file system that all members share, or a URL such as `s3://bucket/run`; None for
     none."""
-    checkpoint_every: int = option(0, shared=True, least=0)
+    checkpoint_interval: int = option(0, shared=True, least=0)
     """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
     keep_checkpoints: int = option(2, shared=True, least=1)
     """How many of the newest checkpoints stay on disk."""
-    keep_checkpoint_every: int = option(0, shared=True, least=0)
+    keep_checkpoint_interval: int = option(0, shared=True, least=0)
     """Checkpoints of the steps that are multiples of it stay for ever; 0: none do."""
-    checkpoint_patience: float = option(PATIENCE, above=0)
+    store_timeout: float = option(PATIENCE, above=0)
     """Seconds for which a request to the URL of a checkpoint_dir is tried again, with back-off, before it fails."""
     checkpoint_upload_limit: float = option(0.0, least=0)
     """Bytes per second that each member writes to the URL of a checkpoint_dir at most; 0 for no limit."""
@@ -55,8 +55,8 @@ class CheckpointOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.checkpoint_every and self.checkpoint_dir is None:
-            raise ValueError("checkpoint_every is set, so checkpoint_dir must say where to write")
+        if self.checkpoint_interval and self.checkpoint_dir is None:
+            raise ValueError("checkpoint_interval is set, so checkpoint_dir must say where to write")
 
     def checkpoints(self, patience: float | None = None) -> Location | None:
         """Where checkpoints are; None for nowhere.
@@ -70,7 +70,7 @@ class CheckpointOptions(Options):
         """
         if self.checkpoint_dir is None:
             return None
-        patience = self.checkpoint_patience if patience is None else min(patience, self.checkpoint_patience)
+        patience = self.store_timeout if patience is None else min(patience, self.store_timeout)
         return locate(
             self.checkpoint_dir,
             patience=patience,
@@ -115,16 +115,16 @@ class Checkpointer:
         self._store: CheckpointStore | None = None
         where = options.checkpoints()
         if where is not None and is_read_only(where):
-            if options.checkpoint_every:
+            if options.checkpoint_interval:
                 raise ValueError(
-                    f"checkpoint_every is set, but checkpoint_dir {where} can only be read: write to a folder, s3://, "
+                    f"checkpoint_interval is set, but checkpoint_dir {where} can only be read: write to a folder, s3://, "
                     "gs:// or az://"
                 )
         elif where is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
-            retention = Retention(options.keep_checkpoints, options.keep_checkpoint_every)
+            retention = Retention(options.keep_checkpoints, options.keep_checkpoint_interval)
             self._store = open_store(where, owner, membership.id, retention)
-            if options.checkpoint_every:
+            if options.checkpoint_interval:
                 with suppress(OSError):  # a place that does not answer now may do so later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
 
@@ -183,7 +183,7 @@ class Checkpointer:
         Raises:
             PeerLost: a member is gone.
         """
-        every, step = self._options.checkpoint_every, step_of(version)
+        every, step = self._options.checkpoint_interval, step_of(version)
         is_due = self._is_owed or (bool(every) and step % every == 0)
         if self._store is None or not is_due:
             return False
@@ -235,7 +235,7 @@ class Checkpointer:
 
     def lag(self, step: int) -> dict[str, int]:
         """Steps since the newest checkpoint, after so many; empty where none are due."""
-        is_due = self._store is not None and self._options.checkpoint_every
+        is_due = self._store is not None and self._options.checkpoint_interval
         return {"checkpoint": max(0, step - self._published)} if is_due else {}
 
     # ---- the end

@@ -16,7 +16,7 @@ from evermoe.persist.place import ObjectPath
 FIRST_BYTES = 1 << 20
 """Bytes that are read of a file before it is known what is in it: all of one that is smaller."""
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """That of safetensors, which refuses a longer one."""
 
 
@@ -45,7 +45,7 @@ class ObjectFile:
             self._read(0, min(size, FIRST_BYTES))
             self._read_to = min(size, FIRST_BYTES)
             header_bytes = int.from_bytes(self._bytes[:_LENGTH_BYTES].tobytes(), "little")
-            self._header_end = min(size, _LENGTH_BYTES + min(header_bytes, _MOST_HEADER_BYTES))
+            self._header_end = min(size, _LENGTH_BYTES + min(header_bytes, _MAX_HEADER_BYTES))
             self._read(FIRST_BYTES, self._header_end)
         except BaseException:
             os.close(self.descriptor)

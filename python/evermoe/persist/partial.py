@@ -85,14 +85,14 @@ class PartialCheckpoints(StateKeeper):
         state: this member's units.
         membership: who takes part.
         courier: reads the state.
-        save_every: steps between two saves.
+        save_interval: steps between two saves.
     """
 
     def __init__(
-        self, store: PartialStore, state: TrainingState, membership: Membership, courier: Courier, save_every: int
+        self, store: PartialStore, state: TrainingState, membership: Membership, courier: Courier, save_interval: int
     ) -> None:
         self.store, self._state, self._membership = store, state, membership
-        self._courier, self._save_every = courier, save_every
+        self._courier, self._save_interval = courier, save_interval
         self._persister: Persister | None = None
         self._assignment: Assignment | None = None
         self._members: list[str] = []
@@ -238,8 +238,8 @@ class PartialCheckpoints(StateKeeper):
         self.wait()
 
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
-        """The experts whose turn it is, after each `save_every` steps; with them goes all that is no expert."""
-        if choose is None or step % self._save_every:
+        """The experts whose turn it is, after each `save_interval` steps; with them goes all that is no expert."""
+        if choose is None or step % self._save_interval:
             return Due()
         return Due(remote=sorted(self._state.catalog.experts() if self._owes_all else choose()))
 

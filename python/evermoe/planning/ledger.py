@@ -32,7 +32,7 @@ class TokenLedger:
     fell back to their last copy: `lose`. The portion of lost tokens (PLT, of PEC / MoC-System) is counted per
     layer, tokens lost over tokens seen, and averaged over layers.
 
-    Dynamic-K: a run may lose `plt_limit` of its tokens, and each part of it the same portion of its own. So
+    Dynamic-K: a run may lose `max_lost_token_fraction` of its tokens, and each part of it the same portion of its own. So
     whenever a recovery that lost tokens leaves the PLT of the run so far above the limit, `experts_per_layer`
     doubles, up to E.
 
@@ -40,7 +40,7 @@ class TokenLedger:
     checkpoint: training that goes back to the checkpoint goes back to that ledger, and then calls `lose`.
 
         >>> from evermoe.planning import select_experts
-        >>> ledger = TokenLedger(1, 4, experts_per_layer=1, plt_limit=0.05)
+        >>> ledger = TokenLedger(1, 4, experts_per_layer=1, max_lost_token_fraction=0.05)
         >>> ledger.add([[60, 30, 10, 0]])
         >>> chosen = select_experts("load-aware", ledger.at_risk, ledger.checkpoint, waiting=ledger.waiting,
         ...                         experts_per_layer=ledger.experts_per_layer)
@@ -56,20 +56,25 @@ class TokenLedger:
         layers: number of MoE layers L.
         experts: experts of each layer E.
         experts_per_layer: where K starts; more than E is E. None for all.
-        plt_limit: portion of its tokens that the run may lose, 0 to 1; at 1 K stays where it is.
+        max_lost_token_fraction: portion of its tokens that the run may lose, 0 to 1; at 1 K stays where it is.
 
     Raises:
         ValueError: a size is 0, there are more than 2^24 experts in all, or the limit is no portion.
     """
 
     def __init__(
-        self, layers: int, experts: int, *, experts_per_layer: int | None = None, plt_limit: float = 1.0
+        self, layers: int, experts: int, *, experts_per_layer: int | None = None, max_lost_token_fraction: float = 1.0
     ) -> None:
-        if not isinstance(plt_limit, int | float):
-            raise ValueError(f"plt_limit: expected a portion from 0 to 1, got {plt_limit!r}")
+        if not isinstance(max_lost_token_fraction, int | float):
+            raise ValueError(
+                f"max_lost_token_fraction: expected a portion from 0 to 1, got {max_lost_token_fraction!r}"
+            )
         each = experts if experts_per_layer is None else experts_per_layer
         self._native = _native.TokenLedger(
-            count("layers", layers), count("experts", experts), count("experts_per_layer", each), plt_limit
+            count("layers", layers),
+            count("experts", experts),
+            count("experts_per_layer", each),
+            max_lost_token_fraction,
         )
 
     def add(self, counts: ArrayLike) -> None:

@@ -19,7 +19,7 @@ RECORD_BYTES = _native.RECORD_BYTES
 """What a logged gradient counts for beside its bytes, at most."""
 FAILURE = _native.FAILURE
 """Probability that a node fails in a step; the same for all, it only weighs units against each other."""
-MOST_FATAL = 32
+MAX_FATAL = 32
 """Fatal losses that are named."""
 
 
@@ -184,7 +184,7 @@ def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -
 
     Returns:
         By the nodes' names, joined by ` + `; one that is lost with a part of the nodes is counted there alone. At most
-        `MOST_FATAL`, single nodes first, then those of most units.
+        `MAX_FATAL`, single nodes first, then those of most units.
     """
     domains = planning.failure_domains(nodes)
     is_alone = len(set(nodes)) == 1
@@ -193,7 +193,7 @@ def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -
     single = {node for each in lost if len(each) == 1 for node in each}
     found = [each for each in lost if len(each) == 1 or (len(each) == 2 and not each & single)]
     found.sort(key=lambda each: (len(each), -lost[each], sorted(each)))
-    return {" + ".join(sorted(each)): lost[each] for each in found[:MOST_FATAL]}
+    return {" + ".join(sorted(each)): lost[each] for each in found[:MAX_FATAL]}
 
 
 def riskiest_first(

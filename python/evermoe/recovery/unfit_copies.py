@@ -16,7 +16,7 @@ from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 """Units and steps that a message names."""
 
 
@@ -51,5 +51,5 @@ def explain(state: TrainingState, stored: Iterable[tuple[StoredUnit, str]], grou
 
 
 def _shown(names: Sequence[str]) -> str:
-    more = len(names) - MOST_SHOWN
-    return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_SHOWN
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")

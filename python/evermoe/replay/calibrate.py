@@ -32,7 +32,7 @@ _ARITHMETICS = {
 _SIZES = (1, 71, 70_003)
 _STEPS = 8
 _SUBNORMAL = slice(7, None, 11)
-_LEAST_LR = 1e-8  # below it the trial takes the other one: a rate of 0 hides how the parameters are rounded
+_MIN_LR = 1e-8  # below it the trial takes the other one: a rate of 0 hides how the parameters are rounded
 _TRIAL_LR = 1e-3
 _LATE = 5, 9_000  # before this step, so many are skipped: bias corrections late in a run
 _INSTEAD = (
@@ -228,7 +228,7 @@ def _scratch_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trial_lr(lr: Any) -> Any:
     """The learning rate, or a usual one where a schedule has hardly begun; a tensor stays one."""
-    if not 0 <= float(lr) < _LEAST_LR:
+    if not 0 <= float(lr) < _MIN_LR:
         return lr
     return torch.full_like(lr, _TRIAL_LR) if isinstance(lr, Tensor) else _TRIAL_LR
 

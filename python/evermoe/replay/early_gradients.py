@@ -37,7 +37,7 @@ from evermoe.replay.step_bytes import gradient_bytes
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 
-MOST_MESSAGES = 2
+MAX_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
 PATIENT_STEPS = 64
 """Steps in which nothing is sent early once gradients have changed after they were sent."""
@@ -318,5 +318,5 @@ class EarlyGradients:
 
 def _frame(units: Iterable[Unit]) -> Frame:
     parameters = [each for unit in units for each in parameters_of(unit)]
-    most = sum(gradient_bytes(each) + PROOF_BYTES + MOST_MESSAGES * RECORD_HEADER_BYTES for each in parameters)
-    return Frame(MOST_MESSAGES * len(parameters), most)
+    most = sum(gradient_bytes(each) + PROOF_BYTES + MAX_MESSAGES * RECORD_HEADER_BYTES for each in parameters)
+    return Frame(MAX_MESSAGES * len(parameters), most)

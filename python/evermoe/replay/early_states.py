@@ -31,7 +31,7 @@ MESSAGE_BYTES = 4 << 20
 """Bytes of a state that travel at once, at most, where nothing else is said."""
 MESSAGES_A_WINDOW = 4
 """Messages that have room in the longest window: so shorter ones have room for some, too."""
-LEAST_BYTES = 4096
+MIN_BYTES = 4096
 """Where not even so much of a window's part has time, windows are too short for states."""
 
 
@@ -61,7 +61,7 @@ def cut_for(windows: Sequence[float], alpha: float, beta: float, most_bytes: int
     if not windows:
         return Cut(most_bytes, math.inf)
     fitting = int((max(windows) / MESSAGES_A_WINDOW - alpha) * beta)
-    if fitting < LEAST_BYTES:
+    if fitting < MIN_BYTES:
         return Cut(most_bytes, 0)
     nbytes = min(fitting, most_bytes)
     seconds = max(alpha + nbytes / beta, 1e-9)

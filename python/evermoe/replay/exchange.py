@@ -26,7 +26,7 @@ from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.profile.memory import in_huge_pages
 from evermoe.replay.calibrate import Arithmetic
-from evermoe.replay.early_gradients import MOST_MESSAGES, EarlyGradients
+from evermoe.replay.early_gradients import MAX_MESSAGES, EarlyGradients
 from evermoe.replay.early_states import MESSAGE_BYTES, EarlyStates
 from evermoe.replay.frame import Frame
 from evermoe.replay.part import parameters_of, parts_of
@@ -315,7 +315,7 @@ class ReplayExchange:
         nbytes = {unit: sum(each.nbytes + RECORD_HEADER_BYTES for each in specs) for unit, specs in parameters.items()}
         rest = sum(size for unit, size in nbytes.items() if unit not in self.gradients.units)
         tail = rest if keeps_tail and rest > HEAD_BYTES else 0
-        return Frame(MOST_MESSAGES * sum(map(len, parameters.values())), min(sum(nbytes.values()), HEAD_BYTES), tail)
+        return Frame(MAX_MESSAGES * sum(map(len, parameters.values())), min(sum(nbytes.values()), HEAD_BYTES), tail)
 
     def _outgoing(
         self, step: int, selected: Collection[str] | None, told: Collection[str]

@@ -278,8 +278,8 @@ def _simulated() -> list[Row]:
             days=2.0,
             failures=(Failure.poisson(mtbf_seconds=DAY / instances / fatal, repair_seconds=330),),
             constants=constants,
-            options=SimulatedOptions(min_replicas=1, checkpoint_every=0, plans_anew=False),
-            restart_every=math.ceil(state_bytes(100e9) / REMOTE / STEP),
+            options=SimulatedOptions(min_replicas=1, checkpoint_interval=0, plans_anew=False),
+            restart_interval=math.ceil(state_bytes(100e9) / REMOTE / STEP),
         )
         return 100 * simulate_seeds(scenario, scheme, seed=0, seeds=5).interval("ettr").mean
 

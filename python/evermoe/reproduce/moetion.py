@@ -315,7 +315,7 @@ def _effective_time() -> list[Row]:
             nodes=NODES,
             spares=2,
             constants=Constants(network_bytes_per_second=NODE_NETWORK),
-            options=SimulatedOptions(checkpoint_every=SAVE_EVERY),
+            options=SimulatedOptions(checkpoint_interval=SAVE_EVERY),
         )
         failing = scenario.failing(Failure.poisson(mtbf_seconds=60 * minutes, repair_seconds=600))
         sample = simulate_seeds(failing, preset, seed=0, seeds=10)

@@ -234,7 +234,7 @@ def _figure_5d() -> list[Row]:
     tokens = np.full((steps, LAYERS, EXPERTS), 64)
     rows = []
     for limit, name, value in ((0.05, "Dynamic-K", 5.0), (1.0, "K = 1 throughout", None)):
-        ledger = TokenLedger(LAYERS, EXPERTS, experts_per_layer=1, plt_limit=limit)
+        ledger = TokenLedger(LAYERS, EXPERTS, experts_per_layer=1, max_lost_token_fraction=limit)
         end = after_faults(tokens, sequential(1), 1, faults, ledger)
         rows.append(
             Row(
@@ -243,7 +243,7 @@ def _figure_5d() -> list[Row]:
                 paper=None if value is None else stated("sections 3.1 and 4.2; Figure 5d", at_most=value),
                 ours=100 * end.plt,
                 how="planner",
-                why=f"`TokenLedger` with plt_limit {limit:g}; K ends at {end.experts_per_layer}. The paper's numbers "
+                why=f"`TokenLedger` with max_lost_token_fraction {limit:g}; K ends at {end.experts_per_layer}. The paper's numbers "
                 "of faults and steps are not in our copy",
             )
         )

@@ -110,7 +110,7 @@ def simulate(
     given = scheme_fields(
         scheme,
         expert_parallel=_expert_parallel(scenario, scheme),
-        checkpoint_every=scenario.restart_every,
+        checkpoint_interval=scenario.restart_interval,
         join_seconds=scenario.join_seconds,
     )
     if scenario.options.dense == "sharded" and not keeps_owners(scheme):

@@ -101,17 +101,17 @@ class SimulatedOptions:
     """Where the optimizer's state is of what is no expert: on every device, or of each module on one node."""
     copies: int = 2
     copy_budget: float = 0.01
-    snapshot_every: int | None = None
-    join_every: int = 1
-    rebalance_every: int = 100
-    rejoin_limit: float = 30.0
-    checkpoint_every: int = 250
+    snapshot_interval: int | None = None
+    join_interval: int = 1
+    rebalance_interval: int = 100
+    rejoin_timeout: float = 30.0
+    checkpoint_interval: int = 250
     """Steps between checkpoints, 250 as for Lazarus in its section 6.4; 0 for none. For `restart` and
-    `restart-groups` see `Scenario.restart_every`."""
+    `restart-groups` see `Scenario.restart_interval`."""
     replay_log_bytes: int = 1 << 30
     experts_per_save: int | None = None
-    save_every: int = 1
-    plt_limit: float = 1.0
+    save_interval: int = 1
+    max_lost_token_fraction: float = 1.0
     remote_bytes_per_step: int | None = None
     plans_anew: bool = True
     """Whether experts and copies are planned anew at every change, as a session does. Else newcomers take over what
@@ -148,13 +148,13 @@ class Scenario:
     """Exponent of the experts' load at the start; 0 is even."""
     drift: float = 0.0
     """Standard deviation of the logarithm by which each expert's load changes from one change to the next."""
-    drift_every: int = 100
+    drift_interval: int = 100
     """Steps between two changes of the load."""
     load_trace: tuple[tuple[int, tuple[float, ...]], ...] = ()
     """Step, and tokens of each expert of each class from it on, in the place of these."""
     expert_parallel: int | None = None
     """Nodes that share the experts in `restart` and `restart-groups`; None: one in `restart`, two in the other."""
-    restart_every: int = 50
+    restart_interval: int = 50
     """Steps between the checkpoints of `restart` and `restart-groups`: 50 for DS in Lazarus, section 6.1."""
     join_seconds: float = 120.0
     """For which these gather nodes that come: 2 minutes in Lazarus, section 6.4."""
@@ -209,7 +209,7 @@ class Scenario:
             "load": {
                 "zipf": self.zipf,
                 "drift": self.drift,
-                "drift_every": self.drift_every,
+                "drift_interval": self.drift_interval,
                 "trace": self.load_trace,
             },
             "session": vars(self.options),

@@ -24,14 +24,14 @@ def keeps_owners(name: SchemeName) -> bool:
 
 
 def scheme_fields(
-    name: SchemeName, *, expert_parallel: int, checkpoint_every: int, join_seconds: float
+    name: SchemeName, *, expert_parallel: int, checkpoint_interval: int, join_seconds: float
 ) -> dict[str, Any]:
     """The fields of `Scheme` in `src/simulate/scenario.rs`.
 
     Args:
         name: of the scheme.
         expert_parallel: nodes that share the experts; baselines alone.
-        checkpoint_every: steps between checkpoints; baselines alone.
+        checkpoint_interval: steps between checkpoints; baselines alone.
         join_seconds: for which nodes that come are gathered; baselines alone.
 
     Raises:
@@ -45,7 +45,7 @@ def scheme_fields(
             "name": name,
             "expert_parallel": expert_parallel,
             "drops_groups": name == "restart-groups",
-            "checkpoint_every": checkpoint_every,
+            "checkpoint_interval": checkpoint_interval,
             "join_seconds": join_seconds,
         }
     preset = PRESETS[name]  # type: ignore[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evermoe.planning.protection import FAILURE
 from evermoe.planning.schedule import ChunkReason, Link
-from evermoe.snapshot.rank_plan import MOST_VERSION_STEPS
+from evermoe.snapshot.rank_plan import MAX_VERSION_STEPS
 
 
 def steps_of(reason: ChunkReason, step_seconds: float, link: Link) -> int:
@@ -15,7 +15,7 @@ def steps_of(reason: ChunkReason, step_seconds: float, link: Link) -> int:
         step_seconds: of a step.
         link: the way to the destinations.
     """
-    period = reason.pace(step_seconds, link, FAILURE, most=MOST_VERSION_STEPS)
+    period = reason.pace(step_seconds, link, FAILURE, most=MAX_VERSION_STEPS)
     return reason.steps_per_version if period is None else period.steps
 
 
@@ -28,7 +28,7 @@ def lowered(reason: ChunkReason, step_seconds: float, link: Link, *, is_done: bo
         link: the way to the destinations.
         is_done: whether versions are as frequent as `steps_of` says; else it is advice.
     """
-    period = reason.pace(step_seconds, link, FAILURE, most=MOST_VERSION_STEPS)
+    period = reason.pace(step_seconds, link, FAILURE, most=MAX_VERSION_STEPS)
     if period is None:
         return ""
     failures = f"a failure in {1 / FAILURE:.0f} steps"

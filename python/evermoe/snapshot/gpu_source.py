@@ -13,7 +13,7 @@ from evermoe.snapshot.chunked_copy import ChunkedCopy
 
 TRANSFERS = 4
 """Transfers of 4 MiB of a capture that are on their way at once."""
-MOST_STAND_INS = 1 / 16
+MAX_STAND_INS = 1 / 16
 """Part of the bytes that may have stand-ins, which take room on the GPU."""
 
 
@@ -62,7 +62,7 @@ class GpuSource:
     def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
         """Whether all but small parts of the tensors are on the device."""
         elsewhere = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
-        return elsewhere <= MOST_STAND_INS * sum(tensor.nbytes for tensor in tensors)
+        return elsewhere <= MAX_STAND_INS * sum(tensor.nbytes for tensor in tensors)
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it was made for these tensors, where they are now."""

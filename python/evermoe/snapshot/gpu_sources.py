@@ -17,7 +17,7 @@ from evermoe.warn import warn
 
 WARM_CAPTURES = 2
 """Captures of a bundle before free memory counts: by then a step has shown what training takes."""
-LEFT_FREE, LEAST_FREE = 1 / 16, 1 / 64
+LEFT_FREE, MIN_FREE = 1 / 16, 1 / 64
 """Of a GPU's memory, what stays free as snapshots begin to be made there, and what must be for that to go on."""
 
 
@@ -74,7 +74,7 @@ class GpuSources:
         free, total = torch.cuda.mem_get_info(device)
         source = self._by_bundle.get(bundle)
         if source is not None and source.is_beside:
-            return free >= total * LEAST_FREE
+            return free >= total * MIN_FREE
         is_warm = self._captures.get(bundle, 0) >= WARM_CAPTURES
         return is_warm and snapshot_places(free, [nbytes], reserve=int(total * LEFT_FREE)) == ["device"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from evermoe.comm.courier import Sent
 from evermoe.planning.schedule import Link
 
-LEAST_SAMPLES = 8
+MIN_SAMPLES = 8
 """Messages from which the network's speed is measured."""
 
 
@@ -28,14 +28,14 @@ def measure_link(sent: Sequence[Sent], default: Link) -> Link:
 
     Args:
         sent: in the order in which they ended.
-        default: the answer where there are fewer than `LEAST_SAMPLES`; its alpha also where all sizes are alike.
+        default: the answer where there are fewer than `MIN_SAMPLES`; its alpha also where all sizes are alike.
     """
     samples = []
     before = 0
     for each in sent:
         samples.append((each.nbytes, max(1e-7, (each.end - max(each.start, before)) / 1e9)))
         before = max(before, each.end)
-    if len(samples) < LEAST_SAMPLES:
+    if len(samples) < MIN_SAMPLES:
         return default
     samples.sort()
     half = len(samples) // 2

@@ -7,7 +7,7 @@ import resource
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.warn import warn
 
-LEAST_BYTES = 64 << 10
+MIN_BYTES = 64 << 10
 """Mean size of a bundle's tensors from which on each is sent to its place; smaller ones are packed first."""
 
 
@@ -34,7 +34,7 @@ class PageLocks:
         for kept in store.own:
             tensors = [tensor for each in store.state.tensors(kept.bundle.units) for tensor in each]
             gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-            if gpu is None or sum(tensor.nbytes for tensor in tensors) < LEAST_BYTES * len(tensors):
+            if gpu is None or sum(tensor.nbytes for tensor in tensors) < MIN_BYTES * len(tensors):
                 continue
             nbytes = kept.arena.mapped_bytes
             if most_bytes is not None and locked + nbytes > most_bytes:

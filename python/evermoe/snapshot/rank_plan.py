@@ -17,7 +17,7 @@ COPIES = "copies"
 """Name of the span in which the training thread waits for copies before a vote."""
 PACE_FACTOR = 2.0
 """Factor by which a message may take less time before it is planned anew."""
-MOST_VERSION_STEPS = 64
+MAX_VERSION_STEPS = 64
 """Steps over which a version is sent at most, unless more are asked for."""
 
 
@@ -143,7 +143,7 @@ def plan_of(
             ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
-    link, most = reports[rank].pace, MOST_VERSION_STEPS
+    link, most = reports[rank].pace, MAX_VERSION_STEPS
     return plan_chunks(
         items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
     )

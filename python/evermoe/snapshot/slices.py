@@ -100,7 +100,7 @@ def even_slices(units: Sequence[UnitBytes], steps: int) -> list[int]:
     return fill_slices(units, high) or []
 
 
-MOST_SLICES = 8
+MAX_SLICES = 8
 """More would save little: a step captures the weights in any case, and a loss goes back by as many steps more."""
 
 
@@ -116,12 +116,12 @@ def slices_needed(units: Sequence[UnitBytes], most_bytes: int) -> int:
         most_bytes: of a step.
 
     Returns:
-        1 where a version is no sparse one; `MOST_SLICES` where as many are not enough.
+        1 where a version is no sparse one; `MAX_SLICES` where as many are not enough.
     """
-    for steps in range(1, MOST_SLICES):
+    for steps in range(1, MAX_SLICES):
         if max(bytes_per_step(units, even_slices(units, steps), steps), default=0) <= most_bytes:
             return steps
-    return MOST_SLICES
+    return MAX_SLICES
 
 
 # ---- what must be kept

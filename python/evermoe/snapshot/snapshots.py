@@ -28,7 +28,7 @@ from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
-MOST_LOCAL_STEPS = 1000
+MAX_LOCAL_STEPS = 1000
 """Steps between two snapshots on a unit's own node, at most."""
 SHARE_ON_HOST = 0.1
 """Part of the budget that these take where the model is on the host, as there they take processors from training, and
@@ -107,7 +107,9 @@ class Snapshots(StateKeeper):
         self._whole: dict[int, int] = {}
         """Steps taken in the newest whole version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
-        self._fixed_steps = (options.snapshot_every or 1) if options.choices.takes_turns else options.local_every
+        self._fixed_steps = (
+            (options.snapshot_interval or 1) if options.choices.takes_turns else options.local_snapshot_interval
+        )
         """Steps between local snapshots; None for as few as the budget allows."""
         self._local_steps = 1
         self._newest_local: float = 0
@@ -264,7 +266,7 @@ class Snapshots(StateKeeper):
         if self._fixed_steps is None and step_seconds > 0:
             share = SHARE_ON_HOST if self._membership.device.type == "cpu" else 1.0
             steps = math.ceil(capture_seconds / (share * self._options.copy_budget * step_seconds))
-            self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
+            self._local_steps = min(max(steps, 1), MAX_LOCAL_STEPS)
 
     # ---- what is due
 

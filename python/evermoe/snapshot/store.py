@@ -33,7 +33,7 @@ from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.warn import warn
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Send attempts before `CorruptCopy`."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 """Errors of a file system that has too little room."""
@@ -165,7 +165,7 @@ class SnapshotStore:
             if layout != self.state.catalog.layout:
                 raise ValueError(
                     f"{self.directory} holds the memory of a job that trained another model or optimizer, or with "
-                    "other slices or experts (sparse, snapshot_every, expert_selection, replay). To resume with it, "
+                    "other slices or experts (sparse, snapshot_interval, expert_selection, replay). To resume with it, "
                     "start its own script; to start afresh, give the job another name or remove the folder."
                 )
 

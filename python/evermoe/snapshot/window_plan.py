@@ -74,14 +74,14 @@ class WindowOptions(Options):
     profile_steps: int = option(20, shared=True, least=0)
     """Steps that are recorded to find the network's idle windows, in which snapshots travel; the first of them is
     enough for a first plan. 0: none, they travel whenever no collective runs."""
-    profile_every: int = option(1000, shared=True, least=1)
+    profile_interval: int = option(1000, shared=True, least=1)
     """Steps between two such profiles. Another one follows each change of the members."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.profile_every < self.profile_steps + 2:
+        if self.profile_interval < self.profile_steps + 2:
             raise ValueError(
-                f"expected profile_every >= profile_steps + 2 = {self.profile_steps + 2}, got {self.profile_every}"
+                f"expected profile_interval >= profile_steps + 2 = {self.profile_steps + 2}, got {self.profile_interval}"
             )
 
 
@@ -207,7 +207,7 @@ class WindowPlanner:
         steps, since = self._options.profile_steps, step - self._base - WARM_UP
         if self._policy is None or not self._is_used or since < 0:
             return
-        number, place = divmod(since, self._options.profile_every)
+        number, place = divmod(since, self._options.profile_interval)
         last = steps if number == 0 else steps + 1
         if number and not place:
             self._pacer.record(steps)

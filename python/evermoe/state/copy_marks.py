@@ -21,7 +21,7 @@ from evermoe.state.version import step_of, version_of
 
 SAVED, LOCAL, CHECKPOINT = range(3)
 """Levels: on other nodes or saved unit by unit, in the memory of the expert's own node, in a checkpoint of all."""
-MOST_MARKS = 8
+MAX_MARKS = 8
 """Latest copies of an expert that are remembered, by level: a store that is slow has three on their way."""
 
 _Counts = NDArray[np.int64]
@@ -52,7 +52,7 @@ class CopyMarks:
     """
 
     def __init__(self, layers: int, experts: int) -> None:
-        shape = 3, MOST_MARKS, layers, experts, 2
+        shape = 3, MAX_MARKS, layers, experts, 2
         self.state = torch.zeros(2 + math.prod(shape), dtype=torch.int64)
         """What is kept: `each`, then `table`."""
         self.each = self.state[:2]

@@ -28,7 +28,7 @@ from evermoe.warn import warn
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a transfer."""
-LEAST_BYTES = 4 * CHUNK_BYTES
+MIN_BYTES = 4 * CHUNK_BYTES
 """Fewer, of all units on a GPU, are copied at once: to page-lock memory would take longer."""
 TRANSFERS = 16
 """Transfers of all lanes that are on their way at once; 2 to 4 of each lane."""
@@ -41,7 +41,7 @@ def gpu_digests(
     units: Sequence[Sequence[Tensor]],
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    least_bytes: int = LEAST_BYTES,
+    least_bytes: int = MIN_BYTES,
     lanes: int | None = None,
 ) -> dict[int, int]:
     """XXH3-64 of each unit's bytes, by its place among the units; of those alone whose bytes take this way.

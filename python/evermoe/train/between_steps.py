@@ -61,7 +61,7 @@ class BetweenSteps:
 
         Raises:
             ValueError: the data is no iterable of batches, or shuffles. TypeError: `fn` returns no numbers by name.
-            UnequalForwards: a member did not come to the evaluation within `hang_limit`.
+            UnequalForwards: a member did not come to the evaluation within `hang_timeout`.
             RuntimeError: not inside the loop of `steps`, or inside another evaluation.
         """
         check_trains(self)
@@ -122,7 +122,7 @@ class BetweenSteps:
         next step. `evaluate` and `repeated` repeat the work instead.
 
         Raises:
-            UnequalForwards: a member did not come within `hang_limit`; raised by the next `steps`, on all members.
+            UnequalForwards: a member did not come within `hang_timeout`; raised by the next `steps`, on all members.
             RuntimeError: not inside the loop of `steps`.
         """
         check_trains(self)
@@ -138,10 +138,10 @@ class BetweenSteps:
                     upload(folder)
 
         All members that train enter it, between steps, inside the loop of `steps`. At the end of the block each waits
-        until all have come there, for longer than `hang_limit` if need be. A member that dies meanwhile is noticed at
-        once, one that is stopped after `heartbeat_limit`: the block then ends without an exception, and the session
+        until all have come there, for longer than `hang_timeout` if need be. A member that dies meanwhile is noticed at
+        once, one that is stopped after `heartbeat_timeout`: the block then ends without an exception, and the session
         recovers before the next step. The work is not repeated. Replica nodes wait for the next step, within
-        `hang_limit`.
+        `hang_timeout`.
 
         Returns:
             Whether this member has rank 0, as `is_main` says.
@@ -179,7 +179,7 @@ class BetweenSteps:
 
         Args:
             folder: None, or where rank 0 writes safetensors files with an index: empty, or not there yet. It appears
-                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_limit` must allow
+                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_timeout` must allow
                 for writing a file, or where there are replica nodes for all of it.
 
         Returns:

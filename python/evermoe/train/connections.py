@@ -33,7 +33,7 @@ class TorchConnections:
         membership: all ranks, agreed and connected. What waits in torch's groups ends when its group is dropped.
         rank: of the pipeline.
         size: number of ranks.
-        hang_limit: seconds that a wait may last.
+        hang_timeout: seconds that a wait may last.
         device: of this rank's stage.
     """
 
@@ -42,13 +42,13 @@ class TorchConnections:
         membership: Membership,
         rank: int,
         size: int,
-        hang_limit: float,
+        hang_timeout: float,
         device: torch.device,
     ) -> None:
         self._membership, self._group = membership, membership.trainer_group
         self._courier = Courier(membership.transport, None, "evermoe-connections")
         """Waits for the next rank's message meanwhile; copies may be on their way in the other one."""
-        self._rank, self._size, self._hang_limit, self._device = rank, size, hang_limit, device
+        self._rank, self._size, self._hang_timeout, self._device = rank, size, hang_timeout, device
         self.uses_host = False
         """Whether what stages exchange goes through host memory."""
         self._is_dropped = False
@@ -69,7 +69,7 @@ class TorchConnections:
     @contextmanager
     def made(self) -> Iterator[None]:
         """See `PipelineSession.connecting`."""
-        lost, limit = threading.Event(), timedelta(seconds=self._hang_limit)
+        lost, limit = threading.Event(), timedelta(seconds=self._hang_timeout)
         self._lost = lost
         backend = self._backend()
         watch = self._watching = self._courier.submit(functools.partial(self._watch, lost))
@@ -130,7 +130,7 @@ class TorchConnections:
         Raises:
             PeerLost: one is gone.
         """
-        group, limit = self._membership.side_group, timedelta(seconds=self._hang_limit)
+        group, limit = self._membership.side_group, timedelta(seconds=self._hang_timeout)
         store = dist.PrefixStore(f"stage {stage}", self._membership.store)
         try:
             group.rebuild(store, self._rank - stage * peers, peers, self._device, limit)

@@ -328,7 +328,7 @@ def _refuse_absent(found: list[dict[str, Any]]) -> None:
                 what = "session.alone()" if waiting["purpose"] == Purpose.ALONE else "an evaluation"
                 raise UnequalForwards(
                     f"rank {other['rank']} on {other['node']} did not come to {what} in which rank {waiting['rank']} "
-                    f"on {waiting['node']} waited for it for hang_limit: evaluation(), evaluate(), repeated(), "
+                    f"on {waiting['node']} waited for it for hang_timeout: evaluation(), evaluate(), repeated(), "
                     "full_state_dict() and alone() are for all members that train, in the same order. Leave out an "
                     "`if` around them that differs between members"
                 )

@@ -36,7 +36,7 @@ SAID = {
 LOOK_SECONDS = 0.25
 """Time that the hosts of lost members get to answer, and that a recovery waits where one is silent: they answer at
 once, or not at all."""
-MOST_REPORTED = 50
+MAX_REPORTED = 50
 """Losses of which a vote can tell at a time: the bits of a float's whole numbers."""
 
 
@@ -201,7 +201,7 @@ class LostMembers:
     @property
     def reported(self) -> float:
         """`Ballot.reported` of this member."""
-        first = self._losses[:MOST_REPORTED]
+        first = self._losses[:MAX_REPORTED]
         is_mine = (each.caller == self._membership.id and self._is_called(each) for each in first)  # bits are added up
         return float(sum(2**bit for bit, is_over in enumerate(is_mine) if is_over))
 

@@ -1,7 +1,7 @@
 """How long members wait for units that are in no member's memory.
 
 Their holders may be on their way back: a process that has ended is started again by its launcher, within
-`rejoin_limit`. A holder that lives, and cannot be reached, is waited for longer, up to `agree_limit`: a cut heals, and
+`rejoin_timeout`. A holder that lives, and cannot be reached, is waited for longer, up to `quorum_timeout`: a cut heals, and
 nothing is lost then. Two things show that a holder lives:
 
 * the Lighthouse has named it lately, together with members that it cannot reach;
@@ -59,14 +59,14 @@ class MissingUnits:
     @property
     def is_patient(self) -> bool:
         """Whether this member would still wait for holders that may have ended."""
-        limit = self._options.rejoin_limit
+        limit = self._options.rejoin_timeout
         return limit > 0 and time.monotonic() < self._since + limit
 
     @property
     def live(self) -> bool:
         """Whether this member knows of holders that live, and would still wait for them."""
-        is_in_time = time.monotonic() < self._since + self._options.agree_limit
-        return self._options.rejoin_limit > 0 and is_in_time and bool(self._living)
+        is_in_time = time.monotonic() < self._since + self._options.quorum_timeout
+        return self._options.rejoin_timeout > 0 and is_in_time and bool(self._living)
 
     def look(self) -> None:
         """A recovery begins: finds out which members of the latest group live, if they are not here and are missed."""
@@ -91,9 +91,9 @@ class MissingUnits:
             self._has_said = True
             logger.warning(
                 "some units are in no member's memory, but their holders live: %s. Waiting for them, up to "
-                "agree_limit = %g s",
+                "quorum_timeout = %g s",
                 self._names(),
-                self._options.agree_limit,
+                self._options.quorum_timeout,
             )
 
     def wait(self) -> None:
@@ -111,7 +111,7 @@ class MissingUnits:
         if not self._living:
             return lost
         return LostExperts(
-            f"{lost} These members live and were waited for, for agree_limit = {self._options.agree_limit:g} s: "
+            f"{lost} These members live and were waited for, for quorum_timeout = {self._options.quorum_timeout:g} s: "
             f"{self._names()}. Mend the network or continue their processes, then start the job again",
             lost.units,
         )

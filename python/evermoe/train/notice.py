@@ -87,6 +87,8 @@ class Notice:
 
     def _give_up(self, came: signal.Signals) -> None:
         logger.warning(
-            "%s came %g s ago (leave_limit), and no step was completed since: this process ends", came.name, self._limit
+            "%s came %g s ago (drain_timeout), and no step was completed since: this process ends",
+            came.name,
+            self._limit,
         )
         os._exit(CODES[came])

@@ -276,7 +276,7 @@ class PipelineSession:
             The step to resume from, the same on all ranks.
 
         Raises:
-            JoinTimeout: some rank did not come within `agree_limit` seconds.
+            JoinTimeout: some rank did not come within `quorum_timeout` seconds.
             LostExperts: of some units no copy is left.
             FolderInUse: living processes of another run of the job use the job's memory folder.
             UnequalForwards: ranks ran different numbers of schedules in the step that failed.
@@ -304,9 +304,9 @@ class PipelineSession:
         It is of gloo; for tensors on GPUs, of NCCL. Where ranks share a GPU all is gloo's, and what stages exchange in
         `step.run` goes through host memory.
 
-        Global ranks are `rank` of `size`. Groups that are given no time limit have `hang_limit`. Once a rank is lost
+        Global ranks are `rank` of `size`. Groups that are given no time limit have `hang_timeout`. Once a rank is lost
         no rank waits for it any more, nor two seconds after its process was stopped or its host fell silent; for one
-        that hangs and answers, as long as `hang_limit`.
+        that hangs and answers, as long as `hang_timeout`.
 
         Raises:
             PeerLost: a rank is gone, or did not get here in time: `recover`.

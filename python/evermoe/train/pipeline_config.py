@@ -10,7 +10,7 @@ from evermoe.comm.membership_options import MembershipOptions
 from evermoe.events import Gone
 from evermoe.keeper import CopyOptions, SnapshotMemory
 from evermoe.memory_folder import DEFAULT
-from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
+from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, option
 from evermoe.snapshot.window_plan import WindowOptions
 from evermoe.train.stages import PipelinePreset
 
@@ -37,7 +37,7 @@ class PipelineConfig(Options):
     copies: int = option(2, least=0)
     """Nodes that are to hold each unit, those that train on it included (`moetion`), or its own and those before it
     (`baft`)."""
-    snapshot_every: int | None = option(None, least=1)
+    snapshot_interval: int | None = option(None, least=1)
     """Steps between two versions that are copied, each over so many steps; None: as few as the bubbles need for it, or
     where these have too little room, as many as lose the least time; 1 until they are known. A failure goes back by
     twice as many, less one, at most."""
@@ -51,7 +51,7 @@ class PipelineConfig(Options):
     """Bytes that travel at once, at most."""
     profile_steps: int = option(20, least=0)
     """Steps that are recorded to find the bubbles; until then, and with 0, copies travel at any time."""
-    profile_every: int = option(1000, least=1)
+    profile_interval: int = option(1000, least=1)
     """Steps between two such profiles; another one follows each recovery."""
     max_grad_norm: float | None = option(None, shared=True, above=0)
     """Clips the gradient's global norm, over all stages; None for no clipping."""
@@ -74,21 +74,21 @@ class PipelineConfig(Options):
     compute again. The log has the activations and gradients at a stage's borders, of two steps (2 n where a version
     takes n), in host memory."""
     sparse: bool = option(False, shared=True)
-    """Whether a version is *sparse*: of `snapshot_every` slices, of which each step captures one, with the weights of
+    """Whether a version is *sparse*: of `snapshot_interval` slices, of which each step captures one, with the weights of
     those to come. No step captures all of the state; a lost stage gets a dense one by computing the steps since again,
-    from what its neighbours have logged. With `snapshot_every=None` of as many slices, up to 8, as have room in the
+    from what its neighbours have logged. With `snapshot_interval=None` of as many slices, up to 8, as have room in the
     bubbles, once these are known: for that all ranks meet once as after a loss. Needs `localised`."""
     replay: bool = option(False, shared=True)
     """Whether, with `moetion`, a version travels as the step that leads to it where its keeper has the version before:
     the gradients that the optimizer saw, with which the keeper repeats the step (Algorithm 3). Where an optimizer's
     steps cannot be repeated to the bit, state travels, and a warning says so. Each step is then a version, and no unit
-    is cut. Not with `sparse` or another `snapshot_every` than 1."""
+    is cut. Not with `sparse` or another `snapshot_interval` than 1."""
     seed: int = option(0, least=0, shared=True)
     """Of random numbers: torch's generator is seeded from it, the step and the rank when a step begins, and in
     `step.run` for each microbatch, so that one which is computed again draws the same."""
-    hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
+    hang_timeout: float = option(30.0, least=MIN_SECONDS, most=MAX_SECONDS)
     """Seconds that a vote, and any wait in torch's groups, may last: more than a rank is ever idle."""
-    agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
+    quorum_timeout: float = option(300.0, least=MIN_SECONDS, most=MAX_SECONDS)
     """Seconds that `recover` waits for all ranks to be there."""
     on_lost: str | Callable[[Gone], object] | None = None
     """Is called when a rank is lost, once for each loss in the whole job, while the others wait for another process in
@@ -112,19 +112,19 @@ class PipelineConfig(Options):
                 "replay=True is MoEtion's, of whole versions: expected preset moetion and sparse=False, got preset "
                 f"{self.preset} and sparse={self.sparse}"
             )
-        if self.replay and self.snapshot_every not in (None, 1):
+        if self.replay and self.snapshot_interval not in (None, 1):
             raise ValueError(
-                "replay=True: a step leads from a version to the one after it: expected snapshot_every of 1 or None, "
-                f"got {self.snapshot_every}"
+                "replay=True: a step leads from a version to the one after it: expected snapshot_interval of 1 or None, "
+                f"got {self.snapshot_interval}"
             )
         if self.sparse and not self.localised:
             raise ValueError(
                 "sparse=True needs localised=True: a slice is of another step than the others, and becomes a state by "
                 "computing the steps between again, from what the neighbours of a stage have logged"
             )
-        if self.sparse and self.snapshot_every == 1:
+        if self.sparse and self.snapshot_interval == 1:
             raise ValueError(
-                "sparse=True: expected snapshot_every of 2 or more, the slices of a version, or None for as many as "
+                "sparse=True: expected snapshot_interval of 2 or more, the slices of a version, or None for as many as "
                 "the bubbles need, got 1"
             )
 
@@ -145,12 +145,12 @@ class PipelineConfig(Options):
     @property
     def slices(self) -> int | None:
         """Slices of a version: 1 unless versions are sparse; None for as many as the bubbles need."""
-        return self.snapshot_every if self.sparse else 1
+        return self.snapshot_interval if self.sparse else 1
 
     @property
     def version_steps(self) -> int | None:
         """Steps over which each version is sent; None for as few as the bubbles need."""
-        return 1 if self.replay else self.snapshot_every
+        return 1 if self.replay else self.snapshot_interval
 
     @property
     def rank(self) -> int:
@@ -168,8 +168,8 @@ class PipelineConfig(Options):
             lighthouse=self.lighthouse,
             job=self.job,
             node=self.node,
-            hang_limit=self.hang_limit,
-            agree_limit=self.agree_limit,
+            hang_timeout=self.hang_timeout,
+            quorum_timeout=self.quorum_timeout,
         )
 
     def copy_options(self) -> CopyOptions:
@@ -177,7 +177,7 @@ class PipelineConfig(Options):
         return CopyOptions(
             preset=self.preset,
             copies=self.copies,
-            snapshot_every=self.snapshot_every,
+            snapshot_interval=self.snapshot_interval,
             snapshot_memory=self.snapshot_memory,
         )
 
@@ -186,5 +186,5 @@ class PipelineConfig(Options):
         return WindowOptions(
             copy_buffer_bytes=self.copy_buffer_bytes,
             profile_steps=self.profile_steps,
-            profile_every=self.profile_every,
+            profile_interval=self.profile_interval,
         )

@@ -91,7 +91,7 @@ class PipelineDriver(Driver):
         chosen = self.windows, self.experts, self.replay
         self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
-        self.run = SameRun(membership, options.hang_limit, [MemoryClaim(store.directory)])
+        self.run = SameRun(membership, options.hang_timeout, [MemoryClaim(store.directory)])
         self._step, self._reason = 0, ""
         """Steps taken, and why the group was given up last."""
         self._before: int | None = None
@@ -99,7 +99,7 @@ class PipelineDriver(Driver):
         self.outcome = Outcome()
         self.seats: list[Seat] = []
         """By rank, what each has told about itself; empty before the first recovery."""
-        self.connections = TorchConnections(membership, options.rank, options.size, options.hang_limit, state.device)
+        self.connections = TorchConnections(membership, options.rank, options.size, options.hang_timeout, state.device)
         self.taken = 0
         """Votes that have passed here."""
         self.loss = math.nan

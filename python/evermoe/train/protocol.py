@@ -170,9 +170,9 @@ class CommitProtocol:
         membership: asks the Lighthouse and connects the groups.
         members: members that train, for which a new job waits.
         is_fixed: whether that many are needed always.
-        join_every: steps between looks for new members; 0 for none.
+        join_interval: steps between looks for new members; 0 for none.
         join_wait: seconds from when this member hears of a newcomer until it says so in its votes.
-        rebalance_every: steps between looks whether experts should move; 0 for none.
+        rebalance_interval: steps between looks whether experts should move; 0 for none.
         generation: newest generation that this node's memory names.
         on_record: is told each event and its commands.
     """
@@ -184,9 +184,9 @@ class CommitProtocol:
         *,
         members: int,
         is_fixed: bool = False,
-        join_every: int = 0,
+        join_interval: int = 0,
         join_wait: float = 0.0,
-        rebalance_every: int = 0,
+        rebalance_interval: int = 0,
         generation: int = 0,
         on_record: Recorder = lambda event, commands: None,
     ) -> None:
@@ -199,8 +199,8 @@ class CommitProtocol:
                 "is_fixed": is_fixed,
                 "goes_on_alone": membership.goes_on_alone,
                 "needs_majority": membership.lighthouses.are_several,
-                "join_every": join_every,
-                "rebalance_every": rebalance_every,
+                "join_interval": join_interval,
+                "rebalance_interval": rebalance_interval,
                 "generation": generation,
             }
         )
@@ -363,6 +363,6 @@ class CommitProtocol:
                 f"this member took part until agreement {fields['adopted']} of the Lighthouse, which is at agreement "
                 f"{fields['id']} now, and no member of those between is left: the others went on without it, and may "
                 "have committed steps that it does not know. Start it anew to join them or to resume from what is "
-                "left; with go_on_alone it would train on from its own state."
+                "left; with allow_solo_resume it would train on from its own state."
             )
         raise self._membership.timeout(fields["reason"])

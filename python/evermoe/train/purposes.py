@@ -61,7 +61,7 @@ class Meeting:
 
         Args:
             mine: purpose of this member.
-            limit: how long it waits; None for `hang_limit`.
+            limit: how long it waits; None for `hang_timeout`.
 
         Returns:
             The purpose of all members but those that came for `NONE`.

@@ -20,7 +20,7 @@ from evermoe.memory_folder import make_private
 from evermoe.run_claim import Run, RunClaim, meeting_point
 
 CLAIM_SECONDS = 10.0
-"""Time that processes of another run get to end, as those do that were just killed; half of `hang_limit` at most."""
+"""Time that processes of another run get to end, as those do that were just killed; half of `hang_timeout` at most."""
 MEMBER, FOUND, NEW = range(3)
 """Kinds of proposals, the best first."""
 
@@ -58,14 +58,14 @@ class SameRun:
 
     Args:
         membership: connects the members.
-        hang_limit: seconds that members wait for each other.
+        hang_timeout: seconds that members wait for each other.
         places: that the member uses for its job.
     """
 
-    def __init__(self, membership: Membership, hang_limit: float, places: Sequence[Claimed]) -> None:
+    def __init__(self, membership: Membership, hang_timeout: float, places: Sequence[Claimed]) -> None:
         self._membership, self._places = membership, places
         self._point = meeting_point(membership.lighthouses.addresses)
-        self._patience = min(CLAIM_SECONDS, hang_limit / 2)
+        self._patience = min(CLAIM_SECONDS, hang_timeout / 2)
         self._run: Run | None = None
 
     def meet(self) -> None:

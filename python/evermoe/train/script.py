@@ -25,7 +25,7 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
 """Classes of modules that keep, reduce or divide parameters themselves."""
 SHARDED = ("DTensor", "ShardedTensor", "FlatParameter")
 """Classes of parameters of which each process has a part."""
-MOST_FACTORS = 8
+MAX_FACTORS = 8
 """Operations at the end of a loss among which a scaler's factor is searched."""
 
 _WHY = {"AveragedModel": "would be trained in place of the model that it averages"}
@@ -130,7 +130,7 @@ def refuse_scaled(loss: Tensor) -> None:
         UnsupportedState: a scaler of this process has multiplied it.
     """
     factors, node = set(), loss.grad_fn
-    for _ in range(MOST_FACTORS):
+    for _ in range(MAX_FACTORS):
         if node is None:
             break
         saved = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))

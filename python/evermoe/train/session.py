@@ -139,13 +139,13 @@ class Session(BetweenSteps):
             self._driver,
             self._membership,
             members=self.config.members or 1,
-            join_every=self.config.join_every,
+            join_interval=self.config.join_interval,
             join_wait=self.config.join_wait,
-            rebalance_every=self.config.rebalance_every,
+            rebalance_interval=self.config.rebalance_interval,
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        self._notice = Notice(self.leave, self.config.leave_limit, lambda: bool(self._driver.reports))
+        self._notice = Notice(self.leave, self.config.drain_timeout, lambda: bool(self._driver.reports))
         self.has_left = False
 
     @property
@@ -307,7 +307,7 @@ class Session(BetweenSteps):
 
 def _find_lighthouse(given: str | None) -> tuple[Any, str]:
     """The Lighthouse of this process, if none was given; and the address of the job's."""
-    return start_local_lighthouse(heartbeat_limit=1, join_limit=5) if given is None else (None, given)
+    return start_local_lighthouse(heartbeat_timeout=1, join_timeout=5) if given is None else (None, given)
 
 
 def _describe(deferral: Deferral | None) -> str:

@@ -84,7 +84,7 @@ class RecoveryDriver(Driver):
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
         store = self._protection.store
         places = MemoryClaim(store.directory), self._checkpointer
-        self._run = SameRun(self._membership, self._config.hang_limit, places)
+        self._run = SameRun(self._membership, self._config.hang_timeout, places)
         self._measures = StepMeasures(
             self._state, self._protection, self._checkpointer, self._emit, counts=self._trains
         )

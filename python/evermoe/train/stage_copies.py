@@ -14,7 +14,7 @@ from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.gpu_sources import GpuSources
 from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
-from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.store import MAX_TRIES, SnapshotStore
 from evermoe.state.stored import KeptCopies
 from evermoe.train.chosen_experts import ChosenExperts
 from evermoe.train.pipeline_config import PipelineConfig
@@ -125,7 +125,7 @@ class StageCopies:
             self._before = None
 
     def _make(self, version: int, due: Collection[int] | None, copies: KeptCopies) -> None:
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, copies).start()
             if not self._courier.wait(self._round.task, self._group):
                 raise PeerLost(self._round.task.lost or "the group was dropped")

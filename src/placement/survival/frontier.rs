@@ -10,7 +10,7 @@ use super::weights::{Weights, Window};
 use std::collections::HashMap;
 
 /// Bytes of the sums kept at a time, at most.
-const MOST_KEPT_BYTES: usize = 128 << 20;
+const MAX_KEPT_BYTES: usize = 128 << 20;
 
 /// Choices of 0, 1, …, `failures` nodes with which the component loses nothing; None if that takes more than `work`
 /// steps, which it is charged for.
@@ -114,7 +114,7 @@ impl<W: Weights> States<W> {
                 next.add(&mut index, key, values, self.window.first + 1, weights.failed());
             }
         }
-        (size_of_val(&next.values[..]) <= MOST_KEPT_BYTES).then_some(next)
+        (size_of_val(&next.values[..]) <= MAX_KEPT_BYTES).then_some(next)
     }
 
     /// Adds `values`, which begin at `first` failures, times `weight` to the state.

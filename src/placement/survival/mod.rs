@@ -35,10 +35,10 @@ pub(super) use share::Share;
 pub(super) use weights::choose;
 
 /// Memory and the precision of the sums are bounded by it.
-const MOST_NODES: usize = 1 << 20;
+const MAX_NODES: usize = 1 << 20;
 
 /// Multiplications that an exact result may take, about a second of them; beyond that the samples are drawn.
-const MOST_WORK: usize = 1 << 30;
+const MAX_WORK: usize = 1 << 30;
 
 /// Up to this cost the search comes before the frontier: it takes less than a millisecond.
 const CHEAP_SEARCH: f64 = (1 << 18) as f64;
@@ -98,7 +98,7 @@ fn survival_until(
 ) -> Result<Survival> {
     check(nodes, holders, failures, draws.samples)?;
     let exact = draws.samples.is_none() || trivial(nodes, holders, failures).is_some();
-    if exact && let Some(share) = counted(nodes, holders, failures, MOST_WORK) {
+    if exact && let Some(share) = counted(nodes, holders, failures, MAX_WORK) {
         return Ok(Survival { probability: share.probability(), error: 0.0, samples: None });
     }
     let samples = draws.samples.unwrap_or(SAMPLES);
@@ -129,7 +129,7 @@ fn trivial(nodes: usize, holders: &[Vec<usize>], failures: usize) -> Option<bool
 }
 
 fn check(nodes: usize, holders: &[Vec<usize>], failures: usize, samples: Option<u64>) -> Result<()> {
-    ensure!(nodes <= MOST_NODES, "nodes: expected at most 2^20, got {nodes}");
+    ensure!(nodes <= MAX_NODES, "nodes: expected at most 2^20, got {nodes}");
     ensure!(
         failures <= nodes,
         "failures: expected 0 to {nodes}, the number of nodes or domains that can fail, got {failures}"

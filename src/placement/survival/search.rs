@@ -7,12 +7,12 @@ use super::family::Component;
 use super::weights::Weights;
 
 /// Words of the table of pairs, at most: 128 MiB.
-const MOST_WORDS: usize = 1 << 24;
+const MAX_WORDS: usize = 1 << 24;
 
 /// An upper bound on the words and sets that [`search`] touches; infinite if it would keep too many.
 pub(super) fn cost(component: &Component, failures: usize) -> f64 {
     let (nodes, words) = (component.nodes as f64, component.nodes.div_ceil(64));
-    if component.nodes * words > MOST_WORDS {
+    if component.nodes * words > MAX_WORDS {
         return f64::INFINITY;
     }
     let incidences: usize = component.sets.iter().map(Vec::len).filter(|&size| size > 2).sum();

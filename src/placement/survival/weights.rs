@@ -8,7 +8,7 @@ use std::ops::{AddAssign, Mul};
 const NEGLIGIBLE: f64 = 58.0;
 
 /// Counts stay below it, so that small multiples of them do not overflow.
-const MOST_COUNTED: u128 = 1 << 120;
+const MAX_COUNTED: u128 = 1 << 120;
 
 /// The numbers of failures that are kept: `size` of them from `first` on.
 #[derive(Clone, Copy)]
@@ -103,7 +103,7 @@ pub(crate) fn choose(nodes: usize, failures: usize) -> Option<u128> {
     for k in 0..failures.min(nodes) {
         // Exact at each step; a factor below 2^64 cannot take 2^120 beyond 2^128 unseen.
         found = found.checked_mul((nodes - k) as u128)? / (k + 1) as u128;
-        if found >= MOST_COUNTED {
+        if found >= MAX_COUNTED {
             return None;
         }
     }

@@ -1,6 +1,6 @@
 //! Who takes part: when a member asks the Lighthouse, and what it makes of the answer.
 
-use super::{MOST_RECOVERIES, Phase, Protocol};
+use super::{MAX_RECOVERIES, Phase, Protocol};
 use crate::protocol::agreement::{Agreement, Need, Verdict, judge, without_idle_spares};
 use crate::protocol::cut::reach_each_other;
 use crate::protocol::event::{Begun, Command, Participant, Seat, Standing, Stop, Wait};
@@ -9,7 +9,7 @@ use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Runs of numbers of sets that are remembered.
-const MOST_NAMED: usize = 64;
+const MAX_NAMED: usize = 64;
 
 impl Protocol {
     pub(super) fn look(&mut self, until: u64) -> Vec<Command> {
@@ -17,7 +17,7 @@ impl Protocol {
         if self.phase == Phase::Ready {
             return if self.is_called { vec![self.ask()] } else { self.look_around() };
         }
-        if self.recoveries >= MOST_RECOVERIES {
+        if self.recoveries >= MAX_RECOVERIES {
             let reason = self.failure.clone();
             return self.stop(Stop::NoProgress { recoveries: self.recoveries, reason });
         }
@@ -26,7 +26,7 @@ impl Protocol {
 
     /// Goes on in an intact group, and inquires or weighs first where that is due.
     fn look_around(&mut self) -> Vec<Command> {
-        let is_due = step_of(self.version).is_multiple_of(self.settings.join_every.max(1));
+        let is_due = step_of(self.version).is_multiple_of(self.settings.join_interval.max(1));
         if is_due { self.inquire_and_go_on() } else { vec![self.weigh_or_go_on()] }
     }
 
@@ -47,7 +47,7 @@ impl Protocol {
 
     fn is_time_to_move(&self) -> bool {
         let step = step_of(self.version);
-        let every = self.settings.rebalance_every;
+        let every = self.settings.rebalance_interval;
         every > 0 && step > 0 && step < self.until && step.is_multiple_of(every)
     }
 
@@ -93,7 +93,7 @@ impl Protocol {
             Some((_, last)) if id <= *last + 1 => *last = id,
             _ => self.named.push((id, id)),
         }
-        if self.named.len() > MOST_NAMED {
+        if self.named.len() > MAX_NAMED {
             self.named.remove(0);
         }
     }
@@ -115,7 +115,7 @@ impl Protocol {
     }
 
     pub(super) fn inquire(&mut self) -> Vec<Command> {
-        if self.settings.join_every == 0 || step_of(self.version) >= self.until {
+        if self.settings.join_interval == 0 || step_of(self.version) >= self.until {
             return vec![];
         }
         self.inquires = true;

@@ -97,8 +97,13 @@ struct TokenLedger(selection::TokenLedger);
 #[pymethods]
 impl TokenLedger {
     #[new]
-    fn new(layers: usize, experts: usize, experts_per_layer: usize, plt_limit: f64) -> PyResult<Self> {
-        Ok(Self(selection::TokenLedger::new(layers, experts, experts_per_layer, plt_limit)?))
+    fn new(
+        layers: usize,
+        experts: usize,
+        experts_per_layer: usize,
+        max_lost_token_fraction: f64,
+    ) -> PyResult<Self> {
+        Ok(Self(selection::TokenLedger::new(layers, experts, experts_per_layer, max_lost_token_fraction)?))
     }
 
     #[staticmethod]

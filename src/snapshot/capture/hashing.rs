@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use xxhash_rust::xxh3::Xxh3Default;
 
 /// Threads, at most: together they read memory about as fast as a GPU's link fills it.
-const MOST_THREADS: usize = 8;
+const MAX_THREADS: usize = 8;
 /// Bytes of a capture for each thread, at least: fewer are read before a thread has begun.
 const BYTES_PER_THREAD: usize = 32 << 20;
 /// Hashed before a thread looks whether it is to stop.
@@ -22,7 +22,7 @@ const SLICE_BYTES: usize = 1 << 20;
 pub(super) fn num_threads(bytes: usize, largest: usize) -> usize {
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
     let useful = (bytes / BYTES_PER_THREAD).min(bytes / largest.max(1));
-    (processors / 2).min(useful).min(MOST_THREADS)
+    (processors / 2).min(useful).min(MAX_THREADS)
 }
 
 /// A unit whose bytes are all there.

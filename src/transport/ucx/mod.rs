@@ -31,7 +31,7 @@ use std::sync::mpsc;
 use worker::Worker;
 
 /// Shorter messages go by the connection itself, which takes less time.
-pub(super) const LEAST_BYTES: usize = 64 << 10;
+pub(super) const MIN_BYTES: usize = 64 << 10;
 /// Bytes that say a message's tag.
 const WORD: usize = 8;
 

@@ -18,7 +18,7 @@ from support.worker import SAMPLES, Model, dataset, wait_until_written
 def folder(tmp_path):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"keep_checkpoints": 2, "keep_checkpoint_every": 4, "checkpoint_every": 2, "job": "listed"}
+    options = {"keep_checkpoints": 2, "keep_checkpoint_interval": 4, "checkpoint_interval": 2, "job": "listed"}
     (tmp_path / "memory").mkdir()
     options |= {"checkpoint_dir": tmp_path / "saved", "memory_dir": str(tmp_path / "memory")}
     session = Session(model, optimizer, ElasticSampler(SAMPLES, 4), **options)

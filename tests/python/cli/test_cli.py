@@ -63,7 +63,7 @@ def test_demo_fails_when_too_much_is_lost(tmp_path):
         (["--join", "60"], "--join: expected a step below 60, got 60"),
         (["--data", "missing.txt"], "found nothing to read"),
         (["--copies", "-1"], "expected copies to be a whole number, >= 0, got -1"),
-        (["--hang-limit", "inf"], "expected hang_limit"),
+        (["--hang-timeout", "inf"], "expected hang_timeout"),
         (["--batch", "0"], "expected --batch to be a whole number, >= 1"),
     ],
 )
@@ -91,7 +91,7 @@ def on_event(event):
     if isinstance(event, events.Recovered) and event.step >= 4:
         print("sources", event.sources, flush=True)
 
-session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), on_event=on_event, hang_limit=10)
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), on_event=on_event, hang_timeout=10)
 for step in session.steps(8):
     with step:
         step.backward(layer(data[step.indices]).square().mean())

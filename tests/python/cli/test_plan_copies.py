@@ -201,7 +201,7 @@ def test_pec_keeps_more_in_own_memory():
     assert row.restart_lost_steps == pytest.approx(
         1 / 2
     )  # half of them have a snapshot of the step, half of that before
-    lost = rows(report(experts_per_snapshot=2, snapshot_every=10))["pec"].restart_lost_steps
+    lost = rows(report(experts_per_snapshot=2, snapshot_interval=10))["pec"].restart_lost_steps
     assert lost == pytest.approx((0 + 10 + 20 + 30) / 4)
     assert rows(report(experts_per_snapshot=8))["pec"].restart_lost_steps == 0
     assert rows(report(experts_per_save=6))["pec"].experts_per_snapshot == 6
@@ -327,7 +327,7 @@ def test_help_has_every_flag(tmp_path):
             ["--copies", "--experts-per-save", "3", "--experts-per-snapshot", "2"],
             "--experts-per-snapshot: expected 3 to 8",
         ),
-        (["--copies", "--snapshot-every", "0"], "--snapshot-every: expected 1 to"),
+        (["--copies", "--snapshot-interval", "0"], "--snapshot-interval: expected 1 to"),
         (["--copies", "--layers", "40000"], "--copies: expected at most 2^18 experts, got 40000 × 8"),
     ],
 )

@@ -24,7 +24,7 @@ layer = evermoe.MoE(8, 16, 6, top_k=1)
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 data = torch.randn(100, 3, 8)
 session = evermoe.Session(
-    layer, optimizer, evermoe.ElasticSampler(100, 12), on_event=JsonLines("events.jsonl"), join_every=1, slots=1
+    layer, optimizer, evermoe.ElasticSampler(100, 12), on_event=JsonLines("events.jsonl"), join_interval=1, slots=1
 )
 for step in session.steps(10**6):
     with step:

@@ -17,7 +17,7 @@ import pytest
 from evermoe.persist.checkpoint_folder import find
 
 LIMIT = 60.0
-"""Seconds for what happens at once, on a busy machine: far less than `agree_limit`, 300 s."""
+"""Seconds for what happens at once, on a busy machine: far less than `quorum_timeout`, 300 s."""
 SCRIPT = """
 import os, sys, torch, evermoe
 
@@ -26,7 +26,7 @@ torch.manual_seed(0)
 layer = evermoe.MoE(width, 16, 4, top_k=1)
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 data = torch.randn(100, 3, width)
-session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), local_every=1, join_every=1,
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), local_snapshot_interval=1, join_interval=1,
                           checkpoint_dir=os.environ.get("SAVED"), copies=1)
 for step in session.steps(1000000 if last > 10 else 10):
     with step:

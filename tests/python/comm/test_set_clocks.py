@@ -31,7 +31,12 @@ def waits_for_an_absent_rank(group, folder):
         unused.drop("there are no replica nodes")
         here, there = (Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
         watch = Watch(
-            here, [found, unused], heartbeat_limit=HOUR, hang_limit=1.0, on_silent=found.drop, on_left_out=lambda: None
+            here,
+            [found, unused],
+            heartbeat_timeout=HOUR,
+            hang_timeout=1.0,
+            on_silent=found.drop,
+            on_left_out=lambda: None,
         )
         watch.begin(7, {"b": there.address}, 0)
         wall = time.time

@@ -109,7 +109,7 @@ def watched():
     group, unused = Group(), Group()
     unused.drop("there are no replica nodes")
     here, there = (Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
-    limits = {"heartbeat_limit": 9.0, "hang_limit": 9.0}
+    limits = {"heartbeat_timeout": 9.0, "hang_timeout": 9.0}
     watch = GroupWatch(here, [group, unused], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
     watch.begin(7, {"b": there.address}, 0)
     watch.step_begins()

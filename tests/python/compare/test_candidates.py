@@ -68,7 +68,7 @@ def check_figures(found, folder, steps):
 
 @pytest.mark.long
 def test_restart_loses_exactly_the_steps_since_the_checkpoint(tmp_path):
-    flags = ["--candidate", "ds", "--steps", "24", "--checkpoint-every", "5", "--kill", "2@18"]
+    flags = ["--candidate", "ds", "--steps", "24", "--checkpoint-interval", "5", "--kill", "2@18"]
     found = compare(tmp_path, *flags)["ds"]
     check_figures(found, tmp_path, 24)
     rows = log(tmp_path, "ds", 0)
@@ -99,7 +99,7 @@ def test_group_that_loses_a_worker_is_dropped_whole(tmp_path):
 
 @pytest.mark.long
 def test_torchft_heals_who_joins(tmp_path):
-    flags = ["--candidate", "torchft", "--steps", "240", "--kill", "2@10", "--join", "1", "--hang-limit", "6"]
+    flags = ["--candidate", "torchft", "--steps", "240", "--kill", "2@10", "--join", "1", "--hang-timeout", "6"]
     found = compare(tmp_path, *flags)["torchft"]
     check_figures(found, tmp_path, 240)
     assert (found["outcome"]["kills"], found["outcome"]["joins"], found["outcome"]["lost_steps"]) == (1, 1, 0)
@@ -126,7 +126,7 @@ def test_group_is_formed_again_when_a_worker_joins(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_all_go_back_to_a_checkpoint_when_no_complete_set_of_experts_is_left(tmp_path):
-    flags = ["--kill", "0@33", "--kill", "2@33", "--ft-checkpoint-every", "10"]
+    flags = ["--kill", "0@33", "--kill", "2@33", "--ft-checkpoint-interval", "10"]
     found = compare(tmp_path, "--candidate", "ds-ft", "--steps", "40", *flags)["ds-ft"]
     check_figures(found, tmp_path, 40)
     rows = log(tmp_path, "ds-ft", 1)

@@ -29,7 +29,7 @@ from evermoe.cli.main import main
         (["--balance", "inf"], "--balance"),
         (["--limit", "-1"], "--limit"),
         (["--held-out", "100000000"], "expected to leave a batch of 24 samples"),
-        (["--checkpoint-every", "0"], "--checkpoint-every"),
+        (["--checkpoint-interval", "0"], "--checkpoint-interval"),
     ],
 )
 def test_wrong_flags_say_what_was_expected(flags, message, capsys):

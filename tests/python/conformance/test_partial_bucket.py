@@ -353,7 +353,7 @@ def test_reading_while_others_prune_finds_whole_units(persisted, join):
 
 
 def test_a_save_writes_and_lists_four_times_beside_its_files(persisted, proxy, join):
-    """As the pages say; `save_every` is chosen by it."""
+    """As the pages say; `save_interval` is chosen by it."""
     member = join("one")
     member.persist(1, ["a", "x"])
     proxy.reset()

@@ -15,13 +15,13 @@ SMALL = ["--layers", "2", "--hidden", "32", "--intermediate", "32", "--sequence"
 GIVEN = {
     "experts_per_snapshot": 3,
     "experts_per_save": 2,
-    "snapshot_every": 4,
-    "save_every": 5,
+    "snapshot_interval": 4,
+    "save_interval": 5,
     "expert_selection": "sequential",
-    "plt_limit": 0.25,
+    "max_lost_token_fraction": 0.25,
     "remote_bytes_per_step": 6000,
     "local_bytes_per_step": 7000,
-    "local_every": 8,
+    "local_snapshot_interval": 8,
     "copy_budget": 0.5,
 }
 
@@ -72,7 +72,7 @@ def test_flags_reach_the_session(tmp_path):
         (["--experts-per-save", "0"], "expected experts_per_save to be a whole number"),
         (["--experts-per-save", "3", "--experts-per-snapshot", "2"], "experts_per_save: expected at most"),
         (["--expert-selection", "oldest"], "expected expert_selection to be one of load-aware, sequential"),
-        (["--plt-limit", "2"], "expected plt_limit"),
+        (["--max-lost-token-fraction", "2"], "expected max_lost_token_fraction"),
     ],
 )
 def test_what_a_session_would_refuse_is_refused_before_any_worker_starts(given, message):

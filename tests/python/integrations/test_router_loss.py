@@ -138,7 +138,7 @@ def train_alone(batch_size):
 def test_a_session_trains_as_one_process_where_members_have_unequal_shares_or_none(start_job):
     """Of 5 samples two members have 2 and one has 1; a member dies; of the next job's 2 samples one has none."""
     for batch_size, faults in ((5, {"c": [Fault("reduce", 1)]}), (2, {})):
-        job = start_job(3, join_every=1)
+        job = start_job(3, join_interval=1)
         workers = job.start_all(faults, model=BALANCED, steps=STEPS, batch_size=batch_size)
         assert [each.join(80) for each in workers] == [0, 0, -9 if faults else 0]
         found = [event["loss"] for event in workers[0].events("commit")]

@@ -131,7 +131,7 @@ def test_a_full_disk_is_a_lag_until_there_is_room_again(tmp_path, small_disk):
             {3: lambda: fill(small_disk), 8: lambda: free(small_disk)}.get(event.step, lambda: None)()
 
     with pytest.warns(UserWarning, match="the checkpoint of step [34] was not written: .*No space left"):
-        train(listen, 14, before=wait_until_written, checkpoint_dir=small_disk, checkpoint_every=1)
+        train(listen, 14, before=wait_until_written, checkpoint_dir=small_disk, checkpoint_interval=1)
     published = 0
     for event in events:
         if isinstance(event, Checkpoint):
@@ -146,7 +146,7 @@ def test_a_full_disk_is_a_lag_until_there_is_room_again(tmp_path, small_disk):
 
 def test_the_lag_of_checkpoints_counts_from_those_of_an_earlier_start(tmp_path):
     first, second = [], []
-    options = {"checkpoint_dir": tmp_path / "saved", "checkpoint_every": 4, "job": "twice"}
+    options = {"checkpoint_dir": tmp_path / "saved", "checkpoint_interval": 4, "job": "twice"}
     for seen, steps in ((first, 6), (second, 8)):
         options["memory_dir"] = str(tmp_path / f"memory{steps}")
         train(seen.append, steps, **options)
@@ -186,7 +186,7 @@ def test_pec_on_a_full_disk_falls_behind(small_disk):
 
 
 def test_time_between_steps_counts_and_that_of_a_recovery_does_not(start_job):
-    job = start_job(2, **FEWEST, join_every=1)
+    job = start_job(2, **FEWEST, join_interval=1)
     job.open_gate(2)
     slow = Fault("phase fetch", action="slow", seconds=1.5, nth=2)
     a, b = job.start_all({"b": [slow]}, names="ab", steps=8, late=0.3, gated=True)

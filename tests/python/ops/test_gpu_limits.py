@@ -7,9 +7,9 @@ from evermoe import ops
 from support.tokens import make_ids
 
 raw = torch.ops.evermoe
-MOST_EXPERTS = 12288
+MAX_EXPERTS = 12288
 """Counts of so many fill the 48 KiB of shared memory that a kernel gets without asking for more."""
-MOST_RANKS = 755
+MAX_RANKS = 755
 """Over which `split_tokens` splits on a GPU."""
 LARGE_BYTES = 40 << 30
 """What the tests of large tensors take at most."""
@@ -26,23 +26,23 @@ def large(cuda):
 
 @pytest.mark.gpu
 def test_the_largest_tables(cuda):
-    ids = make_ids(1500, 8, MOST_EXPERTS)
-    counts = ops.expert_histogram(ids, MOST_EXPERTS)
-    assert torch.equal(ops.expert_histogram(ids.to(cuda), MOST_EXPERTS).cpu(), counts)
-    fewer = MOST_EXPERTS - 2  # a plan has a place for each rank and one for the end, too
+    ids = make_ids(1500, 8, MAX_EXPERTS)
+    counts = ops.expert_histogram(ids, MAX_EXPERTS)
+    assert torch.equal(ops.expert_histogram(ids.to(cuda), MAX_EXPERTS).cpu(), counts)
+    fewer = MAX_EXPERTS - 2  # a plan has a place for each rank and one for the end, too
     ids = make_ids(1500, 8, fewer)
     send = ops.expert_histogram(ids, fewer)[:, None]
     found = ops.dispatch_plan(ids.to(cuda), send.to(cuda))
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, ops.dispatch_plan(ids, send), strict=True))
     with pytest.raises(RuntimeError, match="fewer than 12288 experts and ranks together"):
-        ops.dispatch_plan(ids.to(cuda), torch.zeros(MOST_EXPERTS, 1, dtype=torch.int64, device=cuda))
+        ops.dispatch_plan(ids.to(cuda), torch.zeros(MAX_EXPERTS, 1, dtype=torch.int64, device=cuda))
 
 
 @pytest.mark.gpu
 def test_a_split_over_the_most_ranks(cuda):
     random = torch.Generator().manual_seed(0)
-    counts = torch.randint(0, 50, (3, MOST_RANKS), generator=random)
-    replicas = torch.randint(1, 3, (MOST_RANKS, 3), generator=random)
+    counts = torch.randint(0, 50, (3, MAX_RANKS), generator=random)
+    replicas = torch.randint(1, 3, (MAX_RANKS, 3), generator=random)
     found = ops.split_tokens(counts.to(cuda), replicas.to(cuda), 7)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, ops.split_tokens(counts, replicas, 7), strict=True))
 

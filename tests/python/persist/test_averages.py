@@ -26,7 +26,7 @@ def test_a_checkpoint_that_is_read_while_averages_are_applied_has_the_weights(tm
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ema = EMA(optimizer, 0.5)
     session = Session(
-        model, optimizer, ElasticSampler(16, 4), checkpoint_dir=str(tmp_path), checkpoint_every=2, copies=0
+        model, optimizer, ElasticSampler(16, 4), checkpoint_dir=str(tmp_path), checkpoint_interval=2, copies=0
     )
     weights = {}
     for step in session.steps(3):

@@ -305,7 +305,7 @@ def recovered_steps(events):
 
 def test_session_writes_when_due_and_at_the_end(tmp_path):
     (tmp_path / "memory").mkdir()
-    _, events = run(tmp_path, "due", 7, checkpoint_every=2)
+    _, events = run(tmp_path, "due", 7, checkpoint_interval=2)
     assert [event.step for event in events if isinstance(event, Checkpoint)] == [2, 4, 6, 7]
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-00000006", "step-00000007"]
 
@@ -317,7 +317,7 @@ def cut(path):
 @pytest.mark.parametrize("harm", [damage, cut, Path.unlink])
 def test_session_falls_back_to_the_older_checkpoint_and_names_what_is_wrong(tmp_path, harm):
     (tmp_path / "memory").mkdir()
-    straight, _ = run(tmp_path, "first", 6, checkpoint_every=3)
+    straight, _ = run(tmp_path, "first", 6, checkpoint_interval=3)
     harm(tmp_path / "saved" / "step-00000006" / "units-0.safetensors")
     with pytest.warns(UserWarning, match=r"a checkpoint is passed over: .*/step-00000006.*units-0.safetensors") as told:
         again, events = run(tmp_path, "second", 6)

@@ -228,8 +228,8 @@ def test_a_session_starts_from_http_and_writes_nothing(public, monkeypatch, tmp_
     events = train(url, 5)
     assert [event.step for event in events if isinstance(event, Recovered)] == [3]
     assert not [event for event in events if isinstance(event, Checkpoint)]
-    with pytest.raises(ValueError, match=r"checkpoint_every is set, but checkpoint_dir http://.* can only be read"):
-        train(url, 6, checkpoint_every=2)
+    with pytest.raises(ValueError, match=r"checkpoint_interval is set, but checkpoint_dir http://.* can only be read"):
+        train(url, 6, checkpoint_interval=2)
 
 
 def test_pec_needs_a_place_to_write_to():

@@ -10,7 +10,7 @@ from support.pipelines import PRESETS, RANKS, Pipeline
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.long
 def test_what_has_no_bubble_goes_beside_compute_with_moetion_and_before_the_vote_with_baft(start_job, preset):
-    copies = PRESETS[preset] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 9, "snapshot_every": 1}
+    copies = PRESETS[preset] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 9, "snapshot_interval": 1}
     pipeline = Pipeline(start_job(RANKS), copies=copies, steps=14, work=4)
     for rank in range(RANKS):
         pipeline.start(rank)

@@ -254,7 +254,7 @@ POINTS = ["recovered", "here", "default group", "peers", "all groups", "connecte
 @pytest.mark.long
 def test_a_rank_dies_while_torch_connects(start_job, uninterrupted, victim, points):
     """At these points, one after the other. Nobody waits for it until some limit is over."""
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2 * PATIENCE})
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_timeout": 2 * PATIENCE})
     for rank in range(RANKS):
         pipeline.start(rank, kill_at=points[0] if rank == victim else None)
     last = pipeline.ranks[victim]
@@ -266,7 +266,7 @@ def test_a_rank_dies_while_torch_connects(start_job, uninterrupted, victim, poin
 
 def test_a_rank_dies_while_gloo_connects(start_job, uninterrupted):
     """Those that gloo lets wait for it do so until the limit is over."""
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_timeout": 2.0})
     for rank in range(RANKS):
         pipeline.start(rank, kill_at="address is known" if rank == 1 else None)
     pipeline.lose(pipeline.ranks[1])
@@ -281,7 +281,7 @@ def test_a_rank_hangs(start_job, uninterrupted, victim, point):
 
     With rank 0 the store hangs in which the others look for each other.
     """
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_timeout": 2.0})
     ranks = [pipeline.start(rank, stop_at=point if rank == victim else None) for rank in range(RANKS)]
     ranks[victim].wait_until_stopped()
     for each in ranks:
@@ -293,7 +293,7 @@ def test_a_rank_hangs(start_job, uninterrupted, victim, point):
 
 def test_nobody_waits_for_a_stopped_process_as_long_as_for_one_that_hangs(start_job, uninterrupted):
     """It answers no longer, so that waits in torch's groups end long before the limit of those that answer."""
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2 * PATIENCE})
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_timeout": 2 * PATIENCE})
     ranks = [pipeline.start(rank, stop_at="step" if rank == 2 else None) for rank in range(RANKS)]
     ranks[2].wait_until_stopped()
     for each in (ranks[0], ranks[1], ranks[3]):
@@ -412,7 +412,7 @@ def test_gradient_that_is_infinite_is_skipped_by_all_ranks(start_job):
         ({"stage": 2}, "stage < 2, the number of stages, got 2"),
         ({"data_parallel": 2}, "data_parallel < 2, got 2"),
         ({"profile_steps": -1}, "^expected profile_steps to be a whole number, >= 0, got -1"),
-        ({"hang_limit": 0.0}, "^expected hang_limit to be a number, >= 0.001"),
+        ({"hang_timeout": 0.0}, "^expected hang_timeout to be a number, >= 0.001"),
         ({"expert_selection": "sequential"}, "expert_selection to be one of budget, all or None, got 'sequential'"),
         ({"expert_selection": "budget"}, "expected preset moetion, expert_parallel=True and .* got preset baft"),
         (

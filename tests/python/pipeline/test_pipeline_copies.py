@@ -20,7 +20,7 @@ def begun(rank):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, preset):
-    steps, copies = 14, PRESETS[preset] | {"snapshot_every": 3}
+    steps, copies = 14, PRESETS[preset] | {"snapshot_interval": 3}
     pipeline = Pipeline(start_job(RANKS), copies=copies, attempts="means", steps=steps)
     started = [pipeline.start(rank, kill_in_step=8 if rank >= RANKS // 2 else None) for rank in range(RANKS)]
     for each in started[RANKS // 2 :]:
@@ -48,7 +48,7 @@ def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
 
     When one of the newcomers is lost then, these do not count as the state that its peer has reached.
     """
-    common = {"attempts": "means", "steps": 14, "copies": PRESETS["baft"] | {"snapshot_every": 3}}
+    common = {"attempts": "means", "steps": 14, "copies": PRESETS["baft"] | {"snapshot_interval": 3}}
     expected, _ = run_undisturbed(tmp_path, **common)
     pipeline = Pipeline(start_job(RANKS), **common)
     lost = {2: {"kill_in_copy": 7, "kill_with": 3}, 3: {"kill_in_copy": 7, "kill_with": 2}}

@@ -20,7 +20,7 @@ WAYS = {
     "1F1B": {"parts": 2, "copies": {"max_grad_norm": 0.5}},
     "zero-bubble": {"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2},
     "snapshots on the GPU": {"copies": {"snapshot_memory": "gpu"}},
-    "sparse": {"copies": {"sparse": True, "snapshot_every": 2}},
+    "sparse": {"copies": {"sparse": True, "snapshot_interval": 2}},
     "steps in place of state": {"copies": {"preset": "moetion", "copies": 3, "max_grad_norm": 0.5, "replay": True}},
     "experts": {"experts": 4, "copies": {"expert_parallel": True, "preset": "moetion", "expert_selection": "all"}},
 }

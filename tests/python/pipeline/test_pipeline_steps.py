@@ -88,7 +88,9 @@ MISTAKES = {
 def test_a_mistake_in_a_step_is_named(start_job, mistake):
     """By the ranks that make it; those that have lost them before they came to it wait for others, and end."""
     limit = 20.0 if mistake == "unequal runs" else 5.0  # there all ranks meet again, each once its own wait is over
-    pipeline = Pipeline(start_job(RANKS), attempts=mistake, steps=2, copies={"hang_limit": 3.0, "agree_limit": limit})
+    pipeline = Pipeline(
+        start_job(RANKS), attempts=mistake, steps=2, copies={"hang_timeout": 3.0, "quorum_timeout": limit}
+    )
     for each in range(RANKS):
         pipeline.start(each)
     assert [each.join() for each in pipeline.ranks] == [1] * RANKS
@@ -97,7 +99,7 @@ def test_a_mistake_in_a_step_is_named(start_job, mistake):
 
 @pytest.mark.long
 def test_a_scaler_on_some_ranks_alone_is_refused(start_job):
-    pipeline = Pipeline(start_job(RANKS), attempts="means", steps=2, copies={"agree_limit": 3.0})
+    pipeline = Pipeline(start_job(RANKS), attempts="means", steps=2, copies={"quorum_timeout": 3.0})
     for rank in range(RANKS):
         pipeline.start(rank, scaler=SCALER if rank < 2 else {})
     assert [each.join() for each in pipeline.ranks] == [1] * RANKS

@@ -11,7 +11,7 @@ import torch
 
 import evermoe
 from evermoe._native import Arena
-from evermoe.snapshot.slices import MOST_SLICES
+from evermoe.snapshot.slices import MAX_SLICES
 from evermoe.state.version import step_of
 from support.flips import BIT
 from support.harness import PATIENCE, wait_until
@@ -22,7 +22,7 @@ STEPS, SLICES = 15, 3
 DEEP = {"stages": 4, "peers": 1}
 COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "schedules_rate": True}
 WHOLE = {"preset": "baft", "max_grad_norm": 0.5}
-SPARSE = WHOLE | {"sparse": True, "snapshot_every": SLICES}
+SPARSE = WHOLE | {"sparse": True, "snapshot_interval": SLICES}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def forwards(steps):
 )
 def test_a_lost_stage_is_made_dense_by_replay(start_job, deep, slices, step, begun):
     """No other rank has the stage's state. The others compute nothing again: they send what they have logged."""
-    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE | {"snapshot_every": slices})
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE | {"snapshot_interval": slices})
     started = [pipeline.start(rank, kill_in_step=step if rank == 1 else None) for rank in range(RANKS)]
     pipeline.lose(started[1])
     newcomer = pipeline.start(1)
@@ -89,9 +89,9 @@ def test_slices_are_as_many_as_the_bubbles_need(start_job, tmp_path):
     summaries = [event["summary"] for event in started[0].events("step")]
     cut = {int(found[1]) for each in summaries if (found := re.match(r"of (\d) slices", each))}
     assert len(cut) == 1
-    assert cut <= {*range(2, MOST_SLICES + 1)}
+    assert cut <= {*range(2, MAX_SLICES + 1)}
     again = recovered_at(newcomer)[0]
-    assert 18 - 2 * MOST_SLICES <= again < 18
+    assert 18 - 2 * MAX_SLICES <= again < 18
     assert len(lost) == len(recovered_at(started[0])) - 1 >= 2
     assert {each["forwards"] for rank, each in enumerate(done) if rank != 1} == {forwards(24)}
     assert done[1]["forwards"] == forwards(24 - again)
@@ -333,8 +333,8 @@ def test_a_step_captures_a_slice_and_the_weights_of_those_to_come(start_job, dee
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"localised": False, "snapshot_every": 2}, "sparse=True needs localised=True: a slice is of another step"),
-        ({"snapshot_every": 1}, "sparse=True: expected snapshot_every of 2 or more, .* got 1"),
+        ({"localised": False, "snapshot_interval": 2}, "sparse=True needs localised=True: a slice is of another step"),
+        ({"snapshot_interval": 1}, "sparse=True: expected snapshot_interval of 2 or more, .* got 1"),
     ],
 )
 def test_what_sparse_versions_need_is_named(wrong, words):

@@ -182,7 +182,7 @@ def test_experts_that_were_in_the_version_before_travel_as_steps_and_others_as_s
     [
         ({"preset": "baft"}, "expected preset moetion"),
         ({"preset": "moetion", "sparse": True}, "sparse=False"),
-        ({"preset": "moetion", "snapshot_every": 2}, "expected snapshot_every of 1 or None"),
+        ({"preset": "moetion", "snapshot_interval": 2}, "expected snapshot_interval of 1 or None"),
     ],
 )
 def test_what_is_no_chain_of_versions_is_refused(options, message):

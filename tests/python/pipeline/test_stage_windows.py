@@ -30,7 +30,7 @@ def test_bubbles_are_about_as_long_as_1f1b_would_have_them(start_job):
 @pytest.mark.long
 def test_a_loss_leaves_all_ranks_the_windows_of_before(start_job, shape):
     """A newcomer's are those of its predecessor, which the others remember; also where it is lost again at once."""
-    copies = PRESETS["baft"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 12, "snapshot_every": 1}
+    copies = PRESETS["baft"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 12, "snapshot_interval": 1}
     pipeline = Pipeline(start_job(RANKS), **shape, steps=13, work=4, copies=copies)
     started = [pipeline.start(rank, kill_in_step=9 if rank == 2 else None) for rank in range(RANKS)]
     pipeline.lose(started[2])

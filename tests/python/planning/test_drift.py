@@ -10,7 +10,7 @@ from evermoe.placement import PlacementOptions, place_layers
 
 SIZES = [(8, 3), (6, 3), (8, 4), (8, 10), (8, 32), (16, 8), (16, 64), (32, 8), (64, 8), (64, 32), (128, 16), (256, 32)]
 """Experts, nodes."""
-MOST_MOVED = 0.15
+MAX_MOVED = 0.15
 TOLERATED = 1.05 / 0.95
 
 
@@ -58,7 +58,7 @@ def test_a_drift_by_5_percent_moves_at_most_15_percent_of_the_replicas(kind, exp
             then = placed(drifted, nodes, slots, first.matrix, domains)
             moved = arrived(then.matrix, first.matrix)
             assert then.reason.moved == moved
-            assert moved <= MOST_MOVED * nodes * slots, (slots, seed, str(then.reason))
+            assert moved <= MAX_MOVED * nodes * slots, (slots, seed, str(then.reason))
             limit = max(1.05, first.reason.imbalance, then.reason.least_imbalance * 1.02)
             assert then.reason.imbalance <= limit * TOLERATED + 1e-9, (slots, seed, str(then.reason))
             assert then.reason.survival >= first.reason.survival - 0.05 - 1e-9
@@ -99,7 +99,7 @@ def test_a_session_keeps_all_layers_where_they_are():
     drifted = [row * random.uniform(0.95, 1.05, 16) for row in load_LE]
     then = place_layers(experts, drifted, first, nodes, options, {})
     moved = sum(arrived(then[path], first[path]) for path in experts)
-    assert moved <= MOST_MOVED * sum(matrix.sum() for matrix in first.values())
+    assert moved <= MAX_MOVED * sum(matrix.sum() for matrix in first.values())
 
 
 def test_previous_ones_that_are_none_are_refused():

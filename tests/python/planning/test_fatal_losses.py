@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from evermoe.planning.protection import MOST_FATAL, ProtectionPlan, RankInfo, UnitProtection, fatal_losses, survival
+from evermoe.planning.protection import MAX_FATAL, ProtectionPlan, RankInfo, UnitProtection, fatal_losses, survival
 
 
 def lost_with(holders, nodes, gone):
@@ -49,5 +49,5 @@ def test_a_single_machine_loses_ranks_and_the_worst_come_first():
     nodes = [f"{number:03}" for number in range(100)]
     holders = {f"u{number}": [number // 2, 99 - number // 3] for number in range(100)}
     found = fatal_losses(holders, nodes)
-    assert len(found) == MOST_FATAL
+    assert len(found) == MAX_FATAL
     assert list(found.values()) == sorted(found.values(), reverse=True)

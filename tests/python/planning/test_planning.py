@@ -154,7 +154,10 @@ def test_lost_units_have_names():
         ),
         (lambda: planning.copy_recovery_probability([0, 1], 1), r"holders: expected a list of integers, got 0"),
         (lambda: planning.shard_modules(None, 1), r"nbytes: expected a list of integers, got None"),
-        (lambda: planning.TokenLedger(1, 1, plt_limit="x"), r"plt_limit: expected a portion from 0 to 1, got 'x'"),
+        (
+            lambda: planning.TokenLedger(1, 1, max_lost_token_fraction="x"),
+            r"max_lost_token_fraction: expected a portion from 0 to 1, got 'x'",
+        ),
         (lambda: planning.copy_holders(["a"], 0), r"copies: expected 1"),
         (lambda: planning.primaries([[]], [1], 1), r"holders: unit 0 has none"),
         (lambda: planning.primaries([[0]], [-1], 1), r"nbytes: expected an integer"),

@@ -68,7 +68,7 @@ def test_matrices_of_any_memory_order(order):
 
 def test_a_run_with_the_ledger():
     rng = np.random.default_rng(7)
-    ledger = TokenLedger(3, 8, experts_per_layer=2, plt_limit=0.001)
+    ledger = TokenLedger(3, 8, experts_per_layer=2, max_lost_token_fraction=0.001)
     for _ in range(30):
         ledger.add(rng.zipf(1.5, (3, 8)) % 1000)
         chosen = select_experts(
@@ -99,7 +99,7 @@ def test_a_run_with_the_ledger():
 
 
 def test_the_ledger_comes_back_from_json():
-    ledger = TokenLedger(2, 3, experts_per_layer=1, plt_limit=0.1)
+    ledger = TokenLedger(2, 3, experts_per_layer=1, max_lost_token_fraction=0.1)
     ledger.add([[1, 2, 3], [4, 5, (1 << 63) - 1]])
     ledger.copied([[2], [0, 1]])
     ledger.lose([[], [2]])
@@ -186,7 +186,10 @@ TOKENS = [[1, 2], [3, 4]]
         (lambda: TokenLedger(0, 2), r"layers, experts: expected 1 or more"),
         (lambda: TokenLedger(1 << 40, 1 << 40), r"more than 2\^24"),
         (lambda: TokenLedger(1, 2, experts_per_layer=0), r"experts_per_layer: expected 1 or more"),
-        (lambda: TokenLedger(1, 2, plt_limit=float("nan")), r"plt_limit: expected a portion"),
+        (
+            lambda: TokenLedger(1, 2, max_lost_token_fraction=float("nan")),
+            r"max_lost_token_fraction: expected a portion",
+        ),
         (lambda: TokenLedger(1, 2).add([[1], [2]]), r"counts: expected shape \[1, 2\]"),
         (lambda: TokenLedger(1, 2).add([[1, -2]]), r"counts: layer 0 expert 1 has -2 tokens"),
         (lambda: TokenLedger(1, 2).copied([[2]]), r"selection: layer 0 names expert 2"),

@@ -79,7 +79,7 @@ def test_both_ends_are_killed(start_job, points):
 @pytest.mark.few(1)
 def test_two_of_four_are_lost_in_one_recovery_of_baft(start_job):
     """Of what a worker owns, and of an expert that it trains alone, `copies=3` leaves a copy on a third node."""
-    job = start_job(4, preset="baft", dense="sharded", copies=3, **SNAPSHOTS, join_every=50)
+    job = start_job(4, preset="baft", dense="sharded", copies=3, **SNAPSHOTS, join_interval=50)
     faults = {"b": [Fault("vote", VERSION)], "c": [Fault("phase fetch", nth=2)]}
     workers = a, *_, d = job.start_all(faults, "abcd")
     assert [each.join() for each in workers] == [0, -9, -9, 0]
@@ -116,7 +116,7 @@ def test_gradients_find_no_room_in_the_log(start_job, point, part, log_bytes):
 @pytest.mark.long
 def test_second_death_when_copies_of_both_kinds_are_known(start_job):
     """The survey of one recovery takes nothing from the next one: it, too, can go back to the step before."""
-    job = start_job(5, copies=3, replay_log_bytes=10_000, **SNAPSHOTS, min_replicas=2, join_every=50)
+    job = start_job(5, copies=3, replay_log_bytes=10_000, **SNAPSHOTS, min_replicas=2, join_interval=50)
     faults = {"d": [Fault("commit", VERSION)], "b": [Fault("phase verify", nth=2)]}
     workers = job.start_all(faults, "abcde", steps=12)
     assert [each.join() for each in workers] == [0, -9, 0, -9, 0]
@@ -138,7 +138,7 @@ def test_thread_of_a_copy_that_fails_ends_that_worker_alone(start_job, preset, p
 
 def test_moetion_takes_no_torn_expert(start_job):
     """Older versions are, bit for bit, what the expert was after that step; SGD counts no steps of its own."""
-    job = start_job(4, preset="moetion", slots=1, rebalance_every=0, join_every=50)
+    job = start_job(4, preset="moetion", slots=1, rebalance_interval=0, join_interval=50)
     workers = _, b, *_ = job.start_all({"b": [Fault("held", nth=VERSION)]}, "abcd", steps=20, optimizer="sgd")
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)
@@ -157,7 +157,7 @@ def test_moetion_takes_no_torn_expert(start_job):
 
 @pytest.mark.long
 def test_moetion_has_the_state_of_the_start_of_what_was_not_copied_since(start_job):
-    job = start_job(2, preset="moetion", slots=1, remote_bytes_per_step=0, rebalance_every=0, join_every=50)
+    job = start_job(2, preset="moetion", slots=1, remote_bytes_per_step=0, rebalance_interval=0, join_interval=50)
     workers = a, b = job.start_all({"b": [Fault("vote", 3)]}, "ab", optimizer="sgd")
     assert [each.join() for each in workers] == [0, -9]
     check_history(workers)

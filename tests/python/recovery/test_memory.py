@@ -214,7 +214,7 @@ def test_ranks_of_one_node_do_not_hold_all_replicas_of_an_expert(start_job):
 
 
 def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_path):
-    job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"), checkpoint_every=3, **FEWEST)
+    job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"), checkpoint_interval=3, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers, undone=True)

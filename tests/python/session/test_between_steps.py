@@ -95,7 +95,7 @@ def test_generation_of_different_lengths_needs_no_recovery(start_job):
 
 
 def test_member_that_skips_an_evaluation_is_named(start_job):
-    job = start_job(2, hang_limit=2.0)
+    job = start_job(2, hang_timeout=2.0)
     workers = job.start_all({}, "ab", steps=STEPS, **scenario("skip"))
     assert [each.join() for each in workers] == [1, 1]
     for each in workers:
@@ -104,8 +104,8 @@ def test_member_that_skips_an_evaluation_is_named(start_job):
         assert "on b did not come to an evaluation in which rank" in failed["message"]
 
 
-def test_one_member_may_work_for_longer_than_the_hang_limit(start_job):
-    job = start_job(2, hang_limit=2.0)
+def test_one_member_may_work_for_longer_than_the_hang_timeout(start_job):
+    job = start_job(2, hang_timeout=2.0)
     workers = job.start_all({}, "ab", steps=STEPS, **scenario("alone"))
     assert [each.join() for each in workers] == [0, 0]
     for each in workers:
@@ -114,7 +114,7 @@ def test_one_member_may_work_for_longer_than_the_hang_limit(start_job):
 
 
 def test_death_in_long_work_is_noticed_at_once(start_job):
-    job = start_job(2, hang_limit=2.0)
+    job = start_job(2, hang_timeout=2.0)
     faults = {name: [Fault("alone", 2)] for name in "ab"}
     workers = job.start_all(faults, "ab", steps=STEPS, **scenario("alone"))
     codes = [each.join() for each in workers]

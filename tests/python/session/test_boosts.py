@@ -24,7 +24,7 @@ def tokens_of(workers, unit, first, last):
 def test_the_next_placement_weighs_experts_that_lost_tokens(start_job, second):
     """Soon after a loss, and later, when some have got as many tokens again."""
     options = {"preset": "moetion", "remote_bytes_per_step": 30_000, "profile_steps": 0, **FEWEST}
-    job = start_job(4, **options, rebalance_every=0, join_every=50)
+    job = start_job(4, **options, rebalance_interval=0, join_interval=50)
     faults = {"b": [Fault("vote", 5)], "c": [Fault("vote", second)]}
     workers = [job.start(name, *faults.get(name, []), kind=PlacingWorker, steps=13) for name in "abcd"]
     assert [each.join() for each in workers] == [0, -9, -9, 0]

@@ -28,7 +28,7 @@ def pairs(worker):
 
 @pytest.mark.parametrize("copies", [2, 3])
 def test_a_rebalance_sends_what_moves(start_job, copies):
-    job = start_job(4, preset="auto", copies=copies, slots=3, rebalance_every=3)
+    job = start_job(4, preset="auto", copies=copies, slots=3, rebalance_interval=3)
     workers = job.start_all({}, "abcd", steps=12, states=True)
     assert [each.join() for each in workers] == [0] * 4
     check_history(workers)
@@ -41,7 +41,7 @@ def test_a_rebalance_sends_what_moves(start_job, copies):
 
 def start_join(start_job, *faults, **options):
     """Members in the steps of a job, and one that comes to them."""
-    job = start_job(3, preset="auto", join_every=1, rebalance_every=0)
+    job = start_job(3, preset="auto", join_interval=1, rebalance_interval=0)
     job.open_gate(4)
     options |= {"gated": True, "steps": 16, "states": True}
     workers = [job.start(name, *faults, **options) for name in "abc"]
@@ -91,7 +91,7 @@ def test_members_take_the_step_after_a_join_while_its_copies_are_sent(start_job)
 
 @pytest.mark.long
 def test_a_death_sends_what_the_dead_node_had(start_job):
-    job = start_job(4, preset="auto", slots=3, join_every=50, rebalance_every=0)
+    job = start_job(4, preset="auto", slots=3, join_interval=50, rebalance_interval=0)
     workers = job.start_all({"b": [Fault("vote", 5)]}, "abcd", states=True, model="wide")
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)

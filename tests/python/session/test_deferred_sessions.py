@@ -73,7 +73,7 @@ def test_a_deferred_job_resumes_from_shared_memory(start_job):
 
 
 def test_a_deferred_job_resumes_from_its_checkpoint(start_job, tmp_path):
-    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 2}
+    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_interval": 2}
     first = start_job(**options)
     assert [each.join() for each in first.start_all({}, steps=4, deferred=True)] == [0, 0, 0]
     again = start_job(2, **options, job=first.name)

@@ -46,7 +46,7 @@ def run(tmp_path, folder, until, at=None, *, job="disk", sessions=None, waits=Tr
 
     memory = tmp_path / "memory"
     memory.mkdir(exist_ok=True)
-    options = {"job": job, "memory_dir": str(memory), "checkpoint_dir": folder, "local_every": 1} | options
+    options = {"job": job, "memory_dir": str(memory), "checkpoint_dir": folder, "local_snapshot_interval": 1} | options
     session = Session(model, optimizer, ElasticSampler(SAMPLES, 4), on_event=listen, **options)
     if sessions is not None:
         sessions.append(session)
@@ -117,7 +117,7 @@ def test_training_continues_and_the_next_checkpoint_is_tried(tmp_path, request, 
         spoil = lambda: (folder.rename(moved), folder.touch())  # noqa: E731
         mend = lambda: (folder.unlink(), moved.rename(folder))  # noqa: E731
     with pytest.warns(UserWarning, match="checkpoint of step 4 was not written: rank 0: .*Training continues"):
-        events = run(tmp_path, folder, 9, {3: spoil, 5: mend}, checkpoint_every=2)
+        events = run(tmp_path, folder, 9, {3: spoil, 5: mend}, checkpoint_interval=2)
     assert written(events) == [2, 6, 8, 9]
     assert sorted(path.name for path in find(folder).values()) == ["step-00000008", "step-00000009"]
     wait_until(lambda: not leftovers(folder), "failed drafts are removed")
@@ -130,7 +130,7 @@ def test_a_full_disk_takes_no_good_checkpoint_away(tmp_path, small_disk):
         free(small_disk)
 
     with pytest.warns(UserWarning, match="was not written") as told:
-        run(tmp_path, small_disk, 12, {5: lambda: fill(small_disk), 11: check}, checkpoint_every=2)
+        run(tmp_path, small_disk, 12, {5: lambda: fill(small_disk), 11: check}, checkpoint_interval=2)
     assert [warning.message.args[0].split(" was")[0][-1] for warning in told] == ["6", "8", "0"]
 
 
@@ -149,7 +149,7 @@ def test_the_state_stays_in_memory_when_the_last_checkpoint_cannot_be_written(tm
 
 def test_one_member_that_cannot_write_is_named_and_all_continue(start_job, tmp_path):
     saved = tmp_path / "saved"
-    job = start_job(2, checkpoint_dir=str(saved), checkpoint_every=4)
+    job = start_job(2, checkpoint_dir=str(saved), checkpoint_interval=4)
     job.open_gate(7)
     workers = job.start_all({}, "ab", gated=True, steps=14)
     for each in workers:
@@ -257,14 +257,14 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "write_units", write_late)
     at = {3: note, 7: let_write, 8: lambda: wait_until_written(sessions[0]), 9: check}
     with pytest.warns(UserWarning, match="checkpoint of step 6 is left out: that of step 3 is still being written"):
-        events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, checkpoint_every=3)
+        events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, checkpoint_interval=3)
     assert written(events) == [3, 9, 11]
 
 
 @pytest.mark.parametrize("preset", ["auto", "gemini", "pec"])
 def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, preset):
     """Whatever is written to it waits in the kernel, as on a disk that has died; the lag shows, and all catch up."""
-    job = start_job(2, checkpoint_dir=str(dying_disk), checkpoint_every=1, preset=preset)
+    job = start_job(2, checkpoint_dir=str(dying_disk), checkpoint_interval=1, preset=preset)
     job.open_gate(3)
     workers = job.start_all({}, "ab", gated=True, waits_for_disk=False, steps=14)
     for each in workers:
@@ -289,7 +289,7 @@ def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, 
 @pytest.mark.long
 def test_a_death_while_the_disk_stands_still_holds_up_nobody(start_job, dying_disk):
     """What the survivors were writing is void, and still waits; what they write instead gets to the disk after it."""
-    job = start_job(3, checkpoint_dir=str(dying_disk), checkpoint_every=1)
+    job = start_job(3, checkpoint_dir=str(dying_disk), checkpoint_interval=1)
     job.open_gate(3)
     workers = job.start_all({"c": [Fault("reduce", 6)]}, gated=True, waits_for_disk=False, steps=14)
     for each in workers:
@@ -307,7 +307,7 @@ def test_a_death_while_the_disk_stands_still_holds_up_nobody(start_job, dying_di
 
 
 def test_a_checkpoint_that_a_death_interrupts_is_begun_again(start_job, tmp_path):
-    job = start_job(checkpoint_dir=str(tmp_path / "saved"), checkpoint_every=5)
+    job = start_job(checkpoint_dir=str(tmp_path / "saved"), checkpoint_interval=5)
     workers = job.start_all({"b": [Fault("reduce", 5)]}, steps=9)
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
@@ -321,7 +321,7 @@ def test_a_checkpoint_that_a_death_interrupts_is_begun_again(start_job, tmp_path
 @pytest.mark.parametrize("ends_at", [4, 6])
 def test_pec_takes_experts_from_a_checkpoint_where_it_has_newer_ones(tmp_path, ends_at):
     saved = tmp_path / "saved"
-    options = {"preset": "pec", "experts_per_save": 1, "checkpoint_every": 4}
+    options = {"preset": "pec", "experts_per_save": 1, "checkpoint_interval": 4}
 
     def end():
         wait_until(lambda: newest_saved(saved) >= ends_at, "what is saved of the step is durable")
@@ -348,7 +348,7 @@ def newest_saved(folder):
 
 
 def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):
-    job = start_job(2, preset="gemini", memory_dir=str(small_disk), join_every=1)
+    job = start_job(2, preset="gemini", memory_dir=str(small_disk), join_interval=1)
     with small_memories(job, small_disk, "abc") as nodes:
         job.open_gate(3)
         workers = job.start_all({}, "ab", gated=True)
@@ -368,7 +368,7 @@ def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_j
 @pytest.mark.parametrize("preset", ["gemini", "baft", "auto", "moetion"])
 def test_memory_without_room_for_the_copies_of_fewer_members_takes_fewer_copies(start_job, small_disk, preset):
     """And the next death costs no more than what had no copy."""
-    job = start_job(3, preset=preset, memory_dir=str(small_disk), join_every=50, **FEWEST)
+    job = start_job(3, preset=preset, memory_dir=str(small_disk), join_interval=50, **FEWEST)
     with small_memories(job, small_disk, "abc") as nodes:
         job.open_gate(3)
         workers = job.start_all({}, "abc", gated=True, steps=8)
@@ -390,7 +390,7 @@ def test_memory_without_room_for_the_copies_of_fewer_members_takes_fewer_copies(
 
 def test_memory_that_is_gone_before_new_copies_take_it_ends_no_job(start_job, small_disk):
     """Where it was free when they were planned, which are then made while training waits, or left out."""
-    job = start_job(3, preset="gemini", memory_dir=str(small_disk), join_every=50, **FEWEST)
+    job = start_job(3, preset="gemini", memory_dir=str(small_disk), join_interval=50, **FEWEST)
     with small_memories(job, small_disk, "abc") as nodes:
         faults = {"a": [Fault("arranged", nth=2, action="fill")], "c": [Fault("forward", 3)]}
         workers = job.start_all(faults, "abc", steps=8)
@@ -408,7 +408,7 @@ def test_memory_that_is_gone_before_new_copies_take_it_ends_no_job(start_job, sm
 
 
 def test_memory_that_is_too_small_at_the_start_is_said_at_once(start_job, small_disk):
-    job = start_job(2, preset="gemini", memory_dir=str(small_disk), agree_limit=20.0)
+    job = start_job(2, preset="gemini", memory_dir=str(small_disk), quorum_timeout=20.0)
     with small_memories(job, small_disk, "ab") as nodes:
         for node in nodes:
             subprocess.run(["mount", "-o", "remount,size=64k", node], check=True)

@@ -31,7 +31,7 @@ def covered(each):
 
 @pytest.mark.parametrize("preset", ["auto", "gemini", "baft"])
 def test_a_rack_is_lost_and_no_step_with_it(start_job, preset):
-    job = start_job(4, preset=preset, join_every=50, **FEWEST)
+    job = start_job(4, preset=preset, join_interval=50, **FEWEST)
     workers = start(job, "cd", RACKS)
     assert [each.join() for each in workers] == [0, 0, -9, -9]
     check_history(workers)
@@ -44,7 +44,7 @@ def test_a_rack_is_lost_and_no_step_with_it(start_job, preset):
 
 
 def test_with_too_few_domains_nodes_count(start_job):
-    job = start_job(4, copies=2, join_every=50, **FEWEST)
+    job = start_job(4, copies=2, join_interval=50, **FEWEST)
     workers = start(job, "d", dict.fromkeys(RACKS, "east"))
     assert [each.join() for each in workers] == [0, 0, 0, -9]
     check_history(workers)

@@ -14,7 +14,7 @@ HANG_LIMIT = 60.0
 
 @pytest.mark.parametrize("point", ["forward", "copy", "commit", "verified"])
 def test_killed_in_the_last_step(start_job, point):
-    job = start_job(hang_limit=HANG_LIMIT)
+    job = start_job(hang_timeout=HANG_LIMIT)
     step = None if point == "verified" else STEPS - 1 + (point == "copy")
     workers = job.start_all({"b": [Fault(point, step)]}, steps=STEPS)
     assert [each.join() for each in workers] == [0, -9, 0]
@@ -26,7 +26,7 @@ def test_killed_in_the_last_step(start_job, point):
 
 def test_killed_while_the_last_checkpoint_is_written(start_job, tmp_path):
     saved = tmp_path / "saved"
-    job = start_job(checkpoint_dir=str(saved), checkpoint_every=2, hang_limit=HANG_LIMIT)
+    job = start_job(checkpoint_dir=str(saved), checkpoint_interval=2, hang_timeout=HANG_LIMIT)
     workers = job.start_all({"a": [Fault("checkpoint", STEPS)]}, steps=STEPS)
     assert [each.join() for each in workers] == [-9, 0, 0]
     check_history(workers)
@@ -47,7 +47,7 @@ def test_second_run_of_a_finished_job_has_nothing_to_do(start_job, tmp_path):
 
 
 def test_no_mismatch_is_found_at_the_end(start_job):
-    job = start_job(hang_limit=HANG_LIMIT)
+    job = start_job(hang_timeout=HANG_LIMIT)
     workers = job.start_all({"c": [Fault("reduce", 3)]}, steps=STEPS)
     assert [each.join() for each in workers] == [0, 0, -9]
     for each in workers[:2]:

@@ -31,7 +31,7 @@ class Spoken(NamedTuple):
 @pytest.fixture
 def patient():
     """Address of a Lighthouse that takes a member for alive for an hour after its last heartbeat, and waits for it."""
-    server, address = start_local_lighthouse(heartbeat_limit=HOUR, join_limit=HOUR)
+    server, address = start_local_lighthouse(heartbeat_timeout=HOUR, join_timeout=HOUR)
     yield address
     server.shutdown()
 

@@ -67,9 +67,9 @@ def failures(found):
     return [event for events in found.values() for event in events if event["event"] == "failed"]
 
 
-def test_unequal_numbers_of_forwards_are_named_after_one_hang_limit(start):
+def test_unequal_numbers_of_forwards_are_named_after_one_hang_timeout(start):
     began = time.monotonic()
-    found, logs = start(as_many_forwards_as_samples, "abc", hang_limit=1.0)
+    found, logs = start(as_many_forwards_as_samples, "abc", hang_timeout=1.0)
     assert time.monotonic() - began < 20
     assert [each["error"] for each in failures(found)] == ["UnequalForwards"] * 3, logs
     for each in failures(found):
@@ -79,7 +79,7 @@ def test_unequal_numbers_of_forwards_are_named_after_one_hang_limit(start):
 
 
 def test_unequal_numbers_of_backwards_are_named(start):
-    found, logs = start(one_backward_less, "ab", hang_limit=1.0)
+    found, logs = start(one_backward_less, "ab", hang_timeout=1.0)
     assert [each["error"] for each in failures(found)] == ["UnequalForwards"] * 2, logs
     assert "with as many forwards of each layer" in failures(found)[0]["message"]
 

@@ -17,7 +17,7 @@ BUSY = 60
 
 def test_a_damaged_replica_gets_its_state_anew_in_windows(start_job):
     """Of the units that were flipped, and of no others, whole states travel once; then they serve a recovery."""
-    job = start_job(2, preset="auto", **FEWEST, rebalance_every=0, join_every=50, profile_steps=4)
+    job = start_job(2, preset="auto", **FEWEST, rebalance_interval=0, join_interval=50, profile_steps=4)
     faults = {"a": [Fault("vote", FLIPPED, "flip")], "b": [Fault("vote", KILLED)]}
     workers = a, b = [
         job.start(name, *faults[name], kind=EarlyStatesWorker, steps=KILLED + 4, work=BUSY) for name in "ab"

@@ -107,7 +107,7 @@ def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path)
 
 @pytest.mark.long
 def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
-    job = start_job(2, preset="gemini", join_every=1)
+    job = start_job(2, preset="gemini", join_interval=1)
     job.open_gate(6)
     a, b = job.start_all({name: [Fault("phase fetch", nth=2)] for name in "ab"}, "ab", gated=True, steps=150)
     a.wait_for("gate", step=6)
@@ -124,7 +124,7 @@ def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
 
 
 def test_joiner_left_alone_with_nothing_does_not_start_the_job_again(start_job):
-    job = start_job(1, join_every=1)
+    job = start_job(1, join_interval=1)
     job.open_gate(6)
     a = job.start("a", Fault("phase fetch", nth=2), gated=True, steps=500)
     a.wait_for("gate", step=6)
@@ -139,7 +139,7 @@ def test_joiner_left_alone_with_nothing_does_not_start_the_job_again(start_job):
 
 @pytest.mark.parametrize("point", ["confirm", "commit"])
 def test_death_that_only_some_have_noticed_between_steps(start_job, point):
-    job = start_job(join_every=1)
+    job = start_job(join_interval=1)
     workers = a, b, c = job.start_all({"b": [Fault(point, step=6)]}, steps=12)
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
@@ -234,7 +234,7 @@ def test_step_that_is_left_out_is_an_error_unless_the_job_is_stopped(tmp_path):
 def test_worker_whose_job_is_over_ends_with_a_model_that_nobody_uses(tmp_path, monkeypatch):
     (tmp_path / "finished").touch()
     monkeypatch.setenv("EVERMOE_FINISHED", str(tmp_path / "finished"))
-    server = start_lighthouse(heartbeat_limit=1, join_limit=5)
+    server = start_lighthouse(heartbeat_timeout=1, join_timeout=5)
     try:
         options = {"job": "late", "lighthouse": server.address(), "members": 2, "memory_dir": str(tmp_path)}
         session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), **options)
@@ -247,7 +247,7 @@ def test_worker_whose_job_is_over_ends_with_a_model_that_nobody_uses(tmp_path, m
 
 
 def test_second_session_of_a_script_under_a_lighthouse_is_refused(tmp_path):
-    server = start_lighthouse(heartbeat_limit=1, join_limit=5)
+    server = start_lighthouse(heartbeat_timeout=1, join_timeout=5)
     try:
         options = {"job": "first", "lighthouse": server.address(), "memory_dir": str(tmp_path)}
         assert run_alone(*make_layer(), 2, **options).step == 2
@@ -381,14 +381,21 @@ def test_options_that_all_members_must_share_are_marked_so():
     shared = evermoe.SessionConfig(copies=3).shared()
     assert shared["copies"] == "3"
     own = {"lighthouse", "job", "node", "domain", "address", "members", "role", "spare", "memory_dir"}
-    own |= {"go_on_alone", "leave_limit", "hang_limit", "heartbeat_limit", "agree_limit", "rejoin_limit"}
+    own |= {
+        "allow_solo_resume",
+        "drain_timeout",
+        "hang_timeout",
+        "heartbeat_timeout",
+        "quorum_timeout",
+        "rejoin_timeout",
+    }
     own |= {
         "on_lost",
         "replay_log_bytes",
         "replica_device",
         "snapshot_memory",
         "checkpoint_dir",
-        "checkpoint_patience",
+        "store_timeout",
         "checkpoint_upload_limit",
         "checkpoint_download_limit",
     }

@@ -76,8 +76,10 @@ def joined_generation(worker):
 
 
 def test_newcomers_must_not_wait_longer_than_they_look_for_an_agreement():
-    with pytest.raises(ValueError, match="join_wait = 60 s, and give up after agree_limit = 60 s: expected a shorter"):
-        evermoe.SessionConfig(join_wait=60, agree_limit=60)
+    with pytest.raises(
+        ValueError, match="join_wait = 60 s, and give up after quorum_timeout = 60 s: expected a shorter"
+    ):
+        evermoe.SessionConfig(join_wait=60, quorum_timeout=60)
 
 
 def test_lazarus_splits_tokens_evenly_unless_the_layer_says_how():

@@ -36,7 +36,7 @@ def waits(worker):
 @pytest.mark.parametrize("free_bytes", [None, 1000])
 @pytest.mark.long
 def test_training_waits_for_copies_at_the_start_and_where_memory_is_short(start_job, free_bytes):
-    job = start_job(4, preset="gemini", join_every=50)
+    job = start_job(4, preset="gemini", join_interval=50)
     workers = [job.start(name, *([Fault("vote", FAULT)] if name == "b" else [])) for name in "ab"]
     workers += [job.start(name, free_bytes=free_bytes if name == "c" else None) for name in "cd"]
     assert [each.join() for each in workers] == [0, -9, 0, 0]
@@ -47,7 +47,7 @@ def test_training_waits_for_copies_at_the_start_and_where_memory_is_short(start_
 
 @pytest.mark.parametrize("fault", ["vote", "confirm"])
 def test_after_a_death_only_missing_copies_are_sent(start_job, fault):
-    job = start_job(4, preset="gemini", join_every=50)
+    job = start_job(4, preset="gemini", join_interval=50)
     workers = job.start_all({"b": [Fault(fault, FAULT)]}, "abcd")
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)
@@ -60,7 +60,7 @@ def test_after_a_death_only_missing_copies_are_sent(start_job, fault):
 
 
 def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
-    job = start_job(2, preset="gemini", join_every=1)
+    job = start_job(2, preset="gemini", join_interval=1)
     job.open_gate(4)
     workers = job.start_all({}, "ab", gated=True, steps=30)
     for each in workers:
@@ -77,7 +77,7 @@ def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
 @pytest.mark.long
 def test_copies_that_come_damaged_beside_training_are_made_anew_while_it_waits(start_job):
     """A copy that its holder has from before goes bad between the survey and its use."""
-    job = start_job(4, preset="gemini", join_every=50)
+    job = start_job(4, preset="gemini", join_interval=50)
     flip = Fault("phase verify", action="flip", nth=2, where="arena")
     workers = job.start_all({"a": [flip], "b": [Fault("vote", FAULT)]}, "abcd")
     assert [each.join() for each in workers] == [0, -9, 0, 0]
@@ -91,7 +91,7 @@ def test_copies_that_come_damaged_beside_training_are_made_anew_while_it_waits(s
 
 def test_copies_repeat_steps_before_a_recovery_only_where_no_trainer_is_left(start_job):
     """Nobody needs the others then: they take their steps beside the next one."""
-    job = start_job(3, **FEWEST, rebalance_every=0, join_every=50)
+    job = start_job(3, **FEWEST, rebalance_interval=0, join_interval=50)
     look = Fault("phase fetch", action="look", nth=2)
     workers = a, b, c = job.start_all({"a": [look], "b": [Fault("vote", FAULT)], "c": [look]})
     assert [each.join() for each in workers] == [0, -9, 0]

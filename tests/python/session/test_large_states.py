@@ -129,7 +129,7 @@ def test_a_state_of_any_size_leaves_room_for_results_of_a_step():
 
 def train(folder, loader, steps, seen):
     model = Model()
-    session = evermoe.Session(model, adamw(model), ElasticLoader(loader), checkpoint_dir=folder, checkpoint_every=2)
+    session = evermoe.Session(model, adamw(model), ElasticLoader(loader), checkpoint_dir=folder, checkpoint_interval=2)
     for step in session.steps(steps):
         with step:
             seen.append(step.samples.tolist())

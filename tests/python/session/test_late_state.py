@@ -10,7 +10,7 @@ from support.worker import Fault
 
 def with_newcomer(start_job, faults, members="ab", newcomer="c", **session):
     """Members, of which `a` has these faults, and a newcomer that they take in after some steps."""
-    job = start_job(len(members), join_every=1, **session)
+    job = start_job(len(members), join_interval=1, **session)
     job.open_gate(4)
     workers = job.start_all({"a": faults}, members, gated=True, steps=20)
     for each in workers:
@@ -29,7 +29,7 @@ def names_between(worker, first, last):
 
 @pytest.mark.parametrize("session", [{}, {"preset": "gemini"}, {"dense": "sharded"}], ids=str)
 def test_a_newcomer_computes_before_optimizer_state_is_there(start_job, session):
-    job, workers = with_newcomer(start_job, [Fault("late state", action="hang")], hang_limit=60.0, **session)
+    job, workers = with_newcomer(start_job, [Fault("late state", action="hang")], hang_timeout=60.0, **session)
     a, b, c = workers
     a.wait_for("fault", point="late state")
     first = c.wait_for("begin")["step"]
@@ -48,7 +48,7 @@ def test_a_newcomer_computes_before_optimizer_state_is_there(start_job, session)
 
 @pytest.mark.parametrize("preset", ["auto", "gemini"])
 def test_the_sender_is_killed_while_its_optimizer_state_is_awaited(start_job, preset):
-    _, workers = with_newcomer(start_job, [Fault("late state", action="hang")], hang_limit=60.0, preset=preset)
+    _, workers = with_newcomer(start_job, [Fault("late state", action="hang")], hang_timeout=60.0, preset=preset)
     a, b, c = workers
     a.wait_for("fault", point="late state")
     c.wait_for("reduce")
@@ -66,7 +66,7 @@ def test_the_sender_is_killed_while_its_optimizer_state_is_awaited(start_job, pr
 
 @pytest.mark.long
 def test_a_sender_that_falls_silent_is_given_up(start_job):
-    _, workers = with_newcomer(start_job, [Fault("late state", action="stop")], hang_limit=3.0)
+    _, workers = with_newcomer(start_job, [Fault("late state", action="stop")], hang_timeout=3.0)
     a, b, c = workers
     assert [b.join(), c.join()] == [0, 0]
     a.process.kill()
@@ -80,7 +80,7 @@ def test_a_sender_that_falls_silent_is_given_up(start_job):
 def test_state_that_takes_longer_than_a_collective_waits_is_waited_for(start_job):
     """How many units `a` sends is the plan's: two or more."""
     faults = [Fault("late state", action="slow", nth=each, seconds=1.5) for each in range(1, 9)]
-    _, workers = with_newcomer(start_job, faults, "abc", "d", hang_limit=2.0, preset="gemini")
+    _, workers = with_newcomer(start_job, faults, "abc", "d", hang_timeout=2.0, preset="gemini")
     assert [each.join() for each in workers] == [0, 0, 0, 0]
     check_history(workers)
     assert [event["members"] for event in workers[3].events("recovered")] == [4]

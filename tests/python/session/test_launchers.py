@@ -89,7 +89,7 @@ def exit_code(process):
 
 @pytest.fixture
 def lighthouse():
-    server, address = start_local_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
+    server, address = start_local_lighthouse(heartbeat_timeout=HEARTBEAT_LIMIT, join_timeout=5)
     yield {"TORCHFT_LIGHTHOUSE": address}
     server.shutdown()
 

@@ -78,7 +78,7 @@ def test_all_members_leave(start_job, tmp_path):
 
 
 def test_member_that_hangs_leaves_in_time_all_the_same(start_job):
-    job = start_job(leave_limit=1.0, hang_limit=30.0)
+    job = start_job(drain_timeout=1.0, hang_timeout=30.0)
     workers = a, b, c = job.start_all({"b": [Fault("forward", GATE, "hang")]}, steps=STEPS)
     b.wait_for("fault")
     b.signal(signal.SIGTERM)
@@ -88,9 +88,9 @@ def test_member_that_hangs_leaves_in_time_all_the_same(start_job):
 
 
 def test_member_that_waits_for_others_ends_at_once(start_job):
-    job = start_job(2, agree_limit=300.0)
+    job = start_job(2, quorum_timeout=300.0)
     alone = job.start("a", steps=STEPS)
     wait_until(lambda: any('"wait"' in each["commands"] for each in alone.events("protocol")), "it waits for others")
     alone.signal(signal.SIGTERM)
-    assert alone.join(10.0) == 143  # leave_limit is 30 s
+    assert alone.join(10.0) == 143  # drain_timeout is 30 s
     assert "no step was completed" not in alone.log()

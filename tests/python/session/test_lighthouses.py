@@ -28,7 +28,7 @@ class Lighthouse:
     """One of a job's, on loopback."""
 
     def __init__(self) -> None:
-        self._server = start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=JOIN_LIMIT, bind="127.0.0.1:0")
+        self._server = start_lighthouse(heartbeat_timeout=HEARTBEAT_LIMIT, join_timeout=JOIN_LIMIT, bind="127.0.0.1:0")
         self.port = int(self._server.address().rsplit(":", 1)[1])
         self.address = f"http://127.0.0.1:{self.port}"
 
@@ -40,7 +40,7 @@ class Lighthouse:
     def restart(self) -> None:
         """A new one at the old address, without any memory."""
         bind = f"127.0.0.1:{self.port}"
-        self._server = start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=JOIN_LIMIT, bind=bind)
+        self._server = start_lighthouse(heartbeat_timeout=HEARTBEAT_LIMIT, join_timeout=JOIN_LIMIT, bind=bind)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_majority_goes_on_with_the_next_lighthouse(start_job, two):
 
 @pytest.mark.long
 def test_majority_leaves_a_frozen_lighthouse(start_job, two):
-    options = f"heartbeat_limit={HEARTBEAT_LIMIT}, join_limit={JOIN_LIMIT}, bind='127.0.0.1:0'"
+    options = f"heartbeat_timeout={HEARTBEAT_LIMIT}, join_timeout={JOIN_LIMIT}, bind='127.0.0.1:0'"
     code = f"from evermoe.comm.lighthouse import *; s = start_lighthouse({options}); print(s.address()); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-u", "-c", code], **pipes) as frozen:
@@ -93,7 +93,7 @@ def test_majority_leaves_a_frozen_lighthouse(start_job, two):
 def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, two):
     """The first one is back without any memory: the newcomer must not begin a job of its own there."""
     two[0].stop()
-    job = start_job(lighthouse=addresses(two), members=1, join_every=1)
+    job = start_job(lighthouse=addresses(two), members=1, join_interval=1)
     job.open_gate(5)
     workers = [job.start("a", gated=True, steps=400)]
     times_moved = lambda: workers[0].log().count(f"{two[0].address} is silent")  # noqa: E731
@@ -116,7 +116,7 @@ def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, 
 @pytest.mark.long
 def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monkeypatch, secret):
     monkeypatch.setenv("EVERMOE_SECRET", secret)
-    job = start_job(lighthouse=addresses(two), copies=3, agree_limit=120.0, **FEWEST)
+    job = start_job(lighthouse=addresses(two), copies=3, quorum_timeout=120.0, **FEWEST)
     workers = job.start_all({name: [Fault("vote", 7)] for name in "bc"}, steps=12, secret=secret or None)
     wait_until(lambda: "1 of the last 3 members are here" in workers[0].log(), "it says that it waits")
     for each in two:
@@ -190,7 +190,7 @@ def test_wrong_addresses_are_refused(wrong):
 def test_going_on_alone_with_several_lighthouses_is_refused():
     two = {"lighthouse": "http://localhost:1,http://localhost:2", "job": "x"}
     with pytest.raises(ValueError, match="evermoe lighthouse promote"):
-        MembershipOptions(**two, go_on_alone=True)
+        MembershipOptions(**two, allow_solo_resume=True)
 
 
 @pytest.mark.parametrize("wrong", ["http://localhost", "localhost:29510", "http://localhost:1/path"])

@@ -154,7 +154,7 @@ def test_no_lighthouse(start_job):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    job = start_job(lighthouse=address, agree_limit=2)
+    job = start_job(lighthouse=address, quorum_timeout=2)
     began = time.monotonic()
     lonely = job.start("a")
     assert lonely.join() == 1
@@ -166,7 +166,7 @@ def test_no_lighthouse(start_job):
 
 
 def test_too_few_members(start_job):
-    job = start_job(3, agree_limit=3)
+    job = start_job(3, quorum_timeout=3)
     workers = job.start_all({}, "ab")
     assert [each.join() for each in workers] == [1, 1]
     assert {each.events("failed")[0]["error"] for each in workers} == {"JoinTimeout"}
@@ -187,7 +187,7 @@ def test_too_few_members(start_job):
 )
 @pytest.mark.few(2)
 def test_members_say_who_was_refused_and_for_what_reason(start_job, other, why):
-    job = start_job(4, agree_limit=6)
+    job = start_job(4, quorum_timeout=6)
     workers = job.start_all({}, "abc")
     refused = job.start("d", **other)
     assert [each.join(40) for each in [*workers, refused]] == [1] * 4
@@ -200,7 +200,7 @@ def test_members_say_who_was_refused_and_for_what_reason(start_job, other, why):
 
 
 def test_lighthouse_away_for_a_while_stops_nobody(start_job):
-    job = start_job(join_every=50)
+    job = start_job(join_interval=50)
     job.open_gate(5)
     workers = job.start_all({}, gated=True)
     for each in workers:
@@ -241,7 +241,7 @@ def options_error(**options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"checkpoint_every": 5}, "checkpoint_dir must say where"),
+        ({"checkpoint_interval": 5}, "checkpoint_dir must say where"),
         ({"replica_device": "gpu"}, "expected replica_device to be cpu, cuda or cuda:N, got 'gpu'"),
         pytest.param(
             {"replica_device": "cuda:1"},

@@ -38,7 +38,7 @@ def listening(pid):
 
 @pytest.fixture
 def local_lighthouse():
-    server, address = start_local_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
+    server, address = start_local_lighthouse(heartbeat_timeout=HEARTBEAT_LIMIT, join_timeout=5)
     yield address
     server.shutdown()
 

@@ -8,7 +8,7 @@ from support.history import check_history, check_recovered
 from support.worker import Fault
 
 FAULT = 4
-AS_BUDGET_ALLOWS = {"preset": "auto", "local_every": None, "join_every": 50, "rebalance_every": 0}
+AS_BUDGET_ALLOWS = {"preset": "auto", "local_snapshot_interval": None, "join_interval": 50, "rebalance_interval": 0}
 
 
 def start_three(start_job, *faults_of_a, **options):
@@ -54,7 +54,7 @@ def test_a_crash_of_all_processes_two_steps_after_a_death_loses_a_step_at_most(s
 def test_all_processes_crash_and_a_host_is_lost(start_job, preset):
     """What several nodes train has snapshots on `copies` of them: one host's memory is none that the job needs."""
     crash = Fault("vote", FAULT)
-    job = start_job(3, preset=preset, min_replicas=2, rebalance_every=0)
+    job = start_job(3, preset=preset, min_replicas=2, rebalance_interval=0)
     workers = job.start_all({name: [crash] for name in "abc"})
     assert [each.join() for each in workers] == [-9] * 3
     job.lose_node("b")

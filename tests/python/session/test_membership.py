@@ -44,7 +44,7 @@ def test_lighthouse_away_for_a_while_stops_nobody(start_job):
 @pytest.mark.long
 def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
     """Nobody waits for it, looks for new members included; once it is back, a newcomer finds the group."""
-    job = start_job(agree_limit=2.0, join_every=1, rebalance_every=7)
+    job = start_job(quorum_timeout=2.0, join_interval=1, rebalance_interval=7)
     job.open_gate(5)
     workers = job.start_all({}, gated=True, steps=200)
     for each in workers:
@@ -70,7 +70,7 @@ def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
 @pytest.mark.long
 def test_newcomers_that_are_more_than_the_members_wait_for_them(start_job):
     """The Lighthouse names those who ask when its join limit is over: a member in a long step must be among them."""
-    job = start_job(1, join_limit=4.0)
+    job = start_job(1, join_timeout=4.0)
     job.open_gate(6)
     workers = [job.start("a", gated=True, steps=60)]
     workers[0].wait_for("gate", step=6)
@@ -85,7 +85,7 @@ def test_newcomers_that_are_more_than_the_members_wait_for_them(start_job):
 
 @pytest.mark.long
 def test_newcomer_joins_members_that_come_to_their_steps_far_apart(start_job):
-    job = start_job(2, heartbeat_limit=0.5, join_every=1)
+    job = start_job(2, heartbeat_timeout=0.5, join_interval=1)
     job.open_gate(6)
     workers = [job.start("a", gated=True, steps=12), job.start("b", gated=True, steps=12, late=1.5)]
     workers[0].wait_for("gate", step=6)
@@ -99,7 +99,7 @@ def test_newcomer_joins_members_that_come_to_their_steps_far_apart(start_job):
 @pytest.mark.long
 def test_frozen_lighthouse_stops_nobody(start_job):
     """It takes questions and answers none: no connection fails."""
-    job = start_job(2, join_every=1)
+    job = start_job(2, join_interval=1)
     job.open_gate(5)
     workers = job.start_all({}, "ab", gated=True, steps=100)
     for each in workers:
@@ -113,7 +113,7 @@ def test_frozen_lighthouse_stops_nobody(start_job):
 
 @pytest.mark.long
 def test_lighthouse_away_for_too_long_after_a_death_ends_the_job_and_keeps_its_memory(start_job):
-    job = start_job(agree_limit=2.0)
+    job = start_job(quorum_timeout=2.0)
     job.open_gate(5)
     workers = job.start_all({"c": [Fault("vote", 7)]}, gated=True, steps=20)
     for each in workers:
@@ -140,7 +140,7 @@ def test_members_meet_at_the_address_that_is_given(start_job):
 
 
 def test_missing_units_are_waited_for(start_job):
-    job = start_job(copies=1, rejoin_limit=30.0, **FEWEST)
+    job = start_job(copies=1, rejoin_timeout=30.0, **FEWEST)
     a, b, c = job.start_all({"b": [Fault("vote", 5)]})
     assert b.join() == -9
     for survivor in (a, c):
@@ -157,7 +157,7 @@ def test_missing_units_are_waited_for(start_job):
 
 def test_waiting_for_missing_units_has_an_end(start_job):
     """Members ask each other again meanwhile: after 0.2 s, 0.4 s, 0.8 s and so on."""
-    job = start_job(copies=1, rejoin_limit=3.0, **FEWEST)
+    job = start_job(copies=1, rejoin_timeout=3.0, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
     started = time.monotonic()
     assert [each.join(30) for each in workers] == [1, -9, 1]
@@ -171,7 +171,7 @@ def test_waiting_for_missing_units_has_an_end(start_job):
 def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
     """It lives: those of a process that has ended would count as lost."""
     limit = 1.0
-    job = start_job(copies=1, rejoin_limit=limit, agree_limit=120.0, **FEWEST)
+    job = start_job(copies=1, rejoin_timeout=limit, quorum_timeout=120.0, **FEWEST)
     a, b, c = job.start_all({"b": [Fault("vote", 5, "stop")]})
     for survivor in (a, c):
         lost = survivor.wait_for("lost")

@@ -41,7 +41,7 @@ def start_hosts(network, start_job):
 
     def start(names, **session):
         hosts = network(names)
-        job = start_job(len(names), hang_limit=HANG_LIMIT, **session)
+        job = start_job(len(names), hang_timeout=HANG_LIMIT, **session)
         job.open_gate(GATE)
         job.address = f"http://{hosts.address(LIGHTHOUSE)}:{job.address.rsplit(':', 1)[1]}"
         workers = {name: job.start(name, gated=True, steps=STEPS, network=hosts.network(name)) for name in names}
@@ -128,7 +128,7 @@ def test_split_that_the_lighthouse_does_not_see(start_hosts):
 def test_split_in_which_no_part_has_all_units(start_hosts):
     """It lasts longer than members wait for holders that may have ended: these live, and the network comes back."""
     limit = 1.0
-    hosts, job, workers = start_hosts("abcd", copies=2, rejoin_limit=limit, agree_limit=150.0, **FEWEST)
+    hosts, job, workers = start_hosts("abcd", copies=2, rejoin_timeout=limit, quorum_timeout=150.0, **FEWEST)
     hosts.split("ab", "cd")
     job.open_gate(STEPS)
     for name in "ab":
@@ -197,7 +197,7 @@ def test_member_that_is_reached_again_is_the_first_that_a_new_lighthouse_hears_o
 @pytest.mark.long
 def test_first_member_stops_while_groups_connect(start_job):
     """Its store, in which they meet, answers nobody any more, and its sockets stay open."""
-    job = start_job(4, hang_limit=HANG_LIMIT, copies=3)
+    job = start_job(4, hang_timeout=HANG_LIMIT, copies=3)
     faults = {"a": [Fault("phase rebuild", nth=2, action="stop")], "b": [Fault("vote", GATE)]}
     workers = first, _, *others = job.start_all(faults, "abcd", steps=STEPS)
     first.wait_until_stopped()

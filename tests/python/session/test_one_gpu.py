@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from support.gpu_memory import LEAST_WORKSPACE, MeasuredWorker
+from support.gpu_memory import MIN_WORKSPACE, MeasuredWorker
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.slow_links import HOST_RATE, SlowHostWorker
@@ -18,7 +18,7 @@ SLOW = 120.0
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
 def test_survivors_of_a_kill_go_on_from_copies(start_job, device, preset):
-    job = start_job(3, preset=preset, hang_limit=30.0, **FEWEST)
+    job = start_job(3, preset=preset, hang_timeout=30.0, **FEWEST)
     workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=10)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
@@ -33,7 +33,7 @@ def test_survivors_of_a_kill_go_on_from_copies(start_job, device, preset):
 @pytest.mark.parametrize("preset", ["auto", "gemini"])
 def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
     """The copies are compared with the state after the first steps, and at the end."""
-    job = start_job(2, preset=preset, hang_limit=30.0, **FEWEST)
+    job = start_job(2, preset=preset, hang_timeout=30.0, **FEWEST)
     workers = job.start_all({}, "ab", device=device, optimizer=optimizer, steps=6)
     assert [each.join(SLOW) for each in workers] == [0, 0]
     check_history(workers)
@@ -48,7 +48,7 @@ def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
 @pytest.mark.parametrize("preset", ["auto", "gemini", "baft"])
 def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, cuda, preset, memory):
     """Training goes on at once, and what arrives is compared with the state as it was."""
-    job = start_job(3, preset=preset, snapshot_memory=memory, hang_limit=30.0, **FEWEST)
+    job = start_job(3, preset=preset, snapshot_memory=memory, hang_timeout=30.0, **FEWEST)
     workers = job.start_all({"b": [Fault("forward", 6)]}, device=cuda.type, optimizer="evermoe", steps=10)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
@@ -63,7 +63,7 @@ def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, cuda, pres
 @pytest.mark.usefixtures("stands_in")
 @pytest.mark.timeout(300)
 def test_messages_are_planned_by_a_copy_to_the_host_that_is_slower_than_the_network(start_job, cuda):
-    job = start_job(2, preset="gemini", hang_limit=30.0, profile_steps=4, profile_every=6, **FEWEST)
+    job = start_job(2, preset="gemini", hang_timeout=30.0, profile_steps=4, profile_interval=6, **FEWEST)
     workers = [job.start(name, kind=SlowHostWorker, device=cuda.type, steps=12) for name in "ab"]
     assert [each.join(SLOW) for each in workers] == [0, 0]
     check_history(workers)
@@ -80,8 +80,8 @@ def test_messages_are_planned_by_a_copy_to_the_host_that_is_slower_than_the_netw
 @pytest.mark.chip
 @pytest.mark.timeout(300)
 def test_a_recovery_takes_little_more_memory_than_training_does_after_it(start_job, cuda):
-    job = start_job(3, preset="gemini", hang_limit=30.0, **FEWEST)
-    common = {"kind": MeasuredWorker, "device": cuda.type, "optimizer": "evermoe", "environment": LEAST_WORKSPACE}
+    job = start_job(3, preset="gemini", hang_timeout=30.0, **FEWEST)
+    common = {"kind": MeasuredWorker, "device": cuda.type, "optimizer": "evermoe", "environment": MIN_WORKSPACE}
     faults = {"a": [], "b": [Fault("forward", 4)], "c": []}
     workers = [job.start(name, *faults[name], steps=10, **common) for name in faults]
     assert [each.join(SLOW) for each in workers] == [0, -9, 0]
@@ -96,7 +96,7 @@ def test_a_recovery_takes_little_more_memory_than_training_does_after_it(start_j
 
 @pytest.mark.timeout(300)
 def test_replicas_repeat_the_steps_on_their_device(start_job, device):
-    job = start_job(3, preset="moetion", hang_limit=30.0, replica_device=device, **FEWEST)
+    job = start_job(3, preset="moetion", hang_timeout=30.0, replica_device=device, **FEWEST)
     workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, optimizer="evermoe", steps=8)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
@@ -106,7 +106,7 @@ def test_replicas_repeat_the_steps_on_their_device(start_job, device):
 
 @pytest.mark.timeout(300)
 def test_survivors_go_on_from_replicas_between_which_the_gpu_splits_the_tokens(start_job, device):
-    job = start_job(3, preset="lazarus", hang_limit=30.0)
+    job = start_job(3, preset="lazarus", hang_timeout=30.0)
     workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=8)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]

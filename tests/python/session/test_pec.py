@@ -64,7 +64,7 @@ def run(job, blows, steps, **options):
 
 
 def start(start_job, tmp_path, **options):
-    settings = {"preset": "pec", "checkpoint_dir": str(tmp_path / "saved"), **FEWEST, "rebalance_every": 0}
+    settings = {"preset": "pec", "checkpoint_dir": str(tmp_path / "saved"), **FEWEST, "rebalance_interval": 0}
     return start_job(len(NAMES), **settings | options)
 
 
@@ -74,7 +74,7 @@ def start(start_job, tmp_path, **options):
     ids=["one", "all", "all and a node", "all and every node", "all as copies begin"],
 )
 def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
-    job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=3)
+    job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_interval=3)
     found = run(job, [blow], 60)
     assert len(found[0].reports) == len(NAMES)
     assert any(each.is_new and each.state.lost_now for each in found)
@@ -91,7 +91,7 @@ def test_a_crash_that_leaves_no_memory_repeats_numbers_of_groups_and_no_sample(s
 
     The group after the crash has its number, and commits the same step with the samples divided otherwise.
     """
-    settings = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_every": 3, "rebalance_every": 0, **FEWEST}
+    settings = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_interval": 3, "rebalance_interval": 0, **FEWEST}
     job = start_job(3, preset="pec", checkpoint_dir=str(tmp_path / "saved"), **settings)
     job.open_gate(5)
     faults = {"a": [Fault("vote", 5)], "b": [Fault("begin", 5, nth=2)], "c": [Fault("begin", 5, nth=2)]}
@@ -132,8 +132,8 @@ def test_a_crash_that_leaves_no_memory_repeats_numbers_of_groups_and_no_sample(s
     ids=["1 fault", "2 faults", "8 faults"],
 )
 def test_faults_of_all_kinds_cost_what_the_reports_say(start_job, tmp_path, blows, selection):
-    sizes = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_every": 4, "snapshot_every": 2}
-    job = start(start_job, tmp_path, expert_selection=selection, checkpoint_every=50, **sizes)
+    sizes = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_interval": 4, "snapshot_interval": 2}
+    job = start(start_job, tmp_path, expert_selection=selection, checkpoint_interval=50, **sizes)
     found = run(job, blows, 200)
     assert sum(each.is_new for each in found) >= len(blows)
     assert sum(bool(each.state.lost_now) for each in found) >= len(blows)
@@ -142,8 +142,8 @@ def test_faults_of_all_kinds_cost_what_the_reports_say(start_job, tmp_path, blow
 @pytest.mark.long
 def test_more_experts_are_copied_when_more_tokens_were_lost_than_may_be(start_job, tmp_path):
     """Of a node everything is lost, as none was saved again; in a crash of all a little, as all have snapshots."""
-    limit, sizes = 0.1, {"experts_per_snapshot": 1, "experts_per_save": 1, "save_every": 50}
-    job = start(start_job, tmp_path, plt_limit=limit, **sizes)
+    limit, sizes = 0.1, {"experts_per_snapshot": 1, "experts_per_save": 1, "save_interval": 50}
+    job = start(start_job, tmp_path, max_lost_token_fraction=limit, **sizes)
     found = [each.state for each in run(job, [Blow(15), Blow(27, "b"), Blow(42)], 48)]
     expected, grows = 1, []
     for state in found:
@@ -159,7 +159,7 @@ def test_more_experts_are_copied_when_more_tokens_were_lost_than_may_be(start_jo
 )
 @pytest.mark.long
 def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job, tmp_path, second):
-    job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=4)
+    job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_interval=4)
     faults = {"b": [Fault("vote", 30)], "c": [second]}
     workers = job.start_all(faults, NAMES, steps=36, lineage=True)
     assert [each.join(120) for each in workers] == [0, -9, -9, 0]
@@ -171,7 +171,7 @@ def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job
 
 @pytest.mark.long
 def test_owners_go_back_and_lose_what_the_report_says(start_job, tmp_path):
-    job = start(start_job, tmp_path, dense="sharded", experts_per_save=1, save_every=4)
+    job = start(start_job, tmp_path, dense="sharded", experts_per_save=1, save_interval=4)
     found = run(job, [Blow(27, "b"), Blow(46)], 56)
     assert any(report["steps_lost"] for each in found for report in each.reports)
     assert any(each.state.lost_now for each in found)

@@ -31,7 +31,7 @@ def tokens_of_steps(workers, unit):
 @pytest.mark.parametrize("preset", PARTIAL)
 @pytest.mark.few(1)
 def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
-    job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_every=0, join_every=50)
+    job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_interval=0, join_interval=50)
     workers = job.start_all({"b": [Fault("vote", 8)]}, "abcd", steps=14)
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     survivors = [workers[0], *workers[2:]]
@@ -59,7 +59,7 @@ def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
 
 def test_what_did_not_lose_anything_keeps_its_copies(start_job):
     """Of the next copies those are sent that holders lack: all of stale experts, and not all of the rest."""
-    job = start_job(4, **options("moetion", None), **FEWEST, rebalance_every=0, join_every=50)
+    job = start_job(4, **options("moetion", None), **FEWEST, rebalance_interval=0, join_interval=50)
     workers = job.start_all({"b": [Fault("vote", 8)]}, "abcd", steps=14, states=True)
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)
@@ -69,10 +69,10 @@ def test_what_did_not_lose_anything_keeps_its_copies(start_job):
         assert 0 < copied_bytes(plan, stale) <= missing < copied_bytes(plan, plan["nodes"])
 
 
-@pytest.mark.parametrize(("preset", "more"), [("moetion", {}), ("pec", {}), ("pec", {"save_every": 50})])
+@pytest.mark.parametrize(("preset", "more"), [("moetion", {}), ("pec", {}), ("pec", {"save_interval": 50})])
 @pytest.mark.few(1)
 def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, preset, more):
-    job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_every=0, join_every=50, **more)
+    job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_interval=0, join_interval=50, **more)
     faults = {"b": [Fault("vote", 5)], "c": [Fault("vote", 8)]}
     workers = job.start_all(faults, "abcd", steps=12)
     assert [each.join() for each in workers] == [0, -9, -9, 0]

@@ -46,10 +46,10 @@ def test_session_loses_what_the_plan_says(start_job, tmp_path, preset, slots):
         WORKERS,
         preset=preset,
         slots=slots,
-        rebalance_every=0,
-        join_every=50,
+        rebalance_interval=0,
+        join_interval=50,
         checkpoint_dir=str(tmp_path / "saved"),
-        checkpoint_every=4,
+        checkpoint_interval=4,
     )
     workers = a, _, c = job.start_all({"b": [Fault("vote", 6)]}, steps=8)
     assert [each.join() for each in workers] == [0, -9, 0]

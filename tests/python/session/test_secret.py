@@ -41,7 +41,7 @@ def test_worker_without_the_secret_is_ignored_and_told_why(start_job, secret):
     job = start_job(2)
     workers = job.start_all({}, "ab", steps=100_000, secret=RIGHT)
     workers[0].wait_for("commit", step=6)
-    outside = job.start("c", session={"members": 1, "agree_limit": 3.0}, secret=secret)
+    outside = job.start("c", session={"members": 1, "quorum_timeout": 3.0}, secret=secret)
     assert outside.join() == 1
     failed = outside.events("failed")[0]
     assert failed["error"] == "JoinTimeout"

@@ -60,7 +60,7 @@ def test_killed_with_the_optimizer_of_evermoe(start_job):
 @pytest.mark.long
 def test_killed_with_a_compiled_model(start_job):
     """Graphs stay in use while members and experts change; the layers' exchanges are within them."""
-    workers = start_job(hang_limit=30.0).start_all({"b": [at("forward")]}, compiled=True)
+    workers = start_job(hang_timeout=30.0).start_all({"b": [at("forward")]}, compiled=True)
     assert [each.join(100) for each in workers] == [0, -9, 0]
     check_history(workers)
     for survivor in workers[::2]:
@@ -80,7 +80,7 @@ def test_two_of_five_killed_at_once(start_job):
 
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
 def test_second_death_during_the_recovery(start_job, point):
-    job = start_job(4, copies=3, join_every=50)
+    job = start_job(4, copies=3, join_interval=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
     # are whole in the repeated step.
     second = Fault(point, nth=2, step={"copy": FAULT, "confirm": FAULT + 1}.get(point))
@@ -90,12 +90,12 @@ def test_second_death_during_the_recovery(start_job, point):
     for survivor in (workers[0], workers[3]):
         recovered = check_recovered(workers, survivor)
         assert (recovered["members"], recovered["step"], recovered["digests_mismatched"]) == (2, FAULT, 0)
-        assert recovered["time"] - workers[1].events("fault")[0]["time"] < job.session["hang_limit"]
+        assert recovered["time"] - workers[1].events("fault")[0]["time"] < job.session["hang_timeout"]
 
 
 def test_node_of_two_processes_dies_whole(start_job):
     """Copies lie on another node, not in another process of the same one."""
-    job = start_job(4, join_every=50, slots=1)
+    job = start_job(4, join_interval=50, slots=1)
     nodes = {"a": "left", "b": "right", "c": "left", "d": "right"}
     dying = [at("vote")]
     faults = {"a": dying, "b": [], "c": dying, "d": []}
@@ -112,14 +112,14 @@ def test_node_of_two_processes_dies_whole(start_job):
 @pytest.mark.parametrize("point", ["forward", "vote", "copy"])
 @pytest.mark.long
 def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
-    hang_limit = 2.0
-    job = start_job(hang_limit=hang_limit)
+    hang_timeout = 2.0
+    job = start_job(hang_timeout=hang_timeout)
     job.open_gate(8)
     workers = a, b, c = job.start_all({"b": [at(point, "stop")]}, gated=True, steps=80)  # time for it to ask
     b.wait_until_stopped()
     for survivor in (a, c):
         recovered = survivor.wait_for("recovered", members=2)
-        assert recovered["time"] - b.events("fault")[0]["time"] < hang_limit + 3
+        assert recovered["time"] - b.events("fault")[0]["time"] < hang_timeout + 3
         survivor.wait_for("gate", step=8)
     b.signal(signal.SIGCONT)
     b.wait_for("lost")
@@ -133,7 +133,7 @@ def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
 
 
 def test_short_freeze_is_no_failure(start_job):
-    job = start_job(join_every=50)
+    job = start_job(join_interval=50)
     workers = job.start_all({"b": [at("reduce", "stop")]})
     workers[1].wait_until_stopped()
     workers[1].signal(signal.SIGCONT)

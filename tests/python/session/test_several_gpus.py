@@ -18,7 +18,7 @@ SLOW = 120.0
 @pytest.mark.parametrize("point", ["forward", "reduce"])
 def test_survivors_of_a_kill_go_on(start_job, own_gpus, preset, point):
     """The GPU of a survivor waits for the lost one until its communicator is aborted."""
-    job = start_job(3, preset=preset, hang_limit=60.0, **FEWEST)
+    job = start_job(3, preset=preset, hang_timeout=60.0, **FEWEST)
     faults = {"b": [Fault(point, 4)]}
     workers = [
         job.start(name, *faults.get(name, []), device="cuda", steps=10, environment=own_gpus(number))
@@ -39,7 +39,7 @@ def test_survivors_of_a_kill_go_on(start_job, own_gpus, preset, point):
 @pytest.mark.parametrize("preset", ["gemini", "baft"])
 def test_copies_travel_in_windows_between_what_the_gpus_run(start_job, own_gpus, preset):
     """Also after a kill; what they bring is what the GPUs have."""
-    job = start_job(3, preset=preset, hang_limit=60.0, **FEWEST)
+    job = start_job(3, preset=preset, hang_timeout=60.0, **FEWEST)
     faults = {"b": [Fault("forward", 8)]}
     workers = [
         job.start(name, *faults.get(name, []), device="cuda", steps=16, environment=own_gpus(number))

@@ -164,7 +164,7 @@ def test_owners_follow_the_members(start_job):
 @pytest.mark.parametrize("place", ["checkpoint", "memory"])
 def test_a_job_resumes_with_the_other_kind(start_job, tmp_path, first, then, place):
     """Units are the same in both: in checkpoints, and in the memory that a crashed job leaves behind."""
-    saved = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every": 5} if place == "checkpoint" else {}
+    saved = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_interval": 5} if place == "checkpoint" else {}
     job = start_job(**saved)
     crash = [Fault("forward", 6)]
     workers = [job.start(name, *crash, session={"dense": first}) for name in "abc"]
@@ -184,7 +184,7 @@ def test_a_job_resumes_with_the_other_kind(start_job, tmp_path, first, then, pla
 
 @pytest.mark.long
 def test_members_that_differ_do_not_train_together(start_job):
-    job = start_job(2, agree_limit=5.0)
+    job = start_job(2, quorum_timeout=5.0)
     a = job.start("a", session={"dense": "sharded"})
     a.wait_for("phase", phase="agree")
     b = job.start("b")

@@ -1,4 +1,4 @@
-"""Members that hang in their own code or are slower than `hang_limit`: they cost the others that limit, once."""
+"""Members that hang in their own code or are slower than `hang_timeout`: they cost the others that limit, once."""
 
 import time
 
@@ -11,13 +11,13 @@ from support.worker import Fault
 HANG_LIMIT = 1.0
 SLACK = 10.0
 """Seconds on top of it: 2 on this machine when it is idle."""
-REASON = "has waited for this member longer than hang_limit"
+REASON = "has waited for this member longer than hang_timeout"
 
 
 @pytest.mark.long
 def test_member_that_hangs(start_job):
     """It lives and beats, and the Lighthouse would wait for it for a minute. It joins again when it has sat out."""
-    job = start_job(hang_limit=HANG_LIMIT, join_limit=60.0)
+    job = start_job(hang_timeout=HANG_LIMIT, join_timeout=60.0)
     faults = {"b": [Fault("forward", 5, "hang")]}
     job.open_gate(20)
     workers = a, b, c = job.start_all(faults, steps=100, slow=0.05, gated=True)
@@ -38,7 +38,7 @@ def test_member_that_hangs(start_job):
 
 @pytest.mark.long
 def test_member_that_is_always_slow(start_job):
-    job = start_job(hang_limit=HANG_LIMIT)
+    job = start_job(hang_timeout=HANG_LIMIT)
     workers = a, b, c = [job.start(name, steps=100, slow=1.5 if name == "b" else 0.02) for name in "abc"]
     assert [each.join() for each in (a, c)] == [0, 0]
     assert b.join() in (0, 1)  # it may ask again after the end

@@ -25,7 +25,7 @@ def tokens_by_step(each):
 
 @pytest.mark.long
 def test_experts_are_followed_as_the_measured_budget_has_room(start_job):
-    job = start_job(MEMBERS, preset="moetion", profile_steps=10, **FEWEST, rebalance_every=0)
+    job = start_job(MEMBERS, preset="moetion", profile_steps=10, **FEWEST, rebalance_interval=0)
     workers = [job.start(name, kind=SlowLinkWorker, steps=STEPS) for name in "abc"]
     assert [each.join() for each in workers] == [0] * MEMBERS
     check_history(workers)

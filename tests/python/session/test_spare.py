@@ -35,7 +35,7 @@ def sizes(worker):
 
 @pytest.mark.parametrize("preset", ["auto", "gemini"])
 def test_a_spare_takes_a_lost_members_place_in_the_same_recovery(start_job, preset):
-    job = start_job(3, preset=preset, rebalance_every=0)
+    job = start_job(3, preset=preset, rebalance_interval=0)
     (a, b, c), (spare,) = start_with_spares(job, {"b": [Fault("forward", 17)]})
     ready = stands_by(spare)
     assert len(ready["connected"]) == 3, "it has a connection to each member"
@@ -107,7 +107,7 @@ def test_a_spare_leaves_the_memory_that_trainers_of_its_node_need(start_job):
 
 
 def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):
-    job = start_job(3, hang_limit=3.0)
+    job = start_job(3, hang_timeout=3.0)
     workers = [job.start(name, session={"spare": name == "c"}, steps=6) for name in "abc"]
     assert [each.join() for each in workers] == [0, 0, 0]
     assert [sizes(each) for each in workers] == [[3]] * 3
@@ -129,7 +129,7 @@ def test_a_spare_that_is_alone_on_its_machine_learns_of_the_end(start_job, membe
 @pytest.mark.parametrize(("members", "error"), [(2, "JoinTimeout"), (1, "LostExperts")])
 @pytest.mark.long
 def test_a_spare_whose_job_is_gone_never_begins_it_again(start_job, members, error):
-    job = start_job(members, agree_limit=4.0, hang_limit=2.0)
+    job = start_job(members, quorum_timeout=4.0, hang_timeout=2.0)
     job.open_gate(HELD)
     workers = job.start_all({}, "ab"[:members], gated=True, steps=HELD + 2)
     workers[0].wait_for("commit", step=HELD - 2)

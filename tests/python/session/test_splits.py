@@ -13,7 +13,7 @@ MEMBERS = 3
 
 @pytest.mark.parametrize("placement", [None, "mro"])
 def test_replicas_share_the_tokens_of_their_expert_evenly(start_job, placement):
-    job = start_job(MEMBERS, preset="lazarus", placement=placement, rebalance_every=0)
+    job = start_job(MEMBERS, preset="lazarus", placement=placement, rebalance_interval=0)
     workers = [job.start(name, kind=SplittingWorker, steps=4) for name in "abc"]
     assert [each.join() for each in workers] == [0] * MEMBERS
     check_history(workers)

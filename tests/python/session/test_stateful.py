@@ -78,7 +78,7 @@ def events(folder, node):
 
 
 def test_changes_between_steps_survive_a_loss_a_join_and_a_restart(start, start_job, tmp_path):
-    job = start_job(2, join_every=1)
+    job = start_job(2, join_interval=1)
     options = job.session | {"lighthouse": job.address, "checkpoint_dir": str(tmp_path / "checkpoints")}
     workers = [start(node, options) for node in "ab"]
     wait_until(lambda: workers[1].exitcode is not None, "b is dead")

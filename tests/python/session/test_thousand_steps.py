@@ -37,7 +37,12 @@ def longest_idle(each):
 def test_replicas_follow_many_steps(start_job, optimizer, steps):
     """Experts without tokens for many steps, clipping, a schedule, shifting load, and three deaths."""
     job = start_job(
-        2, slots=1, max_grad_norm=0.3, rebalance_every=steps // 20, join_every=steps // 50, local_every=steps // 10
+        2,
+        slots=1,
+        max_grad_norm=0.3,
+        rebalance_interval=steps // 20,
+        join_interval=steps // 50,
+        local_snapshot_interval=steps // 10,
     )
     job.open_gate(steps * 3 // 10)
     options = {"steps": steps, "optimizer": optimizer, "schedule": "cosine", "narrow": steps // 5, "gated": True}

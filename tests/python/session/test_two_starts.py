@@ -22,8 +22,13 @@ def files(*folders):
 def test_the_second_run_is_refused_by_name_and_the_next_one_resumes(start_job, tmp_path, nodes):
     """On the same nodes, whose memory it would use, and on other nodes with the same checkpoint folder."""
     saved = tmp_path / "saved"
-    first = start_job(2, checkpoint_dir=str(saved), checkpoint_every=1, keep_checkpoints=3)
-    places = {"job": first.name, "memory_dir": str(first.memory), "checkpoint_dir": str(saved), "checkpoint_every": 1}
+    first = start_job(2, checkpoint_dir=str(saved), checkpoint_interval=1, keep_checkpoints=3)
+    places = {
+        "job": first.name,
+        "memory_dir": str(first.memory),
+        "checkpoint_dir": str(saved),
+        "checkpoint_interval": 1,
+    }
     first.open_gate(GATE)
     workers = first.start_all({}, names="ab", steps=STEPS, gated=True)
     for each in workers:
@@ -32,7 +37,7 @@ def test_the_second_run_is_refused_by_name_and_the_next_one_resumes(start_job, t
     wait_until(lambda: sorted(each.name for each in saved.glob("step-*")) == written, "the checkpoint of step 4")
     before = files(saved, first.node_memory("a"), first.node_memory("b"))
 
-    second = start_job(2, **places, keep_checkpoints=3, hang_limit=2.0)
+    second = start_job(2, **places, keep_checkpoints=3, hang_timeout=2.0)
     refused = second.start_all({}, names=nodes, steps=STEPS)
     assert [each.join() for each in refused] == [1, 1]
     folder = saved if nodes == "cd" else first.node_memory("a")

@@ -30,7 +30,7 @@ def commits_before(worker, step):
 @pytest.mark.parametrize("preset", ["baft", pytest.param("gemini", marks=pytest.mark.long)])
 def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, preset):
     """Versions 1, 4 and 7 are copied; the member dies where 4 is whole everywhere, and 7 may be."""
-    job = start_job(3, preset=preset, profile_steps=0, snapshot_every=3, **FEWEST)
+    job = start_job(3, preset=preset, profile_steps=0, snapshot_interval=3, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", DIES_IN)]}, "abc", steps=16)
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
@@ -51,7 +51,7 @@ def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, prese
 @pytest.mark.long
 def test_windows_that_are_too_short_for_a_version_share_it_out(start_job):
     """The profile says over how many steps; nothing is waited for in between."""
-    job = start_job(2, preset="baft", profile_steps=6, profile_every=1000, copy_buffer_bytes=128)
+    job = start_job(2, preset="baft", profile_steps=6, profile_interval=1000, copy_buffer_bytes=128)
     workers = job.start_all({}, "ab", steps=60, work=20, trace=True)
     assert [each.join() for each in workers] == [0, 0], workers[0].log()
     check_history(workers)
@@ -69,7 +69,7 @@ def test_windows_that_are_too_short_for_a_version_share_it_out(start_job):
 @pytest.mark.long
 def test_windows_that_take_nothing_make_versions_as_rare_as_loses_the_least_time(start_job):
     """By the formula of Gemini, which weighs delays against what failures would waste: done, not only said."""
-    job = start_job(2, preset="gemini", profile_steps=4, profile_every=1000, window_share=1e-4)
+    job = start_job(2, preset="gemini", profile_steps=4, profile_interval=1000, window_share=1e-4)
     workers = job.start_all({}, "ab", steps=80, slow=0.05)
     assert [each.join() for each in workers] == [0, 0], workers[0].log()
     check_history(workers)

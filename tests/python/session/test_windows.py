@@ -15,7 +15,7 @@ from support.lineage import check_losses
 from support.outgoing import OutgoingWorker
 from support.worker import Fault
 
-PROFILE = {"profile_steps": 6, "profile_every": 8}
+PROFILE = {"profile_steps": 6, "profile_interval": 8}
 BUSY = 60
 """Multiplications, some milliseconds in each of which the network is idle."""
 ROUNDING = 1.0
@@ -126,7 +126,7 @@ def test_a_buffer_for_a_whole_bundle_and_one_alone_is_one_message_for_each(start
 
 @pytest.mark.long
 def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(start_job):
-    for trace in run(start_job, "gemini", session={"window_share": 0.25, "snapshot_every": 1})[1]:
+    for trace in run(start_job, "gemini", session={"window_share": 0.25, "snapshot_interval": 1})[1]:
         assert check_in_windows(trace) > 0
         for window in events(trace, "window"):
             assert window["dur"] == pytest.approx(0.25 * window["args"]["expected_us"], rel=0.01, abs=ROUNDING)
@@ -141,7 +141,7 @@ def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(sta
 @pytest.mark.long
 def test_where_versions_of_one_step_are_asked_for_the_frequency_that_loses_least_is_said(start_job):
     """What is given stays: it is advice then."""
-    workers, _ = run(start_job, "gemini", session={"window_share": 0.002, "snapshot_every": 1})
+    workers, _ = run(start_job, "gemini", session={"window_share": 0.002, "snapshot_interval": 1})
     for worker in workers:
         summary = worker.events("paced")[-1]["summary"]
         assert re.search(r"have no window and delay a step by .*; a version in \d+ steps would delay training", summary)
@@ -240,7 +240,7 @@ def test_presets_that_send_gradients_profile_for_their_next_arrangement(start_jo
         assert events(trace, "collective")
 
 
-CHOSEN = {"preset": "moetion", "remote_bytes_per_step": 60_000, "rebalance_every": 0, **FEWEST}
+CHOSEN = {"preset": "moetion", "remote_bytes_per_step": 60_000, "rebalance_interval": 0, **FEWEST}
 """Fewer experts than are trained are followed, and not always the same."""
 
 

@@ -62,7 +62,7 @@ def test_events_steps_and_bytes_are_those_of_a_real_run(preset, tmp_path):
         nodes=WORKERS,
         steps=STEPS,
         failures=(Failure.in_steps([(KILL[1], [KILL[0]])]),),
-        options=SimulatedOptions(slots=given.slots, checkpoint_every=0),
+        options=SimulatedOptions(slots=given.slots, checkpoint_interval=0),
     )
     outcome = simulate(scenario, preset, seed=0)
     begin, lost, resumed = outcome.happened

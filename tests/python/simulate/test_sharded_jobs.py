@@ -52,7 +52,7 @@ def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, replayabl
         days=SECONDS / 86_400,
         failures=(Failure.at_times(events if fails else events[:1]),),
         constants=constants,
-        options=SimulatedOptions(slots=EXPERTS, dense=dense, checkpoint_every=0, **options),
+        options=SimulatedOptions(slots=EXPERTS, dense=dense, checkpoint_interval=0, **options),
     )
 
 
@@ -127,9 +127,9 @@ def test_training_waits_for_weights_and_the_next_vote_for_the_rest(speed, late):
 
 def test_what_a_save_takes_is_the_same_for_all():
     constants = replace(QUICK, persist_seconds=0.25)
-    saving = simulate(job(fails=False, constants=constants, save_every=5), "pec", seed=0)
+    saving = simulate(job(fails=False, constants=constants, save_interval=5), "pec", seed=0)
     assert saving.seconds_by_cause["checkpoint"] == pytest.approx(saving.steps // 5 * 0.25)
-    scenario = replace(job(fails=False, constants=constants), restart_every=10, expert_parallel=1)
+    scenario = replace(job(fails=False, constants=constants), restart_interval=10, expert_parallel=1)
     restarting = simulate(scenario, "restart", seed=0)
     assert restarting.seconds_by_cause["checkpoint"] == pytest.approx((restarting.steps - 1) // 10 * 0.25, abs=1e-3)
 

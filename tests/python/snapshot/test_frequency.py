@@ -6,7 +6,7 @@ import pytest
 
 from evermoe.planning.schedule import ChunkReason, Link
 from evermoe.snapshot.frequency import lowered, steps_of
-from evermoe.snapshot.rank_plan import MOST_VERSION_STEPS
+from evermoe.snapshot.rank_plan import MAX_VERSION_STEPS
 
 LINK = Link(1e-3, 1e6)
 NBYTES = 500_000
@@ -24,7 +24,7 @@ def least(copy, windows):
     def lost(steps):
         return max(0.0, copy - steps * windows) / steps + 1e-4 * (1.5 * steps * STEP + NBYTES / LINK.beta)
 
-    return min(range(1, MOST_VERSION_STEPS + 1), key=lost)
+    return min(range(1, MAX_VERSION_STEPS + 1), key=lost)
 
 
 @pytest.mark.parametrize("delay", [1e-5, 1e-3, 0.005, 0.02, 0.3])
@@ -38,8 +38,8 @@ def test_windows_that_take_nothing(delay):
 def test_windows_that_take_too_little(windows):
     """The plan is over as many steps as there may be, and even these have no room for all."""
     delay = 0.003
-    copy = MOST_VERSION_STEPS * (windows + delay)
-    assert steps_of(reason(MOST_VERSION_STEPS, delay, windows), STEP, LINK) == least(copy, windows)
+    copy = MAX_VERSION_STEPS * (windows + delay)
+    assert steps_of(reason(MAX_VERSION_STEPS, delay, windows), STEP, LINK) == least(copy, windows)
 
 
 def test_what_delays_nothing_stays():

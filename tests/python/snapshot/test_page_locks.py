@@ -8,7 +8,7 @@ import torch
 
 from evermoe.profile import memory
 from evermoe.snapshot.bundles import Bundle
-from evermoe.snapshot.page_locks import LEAST_BYTES, PageLocks
+from evermoe.snapshot.page_locks import MIN_BYTES, PageLocks
 
 
 class Arena:
@@ -30,9 +30,9 @@ def tensor(nbytes, is_cuda=True):
     return SimpleNamespace(nbytes=nbytes, is_cuda=is_cuda, device=device)
 
 
-LARGE = [tensor(4, is_cuda=False), tensor(4 * LEAST_BYTES)]
-SMALL = [tensor(4), tensor(LEAST_BYTES)]
-ON_CPU = [tensor(9 * LEAST_BYTES, is_cuda=False)]
+LARGE = [tensor(4, is_cuda=False), tensor(4 * MIN_BYTES)]
+SMALL = [tensor(4), tensor(MIN_BYTES)]
+ON_CPU = [tensor(9 * MIN_BYTES, is_cuda=False)]
 
 
 def store_of(*bundles):

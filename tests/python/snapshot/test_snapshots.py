@@ -20,7 +20,7 @@ PERIOD = 3
 PATIENCE = 20.0
 
 
-def make(group, folder, local_every=1):
+def make(group, folder, local_snapshot_interval=1):
     """Rank 0 has an expert whose snapshots rank 1 keeps, too, and each rank has one whose snapshots stay at home."""
     torch.manual_seed(0)
     layer = MoE(8, 8, 3, top_k=1)
@@ -41,7 +41,10 @@ def make(group, folder, local_every=1):
         device=torch.device("cpu"),
         established=False,
     )
-    store, options = SnapshotStore(Path(folder) / str(group.rank), state), CopyOptions(local_every=local_every)
+    store, options = (
+        SnapshotStore(Path(folder) / str(group.rank), state),
+        CopyOptions(local_snapshot_interval=local_snapshot_interval),
+    )
     snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda event: None)
     kept = [
         UnitProtection(sent, "snapshot", 0, (1,), PERIOD),
@@ -100,7 +103,7 @@ def test_what_stays_at_home_waits_for_what_travels_over_several_steps(tmp_path):
 
 def first_steps_at_home(group, folder):
     """The first steps of which there are snapshots at home, where capturing takes 2 % of a step: on the host, a GPU."""
-    snapshots, *_ = make(group, folder, local_every=None)
+    snapshots, *_ = make(group, folder, local_snapshot_interval=None)
     found = []
     for device in ("cpu", "cuda"):
         snapshots._membership.device = torch.device(device)

@@ -8,7 +8,7 @@ import torch
 
 from evermoe import _native
 from evermoe.ops.chunks import open_copier
-from evermoe.state.gpu_digests import LEAST_BYTES, gpu_digests
+from evermoe.state.gpu_digests import MIN_BYTES, gpu_digests
 from evermoe.state.unit import digests_of
 
 gpu = pytest.mark.gpu
@@ -67,7 +67,7 @@ def test_contiguous_bytes_go_through_the_ring(cuda, lanes):
 def test_rings_are_used_again_and_again_for_units_of_any_size(cuda):
     sizes = [5 * MIB + 3, 17, 6 * MIB, 0, 5 * MIB + 1]
     units = [[random_bytes(size, seed, cuda), torch.tensor(float(seed))] for seed, size in enumerate(sizes)]
-    assert sum(sizes) >= LEAST_BYTES
+    assert sum(sizes) >= MIN_BYTES
     found = gpu_digests(units, lanes=2)
     assert [found[place] for place in range(len(units))] == expected(units)
     assert digests_of(units) == expected(units)
@@ -105,7 +105,7 @@ def test_few_bytes_are_copied_at_once(cuda):
 
 @gpu
 def test_without_room_for_a_ring_units_are_copied_one_by_one(cuda):
-    units = [[random_bytes(LEAST_BYTES, 1, cuda)], [random_bytes(100, 2, cuda)]]
+    units = [[random_bytes(MIN_BYTES, 1, cuda)], [random_bytes(100, 2, cuda)]]
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-9, cuda)

@@ -45,13 +45,13 @@ def rate(step, total):
 class Own(LRScheduler):
     """A schedule of one's own, with a counter and a constant."""
 
-    def __init__(self, optimizer, halves_every):
-        self.halves_every, self.seen = halves_every, 0
+    def __init__(self, optimizer, halving_interval):
+        self.halving_interval, self.seen = halving_interval, 0
         super().__init__(optimizer)
 
     def get_lr(self):
         self.seen += 1
-        return [base * 0.5 ** (self.last_epoch // self.halves_every) for base in self.base_lrs]
+        return [base * 0.5 ** (self.last_epoch // self.halving_interval) for base in self.base_lrs]
 
 
 def warm(optimizer, total):
@@ -83,7 +83,7 @@ SCHEDULES = {
         {"[1].gamma"},
     ),
     "SWALR": (lambda o, n: SWALR(o, 0.001, n), (10, 30), {"anneal_epochs"}),
-    "one's own": (Own, (5, 9), {"halves_every"}),
+    "one's own": (Own, (5, 9), {"halving_interval"}),
 }
 
 

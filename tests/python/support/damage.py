@@ -41,7 +41,7 @@ from support.stores import Arenas, Checkpoints, PersistedFolder, contents, model
 
 ROOM_BYTES = 1 << 30
 """What the cases may allocate beyond what is there before the first one."""
-MOST_SECONDS = 30
+MAX_SECONDS = 30
 """Time for one case: a loop without an end is what it finds."""
 SAFETENSORS_LENGTH = 8
 """Bytes of the length of a safetensors file's header."""
@@ -416,7 +416,7 @@ def main(kind: str, cases: int) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in range(cases):
             os.write(1, f"{kind} {number}\n".encode())
-            signal.alarm(MOST_SECONDS)
+            signal.alarm(MAX_SECONDS)
             refused += case(random.Random(f"{kind} {number}"))
         signal.alarm(0)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10

@@ -47,7 +47,7 @@ class _Slow:
 
 def _membership() -> tuple[Membership, Any]:
     """A member of a job, at a Lighthouse that waits for another one."""
-    lighthouse = start_lighthouse(heartbeat_limit=60, join_limit=60, bind="127.0.0.1:0")
+    lighthouse = start_lighthouse(heartbeat_timeout=60, join_timeout=60, bind="127.0.0.1:0")
     address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
     options = MembershipOptions(lighthouse=address, job="exits", node="a", members=2)
     identity = Identity("exits", "layout")

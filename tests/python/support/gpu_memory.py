@@ -13,7 +13,7 @@ from support.harness import Worker
 from support.worker import VOCABULARY, WIDTH, Options, Recorder
 
 LAYERS, INNER = 6, 1 << 15
-LEAST_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
+MIN_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
 """Of torch's multiplications, which otherwise take tens of MiB for good."""
 
 

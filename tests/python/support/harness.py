@@ -26,7 +26,7 @@ from support.worker import Fault, Options
 PATIENCE = 40.0
 """Seconds until a test gives up on something that should happen at once."""
 HEARTBEAT_LIMIT = 1.0
-LIMITS = {"hang_limit": 30.0, "agree_limit": 60.0, "rejoin_limit": 1.0}
+LIMITS = {"hang_timeout": 30.0, "quorum_timeout": 60.0, "rejoin_timeout": 1.0}
 """Of jobs in tests: a busy machine does not exceed the first two, and a test that is about one sets its own. Only units
 of processes that have ended are given up after the last: a test in which one comes back sets a longer one."""
 FEWEST = {"slots": 1}
@@ -134,17 +134,22 @@ class Job:
     """A Lighthouse, a place in shared memory and the workers; `close` leaves nothing behind."""
 
     def __init__(
-        self, folder: Path, members: int, lighthouse: str | None = None, *, join_limit: float = 5.0, **session: Any
+        self, folder: Path, members: int, lighthouse: str | None = None, *, join_timeout: float = 5.0, **session: Any
     ) -> None:
         self.folder = folder
         self.name = f"t{uuid.uuid4().hex[:8]}"
         root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else folder
         self.memory = root / f"evermoe-test-{os.getpid()}-{self.name}"
         self.memory.mkdir(mode=0o700)
-        self._join_limit = join_limit
+        self._join_timeout = join_timeout
         self._lighthouse = None if lighthouse else self._start_lighthouse()
         self.address = lighthouse or self._lighthouse.address()
-        defaults = LIMITS | {"members": members, "join_every": 5, "local_every": 1, "gradient_bucket_bytes": 1}
+        defaults = LIMITS | {
+            "members": members,
+            "join_interval": 5,
+            "local_snapshot_interval": 1,
+            "gradient_bucket_bytes": 1,
+        }
         places = {"job": self.name, "memory_dir": str(self.memory)}
         self.session = defaults | places | session
         self.workers: list[Worker] = []
@@ -181,7 +186,7 @@ class Job:
         """
         for each in joiners:
             each.wait_for("phase", phase="agree")
-        every = self.session["join_every"]
+        every = self.session["join_interval"]
         self.open_gate((self._gate // every + 1) * every + 1)
         for each in joiners:
             knows = lambda each=each: each.has_met_members() or not each.process.is_alive()  # noqa: E731
@@ -214,7 +219,7 @@ class Job:
         self._lighthouse = self._start_lighthouse(bind=f"0.0.0.0:{port}")
 
     def _start_lighthouse(self, **options: Any) -> Any:
-        return start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=self._join_limit, **options)
+        return start_lighthouse(heartbeat_timeout=HEARTBEAT_LIMIT, join_timeout=self._join_timeout, **options)
 
     def close(self) -> None:
         for each in self.workers:

@@ -34,10 +34,10 @@ def main(folder: Path, killed: str, dies_in: int) -> None:
         optimizer,
         evermoe.ElasticSampler(len(data), 12),
         memory_dir=str(folder),
-        local_every=1,
-        join_every=1,
-        hang_limit=30,
-        rejoin_limit=2,
+        local_snapshot_interval=1,
+        join_interval=1,
+        hang_timeout=30,
+        rejoin_timeout=2,
     )
     sizes, losses = [], {}
     for step in session.steps(STEPS):

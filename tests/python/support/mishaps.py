@@ -163,7 +163,7 @@ class Schedule:
         self.acts.append(act)
 
     def slow(self) -> None:
-        """One member is slow in some steps, by less than `hang_limit`: all wait for it, and nobody is left out."""
+        """One member is slow in some steps, by less than `hang_timeout`: all wait for it, and nobody is left out."""
         name, point, step = self.victim(), self.draw.choice(POINTS), self.step()
         steps, seconds = self.draw.randint(2, 4), round(self.draw.uniform(0.25, 0.6) * HANG_LIMIT, 1)
         self.faults[name] += [Fault(point, each, "slow", seconds=seconds) for each in range(step, step + steps)]
@@ -193,7 +193,7 @@ class Schedule:
         self._silence(self._wait_for_the_end, "until the job is over")
 
     def _silence(self, wait: Callable[..., None], how_long: str) -> None:
-        """A host is cut from all, the Lighthouse included; its worker waits for that, for `agree_limit` at most."""
+        """A host is cut from all, the Lighthouse included; its worker waits for that, for `quorum_timeout` at most."""
         name = self.victim()
         self.errors[name] = ("LeftBehind", "JoinTimeout")
         self._cut([name], (name,), lambda hosts: hosts.silence(name), wait, f"{name} is cut from all %s {how_long}")
@@ -283,7 +283,7 @@ class Schedule:
 
     def _fill_disk(self, step: int, how_long: str) -> None:
         self.needs.add("disk")
-        self.options["checkpoint_every"] = CHECKPOINT_EVERY
+        self.options["checkpoint_interval"] = CHECKPOINT_EVERY
         self.told.append(f"the disk is full from step {step} on {how_long}")
 
         def act() -> None:

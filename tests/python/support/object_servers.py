@@ -26,7 +26,7 @@ KEY, SECRET = "evermoe", "not-to-be-logged"
 AZURE_KEY = base64.b64encode(SECRET.encode()).decode()
 ADDRESS = "EVERMOE_TEST_PLACE"
 """Variable with a URL below which tests may write, with the credentials of its provider's own chain."""
-LONGEST_END = 20.0
+MAX_END = 20.0
 
 
 def answers(port: int) -> bool:
@@ -116,7 +116,7 @@ class AzureServer:
         if self._folder is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(LONGEST_END)
+                self._process.wait(MAX_END)
         self._process.kill()
         self._process.wait()
 

@@ -46,7 +46,7 @@ class Pipeline:
 
     def start(self, rank, **options):
         copies = {"job": self.job.name, "memory_dir": str(self.job.memory), "node": self.node(rank)}
-        copies |= {"hang_limit": 10.0, "agree_limit": 30.0, "copy_buffer_bytes": 1 << 14}
+        copies |= {"hang_timeout": 10.0, "quorum_timeout": 30.0, "copy_buffer_bytes": 1 << 14}
         everything = self.options | options
         copies |= everything.pop("copies", {})
         name = f"r{rank}-{len(self.ranks)}"

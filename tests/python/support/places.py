@@ -24,7 +24,7 @@ from support.models import everyone, make
 from support.stores import Units, contents, model, names
 
 PATIENCE = 20.0
-LONGEST_STOP = 100.0
+MAX_STOP = 100.0
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Stop:
 
     def _publish_late(self, *arguments: object) -> Location:
         self._is_reached.set()
-        assert self._may_go_on.wait(LONGEST_STOP)
+        assert self._may_go_on.wait(MAX_STOP)
         path: Location = self._publish(*arguments)  # type: ignore[arg-type]
         return path
 

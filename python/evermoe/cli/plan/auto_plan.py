@@ -26,7 +26,7 @@ from evermoe.planning.choose_copies import CopyKind
 
 LOG_STEPS = 8
 """Gradients that a replayed copy keeps."""
-MOST_PERIOD = 64
+MAX_PERIOD = 64
 """Steps between two snapshots of a unit."""
 
 
@@ -176,7 +176,7 @@ def plan_auto(layout: Layout, policy: str) -> AutoReport:
         step_seconds=setting.step_seconds,
         copies=setting.copies_wanted,
         budget=setting.budget,
-        max_period=MOST_PERIOD,
+        max_period=MAX_PERIOD,
         persist_period=setting.persist_steps,
         log_steps=LOG_STEPS,
     )

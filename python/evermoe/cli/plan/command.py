@@ -26,9 +26,9 @@ from evermoe.cli.results import console, write_all
 from evermoe.options import require
 from evermoe.planning import POLICIES
 
-MOST_FAILURES = 64
+MAX_FAILURES = 64
 """Numbers of failures in one call: columns of the report, lines of the plot."""
-MOST_NODES = 1 << 20
+MAX_NODES = 1 << 20
 
 DESCRIPTION = """\
 Compare placements of experts before a run, or for the load of a running one: how evenly each policy loads the nodes,
@@ -156,10 +156,10 @@ def _fit(options: argparse.Namespace) -> int:
 def parse_cluster(options: argparse.Namespace) -> Cluster:
     """The flags about machines and failures, checked."""
     for name, most in (
-        ("nodes", MOST_NODES),
+        ("nodes", MAX_NODES),
         ("slots", 1 << 24),
         ("min_replicas", 1 << 24),
-        ("domain_size", MOST_NODES),
+        ("domain_size", MAX_NODES),
     ):
         value = getattr(options, name)
         if not 1 <= value <= most:
@@ -189,11 +189,11 @@ def parse_failures(text: str, most: int) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if not 1 <= first <= last <= most:
             raise ValueError(expected)
-        if last - first >= MOST_FAILURES:
-            raise ValueError(f"--fail {text}: expected at most {MOST_FAILURES} numbers")
+        if last - first >= MAX_FAILURES:
+            raise ValueError(f"--fail {text}: expected at most {MAX_FAILURES} numbers")
         found.update(range(first, last + 1))
-    if len(found) > MOST_FAILURES:
-        raise ValueError(f"--fail {text}: expected at most {MOST_FAILURES} numbers")
+    if len(found) > MAX_FAILURES:
+        raise ValueError(f"--fail {text}: expected at most {MAX_FAILURES} numbers")
     return tuple(sorted(found))
 
 

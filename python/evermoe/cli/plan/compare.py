@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from evermoe.planning import FewerReplicas, PlacementPolicy, Survival, allocate, imbalance, place, recovery_probability
 
-MOST_CELLS = 1 << 26
+MAX_CELLS = 1 << 26
 """Cells of the [N, L·E] matrix of the whole model: half a gigabyte. In one layer `allocate` has room for 2^24."""
 LIGHT = 1 + 1e-9
 """Times the mean load of a node, up to rounding."""
@@ -114,7 +114,7 @@ def compare(load_LE: NDArray[np.float64], cluster: Cluster, policies: Sequence[P
         ValueError: from a planner: loads or sizes that cannot be planned.
     """
     layers, experts = load_LE.shape
-    if cluster.nodes * experts * max(layers, 4) > MOST_CELLS:
+    if cluster.nodes * experts * max(layers, 4) > MAX_CELLS:
         raise ValueError(
             f"--nodes: expected at most 2^24 nodes × experts and 2^26 nodes × experts × layers, got {cluster.nodes} × "
             f"{experts} × {layers}; plan fewer layers at a time"

@@ -37,9 +37,9 @@ from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Memory
 
 BUFFERS = 4
 BUFFER_BYTES = 32 << 20
-"""A chunk at most, unless there would be more than `MOST_CHUNKS`."""
-MOST_CHUNKS = 1 << 17
-MOST_MODULES, MOST_ACTIVE = 64, 1 << 20
+"""A chunk at most, unless there would be more than `MAX_CHUNKS`."""
+MAX_CHUNKS = 1 << 17
+MAX_MODULES, MAX_ACTIVE = 64, 1 << 20
 """Units that are no experts, at most, and ranks that train them, all counted."""
 LEDGER_TOKENS = 1 << 24
 """Tokens of a layer in a step: the ledger counts integers."""
@@ -133,7 +133,7 @@ def _keep(layout: Layout, name: PresetName) -> _Kept:
     nodes, setting, experts = layout.cluster.nodes, layout.setting, layout.share_LE.size
     units = layout.units()
     if setting.dense == "replicated" and len(units) > experts:
-        active, number = units[-1].active, max(1, min(nodes, MOST_MODULES, MOST_ACTIVE // nodes))
+        active, number = units[-1].active, max(1, min(nodes, MAX_MODULES, MAX_ACTIVE // nodes))
         parts = [each - before for before, each in pairwise(sum(layout.dense) * n // number for n in range(number + 1))]
         sizes = [(part * setting.state_bytes, part * setting.gradient_bytes) for part in parts if part]
         units[experts:] = [CopyUnit(*each, active, units[-1].tokens, units[-1].replayable) for each in sizes]
@@ -189,7 +189,7 @@ def _pec(layout: Layout) -> PresetRow:
     ranks = primaries(active, [1] * len(active), layout.cluster.nodes)
     rank_LE = np.array(ranks, np.int64).reshape(layout.share_LE.shape)
     saved = run_turns(_tokens(layout) * setting.persist_steps, rank_LE, each.save)
-    in_memory = run_turns(_tokens(layout) * setting.snapshot_every, rank_LE, each.snapshot)
+    in_memory = run_turns(_tokens(layout) * setting.snapshot_interval, rank_LE, each.snapshot)
     single_LE = kept.single_LE()
     # What no other node trains goes back alone; if that is not an expert, all go back with it.
     alone = kept.is_dense_active()
@@ -350,7 +350,7 @@ def _schedule(layout: Layout, policy: ChunkPolicy, sends: Sends) -> ChunkReason 
         if receiver == node and size
     ]
     windows = layout.setting.windows(len(layout.share_LE))
-    buffer = max(BUFFER_BYTES, -(-int(traffic[node]) // MOST_CHUNKS))
+    buffer = max(BUFFER_BYTES, -(-int(traffic[node]) // MAX_CHUNKS))
     receivers = [Receiver(rank, windows) for rank in sorted({peer for piece in pieces for peer in piece.destinations})]
     memory = Memory(BUFFERS * buffer, BUFFERS)
     return plan_chunks(pieces, windows, layout.setting.network, memory, policy=policy, receivers=receivers).reason

@@ -16,9 +16,9 @@ from evermoe.planning.footprint import PHASES, Footprint, Use, footprint
 from evermoe.planning.models import MODELS, ModelShape, find_model
 from evermoe.planning.seating import FootprintOptions
 
-MOST_NODES = 4096
+MAX_NODES = 4096
 """Nodes up to which the least number is sought."""
-MOST_WORKERS = 1 << 14
+MAX_WORKERS = 1 << 14
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 LIMITS = {"slots": 1 << 24, "min_replicas": 1 << 24, "copies_wanted": 64, "workers_per_node": 1 << 10}
@@ -65,7 +65,7 @@ class FitReport:
     peaks: dict[str, tuple[str, Use]]
     """By phase, the moment and the worker that have the most of what is counted."""
     fewest_nodes: int | None
-    """Nodes on which it fits, at least; None if it fits on no number up to `MOST_NODES`."""
+    """Nodes on which it fits, at least; None if it fits on no number up to `MAX_NODES`."""
     ways: tuple[tuple[str, int], ...]
     """Where it fits on no number of nodes: flags with which it does, and the fewest nodes then."""
 
@@ -131,8 +131,8 @@ def parse_fit(options: argparse.Namespace) -> FitSetting:
         if value is not None and not 1 <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')}: expected 1 to {most}, got {value}")
     per_node = options.workers_per_node or 1
-    if not 1 <= options.nodes <= MOST_WORKERS // per_node:
-        raise ValueError(f"--nodes: expected 1 to {MOST_WORKERS // per_node} with --model, got {options.nodes}")
+    if not 1 <= options.nodes <= MAX_WORKERS // per_node:
+        raise ValueError(f"--nodes: expected 1 to {MAX_WORKERS // per_node} with --model, got {options.nodes}")
     given = {
         "slots": options.slots,
         "min_replicas": options.min_replicas,
@@ -228,7 +228,7 @@ def _peaks(setting: FitSetting, found: Footprint) -> dict[str, tuple[str, Use]]:
 
 
 def fewest_nodes(setting: FitSetting) -> int | None:
-    """The fewest nodes on which every phase fits; None if there are none up to `MOST_NODES`."""
+    """The fewest nodes on which every phase fits; None if there are none up to `MAX_NODES`."""
     for nodes in _candidates(setting):
         found = setting.on(nodes)
         if setting.is_on_gpu:  # copies are elsewhere: where they are changes nothing
@@ -249,7 +249,7 @@ def _candidates(setting: FitSetting) -> Iterator[int]:
     With more workers than twice the experts only what is sharded shrinks: then not every number is tried.
     """
     per_node, nodes = setting.options.workers_per_node, 1
-    while nodes <= min(MOST_NODES, MOST_WORKERS // per_node):
+    while nodes <= min(MAX_NODES, MAX_WORKERS // per_node):
         if _least(setting.on(nodes)) <= setting.memory:
             yield nodes
         is_thin = nodes * per_node > 2 * setting.shape.experts

@@ -16,7 +16,7 @@ Draw = Callable[[int, np.random.Generator], Load]
 """Makes the load [E] of so many experts, the hottest first or in any order."""
 
 FORMS = "uniform, zipf:S, lognormal:SIGMA, hot:PERCENT@COUNT, or a file .npy, .json, .csv or .txt"
-MOST_CELLS = 1 << 24
+MAX_CELLS = 1 << 24
 """Experts of all layers together."""
 
 
@@ -56,7 +56,7 @@ def _synthetic(draw: Draw, layers: int, experts: int | None, seed: int) -> Load:
         raise ValueError("--experts: expected a number; only a --load file says how many there are")
     if seed < 0:
         raise ValueError(f"--seed: expected 0 or more, got {seed}")
-    if layers * experts > MOST_CELLS:
+    if layers * experts > MAX_CELLS:
         raise ValueError(f"--experts: expected at most 2^24 experts in all layers, got {layers} × {experts}")
     generator = np.random.default_rng(seed)
     return np.array([generator.permutation(draw(experts, generator)) for _ in range(layers)])
@@ -152,7 +152,7 @@ def _checked(source: str, found: Any) -> Load:
         raise ValueError(f"--load {source}: {expected}; the rows are not equally long") from None
     if raw.ndim not in (1, 2) or raw.size == 0 or raw.dtype.kind not in "iuf":
         raise ValueError(f"--load {source}: {expected}; got {raw.dtype} of shape {list(raw.shape)}")
-    if raw.size > MOST_CELLS:
+    if raw.size > MAX_CELLS:
         raise ValueError(f"--load {source}: expected at most 2^24 experts in all layers, got {raw.size}")
     load_LE = np.atleast_2d(raw).astype(np.float64)
     if not np.isfinite(load_LE).all() or load_LE.min() < 0:

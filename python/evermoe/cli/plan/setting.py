@@ -13,15 +13,15 @@ from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
 
 ALPHA = 10e-6
 """Seconds that any transfer takes, on either link."""
-MOST_WINDOWS = 128
+MAX_WINDOWS = 128
 """In a synthetic step."""
 OVERLAP = 1 + 1e-9
 """Factor by which a collective is prolonged, so that rounding leaves no gap behind it."""
-MOST_BYTES = 1 << 60
+MAX_BYTES = 1 << 60
 """Bytes of all copies together, at most: the planners' sums stay within 64 bits."""
-MOST_UNITS = 1 << 18
+MAX_UNITS = 1 << 18
 """Experts of all layers."""
-MOST_TURNS = 1 << 10
+MAX_TURNS = 1 << 10
 """Checkpoints of pec until all experts had their turn."""
 
 
@@ -62,7 +62,7 @@ class CopySetting:
     """Experts of a layer that pec saves to the store at a time; None for a session's default."""
     experts_per_snapshot: int | None = None
     """Experts of a layer of which pec makes snapshots at a time in their node's memory; None likewise."""
-    snapshot_every: int = 1
+    snapshot_interval: int = 1
     """Steps between these snapshots."""
     remote_bytes_per_step: int | None = None
     """Bytes to peers that moetion may send in a step, of all nodes together; None for what their links
@@ -89,7 +89,7 @@ class CopySetting:
 
     def windows(self, layers: int) -> Windows:
         """Windows of a synthetic step: compute and collectives in turn, as in each layer's forward and backward."""
-        count = min(2 * layers, MOST_WINDOWS)
+        count = min(2 * layers, MAX_WINDOWS)
         whole = self.step_seconds / count
         idle = self.network_idle * whole
         spans = []
@@ -124,7 +124,7 @@ HELP = {
     "persist_steps": ("STEPS", "from one version in the store to the next"),
     "experts_per_save": ("EXPERTS", "of each layer that pec saves to the store at a time; default: a quarter of them"),
     "experts_per_snapshot": ("EXPERTS", "of each layer that pec copies to own memory at a time; default: half of them"),
-    "snapshot_every": ("STEPS", "from one of these snapshots of pec to the next"),
+    "snapshot_interval": ("STEPS", "from one of these snapshots of pec to the next"),
     "remote_bytes_per_step": (
         "BYTES",
         "to peers that moetion may send in a step, all nodes together; default: what --network-gbps takes in "
@@ -152,8 +152,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "persist_steps": (2, 1e6),
     "experts_per_save": (1, 1 << 24),
     "experts_per_snapshot": (1, 1 << 24),
-    "snapshot_every": (1, 1e6),
-    "remote_bytes_per_step": (0, MOST_BYTES),
+    "snapshot_interval": (1, 1e6),
+    "remote_bytes_per_step": (0, MAX_BYTES),
 }
 
 
@@ -199,14 +199,14 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
             raise ValueError(f"{_flag(name)}: expected {least:g} to {most:g}, got {value}")
     given |= {name: int(given[name]) for name in WHOLE & given.keys()}
     setting = CopySetting(**given)
-    if layers * experts > MOST_UNITS:
+    if layers * experts > MAX_UNITS:
         raise ValueError(
             f"--copies: expected at most 2^18 experts, got {layers} × {experts}; plan fewer layers at a time"
         )
     _check_levels(setting, experts)
     parameters = layers * experts * setting.expert_parameters + setting.dense_parameters
     each = 2 * setting.state_bytes + 8 * setting.gradient_bytes
-    if parameters * each * setting.copies_wanted > MOST_BYTES:
+    if parameters * each * setting.copies_wanted > MAX_BYTES:
         raise ValueError(
             f"--expert-parameters: expected fewer than 2^60 bytes in all copies, got {parameters} parameters in all"
         )
@@ -214,7 +214,7 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
 
 
 def _check_levels(setting: CopySetting, experts: int) -> None:
-    saved, least = setting.experts_per_save, -(-experts // MOST_TURNS)
+    saved, least = setting.experts_per_save, -(-experts // MAX_TURNS)
     if saved is not None and not least <= saved <= experts:
         raise ValueError(f"--experts-per-save: expected {least} to {experts}, all of a layer, got {saved}")
     kept, least = setting.experts_per_snapshot, max(least, saved or 1)

@@ -14,7 +14,7 @@ from rich.text import Text
 from evermoe.cli.plan.advice import advise, best, percent, survived, worst
 from evermoe.cli.plan.compare import Comparison, Result
 
-MOST_COLUMNS = 4
+MAX_COLUMNS = 4
 """Numbers of failures in the table, which fits in 100 columns; the chart has all."""
 BAR = 40
 """Characters of a bar of 100 %."""
@@ -72,7 +72,7 @@ def _table(comparison: Comparison) -> Table:
     table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("\npolicy", no_wrap=True)
     names = ["even\nmean", "even\nworst", "balanced\nworst", f"fewest\n{cluster.unit}s"]
-    names += [f"survives\n{failures} lost" for failures in cluster.failures[:MOST_COLUMNS]]
+    names += [f"survives\n{failures} lost" for failures in cluster.failures[:MAX_COLUMNS]]
     for name in (*names, "plan, ms\na layer"):
         table.add_column(name, justify="right", no_wrap=True)
     chosen, _ = best(comparison)
@@ -83,7 +83,7 @@ def _table(comparison: Comparison) -> Table:
             f"{max(result.even):.2f}",
             f"{worst(result):.2f}",
             str(result.distinct),
-            *[survived(survival) for survival in result.survival[:MOST_COLUMNS]],
+            *[survived(survival) for survival in result.survival[:MAX_COLUMNS]],
             f"{result.seconds * 1000:.2f}",
             style="bold" if result is chosen else None,
         )

@@ -14,7 +14,7 @@ from evermoe.cli.plan.compare_presets import PresetRow
 from evermoe.cli.plan.show import print_wrapped
 from evermoe.planning import PRESETS
 
-MOST_EXAMPLES = 6
+MAX_EXAMPLES = 6
 
 
 def show_copies(console: Console, auto: AutoReport, presets: Sequence[PresetRow]) -> None:
@@ -25,10 +25,10 @@ def show_copies(console: Console, auto: AutoReport, presets: Sequence[PresetRow]
     console.print(_kinds(auto))
     print_wrapped(console, "survives  ", _survival(auto))
     print_wrapped(console, "costs     ", _costs(auto))
-    for number, example in enumerate(auto.examples[:MOST_EXAMPLES]):
+    for number, example in enumerate(auto.examples[:MAX_EXAMPLES]):
         print_wrapped(console, " " * 10 if number else "such as   ", example.text)
-    if len(auto.examples) > MOST_EXAMPLES:
-        print_wrapped(console, " " * 10, f"and {len(auto.examples) - MOST_EXAMPLES} other ways; --json has each unit")
+    if len(auto.examples) > MAX_EXAMPLES:
+        print_wrapped(console, " " * 10, f"and {len(auto.examples) - MAX_EXAMPLES} other ways; --json has each unit")
     console.print()
     console.print("[bold]beside the other presets, with the same model and links[/]")
     console.print(_presets(presets))
@@ -243,7 +243,7 @@ def _legend(auto: AutoReport) -> str:
 def _levels(auto: AutoReport, row: PresetRow) -> str:
     """What a preset copies at its two levels, and what is lost of the one that is in memory."""
     layout = auto.layout
-    every, experts = layout.setting.snapshot_every, layout.share_LE.shape[1]
+    every, experts = layout.setting.snapshot_interval, layout.share_LE.shape[1]
     lost = _few(row.restart_lost_steps or 0.0)
     return (
         f"{row.experts_per_save} of {experts} experts of each layer go to the store each "

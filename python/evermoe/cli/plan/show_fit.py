@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evermoe.cli.plan.fit import MOST_NODES, FitReport
+from evermoe.cli.plan.fit import MAX_NODES, FitReport
 from evermoe.cli.plan.show import print_wrapped
 from evermoe.cli.plan.show_copies import size
 from evermoe.planning.footprint import Use
@@ -69,7 +69,7 @@ def verdict(report: FitReport) -> str:
     fewest = report.fewest_nodes
     if fewest is None:
         hint = "".join(f"; with {flags} it takes {_nodes(nodes)}" for flags, nodes in report.ways)
-        return f"no: {found}, and on no number of nodes up to {MOST_NODES}{hint}"
+        return f"no: {found}, and on no number of nodes up to {MAX_NODES}{hint}"
     if report.fits:
         return f"yes: {found}; it takes {_nodes(fewest)} at least"
     return f"no: {found}; it takes {_nodes(fewest)}"

@@ -17,7 +17,7 @@ from evermoe.simulate.scenario import DAY, SimulatedOptions
 
 N = TypeVar("N", int, float)
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY}
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 CLUSTER_FIELDS = ("nodes", "spares", "devices", "nodes_per_rack", "host_bytes")
 OPTIONS = [each.name for each in fields(SimulatedOptions) if each.name not in ("dense", "plans_anew")]
 """Options of a session that have no flag of their own."""
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     runs.add_argument("--expert-parallel", type=int, metavar="NODES", help="that share the experts in restarts")
     runs.add_argument(
-        "--restart-every",
+        "--restart-interval",
         type=int,
         default=50,
         metavar="STEPS",
@@ -156,7 +156,7 @@ def parse_scenario(options: argparse.Namespace) -> Scenario:
             "--nodes, the machines that train": True if options.cluster or options.trace else options.nodes,
         }
     )
-    checked("--seeds", options.seeds, int, least=1, most=MOST_SEEDS)
+    checked("--seeds", options.seeds, int, least=1, most=MAX_SEEDS)
     checked("--seed", options.seed, int, least=0)
     checked("--days", options.days, float, above=0)
     cluster = _cluster(options)
@@ -165,7 +165,7 @@ def parse_scenario(options: argparse.Namespace) -> Scenario:
     cluster["nodes"] = checked("--nodes", cluster.get("nodes", named or None), int, least=1)
     if named > cluster["nodes"] + cluster.get("spares", 0):
         cluster["spares"] = named - cluster["nodes"]
-    given = {name: getattr(options, name) for name in ("zipf", "drift", "expert_parallel", "restart_every", "days")}
+    given = {name: getattr(options, name) for name in ("zipf", "drift", "expert_parallel", "restart_interval", "days")}
     return Scenario(
         workload=_workload(options),
         failures=failures,
