@@ -28,7 +28,7 @@ from torch import nn
 
 import evermoe
 from bench_start import Model, Watch
-from evermoe.events import Begin, Covered, Event, Lost
+from evermoe.events import Begin, ConnectionLost, CoverageChanged, Event
 from evermoe.planning.footprint import PHASES, footprint
 from evermoe.planning.seating import FootprintOptions
 from evermoe.state.model_shape import shape_of
@@ -69,11 +69,11 @@ def work(options: argparse.Namespace) -> None:
     watch = Watch("start", options.empty)
 
     def listen(event: Event) -> None:
-        if isinstance(event, Lost):
+        if isinstance(event, ConnectionLost):
             watch.begin("recovery")
         elif isinstance(event, Begin) and watch.phase == "start":
             watch.begin("step")
-        elif isinstance(event, Covered) and event.is_whole and watch.phase == "recovery":
+        elif isinstance(event, CoverageChanged) and event.is_whole and watch.phase == "recovery":
             watch.begin("after")  # the copies are there, which are made beside the step that is repeated
 
     with evermoe.deferred():

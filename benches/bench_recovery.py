@@ -111,7 +111,7 @@ def replace_worker(has_spare, limit):
         with _workers(folder) as job:
             if has_spare:
                 _start(job, folder, 3, role="spare")
-                _wait_for(folder, 3, "standsby", limit)
+                _wait_for(folder, 3, "stands_by", limit)
             _wait_for(folder, 0, "commit", limit, after=time.time())
             job.workers[2].process.kill()
             killed = time.time()

@@ -279,7 +279,10 @@ def row(mib, carrier, found):
         "of gloo": ratio("gloo"),
         "iperf3 GB/s": statistics.median(found["iperf3"]),
         "gloo GB/s": statistics.median(found["gloo"]),
-    } | {name: statistics.median(found[carrier, name]) for name in ("GIL", "idle GIL", "held", "lost")}
+    } | {
+        name: statistics.median(found[carrier, name])
+        for name in ("GIL", "idle GIL", "gradients_logged", "connection_lost")
+    }
 
 
 def timed(group, seconds, send_once, memory):

@@ -860,7 +860,7 @@ class ReplayLog:
 # ---- objects in stores: src/python/store.rs; not in a build without the feature `object-store` ----
 
 class ObjectPlace:
-    """Objects under a URL: `evermoe.persist.place.Place`."""
+    """Objects under a URL: `evermoe.persist.object_store.ObjectStore`."""
 
     def __init__(self, url: str, patience: float, upload_limit: float | None, download_limit: float | None) -> None: ...
     @property

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from evermoe import environment
 from evermoe.comm.membership_options import MembershipOptions, Role
-from evermoe.events import Gone
+from evermoe.events import MemberLost
 from evermoe.options import checked, option
 from evermoe.placement import PlacementOptions
 from evermoe.planning import PRESETS, PlacementPolicy
@@ -43,9 +43,9 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
     waits for its own parameters before its forward or `state_dict`. Between an update and the next backward, weights
     must then be read in no other way. False: training waits for the weights after each update."""
 
-    on_lost: str | Callable[[Gone], object] | None = None
+    on_lost: str | Callable[[MemberLost], object] | None = None
     """Is called when a member is lost, once for each loss in the whole job, to ask for another machine: a shell command
-    (EVERMOE_ON_LOST), or a function of the event `Gone`, in a thread of its own."""
+    (EVERMOE_ON_LOST), or a function of the event `MemberLost`, in a thread of its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,9 +5,15 @@ Steps are numbered from 0: step n leads from the state after n steps to the stat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+def name_of(kind: type[Event]) -> str:
+    """Return the name of a kind of event in logs: that of its class, in snake case (`member_lost`)."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 @dataclass(frozen=True)
@@ -16,8 +22,8 @@ class Event:
 
     @property
     def name(self) -> str:
-        """Name of the kind of event, for logs: that of the class, in lower case."""
-        return type(self).__name__.lower()
+        """Name of the kind of event in logs: see `name_of`."""
+        return name_of(type(self))
 
     def fields(self) -> dict[str, Any]:
         """The event's fields by name, as JSON can hold them."""
@@ -179,7 +185,7 @@ class Verified(Event):
 
 
 @dataclass(frozen=True)
-class Lost(Event):
+class ConnectionLost(Event):
     """A member was lost, or this one was dropped."""
 
     step: int
@@ -188,7 +194,7 @@ class Lost(Event):
 
 
 @dataclass(frozen=True)
-class Gone(Event):
+class MemberLost(Event):
     """A member of the group before is not in this one; told by each member of this one, once all of them know it.
 
     `on_lost` is called with it by one of them.
@@ -231,7 +237,7 @@ class Phase(Event):
 
 
 @dataclass(frozen=True)
-class Arranged(Event):
+class ProtectionPlanned(Event):
     """The holders of all copies were planned anew."""
 
     summary: str
@@ -274,7 +280,7 @@ class StandsBy(Event):
 
 
 @dataclass(frozen=True)
-class Covered(Event):
+class CoverageChanged(Event):
     """Which losses the copies that are complete would survive now: before a recovery makes those that are missing, and
     once all are complete."""
 
@@ -323,7 +329,7 @@ class Recovered(Event):
     """Portion of lost tokens of the run so far, averaged over layers."""
     failure: str = ""
     """What has failed, the worst of it; the same on all members that were there: empty (nothing), `left`, `process`,
-    `hung` or `host`, each as `Gone.kind`; `storage`: the memory of so many hosts that units were lost with it."""
+    `hung` or `host`, each as `MemberLost.kind`; `storage`: the memory of so many hosts that units were lost with it."""
     tier: str = ""
     """Where units came from, the farthest of all members' sources: `own memory` (what this host shares), `peers` (other
     members' memory), `store` (a checkpoint, or what `pec` saves); empty where none had to be fetched."""
@@ -340,7 +346,7 @@ class Recovered(Event):
 
 
 @dataclass(frozen=True)
-class Chunk(Event):
+class ChunkSent(Event):
     """A part of a snapshot was sent. From the thread `evermoe-snapshots`."""
 
     step: int
@@ -356,7 +362,7 @@ class Chunk(Event):
 
 
 @dataclass(frozen=True)
-class Published(Event):
+class SnapshotReceived(Event):
     """A version that came from a peer matches its digests, and is visible. From the thread `evermoe-snapshots`."""
 
     step: int
@@ -377,7 +383,7 @@ class Damaged(Event):
 
 
 @dataclass(frozen=True)
-class Held(Event):
+class GradientsLogged(Event):
     """The gradients of others for the next step are in this member's log, where they count once the vote has passed.
     From the thread `evermoe-gradients`."""
 

@@ -19,14 +19,14 @@ from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
 from evermoe.moe_checkpoint import is_recomputing
-from evermoe.moe_copies import HeldInPart
+from evermoe.moe_copies import PartialExperts
 from evermoe.moe_exchange import MAX_RANKS, Exchange, HostMemory, Padding, Placed
 from evermoe.moe_load import TokenCount
 from evermoe.moe_turns import Manner, Turns
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
 
-class Experts(HeldInPart):
+class Experts(PartialExperts):
     """E feed-forward experts, of which a router of yours chooses K for each token.
 
     By itself it holds all experts. In an `evermoe.Session` each rank holds some, an expert may have replicas on
@@ -258,7 +258,7 @@ class Experts(HeldInPart):
         matrix_RE, device = self.matrix_RE, tokens_RE.device
         if self._placed is None or self._placed[0] is not matrix_RE or self._placed[1] != device:
             self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
-        exchange, tokens_E = Exchange.split_there(tokens_RE, self._placed[2], self.group.rank, self._host)
+        exchange, tokens_E = Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host)
         self.group.check()  # as above
         self.count.add(tokens_E.copy(), is_counted=self.training and not is_recomputing())
         return exchange

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Confirm, Listener
 from evermoe.keeper import Keeper
@@ -32,7 +32,7 @@ class FirstCopies:
         self,
         keepers: Sequence[Keeper],
         replicas: Replicas,
-        membership: Membership,
+        membership: MembershipManager,
         ledger: LossLedger,
         emit: Listener,
     ) -> None:

@@ -135,9 +135,8 @@ class LocalJob:
 
         bind = own_address(str(self.lighthouse))
         if bind is not None:
-            self._hosted = start_lighthouse(
-                heartbeat_timeout=self.heartbeat_timeout, join_timeout=self.hang_timeout, bind=bind
-            )
+            heartbeat, hang = self.heartbeat_timeout, self.hang_timeout
+            self._hosted = start_lighthouse(heartbeat_timeout=heartbeat, join_timeout=hang, bind=bind)
 
     @property
     def has_own_lighthouse(self) -> bool:

@@ -20,7 +20,7 @@ _averages: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[AveragedModel]] 
 """By layer, the averages that have a copy of it."""
 
 
-class HeldInPart(nn.Module):
+class PartialExperts(nn.Module):
     """A layer with E experts, of which this rank holds those in `ids`."""
 
     ids: list[int]
@@ -68,7 +68,7 @@ class HeldInPart(nn.Module):
             )
 
 
-def is_averaged_apart(layer: HeldInPart) -> bool:
+def is_averaged_apart(layer: PartialExperts) -> bool:
     """Whether an `AveragedModel` that still exists has copied the layer."""
     return bool(_averages.get(layer))
 

@@ -115,7 +115,7 @@ class Exchange:
         )
 
     @staticmethod
-    def split_there(tokens_RE: Tensor, placed: Placed, rank: int, host: HostMemory) -> tuple[Exchange, np.ndarray]:
+    def plan_on_device(tokens_RE: Tensor, placed: Placed, rank: int, host: HostMemory) -> tuple[Exchange, np.ndarray]:
         """The exchange as the device plans it, with exact sizes, for which the host waits once.
 
         Replicas of an expert share its tokens evenly.

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json, share_json
-from evermoe.comm.membership import Membership
-from evermoe.events import Arranged, Confirm, Covered, Listener, Send
+from evermoe.comm.membership import MembershipManager
+from evermoe.events import Confirm, CoverageChanged, Listener, ProtectionPlanned, Send
 from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
 from evermoe.loss_ledger import LossLedger
@@ -87,7 +87,7 @@ class Protection:
         self,
         state: TrainingState,
         store: SnapshotStore,
-        membership: Membership,
+        membership: MembershipManager,
         options: ProtectionOptions,
         arithmetic: Arithmetic | None,
         emit: Listener,
@@ -134,7 +134,7 @@ class Protection:
         """Units whose copies never came to be, and their versions, of which the others do not know yet."""
         self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
         """Those with which a plan begins."""
-        self._covered: Covered | None = None
+        self._covered: CoverageChanged | None = None
         """What the latest plan survives once its copies are complete."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
@@ -189,7 +189,7 @@ class Protection:
             logger.info(f"%s; {odds}", self.plan.summary, whole.survives_one, whole.survives_two)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
         locked = self.snapshots.locked_bytes
-        self._emit(Arranged(self.plan.summary, whole.survives_one, whole.survives_two, locked, sent))
+        self._emit(ProtectionPlanned(self.plan.summary, whole.survives_one, whole.survives_two, locked, sent))
         self._emit(covered_now(self.plan, self.active, ranks, copies))
 
     def protect(self, version: int) -> bool:
@@ -257,7 +257,7 @@ class Protection:
             Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
         """
         self._emit(Send(step))
-        is_due = self.copies_late and self.snapshots.version_pace.is_due(step)
+        is_due = self.copies_late and self.snapshots.snapshot_schedule.is_due(step)
         if is_due or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):

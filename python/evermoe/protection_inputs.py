@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from evermoe.comm.membership import Membership
-from evermoe.events import Covered
+from evermoe.comm.membership import MembershipManager
+from evermoe.events import CoverageChanged
 from evermoe.keeper import Assignment, CopyOptions
 from evermoe.placement import PlacementOptions, place_layers
 from evermoe.planning.placement import FewerReplicas, spread_over
@@ -40,7 +40,7 @@ VERSIONS = 2
 """Of a replica's state, at a time: what it begins with is in messages beside it."""
 
 
-def about_member(membership: Membership, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
+def about_member(membership: MembershipManager, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
     """Memory, role and measured times of this member."""
     nodes, rank = membership.nodes, membership.everyone.rank
     share = share_of_host_bytes(nodes, rank)
@@ -134,7 +134,7 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
 
 
 def has_room(
-    assignment: Assignment, state: TrainingState, membership: Membership, options: CopyOptions, directory: Path
+    assignment: Assignment, state: TrainingState, membership: MembershipManager, options: CopyOptions, directory: Path
 ) -> bool:
     """Whether this host has memory for a step's gradients and a plan's copies beside those of before, which are there.
 
@@ -208,7 +208,7 @@ def copies_are_late(plan: ProtectionPlan, options: CopyOptions) -> bool:
 
 def covered_now(
     plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo], copies: KeptCopies
-) -> Covered:
+) -> CoverageChanged:
     """Which losses would be survived with the copies that members have, before those of the plan that are missing."""
     kept = [
         replace(each, holders=tuple(rank for rank in range(len(ranks)) if each.unit in copies.at(rank)))
@@ -218,8 +218,8 @@ def covered_now(
     return replace(covered(ProtectionPlan(kept, ""), active, ranks), is_whole=is_whole)
 
 
-def covered(plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo]) -> Covered:
+def covered(plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo]) -> CoverageChanged:
     """Which losses would be survived once all copies of the plan are complete."""
     holders = {each.unit: {*active[each.unit], *each.holders} for each in plan.units}
     fatal = fatal_losses(holders, [info.node for info in ranks])
-    return Covered(*survival(plan, active, ranks), fatal, is_whole=True)
+    return CoverageChanged(*survival(plan, active, ranks), fatal, is_whole=True)

@@ -136,8 +136,8 @@ def test_python_blocks_of_pages_run(tmp_path):
 
 
 def test_listeners_hear_all_events_and_text_names_what_is_there(tmp_path):
-    with pytest.raises(AttributeError, match="'Lost' object has no attribute 'sources'"):
-        hear(lambda event: event.sources if event.name == "lost" else None)
+    with pytest.raises(AttributeError, match="'ConnectionLost' object has no attribute 'sources'"):
+        hear(lambda event: event.sources if event.name == "connection_lost" else None)
     page = tmp_path / "page.md"
     page.write_text("`other.sources` and `report.sources`")
     with pytest.raises(AssertionError, match=r"report\.sources is missing"):

@@ -13,7 +13,7 @@ from evermoe.persist.checkpoint_folder import Stored
 from evermoe.persist.checkpoint_store import owner_of, prune, stored, superseded
 from evermoe.persist.copying import copy
 from evermoe.persist.manifest import Manifest, read_manifest, read_units
-from evermoe.persist.place import Location, locate, locate_below
+from evermoe.persist.object_store import Location, locate, locate_below
 from evermoe.persist.retention import Retention
 from evermoe.state.version import generation_of, step_of
 

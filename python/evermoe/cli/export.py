@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
         OSError: a folder cannot be read or written.
     """
     from evermoe.persist.manifest import read_manifest
-    from evermoe.persist.place import locate_below
+    from evermoe.persist.object_store import locate_below
     from evermoe.state.version import step_of
 
     out = Path(options.out)

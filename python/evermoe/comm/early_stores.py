@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from evermoe._native import Secret
-from evermoe.comm.reach import Place, Reach, Stores
+from evermoe.comm.reachability import Endpoint, Reachability, Stores
 from evermoe.comm.task import Task, run_beside
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class EarlyStores(Stores):
         reach: finds out whether members answer at their doors.
     """
 
-    def __init__(self, place: Place, limit: timedelta, secret: Secret | None, reach: Reach) -> None:
+    def __init__(self, place: Endpoint, limit: timedelta, secret: Secret | None, reach: Reachability) -> None:
         super().__init__(place, limit, secret)
         self._reach = reach
         self._task: Task[None] | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.messages import Messages, Told
-from evermoe.comm.reach import Reach
+from evermoe.comm.reachability import Reachability
 from evermoe.native_calls import native_call
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class EndedMembers:
         speaks: False for one that goes on without others in any case, which it might wrongly take for dead.
     """
 
-    def __init__(self, member: str, messages: Messages, reach: Reach, *, speaks: bool = True) -> None:
+    def __init__(self, member: str, messages: Messages, reach: Reachability, *, speaks: bool = True) -> None:
         self._speaks = speaks
         self._member, self._messages, self._reach = member, messages, reach
         self._ended: set[str] = set()

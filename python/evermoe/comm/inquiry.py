@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evermoe.comm.lighthouse import Lighthouses
-from evermoe.comm.reach import end_connections
+from evermoe.comm.reachability import end_connections
 from evermoe.native_calls import native_call
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
 """Who is alive: what the Lighthouse says, and the groups that follow from it. Only `comm` knows torchft.
 
 torchft's Lighthouse names the members: every member beats from a native thread and asks for a set; the answer is the
-same for all. The protocol (`evermoe.train.protocol`) judges it, and `Membership.connect` builds the groups.
-Groups meet in the store of the first member, under a prefix of their own; `evermoe.comm.reach` finds out who answers.
+same for all. The protocol (`evermoe.train.protocol`) judges it, and `MembershipManager.connect` builds the groups.
+Groups meet in the store of the first member, under a prefix of their own; `evermoe.comm.reachability` finds out
+who answers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from evermoe.comm.early_stores import EarlyStores
 from evermoe.comm.ended_members import EndedMembers
+from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.gathering import not_taken_in
 from evermoe.comm.group import Group, connect_timeout
 from evermoe.comm.inquiry import Inquiry
@@ -29,9 +31,8 @@ from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
-from evermoe.comm.reach import LOOK_SECONDS, Reach, find_place
+from evermoe.comm.reachability import LOOK_SECONDS, Reachability, find_endpoint
 from evermoe.comm.transport import Transport
-from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.native_calls import close_at_exit
 
@@ -45,7 +46,7 @@ RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
 
 
-class Membership:
+class MembershipManager:
     """Asks the Lighthouse which members take part, and connects their groups.
 
     Args:
@@ -76,7 +77,7 @@ class Membership:
     ) -> None:
         reserve_open_files(options.members or 1)
         self.id, self.node, self.rank_key = f"{node}-{uuid.uuid4().hex[:8]}", node, rank_key
-        secret, place = job_secret(), find_place(options.address, split_addresses(lighthouse))
+        secret, place = job_secret(), find_endpoint(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
         self.identity = identity = replace(identity, options=common)
@@ -116,12 +117,12 @@ class Membership:
         """When the Lighthouse answered first in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
         """What each member of the latest set of the Lighthouse has told, by id."""
-        self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reach(self.id, place, secret)
+        self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reachability(self.id, place, secret)
         """What this member can reach of the others."""
         self._ended = EndedMembers(self.id, self.messages, self.reach, speaks=not self.goes_on_alone)
         self.stores = EarlyStores(place, self._hang_timeout, secret, self.reach)
         """Where groups meet, and connections to those of others."""
-        self.watch = Watch(
+        self.watch = FailureDetector(
             self.reach,
             (self.trainer_group, self._with_replicas),
             heartbeat_timeout=options.heartbeat_timeout,

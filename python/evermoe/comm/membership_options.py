@@ -36,7 +36,7 @@ class MembershipOptions(Options):
     """Members that a new job waits for (EVERMOE_MEMBERS; with a Lighthouse WORLD_SIZE or srun's tasks; default 1).
     Later ones join at any time."""
     allow_solo_resume: bool = False
-    """Trains on where `LeftBehind` would stop it, as nobody is left of those that went on (EVERMOE_ALLOW_SOLO_RESUME=1)."""
+    """Resume instead of raising `LeftBehind` when no newer member survives (EVERMOE_ALLOW_SOLO_RESUME=1)."""
     role: Role = "train"
     """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
     spare: bool = False
@@ -79,6 +79,7 @@ class MembershipOptions(Options):
             )
         if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.allow_solo_resume:
             raise ValueError(
-                "allow_solo_resume (EVERMOE_ALLOW_SOLO_RESUME) lets each part of a job go on, and lighthouse names several: "
-                "expected one of the two. To let the members at one Lighthouse go on: evermoe lighthouse promote"
+                "allow_solo_resume (EVERMOE_ALLOW_SOLO_RESUME) lets each part of a job continue, and lighthouse names "
+                "several: expected one of the two. To let the members at one Lighthouse continue: evermoe lighthouse "
+                "promote"
             )

@@ -95,7 +95,7 @@ class Member:
                 self._take_part(seat(holdings, self._options.expert_parallel), members)
             except (PeerLost, RuntimeError) as error:  # torch raises the latter where a peer dies while all connect
                 reason = str(error).split("\n", 1)[0]
-                self._reporter.write("lost", {"step": self._step, "reason": reason})
+                self._reporter.write("connection_lost", {"step": self._step, "reason": reason})
                 self._parallel.drop(reason)
                 self._everybody.drop(reason)
             if dist.is_initialized():

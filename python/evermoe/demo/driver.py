@@ -209,7 +209,7 @@ class Run:
         if event["event"] == "killed":
             where = "during a recovery" if event["where"] == "recovery" else f"in the middle of step {event['step']}"
             self.console.print(f"[red]worker {worker} is killed {where}: SIGKILL, its node's memory is gone[/]")
-        elif event["event"] == "arranged" and event["summary"] != self._arranged:
+        elif event["event"] == "protection_planned" and event["summary"] != self._arranged:
             self._arranged = event["summary"]
             self.console.print(f"[dim]{self._arranged}[/]")
         elif (

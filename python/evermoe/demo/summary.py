@@ -86,7 +86,7 @@ def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None
             if event["time"] <= episode.started:
                 continue
             name = event["event"]
-            following = {"lost": "agree", "phase": event.get("phase"), "recovered": "repeat"}.get(name)
+            following = {"connection_lost": "agree", "phase": event.get("phase"), "recovered": "repeat"}.get(name)
             if name == "phase" and phase == "repeat":
                 continue  # asked for new members, while the step is not committed yet
             if following is not None:
@@ -131,8 +131,8 @@ def copy_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
 
 
 def messages(events: Mapping[int, Sequence[Event]]) -> dict[str, int]:
-    """Messages of snapshots by when they were begun, over all workers: see `evermoe.events.Chunk`."""
-    return Counter(event["when"] for rows in events.values() for event in rows if event["event"] == "chunk")
+    """Messages of snapshots by when they were begun, over all workers: see `evermoe.events.ChunkSent`."""
+    return Counter(event["when"] for rows in events.values() for event in rows if event["event"] == "chunk_sent")
 
 
 def in_windows(messages: Mapping[str, int]) -> float | None:

@@ -64,8 +64,8 @@ class Reporter:
             layer = next(iter(moe_layers(self.session.model).values()))
             fields = fields | {"load": layer.tokens_E.tolist(), "copied": self.session.copied_step}
         self.write(name, fields)
-        if name in ("lost", "recovered"):
-            self.recovering = name == "lost"
+        if name in ("connection_lost", "recovered"):
+            self.recovering = name == "connection_lost"
         if self.recovering and self.session is not None and fields.get("phase") == "fetch":
             self.strike(self.session.step + 1, "recovery")
 

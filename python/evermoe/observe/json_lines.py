@@ -10,12 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from evermoe import events
-from evermoe.events import Chunk, Event, Held, Protocol, Published
+from evermoe.events import ChunkSent, Event, GradientsLogged, Protocol, SnapshotReceived
 from evermoe.warn import warn
 
-INNER = (Protocol, Chunk, Published, Held)
+INNER = (Protocol, ChunkSent, SnapshotReceived, GradientsLogged)
 """Events of a session's insides, of which there are many in each step."""
-_KINDS = {kind.__name__.lower(): kind for kind in vars(events).values() if isinstance(kind, type)}
+_KINDS = {events.name_of(kind): kind for kind in Event.__subclasses__()}
 
 
 class JsonLines:
@@ -63,7 +63,7 @@ def read_line(line: str) -> tuple[int, float, Event] | None:
     try:
         found = json.loads(line)
         kind = _KINDS.get(found["event"])
-        if kind is None or not issubclass(kind, Event):
+        if kind is None:
             return None
         names = {field.name for field in fields(kind)}
         event = kind(**{name: value for name, value in found.items() if name in names})

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from evermoe.events import (
     Begin,
     Checkpoint,
-    Chunk,
+    ChunkSent,
     Commit,
-    Covered,
+    CoverageChanged,
     Damaged,
     Event,
-    Gone,
     Joined,
     Measured,
+    MemberLost,
     Phase,
     Recovered,
     Skipped,
@@ -106,10 +106,10 @@ class Metrics:
     | `evermoe_checkpoint_step` | gauge | steps in the newest checkpoint |
     | `evermoe_damaged_total` | counter | copies that were not what they should have been |
     | `evermoe_survives_losses` | gauge, by `nodes` | probability that a loss of one, or two at once, is survived now |
-    | `evermoe_fatal_loss_units` | gauge, by `nodes` | units that would be lost with these nodes now: `Covered.fatal` |
+    | `evermoe_fatal_loss_units` | gauge, by `nodes` | units lost with these nodes: `CoverageChanged.fatal` |
     | `evermoe_covered` | gauge | 1 if all copies of the plan are complete, 0 while some are missing |
     | `evermoe_recoveries_total` | counter | recoveries and other changes of members, the start included |
-    | `evermoe_lost_members_total` | counter, by `kind` | members that were lost: `Gone.kind` |
+    | `evermoe_lost_members_total` | counter, by `kind` | members that were lost: `MemberLost.kind` |
     | `evermoe_recovery_seconds_total` | counter, by `phase` | what they took |
     | `evermoe_last_recovery_info` | info | labels `reason`, and `failure` and `tier` of `Recovered` |
     | `evermoe_last_recovery_seconds` | gauge, by `phase` | what the last of them took |
@@ -151,10 +151,10 @@ class Metrics:
             Commit: self._note_commit,
             Measured: self._note_measured,
             Skipped: lambda event: self._of["skipped"].inc(),
-            Covered: self._note_covered,
-            Gone: lambda event: self._of["lost_members"].labels(kind=event.kind).inc(),
+            CoverageChanged: self._note_covered,
+            MemberLost: lambda event: self._of["lost_members"].labels(kind=event.kind).inc(),
             Recovered: self._note_recovered,
-            Chunk: lambda event: self._of["copy_waiting_bytes"].set(event.total - event.sent),
+            ChunkSent: lambda event: self._of["copy_waiting_bytes"].set(event.total - event.sent),
             Damaged: lambda event: self._of["damaged"].inc(),
             Checkpoint: lambda event: self._of["checkpoint_step"].set(event.step),
         }
@@ -204,7 +204,7 @@ class Metrics:
             self._of["copied_bytes"].labels(kind=kind).inc(nbytes - self._sent.get(kind, 0))
         self._sent = dict(event.sent_bytes)
 
-    def _note_covered(self, event: Covered) -> None:
+    def _note_covered(self, event: CoverageChanged) -> None:
         self._of["survives_losses"].labels(nodes="1").set(event.survives_one)
         self._of["survives_losses"].labels(nodes="2").set(event.survives_two)
         self._of["fatal_loss_units"].clear()

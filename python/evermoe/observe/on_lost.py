@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from evermoe.events import Gone
+from evermoe.events import MemberLost
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ COMMAND_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
 """That the end of a session waits for a call that is under way."""
 
-Hook = Callable[[Gone], object]
+Hook = Callable[[MemberLost], object]
 """Is called with each lost member, in a thread of its own."""
 
 
@@ -38,11 +38,11 @@ class OnLost:
 
     def __init__(self, hook: str | Hook) -> None:
         self._hook = hook
-        self._queue: queue.SimpleQueue[Gone | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[MemberLost | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._over: set[str] = set()
 
-    def call(self, gone: Gone) -> None:
+    def call(self, gone: MemberLost) -> None:
         """Has the hook called for a loss."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="evermoe-on-lost", daemon=True)
@@ -50,7 +50,7 @@ class OnLost:
         self._queue.put(gone)
 
     def is_over(self, key: str) -> bool:
-        """Whether the call for the loss of this `Gone.key` has ended, in whatever way."""
+        """Whether the call for the loss of this `MemberLost.key` has ended, in whatever way."""
         return key in self._over
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class OnLost:
                 logger.warning("on_lost was called for %s, in %.1f s", gone.key, time.monotonic() - began)
             self._over.add(gone.key)
 
-    def _ask(self, gone: Gone) -> str:
+    def _ask(self, gone: MemberLost) -> str:
         """Calls the hook; what went wrong, empty for nothing."""
         if isinstance(self._hook, str):
             return _run(self._hook, gone)
@@ -80,7 +80,7 @@ class OnLost:
         return ""
 
 
-def _run(command: str, gone: Gone) -> str:
+def _run(command: str, gone: MemberLost) -> str:
     """Runs a command; what went wrong, empty for nothing. It outlives this process."""
     process = subprocess.Popen(
         ["/bin/sh", "-c", command],
@@ -100,10 +100,10 @@ def _run(command: str, gone: Gone) -> str:
     return f"the command was killed by signal {-code}" if code < 0 else f"the command ended with {code}" if code else ""
 
 
-def variables(gone: Gone) -> Mapping[str, str]:
+def variables(gone: MemberLost) -> Mapping[str, str]:
     """The environment variables of a command: `EVERMOE_LOST_KIND` for the field `kind`, and so on.
 
-    >>> event = Gone("a-1-3", "big", "a-1", "a", "", "train", "host", 7, 3, "a reason", 3, 4, 1)
+    >>> event = MemberLost("a-1-3", "big", "a-1", "a", "", "train", "host", 7, 3, "a reason", 3, 4, 1)
     >>> found = variables(event)
     >>> found["EVERMOE_LOST_KIND"], found["EVERMOE_LOST_WANTED"]
     ('host', '4')

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evermoe.events import Commit, Covered, Damaged, Event, Measured, Recovered, Skipped, Verified
+from evermoe.events import Commit, CoverageChanged, Damaged, Event, Measured, Recovered, Skipped, Verified
 from evermoe.warn import warn
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class TensorBoard:
     | `load/imbalance`, `load/expert_imbalance` | steps taken | of `Measured` |
     | `copies/plt_at_risk`, `copies/starvation` | steps taken | of `Measured` |
     | `copies/lag/KIND`, `copies/sent_bytes/KIND` | steps taken | of `Measured`: steps behind training; bytes so far |
-    | `survives/one_node`, `survives/two_nodes`, `survives/fatal_losses` | steps taken | of `Covered` |
+    | `survives/one_node`, `survives/two_nodes`, `survives/fatal_losses` | steps taken | of `CoverageChanged` |
     | `recovery/PHASE`, `recovery/total` | step from which all resume | seconds, of `Recovered` |
     | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | likewise | of `Recovered` |
     | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
@@ -60,7 +60,7 @@ class TensorBoard:
         self._notes: dict[type[Event], Callable[[Any], dict[str, float]]] = {
             Commit: lambda event: {"loss": event.loss, "grad_norm": event.grad_norm, "members": event.members},
             Measured: self._note_measured,
-            Covered: _note_covered,
+            CoverageChanged: _note_covered,
             Recovered: self._note_recovered,
             Skipped: lambda event: self._count("skipped"),
             Damaged: lambda event: self._count("damaged"),
@@ -122,7 +122,7 @@ class TensorBoard:
         }
 
 
-def _note_covered(event: Covered) -> dict[str, float]:
+def _note_covered(event: CoverageChanged) -> dict[str, float]:
     return {
         "survives/one_node": event.survives_one,
         "survives/two_nodes": event.survives_two,

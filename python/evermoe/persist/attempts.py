@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from evermoe.errors import CorruptCopy
 from evermoe.persist.manifest import MANIFEST, MANIFEST_BYTES, Manifest, parsed
-from evermoe.persist.place import ObjectPath, Place
+from evermoe.persist.object_store import ObjectPath, ObjectStore
 from evermoe.persist.retention import Retention
 from evermoe.state.version import step_of
 from evermoe.warn import warn
@@ -56,7 +56,7 @@ class Attempts:
         place: of the URL.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ObjectStore) -> None:
         self.place = place
 
     def look(self) -> dict[str, Known]:
@@ -131,7 +131,7 @@ class Found(NamedTuple):
         return path
 
 
-def scan(place: Place, layout: str | None = None, *, tells: bool = False) -> list[Found]:
+def scan(place: ObjectStore, layout: str | None = None, *, tells: bool = False) -> list[Found]:
     """Complete checkpoints, older versions first; of one version the one that was written last is last.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from evermoe.errors import CorruptCopy
 from evermoe.persist.manifest import Manifest, as_bytes, read_manifest, read_units
-from evermoe.persist.place import locate_below
+from evermoe.persist.object_store import locate_below
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit, weight_tensors
 

@@ -46,9 +46,9 @@ from evermoe.persist.attempts import (
 )
 from evermoe.persist.folder import PERSISTED
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, as_bytes, parsed
+from evermoe.persist.object_store import ObjectPath, ObjectStore
 from evermoe.persist.owner import OWNER, Owner, owner_text, read_owner
 from evermoe.persist.partial_bucket import generations
-from evermoe.persist.place import ObjectPath, Place
 from evermoe.persist.plain_files import PROBE
 from evermoe.persist.retention import NEWEST, Retention
 from evermoe.run_claim import RUN, RUN_BYTES, Run
@@ -74,7 +74,7 @@ class CheckpointBucket:
         OSError: it cannot be written there.
     """
 
-    def __init__(self, place: Place, owner: Owner, member: str, retention: Retention = NEWEST) -> None:
+    def __init__(self, place: ObjectStore, owner: Owner, member: str, retention: Retention = NEWEST) -> None:
         self.directory = ObjectPath(place)
         self._place, self._owner, self._retention = place, owner, retention
         self._attempts = Attempts(place)

@@ -30,8 +30,8 @@ from torch import Tensor
 from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.persist.folder import PERSISTED, PersistedUnit, folders, units_of
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, read_manifest
+from evermoe.persist.object_store import Location
 from evermoe.persist.owner import Claim, Owner, read_owner
-from evermoe.persist.place import Location
 from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_text, write_units
 from evermoe.persist.retention import NEWEST, Retention
 from evermoe.run_claim import Run, RunClaim

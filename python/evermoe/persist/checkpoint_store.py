@@ -16,8 +16,8 @@ from evermoe.persist.checkpoint_bucket import CheckpointBucket
 from evermoe.persist.checkpoint_folder import CheckpointFolder, Stored
 from evermoe.persist.folder import PersistedUnit, units_of
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, read_manifest
+from evermoe.persist.object_store import Location, ObjectPath, locate_below
 from evermoe.persist.owner import Owner, no_job, read_owner
-from evermoe.persist.place import Location, ObjectPath, locate_below
 from evermoe.persist.retention import NEWEST, Retention
 from evermoe.run_claim import Run
 from evermoe.state.unit import Unit

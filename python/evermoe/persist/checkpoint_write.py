@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from evermoe._native import copy_units
-from evermoe.comm.council import Council
+from evermoe.comm.background_consensus import BackgroundConsensus
 from evermoe.comm.group import Group
 from evermoe.comm.tags import CHECKPOINT
 from evermoe.comm.task import T, Task, Worker
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.persist.checkpoint_store import CheckpointStore
 from evermoe.persist.manifest import Entry, manifest_text
-from evermoe.persist.place import Location
+from evermoe.persist.object_store import Location
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import read_tensors
 
@@ -75,7 +75,7 @@ class CheckpointWrite:
         assert attempt or group.size == 1
         self.version = version
         self._store, self._state, self._mine, self._group = store, state, mine, group
-        self._council = Council(group, CHECKPOINT)
+        self._council = BackgroundConsensus(group, CHECKPOINT)
         self._draft = store.draft(version, generation, attempt or uuid.uuid4().hex[:8])
         self._captured = threading.Event()
         self._is_busy = True

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evermoe.comm.gather import gather_json, share_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Worker
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint, Listener
 from evermoe.options import Options, option
 from evermoe.persist.checkpoint_store import CheckpointStore, find, is_read_only, open_store
 from evermoe.persist.checkpoint_write import THREAD, CheckpointWrite
+from evermoe.persist.object_store import PATIENCE, Location, locate
 from evermoe.persist.owner import Owner
-from evermoe.persist.place import PATIENCE, Location, locate
 from evermoe.persist.retention import Retention
 from evermoe.run_claim import Run
 from evermoe.state.training_state import TrainingState
@@ -94,7 +94,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self, options: CheckpointOptions, state: TrainingState, membership: Membership, emit: Listener
+        self, options: CheckpointOptions, state: TrainingState, membership: MembershipManager, emit: Listener
     ) -> None:
         self._options, self._state, self._membership, self._emit = options, state, membership, emit
         self._newest = -1
@@ -117,8 +117,8 @@ class Checkpointer:
         if where is not None and is_read_only(where):
             if options.checkpoint_interval:
                 raise ValueError(
-                    f"checkpoint_interval is set, but checkpoint_dir {where} can only be read: write to a folder, s3://, "
-                    "gs:// or az://"
+                    f"checkpoint_interval is set, but checkpoint_dir {where} can only be read: write to a folder, "
+                    "s3://, gs:// or az://"
                 )
         elif where is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)

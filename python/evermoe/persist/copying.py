@@ -13,8 +13,8 @@ from evermoe.persist.checkpoint_bucket import begin, put_unit
 from evermoe.persist.checkpoint_folder import take_name
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, manifest_text, read_units
+from evermoe.persist.object_store import Location, ObjectPath
 from evermoe.persist.owner import Owner
-from evermoe.persist.place import Location, ObjectPath
 from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
 from evermoe.state.version import generation_of, step_of
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from evermoe._native import digest, retained_versions
 from evermoe.errors import CorruptCopy, LeftBehind
 from evermoe.persist.manifest import MANIFEST, Manifest, Part, as_bytes, read_manifest, read_part, read_units
-from evermoe.persist.place import Location
+from evermoe.persist.object_store import Location
 from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
 from evermoe.persist.saved import Saved
 from evermoe.state.version import generation_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from evermoe._native import digest, format_manifest, parse_manifest
 from evermoe.errors import CorruptCopy
 from evermoe.persist.object_file import open_object
-from evermoe.persist.place import Location, ObjectPath
+from evermoe.persist.object_store import Location, ObjectPath
 from evermoe.persist.plain_files import open_plain, read_plain
 from evermoe.state.version import step_of
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from evermoe.errors import CorruptCopy
-from evermoe.persist.place import ObjectPath
+from evermoe.persist.object_store import ObjectPath
 
 FIRST_BYTES = 1 << 20
 """Bytes that are read of a file before it is known what is in it: all of one that is smaller."""

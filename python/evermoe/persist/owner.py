@@ -23,7 +23,7 @@ import numpy as np
 
 from evermoe._native import digest
 from evermoe.errors import CorruptCopy, PersistFailed
-from evermoe.persist.place import Location, ObjectPath
+from evermoe.persist.object_store import Location, ObjectPath
 from evermoe.persist.plain_files import flush, read_plain, write_text
 from evermoe.run_claim import try_lock
 

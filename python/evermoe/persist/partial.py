@@ -15,7 +15,7 @@ import torch
 from evermoe import planning
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Task
 from evermoe.errors import PersistFailed
 from evermoe.keeper import Assignment, Due, StateKeeper
@@ -89,7 +89,12 @@ class PartialCheckpoints(StateKeeper):
     """
 
     def __init__(
-        self, store: PartialStore, state: TrainingState, membership: Membership, courier: Courier, save_interval: int
+        self,
+        store: PartialStore,
+        state: TrainingState,
+        membership: MembershipManager,
+        courier: Courier,
+        save_interval: int,
     ) -> None:
         self.store, self._state, self._membership = store, state, membership
         self._courier, self._save_interval = courier, save_interval

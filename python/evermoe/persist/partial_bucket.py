@@ -40,8 +40,8 @@ from evermoe.persist.folder import (
     retained_units,
 )
 from evermoe.persist.manifest import MANIFEST_BYTES, Manifest, parsed
+from evermoe.persist.object_store import LOOK_SECONDS, ObjectPath, ObjectStore, hurried
 from evermoe.persist.owner import read_owner
-from evermoe.persist.place import LOOK_SECONDS, ObjectPath, Place, hurried
 from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.version import generation_of
 from evermoe.warn import warn
@@ -102,10 +102,10 @@ class PartialBucket:
     def _key(self, name: str) -> str:
         return (self.where / MANIFESTS / name).key
 
-    def _list(self, place: Place) -> _Listed:
+    def _list(self, place: ObjectStore) -> _Listed:
         return _list(ObjectPath(place, self.where.key))
 
-    def _manifests(self, place: Place, listed: _Listed) -> list[Manifest]:
+    def _manifests(self, place: ObjectStore, listed: _Listed) -> list[Manifest]:
         """Of what is durable, newest first; those that cannot be used are told by a warning."""
         names = sorted((name for name, part in listed.parts.items() if part.nbytes), reverse=True)
         known = {name: self._read[name] for name in names if name in self._read}

@@ -6,8 +6,8 @@ from collections.abc import Collection, Container
 from typing import Any, Protocol
 
 from evermoe.persist.folder import PartialFolder, PersistedUnit
+from evermoe.persist.object_store import Location, ObjectPath
 from evermoe.persist.partial_bucket import PartialBucket
-from evermoe.persist.place import Location, ObjectPath
 from evermoe.persist.saved import Saved
 
 

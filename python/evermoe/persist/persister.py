@@ -12,8 +12,8 @@ from torch import Tensor
 from evermoe._native import TripleBuffer, digests
 from evermoe.errors import LeftBehind, PersistFailed
 from evermoe.persist.manifest import BYTES, Part
+from evermoe.persist.object_store import LOOK_SECONDS
 from evermoe.persist.partial_store import PartialStore
-from evermoe.persist.place import LOOK_SECONDS
 from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of

@@ -32,8 +32,8 @@ class TokenLedger:
     fell back to their last copy: `lose`. The portion of lost tokens (PLT, of PEC / MoC-System) is counted per
     layer, tokens lost over tokens seen, and averaged over layers.
 
-    Dynamic-K: a run may lose `max_lost_token_fraction` of its tokens, and each part of it the same portion of its own. So
-    whenever a recovery that lost tokens leaves the PLT of the run so far above the limit, `experts_per_layer`
+    Dynamic-K: a run may lose `max_lost_token_fraction` of its tokens, and each part of it the same portion of its own.
+    So whenever a recovery that lost tokens leaves the PLT of the run so far above the limit, `experts_per_layer`
     doubles, up to E.
 
     A ledger belongs to one kind of copy; snapshots and persisted ones have one each. Save `to_json()` with the

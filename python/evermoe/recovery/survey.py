@@ -17,7 +17,7 @@ from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.persist.checkpoint_store import find, find_saved
 from evermoe.persist.folder import PersistedUnit
-from evermoe.persist.place import LOOK_SECONDS, Location, hurried
+from evermoe.persist.object_store import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging
 from evermoe.recovery.early_survey import GROUP_BYTES
 from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, lent, read_stored

@@ -13,7 +13,7 @@ from torch import Tensor
 from evermoe import planning
 from evermoe.comm.group import Group
 from evermoe.options import count
-from evermoe.persist.place import Location
+from evermoe.persist.object_store import Location
 from evermoe.placement import (
     LayerPlacements,
     PlacementOptions,

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.task import Task
 from evermoe.ema import is_averaged
 from evermoe.errors import NotReplayable
-from evermoe.events import Damaged, Held, Listener
+from evermoe.events import Damaged, GradientsLogged, Listener
 from evermoe.keeper import Assignment, CopyOptions, Keeper
 from evermoe.planning.schedule import DEFAULT_LINK
 from evermoe.replay.calibrate import Arithmetic, calibrate
@@ -127,7 +127,7 @@ class Replicas(Keeper):
     def __init__(
         self,
         state: TrainingState,
-        membership: Membership,
+        membership: MembershipManager,
         options: CopyOptions,
         arithmetic: Arithmetic | None,
         emit: Listener,
@@ -274,7 +274,7 @@ class Replicas(Keeper):
             exchanged = copies.exchange(self.courier, step, selected)
             _tell(self._emit, exchanged.damages)
             if exchanged.held:
-                self._emit(Held(step))
+                self._emit(GradientsLogged(step))
             return exchanged
 
         self._exchange = self.courier.submit(exchange)

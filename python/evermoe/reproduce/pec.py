@@ -243,8 +243,8 @@ def _figure_5d() -> list[Row]:
                 paper=None if value is None else stated("sections 3.1 and 4.2; Figure 5d", at_most=value),
                 ours=100 * end.plt,
                 how="planner",
-                why=f"`TokenLedger` with max_lost_token_fraction {limit:g}; K ends at {end.experts_per_layer}. The paper's numbers "
-                "of faults and steps are not in our copy",
+                why=f"`TokenLedger` with max_lost_token_fraction {limit:g}; K ends at {end.experts_per_layer}. "
+                "The paper's numbers of faults and steps are not in our copy",
             )
         )
     return rows

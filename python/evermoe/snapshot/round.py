@@ -16,7 +16,7 @@ from evermoe.comm.courier import Courier, Message, Sent
 from evermoe.comm.task import Task
 from evermoe.comm.transport import Transfer
 from evermoe.errors import CaptureCancelled, CorruptCopy
-from evermoe.events import Chunk, Listener, Published
+from evermoe.events import ChunkSent, Listener, SnapshotReceived
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.snapshot.store import BundleArena, SnapshotStore
 from evermoe.state.stored import NO_COPIES, KeptCopies
@@ -233,7 +233,7 @@ class SnapshotRound:
 
     def _note_sent(self, sent: Sent) -> None:
         self._sent_bytes += sent.nbytes
-        self._emit(Chunk(step_of(self.version), self._sent_bytes, self._total_bytes, sent.when))
+        self._emit(ChunkSent(step_of(self.version), self._sent_bytes, self._total_bytes, sent.when))
 
     def _read_units(self, kept: BundleArena) -> None:
         kept.index = kept.arena.begin(self.version)
@@ -273,5 +273,5 @@ class SnapshotRound:
             return False
         finally:
             self._courier.progress += 1
-        self._emit(Published(step_of(self.version), len(kept.bundle.units)))
+        self._emit(SnapshotReceived(step_of(self.version), len(kept.bundle.units)))
         return True

@@ -9,19 +9,19 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from evermoe.comm.courier import Courier
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.events import Listener
 from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
 from evermoe.profile.follower import StreamFollower
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.bundles import Bundle, bundles
-from evermoe.snapshot.former import FormerSnapshots
 from evermoe.snapshot.gpu_sources import GpuSources
 from evermoe.snapshot.page_locks import PageLocks
+from evermoe.snapshot.previous_epoch import PreviousEpochSnapshots
 from evermoe.snapshot.round import SnapshotRound
+from evermoe.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
-from evermoe.snapshot.version_pace import VersionPace
 from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import NO_COPIES
@@ -69,7 +69,7 @@ class Snapshots(StateKeeper):
         self,
         state: TrainingState,
         store: SnapshotStore,
-        membership: Membership,
+        membership: MembershipManager,
         options: CopyOptions,
         windows: WindowOptions,
         emit: Listener,
@@ -89,7 +89,7 @@ class Snapshots(StateKeeper):
         self.window_planner = WindowPlanner(
             self.pacer, self.courier, store, membership, windows, policy, options.steps_per_version
         )
-        self.version_pace = VersionPace()
+        self.snapshot_schedule = SnapshotSchedule()
         """Which versions are copied, where that is late."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
@@ -115,7 +115,7 @@ class Snapshots(StateKeeper):
         self._newest_local: float = 0
         self._is_local_later = False
         """Whether the first local snapshots of the plan come a step later."""
-        self._former = FormerSnapshots(lambda: store.prune(self._generation))
+        self._former = PreviousEpochSnapshots(lambda: store.prune(self._generation))
         self._generation = 0
         self._copies = NO_COPIES
         """Copies of before, which need not be sent again."""
@@ -134,7 +134,7 @@ class Snapshots(StateKeeper):
         self.missing, self.locked_bytes = {}, 0
         self._former.forget()
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
-        self.version_pace.is_used = self.copies_late
+        self.snapshot_schedule.is_used = self.copies_late
         self._copies = assignment.copies
         self._local_steps = self._fixed_steps or 1
         as_budget_allows = self._fixed_steps is None and not self._options.choices.per_expert_versions
@@ -194,7 +194,7 @@ class Snapshots(StateKeeper):
         self._is_settled, self._newest_local = False, -math.inf if self._is_local_later else step
         is_urgent = bool(self._sent) or self._options.choices.selects_by_budget
         self.window_planner.restart(step, self.copies_late, is_urgent=is_urgent)
-        self.version_pace.restart(step)
+        self.snapshot_schedule.restart(step)
         self.pacer.begin_step()
 
     # ---- a step
@@ -202,7 +202,9 @@ class Snapshots(StateKeeper):
     def make_room(self, step: int) -> None:
         """One version at a time: waits for the one under way if another one is due. Those of before may go."""
         self._former.give_up()
-        is_due = self.version_pace.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
+        is_due = (
+            self.snapshot_schedule.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
+        )
         if self._round is not None and is_due:
             self.pacer.hurry()
             self.wait()
@@ -210,7 +212,7 @@ class Snapshots(StateKeeper):
     def before_vote(self, step: int) -> bool:
         """Waits for what must be safe by then; whether that is so."""
         if self._round is not None and self.copies_late:
-            return not self.version_pace.is_due(step) or self.wait()
+            return not self.snapshot_schedule.is_due(step) or self.wait()
         if self._round is not None and self._former.are_replaced:
             self.pacer.hurry()
             return self._former.note_whole(self.wait())
@@ -250,7 +252,7 @@ class Snapshots(StateKeeper):
         is_whole = self.wait()
         self._round = None
         self.sources.clear()
-        if version is not None and self.copies_late and self.version_pace.begun < step_of(version):
+        if version is not None and self.copies_late and self.snapshot_schedule.begun < step_of(version):
             self._is_settled = False
             self.start(version, Due(bundles=None))
             is_whole = self.settle() and is_whole
@@ -273,7 +275,7 @@ class Snapshots(StateKeeper):
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
         """Bundles of which a round should begin now; `choose` gives the experts for local snapshots."""
         if self.copies_late:  # also where there is no memory for any: steps are committed with versions
-            return Due(bundles=None) if self.version_pace.is_due(step) else Due()
+            return Due(bundles=None) if self.snapshot_schedule.is_due(step) else Due()
         if not self._sent and not self._local:
             return Due()
         sent = self._due_for_peers(step)
@@ -308,7 +310,7 @@ class Snapshots(StateKeeper):
                 self._whole |= self._round.whole
                 self.window_planner.host_speed = self._round.host_speed or self.window_planner.host_speed
             self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
-            self.version_pace.begin(step_of(version), self.window_planner.version_steps)
+            self.snapshot_schedule.begin(step_of(version), self.window_planner.version_steps)
             if self._blocks:
                 self.pacer.hurry()
                 self.wait()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.comm.gather import gather_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
 from evermoe.run_claim import remove_run
@@ -179,7 +179,7 @@ class SnapshotStore:
         self,
         planned: Sequence[Bundle],
         generation: int,
-        membership: Membership,
+        membership: MembershipManager,
         copies: KeptCopies = NO_COPIES,
         *,
         reserves: bool = True,

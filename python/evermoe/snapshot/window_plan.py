@@ -21,7 +21,7 @@ from typing import Literal
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.step_record import TimedStep
 from evermoe.options import Options, option
@@ -81,7 +81,8 @@ class WindowOptions(Options):
         super().__post_init__()
         if self.profile_interval < self.profile_steps + 2:
             raise ValueError(
-                f"expected profile_interval >= profile_steps + 2 = {self.profile_steps + 2}, got {self.profile_interval}"
+                f"expected profile_interval >= profile_steps + 2 = {self.profile_steps + 2}, "
+                f"got {self.profile_interval}"
             )
 
 
@@ -103,7 +104,7 @@ class WindowPlanner:
         pacer: Pacer,
         courier: Courier,
         store: SnapshotStore,
-        membership: Membership,
+        membership: MembershipManager,
         options: WindowOptions,
         policy: ChunkPolicy | None,
         fixed_steps: int | None = 1,

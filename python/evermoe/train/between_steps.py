@@ -179,8 +179,8 @@ class BetweenSteps:
 
         Args:
             folder: None, or where rank 0 writes safetensors files with an index: empty, or not there yet. It appears
-                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_timeout` must allow
-                for writing a file, or where there are replica nodes for all of it.
+                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_timeout` must
+                allow for writing a file, or where there are replica nodes for all of it.
 
         Returns:
             By the model's keys tensors on the CPU, which no step changes. Empty on the other ranks, and with `folder`.

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from evermoe.comm.gather import gather_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.loss_ledger import LossLedger
 from evermoe.options import count
 from evermoe.planning import budgets
@@ -28,7 +28,7 @@ from evermoe.selection import most_at_risk
 from evermoe.snapshot.bundles import Bundle
 from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.train.pipeline_config import PipelineConfig
-from evermoe.train.stages import Seat, StageState
+from evermoe.train.stages import StageRank, StageState
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class ChosenExperts:
     """
 
     def __init__(
-        self, options: PipelineConfig, state: StageState, membership: Membership, planner: WindowPlanner
+        self, options: PipelineConfig, state: StageState, membership: MembershipManager, planner: WindowPlanner
     ) -> None:
         self._options, self._state, self._membership, self._planner = options, state, membership, planner
         self._are_chosen = options.chooses_experts
@@ -162,7 +162,7 @@ class ChosenExperts:
             return budgets.remote_bytes_per_step(self._expert_bytes, self._all_bytes) * steps
         return max(self._expert_bytes, measured * steps - self._other_bytes)
 
-    def count_losses(self, seats: Sequence[Seat], outcome: Outcome, before: int | None) -> None:
+    def count_losses(self, seats: Sequence[StageRank], outcome: Outcome, before: int | None) -> None:
         """Counts in an outcome the tokens that its stale experts have lost. Collective.
 
         Args:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 from evermoe.comm.vote import Ballot
-from evermoe.snapshot.version_pace import VersionPace
+from evermoe.snapshot.snapshot_schedule import SnapshotSchedule
 
 Event = dict[str, Any]
 """What happened, as `src/protocol/event.rs` has it."""
@@ -18,7 +18,7 @@ class Driver(ABC):
     The methods here are those of a job that has no replica nodes, moves no units and is ended by its script.
     """
 
-    version_pace: VersionPace
+    snapshot_schedule: SnapshotSchedule
     """Which version of the copies is whole with which vote."""
 
     def interrupt(self) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from evermoe.comm.courier import UNLIMITED, Courier
 from evermoe.comm.group import leave_failures_to_us, share_a_gpu
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, has_nccl_failed, interrupt_torch_groups, quick_groups
@@ -39,7 +39,7 @@ class TorchConnections:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: MembershipManager,
         rank: int,
         size: int,
         hang_timeout: float,

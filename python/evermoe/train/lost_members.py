@@ -4,7 +4,7 @@ All members know the same losses, as they gather them once a group is connected.
 with `on_lost` the one of the lowest rank. It says in its next votes that the call is over, and all forget the loss:
 
     members   b is lost   gather: b, caller a   a calls   vote: a says so   all forget b
-    a dies before that vote: the next gather has b without a caller, and c calls again, with the same `Gone.key`
+    a dies before that vote: the next gather has b without a caller, and c calls again, with the same `MemberLost.key`
 
 So the hook is called once for a loss, unless its caller is lost before the vote that follows the call.
 
@@ -19,20 +19,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evermoe.comm.gather import gather_json
-from evermoe.comm.membership import Membership
-from evermoe.comm.reach import what_is_left
-from evermoe.events import Gone, Listener
+from evermoe.comm.membership import MembershipManager
+from evermoe.comm.reachability import what_is_left
+from evermoe.events import Listener, MemberLost
 from evermoe.observe.on_lost import Hook, OnLost
 
 KINDS = ("", "left", "process", "hung", "host")
-"""What is left of lost members, from nothing lost to the worst; see `Gone.kind`."""
+"""What is left of lost members, from nothing lost to the worst; see `MemberLost.kind`."""
 SAID = {
     "left": "has left",
     "process": "has ended, and its host lives",
     "hung": "hangs, or is stopped",
     "host": "does not answer, nor does its host",
 }
-"""By `Gone.kind`, for people."""
+"""By `MemberLost.kind`, for people."""
 LOOK_SECONDS = 0.25
 """Time that the hosts of lost members get to answer, and that a recovery waits where one is silent: they answer at
 once, or not at all."""
@@ -44,7 +44,7 @@ MAX_REPORTED = 50
 class Loss:
     """A loss for which `on_lost` is to be called."""
 
-    gone: Gone
+    gone: MemberLost
     last: int
     """Newest generation in which members know it."""
     caller: str = ""
@@ -66,7 +66,7 @@ class LostMembers:
         emit: is told the losses.
     """
 
-    def __init__(self, membership: Membership, hook: str | Hook | None, wanted: int, emit: Listener) -> None:
+    def __init__(self, membership: MembershipManager, hook: str | Hook | None, wanted: int, emit: Listener) -> None:
         self._membership, self._wanted, self._emit = membership, wanted, emit
         self._hook = None if hook is None else OnLost(hook)
         self.is_leaving = False
@@ -106,7 +106,7 @@ class LostMembers:
         told = self._told | {each.gone.member: each.last for each in self._losses if self._is_called(each)}
         can_call = self._hook is not None and not self.is_leaving
         said = gather_json(self._membership.everyone, [mine, told, can_call])
-        losses = _merged(Loss(Gone(**each.pop("gone")), **each) for theirs, _, _ in said for each in theirs)
+        losses = _merged(Loss(MemberLost(**each.pop("gone")), **each) for theirs, _, _ in said for each in theirs)
         told_by_any: dict[str, int] = {}
         for _, other, _ in said:
             told_by_any |= {member: max(last, told_by_any.get(member, 0)) for member, last in other.items()}
@@ -167,7 +167,7 @@ class LostMembers:
         last, before = self._last
         return [
             Loss(
-                Gone(
+                MemberLost(
                     key=f"{member}-{last}",
                     job=self._membership.identity.job,
                     member=member,

@@ -1,8 +1,8 @@
 """How long members wait for units that are in no member's memory.
 
 Their holders may be on their way back: a process that has ended is started again by its launcher, within
-`rejoin_timeout`. A holder that lives, and cannot be reached, is waited for longer, up to `quorum_timeout`: a cut heals, and
-nothing is lost then. Two things show that a holder lives:
+`rejoin_timeout`. A holder that lives, and cannot be reached, is waited for longer, up to `quorum_timeout`: a cut heals,
+and nothing is lost then. Two things show that a holder lives:
 
 * the Lighthouse has named it lately, together with members that it cannot reach;
 * its host accepts a connection to its door: its process is stopped, or stays away from the group.
@@ -18,9 +18,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.membership_options import MembershipOptions
-from evermoe.comm.reach import CUT_OFF_SECONDS, REACH_SECONDS, what_is_left
+from evermoe.comm.reachability import CUT_OFF_SECONDS, REACH_SECONDS, what_is_left
 from evermoe.errors import LostExperts
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class MissingUnits:
         options: limits.
     """
 
-    def __init__(self, membership: Membership, options: MembershipOptions) -> None:
+    def __init__(self, membership: MembershipManager, options: MembershipOptions) -> None:
         self._membership, self._options = membership, options
         self._since = math.inf
         """Time since which some units are missing; infinite when none are."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.comm.collectives import complete_gradients, reduce_dense, reduce_to_owners, send_from_owners
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.errors import PeerLost
 from evermoe.state.training_state import TrainingState
 from evermoe.train.early_sums import EarlySums
@@ -33,7 +33,7 @@ class DenseExchange:
         overlaps_gather: whether updated weights are sent beside the next forward.
     """
 
-    def __init__(self, state: TrainingState, membership: Membership, *, overlaps_gather: bool = False) -> None:
+    def __init__(self, state: TrainingState, membership: MembershipManager, *, overlaps_gather: bool = False) -> None:
         self._state, self._group = state, membership.trainer_group
         self.early = EarlySums(membership.side_group, membership.trainer_group)
         """Sums that are under way while the script computes."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
 from evermoe.comm.torch_groups import end_torch_groups
 from evermoe.errors import PeerLost, UnsupportedState
@@ -36,7 +36,8 @@ from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.pipeline_step import LossFunction, PipelineStep
 from evermoe.train.protocol import CommitProtocol
-from evermoe.train.script import (
+from evermoe.train.stages import StageState
+from evermoe.train.training_inputs import (
     check_types,
     refuse_balanced,
     refuse_divided,
@@ -44,7 +45,6 @@ from evermoe.train.script import (
     refuse_tensor_parallel,
     versions,
 )
-from evermoe.train.stages import StageState
 
 ENDLESS = (1 << 40) - 1
 """Steps of a job that its script ends."""
@@ -85,7 +85,7 @@ class PipelineSession:
             step, and a newcomer resumes it.
         scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
             out steps that overflow, and updates the scale; its methods are not to be called.
-        on_event: as of `Session`; told of `Chunk`, `Damaged`, `Gone`, `Protocol` and `Published`.
+        on_event: as of `Session`; told of `ChunkSent`, `Damaged`, `MemberLost`, `Protocol` and `SnapshotReceived`.
         options: fields of `PipelineConfig`.
 
     Raises:
@@ -362,12 +362,12 @@ def _check_devices(module: nn.Module) -> None:
 
 def _new_membership(
     options: PipelineConfig, loss_scale: LossScale, scheduler: torch.optim.lr_scheduler.LRScheduler | None
-) -> Membership:
+) -> MembershipManager:
     shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
     shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
     shared |= loss_scale.settings() | {"scheduler": class_name(scheduler)}
     shared["on_lost"] = "missing" if options.on_lost is None else "given"
-    return Membership(
+    return MembershipManager(
         options.membership_options(),
         lighthouse=options.lighthouse,
         identity=Identity(options.job, shape, shared),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evermoe.comm.membership_options import MembershipOptions
-from evermoe.events import Gone
+from evermoe.events import MemberLost
 from evermoe.keeper import CopyOptions, SnapshotMemory
 from evermoe.memory_folder import DEFAULT
 from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, option
@@ -74,10 +74,10 @@ class PipelineConfig(Options):
     compute again. The log has the activations and gradients at a stage's borders, of two steps (2 n where a version
     takes n), in host memory."""
     sparse: bool = option(False, shared=True)
-    """Whether a version is *sparse*: of `snapshot_interval` slices, of which each step captures one, with the weights of
-    those to come. No step captures all of the state; a lost stage gets a dense one by computing the steps since again,
-    from what its neighbours have logged. With `snapshot_interval=None` of as many slices, up to 8, as have room in the
-    bubbles, once these are known: for that all ranks meet once as after a loss. Needs `localised`."""
+    """Whether a version is *sparse*: of `snapshot_interval` slices, of which each step captures one, with the weights
+    of those to come. No step captures all of the state; a lost stage gets a dense one by computing the steps since
+    again, from what its neighbours have logged. With `snapshot_interval=None` of as many slices, up to 8, as fit into
+    the bubbles, once these are known: for that all ranks meet once as after a loss. Needs `localised`."""
     replay: bool = option(False, shared=True)
     """Whether, with `moetion`, a version travels as the step that leads to it where its keeper has the version before:
     the gradients that the optimizer saw, with which the keeper repeats the step (Algorithm 3). Where an optimizer's
@@ -90,9 +90,9 @@ class PipelineConfig(Options):
     """Seconds that a vote, and any wait in torch's groups, may last: more than a rank is ever idle."""
     quorum_timeout: float = option(300.0, least=MIN_SECONDS, most=MAX_SECONDS)
     """Seconds that `recover` waits for all ranks to be there."""
-    on_lost: str | Callable[[Gone], object] | None = None
+    on_lost: str | Callable[[MemberLost], object] | None = None
     """Is called when a rank is lost, once for each loss in the whole job, while the others wait for another process in
-    its place: a shell command, or a function of the event `Gone`. On all ranks or none."""
+    its place: a shell command, or a function of the event `MemberLost`. On all ranks or none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class PipelineConfig(Options):
             )
         if self.replay and self.snapshot_interval not in (None, 1):
             raise ValueError(
-                "replay=True: a step leads from a version to the one after it: expected snapshot_interval of 1 or None, "
+                "replay=True: a step leads from a version to the next: expected snapshot_interval of 1 or None, "
                 f"got {self.snapshot_interval}"
             )
         if self.sparse and not self.localised:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.group import Group
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.vote import Ballot
 from evermoe.errors import LostExperts, PeerLost, UnsupportedState
@@ -21,8 +21,8 @@ from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
 from evermoe.snapshot.rank_plan import COPIES
+from evermoe.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.snapshot.version_pace import VersionPace
 from evermoe.state.version import step_of
 from evermoe.train import gradients
 from evermoe.train.bubbles import Bubbles
@@ -42,7 +42,7 @@ from evermoe.train.stage_copies import StageCopies
 from evermoe.train.stage_replay import StageReplay
 from evermoe.train.stage_target import StageTarget
 from evermoe.train.stage_windows import StageWindowPlanner
-from evermoe.train.stages import Seat, StageState
+from evermoe.train.stages import StageRank, StageState
 
 
 class PipelineDriver(Driver):
@@ -67,13 +67,13 @@ class PipelineDriver(Driver):
         loop: KeptLoop,
         loss_scale: LossScale,
         store: SnapshotStore,
-        membership: Membership,
+        membership: MembershipManager,
         emit: Listener,
     ) -> None:
         self._options, self._optimizer, self._state = options, optimizer, state
         self._loop, self._loss_scale, self._store, self._membership = loop, loss_scale, store, membership
         self._group = membership.trainer_group
-        self.pacer, self.version_pace = Pacer(), VersionPace()
+        self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
@@ -97,7 +97,7 @@ class PipelineDriver(Driver):
         self._before: int | None = None
         """Version before the recovery that is under way; None if that was of no running job."""
         self.outcome = Outcome()
-        self.seats: list[Seat] = []
+        self.seats: list[StageRank] = []
         """By rank, what each has told about itself; empty before the first recovery."""
         self.connections = TorchConnections(membership, options.rank, options.size, options.hang_timeout, state.device)
         self.taken = 0
@@ -121,7 +121,7 @@ class PipelineDriver(Driver):
         Returns:
             Whether these copies are whole.
         """
-        self._waits = self.windows.are_used or self.version_pace.is_due(step)
+        self._waits = self.windows.are_used or self.snapshot_schedule.is_due(step)
         if self._waits:
             self.pacer.hurry()
         self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
@@ -198,7 +198,7 @@ class PipelineDriver(Driver):
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Takes the step that all have voted for, and begins to copy the new version."""
         self.end_vote()
-        is_due = self.version_pace.is_due(step_of(after))
+        is_due = self.snapshot_schedule.is_due(step_of(after))
         self.copies.wait_captured()
         if is_due:  # all have voted: its copies are complete
             self.copies.arrived()
@@ -232,7 +232,7 @@ class PipelineDriver(Driver):
         except PeerLost as lost:
             self._group.drop(str(lost))
             return
-        self.version_pace.begin(step_of(version), self.window_planner.version_steps)
+        self.snapshot_schedule.begin(step_of(version), self.window_planner.version_steps)
 
     def _update(self, sums: Ballot) -> None:
         if sums.is_finite:
@@ -274,7 +274,7 @@ class PipelineDriver(Driver):
         self.copies.wait()
         self.copies.forget()
         self.connections.interrupt()
-        is_older = version is not None and self.version_pace.begun < step_of(version)
+        is_older = version is not None and self.snapshot_schedule.begun < step_of(version)
         if version is not None and is_older and self._group.broken is None and not self.windows.are_used:
             self._begin_version(version)
             self.interrupt()
@@ -283,7 +283,7 @@ class PipelineDriver(Driver):
         """Who sits where."""
         own, options = self._state.own, self._options
         node, told = self._membership.node, (self._state.alone(), self.windows.weights(), self.windows.choice.told())
-        mine = Seat(options.stage, options.data_parallel, node, own.layout, own.sizes(), *told, self.replay.told())
+        mine = StageRank(options.stage, options.data_parallel, node, own.layout, own.sizes(), *told, self.replay.told())
         self.seats = _seats(self._group, mine, options.data_parallel_size, options.size)
         self.windows.learn(self.seats)
         self._store.check()
@@ -334,7 +334,7 @@ class PipelineDriver(Driver):
         """Begins to make the copies that are missing; they are whole on return, or by the next vote."""
         is_whole = self.copies.protect(self.seats, version, generation, self.outcome.copies, waits=waits)
         self.window_planner.cut(self.windows.numbers, self.windows.steps)
-        self.version_pace.restart(step_of(version))
+        self.snapshot_schedule.restart(step_of(version))
         self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": is_whole}
 
@@ -345,9 +345,9 @@ class PipelineDriver(Driver):
         self.courier.close()
 
 
-def _seats(group: Group, mine: Seat, peers: int, size: int) -> list[Seat]:
+def _seats(group: Group, mine: StageRank, peers: int, size: int) -> list[StageRank]:
     """By rank, what each tells about itself; collective."""
-    seats = [Seat.from_bytes(each) for each in group.all_gather_bytes(mine.to_bytes())]
+    seats = [StageRank.from_bytes(each) for each in group.all_gather_bytes(mine.to_bytes())]
     taken = [seat.stage * peers + seat.data_parallel for seat in seats]
     if taken != list(range(size)):
         raise PeerLost(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from evermoe import _native
 from evermoe.comm.gather import gather_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.vote import Ballot, cast
 from evermoe.errors import JobFinished, LeftBehind, PeerLost
 from evermoe.state.version import step_of
@@ -43,7 +43,7 @@ class Rendezvous:
         membership: asks the Lighthouse and connects the groups.
     """
 
-    def __init__(self, driver: Driver, membership: Membership) -> None:
+    def __init__(self, driver: Driver, membership: MembershipManager) -> None:
         self._driver, self._membership = driver, membership
         self._minority = (0, 0)
 
@@ -180,7 +180,7 @@ class CommitProtocol:
     def __init__(
         self,
         driver: Driver,
-        membership: Membership,
+        membership: MembershipManager,
         *,
         members: int,
         is_fixed: bool = False,
@@ -330,7 +330,7 @@ class CommitProtocol:
     def _say(self, ballot: Ballot) -> Event:
         self._ballot = ballot._replace(leaving=float(self._leaves))
         is_whole, leaves = bool(ballot.votes), bool(self._ballot.leaving)
-        lag = self._driver.version_pace.lag(self.step + 1)
+        lag = self._driver.snapshot_schedule.lag(self.step + 1)
         return {"event": "gradients", "is_whole": is_whole, "leaves": leaves, "lag": lag}
 
     def _vote(self, version: int, calls: bool) -> Event:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evermoe.comm.group import Group
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import MEETING
 from evermoe.errors import PeerLost, UnequalForwards
 
@@ -119,7 +119,7 @@ class Meeting:
                 return
 
 
-def waiting_ranks(membership: Membership) -> set[int]:
+def waiting_ranks(membership: MembershipManager) -> set[int]:
     """Ranks of the other members of a group that wait for members now; asks them all."""
     doors = {each: data["door"] for each, data in membership.members.items() if each != membership.id}
     ranks = {each: rank for rank, each in enumerate(membership.members)}

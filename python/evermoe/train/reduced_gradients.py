@@ -12,9 +12,9 @@ from evermoe.comm.vote import Ballot, cast
 from evermoe.config import SessionConfig
 from evermoe.state.training_state import TrainingState
 from evermoe.train import gradients
-from evermoe.train.script import Script
 from evermoe.train.step import Step
 from evermoe.train.step_gradients import StepGradients
+from evermoe.train.training_inputs import TrainingInputs
 
 
 class ReducedGradients:
@@ -27,7 +27,7 @@ class ReducedGradients:
         config: of the session.
     """
 
-    def __init__(self, script: Script, state: TrainingState, group: Group, config: SessionConfig) -> None:
+    def __init__(self, script: TrainingInputs, state: TrainingState, group: Group, config: SessionConfig) -> None:
         self._script, self._state, self._group, self._config = script, state, group, config
 
     def count(self, step: Step, has_finite: Tensor) -> Ballot:

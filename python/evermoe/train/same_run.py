@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from evermoe.comm.gather import gather_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.errors import FolderInUse
 from evermoe.memory_folder import make_private
 from evermoe.run_claim import Run, RunClaim, meeting_point
@@ -62,7 +62,7 @@ class SameRun:
         places: that the member uses for its job.
     """
 
-    def __init__(self, membership: Membership, hang_timeout: float, places: Sequence[Claimed]) -> None:
+    def __init__(self, membership: MembershipManager, hang_timeout: float, places: Sequence[Claimed]) -> None:
         self._membership, self._places = membership, places
         self._point = meeting_point(membership.lighthouses.addresses)
         self._patience = min(CLAIM_SECONDS, hang_timeout / 2)

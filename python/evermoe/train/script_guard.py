@@ -6,7 +6,7 @@ from torch import Tensor
 
 from evermoe.errors import UnsupportedState
 from evermoe.train.gradient_edits import GradientEdits
-from evermoe.train.script import Script, refuse_scaled
+from evermoe.train.training_inputs import TrainingInputs, refuse_scaled
 
 
 class ScriptGuard:
@@ -16,7 +16,7 @@ class ScriptGuard:
         script: whose optimizer must not step then.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: TrainingInputs) -> None:
         self._is_open = True
         """Whether the optimizer may step."""
         self._hook = script.optimizer.register_step_pre_hook(self._refuse_step)

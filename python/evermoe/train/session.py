@@ -22,7 +22,7 @@ from torch import nn
 from evermoe.comm.courier import Sent
 from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_local_lighthouse
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
 from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import JobFinished, PeerLost
@@ -39,12 +39,12 @@ from evermoe.state.deferred import Deferral, Initializer, WeightSource, find_def
 from evermoe.state.training_state import TrainingState
 from evermoe.train.between_steps import BetweenSteps, check_open
 from evermoe.train.loss_scale import LossScale
-from evermoe.train.notice import Notice
+from evermoe.train.preemption import PreemptionHandler
 from evermoe.train.protocol import CommitProtocol
-from evermoe.train.script import Script
 from evermoe.train.session_driver import SessionDriver
-from evermoe.train.session_recovery import Parts
+from evermoe.train.session_recovery import SessionContext
 from evermoe.train.step import Step
+from evermoe.train.training_inputs import TrainingInputs
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class Session(BetweenSteps):
         scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
         scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
         on_event: called with each event, a dataclass of `evermoe.events`: a function, or several (`evermoe.observe` has
-            some). It must not block or raise. `Chunk`, `Published`, `Held` and `Damaged` come from other threads.
+            some). It must not block or raise. `ChunkSent`, `SnapshotReceived`, `GradientsLogged` and `Damaged` come
+            from other threads.
         weights: of a model built in `evermoe.deferred`, where its first weights come from: an `evermoe.WeightSource`,
             or what initialises a module. None: what its constructors do.
         device: where such a model is made; None for the device given to `deferred`.
@@ -103,7 +104,7 @@ class Session(BetweenSteps):
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
         self._until = 0
-        script = Script(model, optimizer, sampler, scheduler, LossScale(scaler), self.config.stateful or {})
+        script = TrainingInputs(model, optimizer, sampler, scheduler, LossScale(scaler), self.config.stateful or {})
         script.check(trains=self.config.role == "train")
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)
@@ -120,7 +121,7 @@ class Session(BetweenSteps):
         common = self.config.shared() | script.common() | {"first weights": _describe(deferral)}
         rounding = arithmetic.variant if arithmetic else "none" if self.config.sends_gradients else ""
         self._lighthouse, lighthouse = _find_lighthouse(self.config.lighthouse)
-        self._membership = Membership(
+        self._membership = MembershipManager(
             self.config,
             lighthouse=lighthouse,
             identity=Identity(job, self._state.catalog.layout, common, rounding),
@@ -133,7 +134,7 @@ class Session(BetweenSteps):
         for layer in self._state.layers.values():
             layer.group = self.group
         self._protection = Protection(self._state, self._store, self._membership, self.config, arithmetic, emit)
-        parts = Parts(script, self._state, self._membership, self._protection, self.config, emit)
+        parts = SessionContext(script, self._state, self._membership, self._protection, self.config, emit)
         self._driver = SessionDriver(parts, self._store.directory.parent, self.leave)
         self._protocol = CommitProtocol(
             self._driver,
@@ -145,7 +146,7 @@ class Session(BetweenSteps):
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        self._notice = Notice(self.leave, self.config.drain_timeout, lambda: bool(self._driver.reports))
+        self._preemption = PreemptionHandler(self.leave, self.config.drain_timeout, lambda: bool(self._driver.reports))
         self.has_left = False
 
     @property
@@ -210,7 +211,7 @@ class Session(BetweenSteps):
             PersistFailed: all steps are taken, and the last checkpoint could not be written.
         """
         try:
-            with self._notice.expected():
+            with self._preemption.expected():
                 yield from self._steps(until)
             if not self._protocol.has_left:
                 self.close()
@@ -222,7 +223,7 @@ class Session(BetweenSteps):
             raise
         if self._protocol.has_left:
             _leave_job(self)
-            self._notice.obey()
+            self._preemption.obey()
             self._driver.role_request.obey()
 
     def _steps(self, until: int) -> Iterator[Step]:

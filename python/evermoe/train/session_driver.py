@@ -24,7 +24,7 @@ from evermoe.train.commands import Event
 from evermoe.train.reduced_gradients import ReducedGradients
 from evermoe.train.role_request import RoleRequest
 from evermoe.train.script_guard import ScriptGuard
-from evermoe.train.session_recovery import Parts, RecoveryDriver
+from evermoe.train.session_recovery import RecoveryDriver, SessionContext
 from evermoe.train.step import Step
 from evermoe.warn import warn
 
@@ -40,7 +40,7 @@ class SessionDriver(RecoveryDriver):
         leave: asks to leave the job after the step.
     """
 
-    def __init__(self, parts: Parts, folder: Path, leave: Callable[[], None]) -> None:
+    def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.role, self.lost.turn, leave)
         self.skipped = 0

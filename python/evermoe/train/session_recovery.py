@@ -12,10 +12,10 @@ import torch
 
 from evermoe import planning
 from evermoe.comm.collectives import ExpertReducer
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.config import SessionConfig
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
-from evermoe.events import Commit, Copy, Joined, Listener, Lost, Recovered
+from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
@@ -37,21 +37,21 @@ from evermoe.train.missing_units import MissingUnits
 from evermoe.train.owners import DenseExchange
 from evermoe.train.purposes import Meeting, waiting_ranks
 from evermoe.train.same_run import MemoryClaim, SameRun
-from evermoe.train.script import Script
 from evermoe.train.standby import Standby
 from evermoe.train.step_calls import StepCalls
+from evermoe.train.training_inputs import TrainingInputs
 
 logger = logging.getLogger(__name__)
 
 
-class Parts(NamedTuple):
+class SessionContext(NamedTuple):
     """What a session consists of."""
 
-    script: Script
+    script: TrainingInputs
     """What is trained."""
     state: TrainingState
     """Its units."""
-    membership: Membership
+    membership: MembershipManager
     """Asks the Lighthouse and connects the groups."""
     protection: Protection
     """What protects the state."""
@@ -63,10 +63,10 @@ class Parts(NamedTuple):
 class RecoveryDriver(Driver):
     """Carries out the commands of the protocol that lead from one group to the next. See `train.commands.Driver`."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: SessionContext) -> None:
         self._script, self._state, self._membership, self._protection, self._config, self._emit = parts
         self._group = self._membership.trainer_group
-        self.version_pace = self._protection.snapshots.version_pace
+        self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
         self._trains = self._config.role == "train"
         self._loop = LoopRestore(
             self._script.loop,
@@ -162,7 +162,7 @@ class RecoveryDriver(Driver):
         self._report = RecoveryReport(time.time(), reason=reason)
         self._clock = PhaseClock(self._report.seconds, self._emit)
         if self._group.broken:
-            self._emit(Lost(self._step, reason))
+            self._emit(ConnectionLost(self._step, reason))
             self._early.begin()
         self._clock.enter("agree")
 
@@ -331,7 +331,7 @@ class RecoveryDriver(Driver):
         return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing, known or {})
 
 
-def _places(at: Membership, copies: int) -> tuple[list[str], list[str]]:
+def _places(at: MembershipManager, copies: int) -> tuple[list[str], list[str]]:
     """Of each rank that trains, its node, and over what replicas are spread."""
     nodes, domains = at.nodes[: at.num_trainers], at.domains[: at.num_trainers]
     return nodes, planning.spread_over(nodes, domains, copies)

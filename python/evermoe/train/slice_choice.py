@@ -10,12 +10,12 @@ from evermoe.comm.group import Group
 from evermoe.snapshot.slices import UnitBytes, slices_needed, slices_of
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.train.stage_windows import StageWindowPlanner
-from evermoe.train.stages import Seat, SlicesTold, loop_unit, stage_primaries
+from evermoe.train.stages import SlicesTold, StageRank, loop_unit, stage_primaries
 
 logger = logging.getLogger(__name__)
 
 
-def units_to_slice(seats: Sequence[Seat], rank: int) -> dict[str, UnitBytes]:
+def units_to_slice(seats: Sequence[StageRank], rank: int) -> dict[str, UnitBytes]:
     """The units of which a rank makes copies, in the order in which they are cut: the training loop's state first.
 
     Args:
@@ -63,7 +63,7 @@ class SliceChoice:
         wanted = self._wanted or (self.steps if self._before else 0)
         return SlicesTold((self._before or self.steps) if self._has_run else 0, stored, wanted, self._changes)
 
-    def agree(self, seats: Sequence[Seat]) -> None:
+    def agree(self, seats: Sequence[StageRank]) -> None:
         """Takes the number of those ranks that run, else that of the windows in memory; the same on all ranks.
 
         Where some know already that copies of another number are whole, and the others do not, they are.
@@ -87,7 +87,7 @@ class SliceChoice:
         if self._before:
             self._before, self._changes = 0, self._changes + 1
 
-    def consider(self, planner: StageWindowPlanner, group: Group, seats: Sequence[Seat]) -> None:
+    def consider(self, planner: StageWindowPlanner, group: Group, seats: Sequence[StageRank]) -> None:
         """Chooses anew after a whole profile; drops the group where that changes something. Collective.
 
         Args:
@@ -112,7 +112,7 @@ class SliceChoice:
             logger.info("%s; all ranks meet for that as after a loss", reason)
         group.drop(reason)
 
-    def _needed(self, planner: StageWindowPlanner, seats: Sequence[Seat], rank: int) -> int:
+    def _needed(self, planner: StageWindowPlanner, seats: Sequence[StageRank], rank: int) -> int:
         peers = max((len(kept.bundle.holders) - 1 for kept in self._store.own), default=0)
         if not peers:
             return 1

@@ -33,16 +33,16 @@ from evermoe.state.unit import TensorSpec, Unit
 from evermoe.state.version import step_of
 from evermoe.train.localised import LocalisedRecovery
 from evermoe.train.slice_choice import SliceChoice, units_to_slice
-from evermoe.train.stages import Seat, StageState
+from evermoe.train.stages import StageRank, StageState
 
 
-def slice_places(seats: Sequence[Seat], steps: int) -> dict[str, int]:
+def slice_places(seats: Sequence[StageRank], steps: int) -> dict[str, int]:
     """For each unit of all stages the number of its slice: each rank's share of its stage is cut evenly.
 
     The training loop's state is in the first slice: it follows by itself as steps are taken.
 
         >>> units = [(f"stage0.{name}", 12) for name in "abcd"]
-        >>> slice_places([Seat(0, 0, "", "", units, weights=[4] * 4)], 2)
+        >>> slice_places([StageRank(0, 0, "", "", units, weights=[4] * 4)], 2)
         {'stage0.a': 0, 'stage0.b': 0, 'stage0.c': 1, 'stage0.d': 1}
 
     Args:
@@ -126,23 +126,23 @@ class SparseWindows:
     # ---- what is captured
 
     def weights(self) -> list[int]:
-        """What this rank tells of its stage's units: see `Seat.weights`."""
+        """What this rank tells of its stage's units: see `StageRank.weights`."""
         units = self._state.own.units
         return [unit.nbytes - unit.state_nbytes for unit in units] if self.choice.may_be_sparse else []
 
-    def learn(self, seats: Sequence[Seat]) -> None:
+    def learn(self, seats: Sequence[StageRank]) -> None:
         """What units the stages have; cuts them into slices, alike on all ranks."""
         self.choice.agree(seats)
         self._state.learn(seats)
         self._dense = self._state.catalog
         self._cut(seats)
 
-    def change(self, seats: Sequence[Seat]) -> None:
+    def change(self, seats: Sequence[StageRank]) -> None:
         """Cuts units into as many slices as were chosen last, unless the copies that follow are of a window."""
         if not self._is_window and self.choice.change():
             self._cut(seats)
 
-    def _cut(self, seats: Sequence[Seat]) -> None:
+    def _cut(self, seats: Sequence[StageRank]) -> None:
         self._places, self.numbers = slice_places(seats, self.steps), []
         names = {weights_of(unit, step): unit for unit, n in self._places.items() for step in range(n)}
         own = self._state.own.by_name

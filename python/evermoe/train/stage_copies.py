@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from evermoe.comm.courier import Courier
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Listener
 from evermoe.profile.memory import share_of_host_bytes
@@ -21,7 +21,7 @@ from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.repeated_round import RepeatedRound
 from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stage_replay import StageReplay
-from evermoe.train.stages import Seat, stage_bundles
+from evermoe.train.stages import StageRank, stage_bundles
 
 
 class StageCopies:
@@ -42,7 +42,7 @@ class StageCopies:
         self,
         options: PipelineConfig,
         store: SnapshotStore,
-        membership: Membership,
+        membership: MembershipManager,
         windows: SparseWindows,
         experts: ChosenExperts,
         replay: StageReplay,
@@ -65,7 +65,9 @@ class StageCopies:
         self._stays: Collection[int] = ()
         """Numbers of the bundles that stay with their primaries in that version."""
 
-    def protect(self, seats: Sequence[Seat], version: int, generation: int, copies: KeptCopies, *, waits: bool) -> bool:
+    def protect(
+        self, seats: Sequence[StageRank], version: int, generation: int, copies: KeptCopies, *, waits: bool
+    ) -> bool:
         """Copies all units as of `version` to holders that lack them; says whether the copies are whole on return.
 
         Else they are on their way beside the next step, whose vote waits for them, and those of before stay until it

@@ -30,7 +30,7 @@ from evermoe.state.version import step_of
 from evermoe.train.localised import LocalisedRecovery
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.stage_windows import StageWindowPlanner
-from evermoe.train.stages import Seat, StageState
+from evermoe.train.stages import StageRank, StageState
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class StageReplay:
             for specs, names in kinds.items()
         ]
 
-    def arrange(self, planned: Sequence[Bundle], seats: Sequence[Seat]) -> list[Bundle]:
+    def arrange(self, planned: Sequence[Bundle], seats: Sequence[StageRank]) -> list[Bundle]:
         """The bundles of a plan; those that others keep are divided, as all units of one travel alike.
 
         Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evermoe.placement import LayerPlacements
 from evermoe.recovery.survey import Inventory
-from evermoe.train.stages import Seat
+from evermoe.train.stages import StageRank
 
 
 class Adopter(Protocol):
@@ -34,7 +34,7 @@ class StageTarget:
     checkpoints = None
     has_late_state = False
 
-    def __init__(self, seats: Sequence[Seat], adopter: Adopter) -> None:
+    def __init__(self, seats: Sequence[StageRank], adopter: Adopter) -> None:
         self._seats, self._adopter = seats, adopter
         self._version = 0
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import share_json
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
@@ -57,7 +57,7 @@ class StageWindowPlanner(WindowPlanner):
         pacer: Pacer,
         courier: Courier,
         store: SnapshotStore,
-        membership: Membership,
+        membership: MembershipManager,
         options: WindowOptions,
         policy: ChunkPolicy | None,
         fixed_steps: int | None,

@@ -45,7 +45,7 @@ NOTHING_TOLD = SlicesTold()
 
 
 @dataclass(frozen=True)
-class Seat:
+class StageRank:
     """What a rank tells the others about itself."""
 
     stage: int
@@ -70,14 +70,14 @@ class Seat:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Seat:
+    def from_bytes(cls, data: bytes) -> StageRank:
         """The inverse of `to_bytes`."""
         fields = json.loads(data)
         fields |= {"units": [(name, nbytes) for name, nbytes in fields["units"]]}
         return cls(**fields | {"slices": SlicesTold(*fields["slices"])})
 
 
-def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
+def stage_bundles(preset: PipelinePreset, seats: Sequence[StageRank], copies: int) -> list[Bundle]:
     """Who copies what to whom: each unit of a stage by one of its ranks, with equal shares of what all of them hold.
 
     `baft`: to the `copies - 1` nodes before the rank's own in its pipeline (the ranks of one data-parallel coordinate,
@@ -87,16 +87,16 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     keep all else in their own memory.
 
         >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
-        >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
+        >>> seats = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
         >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
         [(0, 2), (1, 3), (2, 0), (3, 1)]
-        >>> seats = [Seat(stage, 0, "ab"[stage // 2], "", units[0]) for stage in range(4)]  # two stages on a node
+        >>> seats = [StageRank(stage, 0, "ab"[stage // 2], "", units[0]) for stage in range(4)]  # two stages on a node
         >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
         [(0, 2), (1, 3), (2, 0), (3, 1)]
-        >>> seats = [Seat(stage, 0, f"n{stage}", "", units[0]) for stage in range(4)]
+        >>> seats = [StageRank(stage, 0, f"n{stage}", "", units[0]) for stage in range(4)]
         >>> [bundle.holders for bundle in stage_bundles("baft", seats, 3)]
         [(0, 3, 2), (1, 0, 3), (2, 1, 0), (3, 2, 1)]
-        >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
+        >>> seats = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
         >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]  # the peers are enough
         [(0,), (1,), (2,), (3,)]
         >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 3)]
@@ -140,7 +140,7 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     return bundles(names, holders)
 
 
-def stage_primaries(seats: Sequence[Seat], ranks: range) -> dict[str, int]:
+def stage_primaries(seats: Sequence[StageRank], ranks: range) -> dict[str, int]:
     """By unit of a stage, which of its ranks copies it; each has an equal share of what all hold, and its own experts.
 
     Args:
@@ -153,7 +153,7 @@ def stage_primaries(seats: Sequence[Seat], ranks: range) -> dict[str, int]:
     return {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
 
 
-def _peers_elsewhere(seats: Sequence[Seat], ranks: range, primary: int, copies: int) -> list[int]:
+def _peers_elsewhere(seats: Sequence[StageRank], ranks: range, primary: int, copies: int) -> list[int]:
     """Peers that keep versions of what they train, too, in their own memory, so that each is on `copies` nodes."""
     keepers = {seats[primary].node: primary}
     for rank in ranks:
@@ -161,7 +161,7 @@ def _peers_elsewhere(seats: Sequence[Seat], ranks: range, primary: int, copies: 
     return list(keepers.values())[1:copies]
 
 
-def _ranks_before(seats: Sequence[Seat], width: int, copies: int) -> dict[int, list[int]]:
+def _ranks_before(seats: Sequence[StageRank], width: int, copies: int) -> dict[int, list[int]]:
     """For each rank, those that keep its copies in BAFT: the ranks of the same place on the nodes before."""
     found = {}
     for first in range(width):
@@ -309,7 +309,7 @@ class StageState(TrainingState):
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
             self._take_over(self.trained(), units)
 
-    def learn(self, seats: Sequence[Seat]) -> None:
+    def learn(self, seats: Sequence[StageRank]) -> None:
         """What units the other stages have.
 
         Raises:

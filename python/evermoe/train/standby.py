@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Task, run_beside
 from evermoe.config import SessionConfig
 from evermoe.events import Listener, StandsBy
@@ -29,7 +29,7 @@ class Standby:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: MembershipManager,
         state: TrainingState,
         store: SnapshotStore,
         config: SessionConfig,

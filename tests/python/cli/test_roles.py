@@ -80,7 +80,7 @@ def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(star
     events.wait_for("commit", pid=worker, members=2)
     assert sorted(events.pids("train")) != sorted([worker, replica])
     assert events.pids("replica") == [worker]
-    assert events("gone") == []
+    assert events("member_lost") == []
     assert not (tmp_path / "asked").exists(), "nobody asks for a machine in the place of one that comes back"
 
     os.kill(command.process.pid, signal.SIGTERM)

@@ -12,10 +12,10 @@ import torch
 
 from evermoe import PeerLost
 from evermoe.comm import waits as waits_module
+from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.group import Group
-from evermoe.comm.reach import LOOPBACK, Place, Reach
+from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
 from evermoe.comm.waits import Wait
-from evermoe.comm.watch import Watch
 from support.harness import PATIENCE
 from support.ranks import members, run_ranks
 
@@ -29,8 +29,8 @@ def waits_for_an_absent_rank(group, folder):
     if group.rank == 0:
         unused, offset = Group(), [0.0]
         unused.drop("there are no replica nodes")
-        here, there = (Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
-        watch = Watch(
+        here, there = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
+        watch = FailureDetector(
             here,
             [found, unused],
             heartbeat_timeout=HOUR,

@@ -16,9 +16,9 @@ from evermoe.errors import LeftBehind, PersistFailed
 from evermoe.persist import partial_bucket
 from evermoe.persist.checkpoint_bucket import CheckpointBucket
 from evermoe.persist.folder import PERSISTED, read_persisted
+from evermoe.persist.object_store import locate
 from evermoe.persist.owner import Owner
 from evermoe.persist.partial_store import open_partial
-from evermoe.persist.place import locate
 from evermoe.persist.saved import Saved, SavedUnit
 from support.harness import PATIENCE, SERVER, wait_until
 from support.persisting import NBYTES, UNITS, Member, content, parts, versions

@@ -32,7 +32,7 @@ def run(steps=8, kill_at=4):
         if step == kill_at:
             events[2].append({"event": "killed", "time": now + 0.5, "step": step})
             for rows in (events[0], events[1]):
-                rows.append({"event": "lost", "time": now + 0.6})
+                rows.append({"event": "connection_lost", "time": now + 0.6})
                 rows.append({"event": "phase", "phase": "agree", "time": now + 0.6})
                 rows.append({"event": "phase", "phase": "rebuild", "time": now + 1.0})
                 rows.append({"event": "phase", "phase": "fetch", "time": now + 1.2})

@@ -16,13 +16,13 @@ from evermoe import ElasticSampler, Session
 from evermoe.environment import free_port
 from evermoe.events import (
     Begin,
-    Chunk,
+    ChunkSent,
     Commit,
-    Covered,
+    CoverageChanged,
     Damaged,
-    Gone,
     Joined,
     Measured,
+    MemberLost,
     Phase,
     Recovered,
     Skipped,
@@ -64,7 +64,7 @@ def test_a_session_in_a_file_and_in_metrics(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "commit"] == [0, 1, 2, 3, 4]
     assert {line["pid"] for line in lines} == {os.getpid()}
-    assert not {"protocol", "chunk"} & {line["event"] for line in lines}
+    assert not {"protocol", "chunk_sent"} & {line["event"] for line in lines}
     found = scraped(port)
     losses = [event.loss for event in seen if isinstance(event, Commit)]
     assert found["evermoe_step",] == found["evermoe_checkpoint_step",] == 5
@@ -92,7 +92,7 @@ def test_what_is_counted():
     metrics = Metrics()
     for sent, total in ((30, 260), (260, 260)):  # the first step after a recovery counts what that has sent
         metrics(Measured(1, 0.5, 8, 1.5, 2.0, {"snapshot": total // 130}, {"snapshot": sent}))
-    metrics(Chunk(1, 30, 100, "window"))
+    metrics(ChunkSent(1, 30, 100, "window"))
     assert value(metrics, "copied_bytes_total", kind="snapshot") == 260
     assert value(metrics, "copy_waiting_bytes") == 70
     assert value(metrics, "copy_lag_steps", kind="snapshot") == 2
@@ -106,7 +106,7 @@ def test_what_is_counted():
     recovered = Recovered(0.0, {"agree": 0.25}, 7, 2, 3, "lost", 100, 1, {}, 9, 0, [], {"e": 5}, {"e": 30, "f": 12})
     for each in (recovered, Begin(2), replace(recovered, failure="host", tier="peers")):
         metrics(each)
-    metrics(Gone("b-1-3", "moe", "b-1", "b", "", "train", "host", 7, 4, "lost", 3, 4, 1))
+    metrics(MemberLost("b-1-3", "moe", "b-1", "b", "", "train", "host", 7, 4, "lost", 3, 4, 1))
     assert value(metrics, "step_seconds_count") == 3
     assert value(metrics, "copy_waiting_bytes") == 0
     assert value(metrics, "last_recovery_seconds", phase="agree") == 0.25
@@ -123,9 +123,9 @@ def test_states_and_what_would_not_be_survived():
     for phase in ("agree", "fetch"):
         metrics(Phase(phase))
         assert value(metrics, "state", evermoe_state=phase) == 1
-    metrics(Covered(0.5, 0.0, {"a": 3, "b + c": 1}, is_whole=False))
+    metrics(CoverageChanged(0.5, 0.0, {"a": 3, "b + c": 1}, is_whole=False))
     assert (value(metrics, "covered"), value(metrics, "fatal_loss_units", nodes="b + c")) == (0, 1)
-    metrics(Covered(1.0, 0.5, {"b + c": 2}, is_whole=True))
+    metrics(CoverageChanged(1.0, 0.5, {"b + c": 2}, is_whole=True))
     assert (value(metrics, "covered"), value(metrics, "fatal_loss_units", nodes="b + c")) == (1, 2)
     assert value(metrics, "fatal_loss_units", nodes="a") is None
     assert (value(metrics, "survives_losses", nodes="1"), value(metrics, "survives_losses", nodes="2")) == (1, 0.5)

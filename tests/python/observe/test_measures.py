@@ -69,7 +69,7 @@ def test_bytes_that_were_sent_are_those_that_the_threads_have_sent(start_job):
     workers = job.start_all({}, steps=6)
     assert [each.join() for each in workers] == [0, 0, 0]
     for each in workers:
-        chunks, last = each.events("chunk"), None
+        chunks, last = each.events("chunk_sent"), None
         for event in each.events():
             if event["event"] == "measured":
                 sent = event["sent_bytes"]
@@ -86,10 +86,14 @@ def test_losses_that_would_be_survived_are_told_before_and_after_the_copies_are_
     workers = a, _, c = job.start_all({"b": [Fault("forward", 5)]}, steps=10)
     assert [each.join() for each in workers] == [0, -9, 0]
     for each in (a, c):
-        events = [event for event in each.events() if event["event"] in ("lost", "joined", "covered", "recovered")]
-        start = max(place for place, event in enumerate(events) if event["event"] == "lost")
+        events = [
+            event
+            for event in each.events()
+            if event["event"] in ("connection_lost", "joined", "coverage_changed", "recovered")
+        ]
+        start = max(place for place, event in enumerate(events) if event["event"] == "connection_lost")
         names = [event["event"] for event in events[start:]]
-        assert names == ["lost", "joined", "covered", "recovered", "covered"]
+        assert names == ["connection_lost", "joined", "coverage_changed", "recovered", "coverage_changed"]
         joined, missing, _, whole = events[start + 1 :]
         assert (joined["nodes"], joined["node"], joined["job"]) == (["a", "c"], each.name, job.name)
         assert joined["nodes"][joined["rank"]] == each.name

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evermoe import ElasticSampler, Session
-from evermoe.events import Commit, Covered, Damaged, Measured, Recovered, Skipped
+from evermoe.events import Commit, CoverageChanged, Damaged, Measured, Recovered, Skipped
 from evermoe.observe import TensorBoard, from_environment
 from support.worker import SAMPLES, Model, dataset
 
@@ -79,14 +79,16 @@ def test_curves_of_a_session_are_what_its_events_say(tmp_path, monkeypatch):
     (recovered,) = of(seen, Recovered)
     assert found["recovery/agree"] == [(0, pytest.approx(recovered.seconds["agree"]))]
     assert found["recovery/total"] == [(0, pytest.approx(sum(recovered.seconds.values())))]
-    assert [value for _, value in found["survives/fatal_losses"]] == [len(each.fatal) for each in of(seen, Covered)]
+    assert [value for _, value in found["survives/fatal_losses"]] == [
+        len(each.fatal) for each in of(seen, CoverageChanged)
+    ]
 
 
 def test_the_table_of_curves_names_all(tmp_path):
     listener = TensorBoard(tmp_path)
     for event in (
         Recovered(0.0, {"agree": 1.0}, 7, 2, 3, "lost", 100, 1, {}, 9, 0, [], {"e": 5}, {"e": 30}),
-        Covered(1.0, 0.5, {"a + b": 2}, is_whole=True),
+        CoverageChanged(1.0, 0.5, {"a + b": 2}, is_whole=True),
         Measured(7, 0.5, 8, 1.5, 2.0, {"snapshot": 2}, {"snapshot": 30}, 0, 0.25, 3),
         Skipped(8, None),
         Damaged("u", 8, "a bit"),

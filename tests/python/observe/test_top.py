@@ -15,7 +15,7 @@ import pytest
 
 from evermoe.cli.main import main
 from evermoe.environment import free_port
-from evermoe.events import Chunk, Commit, Covered, Joined, Measured, Phase, Recovered
+from evermoe.events import ChunkSent, Commit, CoverageChanged, Joined, Measured, Phase, Recovered
 from evermoe.observe import JsonLines, Metrics
 from evermoe.observe.member_view import Members, endpoints
 from support.harness import FEWEST, free_ports, wait_until
@@ -44,7 +44,7 @@ def member(listener, rank, node="n", generation=4):
     """Tells a listener what a member of three has done."""
     for event in (
         Joined("moe", f"{node}-1", node, rank, "train", generation, ["l", "m", "n"]),
-        Covered(1.0, 0.5, {"l + m": 2}, is_whole=True),
+        CoverageChanged(1.0, 0.5, {"l + m": 2}, is_whole=True),
         RECOVERED,
         Measured(7, 0.5, 4000, 1.25, 2.5, {"snapshot": 1, "checkpoint": 3}, {"snapshot": 3_000_000}, 0, 0.0125, 4),
         Commit(7, 0.125, 2.5, 3, generation),
@@ -70,7 +70,7 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     ports = sorted(free_port() for _ in range(3))
     member(Metrics(ports[0]), 1, "m")
     slow = member(Metrics(ports[1]), 0, "l")
-    slow(Covered(0.5, 0.0, {"[l]": 3, "m + n": 1}, is_whole=False))
+    slow(CoverageChanged(0.5, 0.0, {"[l]": 3, "m + n": 1}, is_whole=False))
     slow(Phase("verify"))
     code, out, _ = top(capsys, f"127.0.0.1:{ports[0]}", ports[1], ports[2], "--once")
     assert code == 0
@@ -351,7 +351,7 @@ def test_it_looks_again_until_control_c(arguments):
     command = ["env", "--default-signal=INT", sys.executable, "-m", "evermoe", "top", str(port), "--every", "0.1"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: looks.count >= before + 3, "it looks three times", LIMIT)
-    metrics(Chunk(9, 1, 2, "window"))
+    metrics(ChunkSent(9, 1, 2, "window"))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     if arguments:

@@ -96,7 +96,10 @@ def test_other_data_than_before_is_noticed(start_job):
     pipeline.lose(started[0])
     pipeline.start(0, noise=1.0)
     done = pipeline.finish()
-    assert any("microbatch 0 at stage 1 has other bits than before" in str(each.events("lost")) for each in started[1:])
+    assert any(
+        "microbatch 0 at stage 1 has other bits than before" in str(each.events("connection_lost"))
+        for each in started[1:]
+    )
     assert all("all ranks compute anew" in each.log() for each in started[1:])
     assert recovered_at(started[1]) == [0, 3, 3]
     assert [each["different"] for each in done] == [[]] * RANKS

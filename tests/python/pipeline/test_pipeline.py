@@ -196,7 +196,7 @@ def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):
     for rank in range(RANKS):
         pipeline.start(rank, kill_in_step=6 if rank < PEERS else None)
     for each in pipeline.ranks[PEERS:]:
-        each.wait_for("lost")
+        each.wait_for("connection_lost")
         each.process.kill()
     for each in pipeline.ranks:
         each.process.join(PATIENCE)
@@ -286,7 +286,7 @@ def test_a_rank_hangs(start_job, uninterrupted, victim, point):
     ranks[victim].wait_until_stopped()
     for each in ranks:
         if each is not ranks[victim]:
-            each.wait_for("lost")
+            each.wait_for("connection_lost")
     ranks[victim].signal(signal.SIGCONT)
     pipeline.finish_as(uninterrupted)
 
@@ -297,7 +297,7 @@ def test_nobody_waits_for_a_stopped_process_as_long_as_for_one_that_hangs(start_
     ranks = [pipeline.start(rank, stop_at="step" if rank == 2 else None) for rank in range(RANKS)]
     ranks[2].wait_until_stopped()
     for each in (ranks[0], ranks[1], ranks[3]):
-        each.wait_for("lost")
+        each.wait_for("connection_lost")
     ranks[2].signal(signal.SIGKILL)
     pipeline.lose(ranks[2])
     pipeline.start(2)

@@ -41,13 +41,13 @@ def test_the_hook_is_called_once_before_another_process_comes(start_job):
     assert calls(pipeline.job.folder) == [call], "once in the whole job"
     first, *others = (each for each in pipeline.ranks if each.process.exitcode == 0)
     assert call.pid == first.pid
-    (gone,) = first.events("gone")
+    (gone,) = first.events("member_lost")
     told = given(pipeline.job.folder, call)
     assert told == {name: gone[name] for name in told}
     about = ("job", "node", "domain", "role", "kind", "step", "members", "wanted", "attempt")
     assert [told[name] for name in about] == [pipeline.job.name, "n3", "", "train", "process", 4, 3, RANKS, 1]
     for each in others:
-        assert [event["key"] for event in each.events("gone")] == [call.key]
+        assert [event["key"] for event in each.events("member_lost")] == [call.key]
 
 
 @pytest.mark.long

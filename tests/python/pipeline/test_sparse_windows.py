@@ -85,7 +85,7 @@ def test_slices_are_as_many_as_the_bubbles_need(start_job, tmp_path):
     done = pipeline.finish()
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS
-    lost = started[0].events("lost")
+    lost = started[0].events("connection_lost")
     summaries = [event["summary"] for event in started[0].events("step")]
     cut = {int(found[1]) for each in summaries if (found := re.match(r"of (\d) slices", each))}
     assert len(cut) == 1
@@ -300,7 +300,7 @@ def test_all_processes_die_and_their_nodes_live(start_job, deep):
     for rank in range(RANKS):
         pipeline.start(rank, kill_in_step=8 if rank == 0 else None)
     for each in pipeline.ranks[1:]:
-        each.wait_for("lost")
+        each.wait_for("connection_lost")
         each.process.kill()
     for each in pipeline.ranks:
         each.process.join(PATIENCE)
@@ -320,7 +320,7 @@ def test_a_step_captures_a_slice_and_the_weights_of_those_to_come(start_job, dee
     check(done, deep)
     for rank, each in enumerate(pipeline.ranks):
         events = each.events("step")
-        sent = {event["step"]: event["total"] for event in each.events("chunk")}
+        sent = {event["step"]: event["total"] for event in each.events("chunk_sent")}
         captured = [sent[step] for step in range(1, STEPS + 1)]
         whole, weights = done[rank]["state_bytes"], done[rank]["state_bytes"] / 3
         assert captured[:SLICES] * (STEPS // SLICES) == captured, "the same in each window"

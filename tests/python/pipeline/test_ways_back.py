@@ -15,7 +15,7 @@ from evermoe.train.localised import LocalisedRecovery
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.slice_choice import SliceChoice
 from evermoe.train.sparse_windows import SparseWindows
-from evermoe.train.stages import Seat, StageState
+from evermoe.train.stages import StageRank, StageState
 from support.ranks import run_ranks
 
 BEGUN = version_of(1, 4)
@@ -31,7 +31,7 @@ def make(folder):
     store = SnapshotStore(Path(folder) / "arenas", state)
     localised = LocalisedRecovery(state, [*module.parameters()], 0, is_on=True, is_spread=False)
     windows = SparseWindows(state, store, localised, SliceChoice(SLICES, store))
-    windows.learn([Seat(0, 0, "n0", state.own.layout, state.own.sizes(), [], windows.weights())])
+    windows.learn([StageRank(0, 0, "n0", state.own.layout, state.own.sizes(), [], windows.weights())])
     names = tuple(unit.name for unit in state.own.units)
     store.create_arenas(windows.arrange([Bundle((0,), names)]), 1, "m", 0)
     return state, store, windows
@@ -76,7 +76,9 @@ def test_a_window_is_of_copies_and_what_is_trained_is_whole(tmp_path):
 
 def meet(choices, **wanted):
     """All ranks tell each other what they know of the number of slices; the numbers that they take."""
-    seats = [Seat(0, rank, "n", "", [], slices=each.told()._replace(**wanted)) for rank, each in enumerate(choices)]
+    seats = [
+        StageRank(0, rank, "n", "", [], slices=each.told()._replace(**wanted)) for rank, each in enumerate(choices)
+    ]
     for each in choices:
         each.agree(seats)
     return [each.steps for each in choices]

@@ -37,9 +37,9 @@ def check_end(survivors):
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
 def test_sender_is_killed_at_a_chunk(start_job, preset, part):
     job = start_job(preset=preset, **SNAPSHOTS)
-    workers = a, b, c = job.start_all({"b": [Fault("chunk", VERSION, part=part)]})
+    workers = a, b, c = job.start_all({"b": [Fault("chunk_sent", VERSION, part=part)]})
     assert [each.join() for each in workers] == [0, -9, 0]
-    chunks = b.events("chunk", step=VERSION)
+    chunks = b.events("chunk_sent", step=VERSION)
     assert [event["sent"] for event in chunks] == sorted({event["sent"] for event in chunks})
     assert (chunks[-1]["sent"] == chunks[-1]["total"]) == (part == 1.0)
     assert chunks[-1]["total"] > 20 * job.session["copy_buffer_bytes"]
@@ -49,7 +49,7 @@ def test_sender_is_killed_at_a_chunk(start_job, preset, part):
 @pytest.mark.parametrize("preset", ["gemini", "baft"])
 def test_receiver_is_killed_when_a_version_is_published(start_job, preset):
     job = start_job(preset=preset, **SNAPSHOTS)
-    workers = a, _b, c = job.start_all({"b": [Fault("published", VERSION)]})
+    workers = a, _b, c = job.start_all({"b": [Fault("snapshot_received", VERSION)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_survivors(workers, [a, c], 2)
 
@@ -57,13 +57,16 @@ def test_receiver_is_killed_when_a_version_is_published(start_job, preset):
 @pytest.mark.parametrize("slots", [1, None])
 def test_receiver_is_killed_while_it_holds_gradients(start_job, slots):
     job = start_job(slots=slots)
-    workers = a, _b, c = job.start_all({"b": [Fault("held", VERSION)]})
+    workers = a, _b, c = job.start_all({"b": [Fault("gradients_logged", VERSION)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_survivors(workers, [a, c], 2)
     assert {each.events("recovered")[-1]["step"] for each in (a, c)} == {VERSION - 1}  # nobody has voted
 
 
-@pytest.mark.parametrize("points", [("chunk", "published"), ("chunk", "chunk"), ("published", "published")])
+@pytest.mark.parametrize(
+    "points",
+    [("chunk_sent", "snapshot_received"), ("chunk_sent", "chunk_sent"), ("snapshot_received", "snapshot_received")],
+)
 def test_both_ends_are_killed(start_job, points):
     """Or one of them, where it was too quick for the other."""
     job = start_job(4, copies=3, preset="gemini", **SNAPSHOTS)
@@ -85,19 +88,25 @@ def test_two_of_four_are_lost_in_one_recovery_of_baft(start_job):
     assert [each.join() for each in workers] == [0, -9, -9, 0]
     check_survivors(workers, [a, d], 2)
     for each in (a, d):
-        assert each.events("arranged")[0]["survives_two"] == 1.0
+        assert each.events("protection_planned")[0]["survives_two"] == 1.0
         last = each.events("recovered")[-1]
         assert (last["step"], last["steps_lost"], last["lost_units"], last["stale"]) == (VERSION, 0, [], {})
 
 
-FEW_ROOMS = [("chunk", 0.5, 1), ("published", 0.0, 10_000), ("held", 0.0, 5000)]
+FEW_ROOMS = [("chunk_sent", 0.5, 1), ("snapshot_received", 0.0, 10_000), ("gradients_logged", 0.0, 5000)]
 
 
 @pytest.mark.parametrize(
     ("point", "part", "log_bytes"),
     [
         pytest.param(point, part, log_bytes, marks=() if (point, part, log_bytes) in FEW_ROOMS else pytest.mark.long)
-        for point, part in (("chunk", 0.0), ("chunk", 0.5), ("chunk", 1.0), ("published", 0.0), ("held", 0.0))
+        for point, part in (
+            ("chunk_sent", 0.0),
+            ("chunk_sent", 0.5),
+            ("chunk_sent", 1.0),
+            ("snapshot_received", 0.0),
+            ("gradients_logged", 0.0),
+        )
         for log_bytes in (1, 5000, 10_000)
     ],
 )
@@ -107,8 +116,8 @@ def test_gradients_find_no_room_in_the_log(start_job, point, part, log_bytes):
     workers = job.start_all({"b": [Fault(point, VERSION, part=part)]})
     codes = [each.join() for each in workers]
     assert codes == [0, -9 if workers[1].events("fault") else 0, 0]
-    assert sum(len(each.events("chunk", step=1)) for each in workers) > 0
-    assert (sum(len(each.events("held")) for each in workers) > 0) == (log_bytes > 2200)
+    assert sum(len(each.events("chunk_sent", step=1)) for each in workers) > 0
+    assert (sum(len(each.events("gradients_logged")) for each in workers) > 0) == (log_bytes > 2200)
     if codes[1]:
         check_survivors(workers, [workers[0], workers[2]], 2)
 
@@ -127,7 +136,9 @@ def test_second_death_when_copies_of_both_kinds_are_known(start_job):
     check_end(workers[::2])
 
 
-@pytest.mark.parametrize("preset, point", [("gemini", "chunk"), ("baft", "published"), ("auto", "held")])
+@pytest.mark.parametrize(
+    "preset, point", [("gemini", "chunk_sent"), ("baft", "snapshot_received"), ("auto", "gradients_logged")]
+)
 def test_thread_of_a_copy_that_fails_ends_that_worker_alone(start_job, preset, point):
     job = start_job(preset=preset, **SNAPSHOTS)
     workers = a, b, c = job.start_all({"b": [Fault(point, VERSION, "raise")]})
@@ -139,7 +150,9 @@ def test_thread_of_a_copy_that_fails_ends_that_worker_alone(start_job, preset, p
 def test_moetion_takes_no_torn_expert(start_job):
     """Older versions are, bit for bit, what the expert was after that step; SGD counts no steps of its own."""
     job = start_job(4, preset="moetion", slots=1, rebalance_interval=0, join_interval=50)
-    workers = _, b, *_ = job.start_all({"b": [Fault("held", nth=VERSION)]}, "abcd", steps=20, optimizer="sgd")
+    workers = _, b, *_ = job.start_all(
+        {"b": [Fault("gradients_logged", nth=VERSION)]}, "abcd", steps=20, optimizer="sgd"
+    )
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)
     survivors = [workers[0], *workers[2:]]

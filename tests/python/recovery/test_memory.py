@@ -22,8 +22,8 @@ def crash_all(job, workers, step=CRASH):
         each.wait_for("gate", step=step)
     if job.session.get("preset") in ("gemini", "baft"):
         for each in workers:
-            bundles = len(each.events("published", step=step - 1)) if step else 1
-            each.wait_for("published", step=step, count=bundles)
+            bundles = len(each.events("snapshot_received", step=step - 1)) if step else 1
+            each.wait_for("snapshot_received", step=step, count=bundles)
     for each in workers:
         each.signal(signal.SIGKILL)
     assert {each.join() for each in workers} == {-9}

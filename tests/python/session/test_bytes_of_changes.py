@@ -79,7 +79,7 @@ def test_members_take_the_step_after_a_join_while_its_copies_are_sent(start_job)
     for each in workers:
         events = each.events()
         resumed = events.index(each.events("recovered", members=4)[0])
-        arranged = max(at for at, event in enumerate(events[:resumed]) if event["event"] == "arranged")
+        arranged = max(at for at, event in enumerate(events[:resumed]) if event["event"] == "protection_planned")
         assert not any(event["event"] == "confirm" for event in events[arranged:resumed]), "it waits for no copies"
         taken = next(at for at, event in enumerate(events) if at > resumed and event["event"] == "update")
         begun = [event["step"] for event in events[resumed:taken] if event["event"] in ("begin", "vote")]

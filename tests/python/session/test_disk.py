@@ -384,7 +384,7 @@ def test_memory_without_room_for_the_copies_of_fewer_members_takes_fewer_copies(
         recovered = each.events("recovered")[-1]
         assert (recovered["members"], recovered["steps_lost"], recovered["lost_units"]) == (2, 0, [])
         assert "are kept with fewer copies" in each.log()
-        assert "fewer copies" in each.events("arranged")[-1]["summary"]
+        assert "fewer copies" in each.events("protection_planned")[-1]["summary"]
         assert each.events("verified")[0]["digests_mismatched"] == 0
 
 
@@ -392,7 +392,7 @@ def test_memory_that_is_gone_before_new_copies_take_it_ends_no_job(start_job, sm
     """Where it was free when they were planned, which are then made while training waits, or left out."""
     job = start_job(3, preset="gemini", memory_dir=str(small_disk), join_interval=50, **FEWEST)
     with small_memories(job, small_disk, "abc") as nodes:
-        faults = {"a": [Fault("arranged", nth=2, action="fill")], "c": [Fault("forward", 3)]}
+        faults = {"a": [Fault("protection_planned", nth=2, action="fill")], "c": [Fault("forward", 3)]}
         workers = job.start_all(faults, "abc", steps=8)
         assert [each.join() for each in workers] == [0, 0, -9]
         assert (nodes[0] / BALLAST).exists()

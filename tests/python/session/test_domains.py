@@ -25,8 +25,8 @@ def start(job, dying, racks):
 def covered(each):
     """What copies would survive when the first member is lost."""
     events = each.events()
-    lost = next(place for place, event in enumerate(events) if event["event"] == "lost")
-    return [event for event in events[:lost] if event["event"] == "covered"][-1]
+    lost = next(place for place, event in enumerate(events) if event["event"] == "connection_lost")
+    return [event for event in events[:lost] if event["event"] == "coverage_changed"][-1]
 
 
 @pytest.mark.parametrize("preset", ["auto", "gemini", "baft"])

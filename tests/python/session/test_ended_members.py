@@ -13,7 +13,7 @@ from evermoe.comm._torchft import torchft
 from evermoe.comm.ended_members import EndedMembers, speakers
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.messages import Identity, Messages, Told
-from evermoe.comm.reach import LOOPBACK, Place, Reach
+from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
 from support.harness import PATIENCE, wait_until
 from support.history import check_history
 from support.worker import Fault
@@ -77,7 +77,7 @@ class Job:
     """A member of a job, and what it knows of others."""
 
     def __init__(self, member="a"):
-        self.reach = Reach(member, Place(LOOPBACK, LOOPBACK))
+        self.reach = Reachability(member, Endpoint(LOOPBACK, LOOPBACK))
         self.ended = EndedMembers(member, messages(member), self.reach)
 
     def speaking(self, address, gone, members):
@@ -151,7 +151,7 @@ def test_who_speaks_for_itself_is_not_spoken_for(patient):
 
 def test_one_that_asked_before_it_ended_is_spoken_for_when_members_ask_again():
     """Its door, unlike that of one that lives, refuses who asks."""
-    job, gone = Job(), Reach("b", Place(LOOPBACK, LOOPBACK))
+    job, gone = Job(), Reachability("b", Endpoint(LOOPBACK, LOOPBACK))
     told = [*job.told("a"), Told("b", "job", {"door": gone.address})]
     with job.speaking("http://127.0.0.1:9", "b", "ab"):
         pass
@@ -164,7 +164,7 @@ def test_one_that_asked_before_it_ended_is_spoken_for_when_members_ask_again():
 
 
 def test_members_that_do_not_answer_are_asked_again_in_time_though_the_lighthouse_is_asked_meanwhile():
-    job, back = Job(), Reach("b", Place(LOOPBACK, LOOPBACK))
+    job, back = Job(), Reachability("b", Endpoint(LOOPBACK, LOOPBACK))
     job.reach.unreachable = {"b": back.address}
     job.reach.knock({"c": "127.0.0.1:1"})
     pause = 0.2
@@ -180,7 +180,7 @@ def test_members_that_do_not_answer_are_asked_again_in_time_though_the_lighthous
 
 
 def test_one_that_lives_after_all_has_not_ended():
-    job, alive = Job(), Reach("b", Place(LOOPBACK, LOOPBACK))
+    job, alive = Job(), Reachability("b", Endpoint(LOOPBACK, LOOPBACK))
     with job.speaking("http://127.0.0.1:9", "b", "ab"):
         pass
     job.ended.check(1, [*job.told("a"), Told("b", "job", {"door": alive.address})], "ab")
@@ -214,7 +214,7 @@ def test_where_there_is_doubt_nobody_speaks():
 def test_the_number_of_a_set_that_is_not_believed_is_noted_by_those_that_it_names():
     """Or those that go on later take it for one in which others went on without them."""
     said = messages()
-    ended = EndedMembers("a", said, Reach("a", Place(LOOPBACK, LOOPBACK)))
+    ended = EndedMembers("a", said, Reachability("a", Endpoint(LOOPBACK, LOOPBACK)))
     told = [Told(each, "job", {"door": "127.0.0.1:1"}) for each in "ac"]
     said.read([Spoken("b", said.write_ended("b")["b"])], is_established=True)
     with pytest.raises(ConnectionError, match="whether b has ended"):

@@ -46,7 +46,7 @@ def test_flip_in_a_replica_is_found_and_healed_while_its_trainer_lives(start_job
 
 TIMES = {
     "begin": Fault("begin", 7, "flip"),
-    "held": Fault("held", 7, "flip"),
+    "gradients_logged": Fault("gradients_logged", 7, "flip"),
     "vote": Fault("vote", 6, "flip"),
     "update": Fault("update", 6, "flip"),
     "update, log": Fault("update", 6, "flip", where="log"),

@@ -41,7 +41,7 @@ def test_each_unit_is_on_enough_nodes_and_nothing_is_sent_that_peers_have(start_
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)
     for each in workers[::2]:
-        before, after = each.events("arranged")[0], each.events("arranged")[-1]
+        before, after = each.events("protection_planned")[0], each.events("protection_planned")[-1]
         copied = [check_holders(before, 4, copies), check_holders(after, 3, copies)]
         others = [unit for unit in after["holders"] if "experts" not in unit]
         alone = [unit for unit in others if len(after["active"][unit]) == 1]

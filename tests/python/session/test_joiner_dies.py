@@ -34,7 +34,7 @@ def join_and_die(job, *faults, names="c"):
 def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, preset, dense, point):
     job = start_job(2, preset=preset, dense=dense, local_snapshot_interval=1000, **FEWEST)
     a, workers = join_and_die(job, Fault(point))
-    rank, plan = (workers[-1].events(name)[0] for name in ("joined", "arranged"))
+    rank, plan = (workers[-1].events(name)[0] for name in ("joined", "protection_planned"))
     given = {unit for unit, trainers in plan["active"].items() if rank["rank"] in trainers}
     assert any("experts" in unit for unit in given)
     assert {"head", "embedding", "first.router", "second.router"} & given

@@ -15,12 +15,12 @@ def arrangements(worker):
     """Of each arrangement: bytes that were missing on all members, and that this one sent in snapshots."""
     found, step = [], None
     for event in worker.events():
-        if event["event"] == "arranged":
+        if event["event"] == "protection_planned":
             found.append([event["missing_bytes"], 0])
             step = None
         elif event["event"] == "copy" and step is None:
             step = event["step"]
-        elif event["event"] == "chunk" and event["step"] == step:
+        elif event["event"] == "chunk_sent" and event["step"] == step:
             found[-1][1] = event["total"]
     return found
 
@@ -29,7 +29,7 @@ def waits(worker):
     """Of each recovery, whether training waited for the copies."""
     events = [event["event"] for event in worker.events()]
     recoveries = [at for at, event in enumerate(events) if event == "recovered"]
-    arranged = [at for at, event in enumerate(events) if event == "arranged"]
+    arranged = [at for at, event in enumerate(events) if event == "protection_planned"]
     return ["confirm" in events[begin:end] for begin, end in zip(arranged, recoveries, strict=True)]
 
 
@@ -96,7 +96,7 @@ def test_copies_repeat_steps_before_a_recovery_only_where_no_trainer_is_left(sta
     workers = a, b, c = job.start_all({"a": [look], "b": [Fault("vote", FAULT)], "c": [look]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
-    plan, lost = a.events("arranged")[0], b.events("joined")[0]["rank"]
+    plan, lost = a.events("protection_planned")[0], b.events("joined")[0]["rank"]
     orphans = {unit for unit, trainers in plan["active"].items() if trainers == [lost]}
     kept = {each: kept_by(each, plan) for each in (a, c)}
     assert orphans & (kept[a] | kept[c])

@@ -59,7 +59,7 @@ def test_the_sender_is_killed_while_its_optimizer_state_is_awaited(start_job, pr
         assert check_recovered(workers, each)["steps_lost"] == 0
     first, second = c.events("recovered")
     assert (first["members"], second["members"]) == (3, 2)
-    assert "update" not in names_between(c, "recovered", "lost"), "no step was taken without the state"
+    assert "update" not in names_between(c, "recovered", "connection_lost"), "no step was taken without the state"
     assert second["fetched_bytes"] > 0
     assert c.events("verified")[0]["digests_mismatched"] == 0
 
@@ -84,7 +84,7 @@ def test_state_that_takes_longer_than_a_collective_waits_is_waited_for(start_job
     assert [each.join() for each in workers] == [0, 0, 0, 0]
     check_history(workers)
     assert [event["members"] for event in workers[3].events("recovered")] == [4]
-    assert not any(each.events("lost") for each in workers[1:])
+    assert not any(each.events("connection_lost") for each in workers[1:])
     assert 1.5 * len(workers[0].events("fault")) > 2.0, "it took longer than the limit"
 
 
@@ -94,6 +94,6 @@ def test_state_that_arrives_damaged_is_refused(start_job):
     check_history(workers)
     c = workers[2]
     assert [event["members"] for event in c.events("recovered")] == [3, 3]
-    assert "has arrived with other bytes than were sent" in c.events("lost")[0]["reason"]
-    assert "update" not in names_between(c, "recovered", "lost")
+    assert "has arrived with other bytes than were sent" in c.events("connection_lost")[0]["reason"]
+    assert "update" not in names_between(c, "recovered", "connection_lost")
     assert c.events("verified")[0]["digests_mismatched"] == 0

@@ -20,7 +20,7 @@ def contents(folders):
 @pytest.mark.parametrize("restarts", [False, True], ids=["same Lighthouse", "new Lighthouse"])
 @pytest.mark.parametrize(
     "preset, point",
-    [("auto", "vote"), ("auto", "commit"), ("gemini", "published"), ("pec", "forward"), ("pec", "commit")],
+    [("auto", "vote"), ("auto", "commit"), ("gemini", "snapshot_received"), ("pec", "forward"), ("pec", "commit")],
 )
 def test_worker_that_wakes_when_the_job_is_over(start_job, tmp_path, preset, point, restarts):
     saved = tmp_path / "saved"

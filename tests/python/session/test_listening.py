@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evermoe.comm.lighthouse import start_local_lighthouse
-from evermoe.comm.reach import find_place
+from evermoe.comm.reachability import find_endpoint
 from support.harness import HEARTBEAT_LIMIT
 from support.history import check_history
 
@@ -66,16 +66,16 @@ def test_an_address_that_is_given_is_the_only_one(start_job):
 
 def test_a_host_whose_name_does_not_resolve_announces_its_address_on_the_way_to_the_lighthouse(monkeypatch, caplog):
     monkeypatch.setattr("socket.gethostname", lambda: "nameless.invalid")
-    assert find_place(None, ["http://127.0.0.9:1", "http://192.0.2.1:1"]) == ("127.0.0.1", None)
+    assert find_endpoint(None, ["http://127.0.0.9:1", "http://192.0.2.1:1"]) == ("127.0.0.1", None)
     assert "'nameless.invalid', does not resolve" in caplog.text
     assert "the address 127.0.0.1 of this process" in caplog.text
     assert "set EVERMOE_ADDRESS" in caplog.text
 
 
 def test_a_loopback_address_is_warned_of_if_the_lighthouse_is_elsewhere(caplog):
-    assert find_place("127.0.0.1", ["http://127.0.0.1:1"]) == ("127.0.0.1", "127.0.0.1")
+    assert find_endpoint("127.0.0.1", ["http://127.0.0.1:1"]) == ("127.0.0.1", "127.0.0.1")
     assert caplog.text == ""
-    assert find_place("127.0.0.1", ["http://203.0.113.7:1"]) == ("127.0.0.1", "127.0.0.1")
+    assert find_endpoint("127.0.0.1", ["http://203.0.113.7:1"]) == ("127.0.0.1", "127.0.0.1")
     assert "address (EVERMOE_ADDRESS) is '127.0.0.1', by which no other host reaches it" in caplog.text
     assert "the Lighthouse is on 203.0.113.7" in caplog.text
 
@@ -104,4 +104,4 @@ def test_place(monkeypatch, given, lighthouse, place):
         return [(2, 1, 6, "", (known.get(host, host), port or 0))]
 
     monkeypatch.setattr("socket.getaddrinfo", look_up)
-    assert find_place(given, [lighthouse]) == place
+    assert find_endpoint(given, [lighthouse]) == place

@@ -55,7 +55,7 @@ def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
         each.wait_for("gate", step=100)
         wait_until(lambda each=each: "training goes on without it" in each.log(), "the log says so")
     assert [len(each.events("phase")) for each in workers] == [len(workers[0].events("phase"))] * 3
-    assert not any(each.events("lost") for each in workers)
+    assert not any(each.events("connection_lost") for each in workers)
     job.restart_lighthouse()
     for each in workers:
         wait_until(lambda each=each: "answers again" in each.log(), "the log says so")
@@ -144,7 +144,7 @@ def test_missing_units_are_waited_for(start_job):
     a, b, c = job.start_all({"b": [Fault("vote", 5)]})
     assert b.join() == -9
     for survivor in (a, c):
-        survivor.wait_for("lost")
+        survivor.wait_for("connection_lost")
     again = job.start("b")
     assert [each.join() for each in (a, c, again)] == [0, 0, 0]
     check_history(job.workers)
@@ -152,7 +152,7 @@ def test_missing_units_are_waited_for(start_job):
         recovered = check_recovered(job.workers, each)
         assert (recovered["step"], recovered["members"], recovered["steps_lost"]) == (5, 3, 0)
     assert a.events("done")[0]["pid"] == a.pid
-    assert [len(each.events("lost")) for each in (a, c)] == [1, 1], "one loss is one event"
+    assert [len(each.events("connection_lost")) for each in (a, c)] == [1, 1], "one loss is one event"
 
 
 def test_waiting_for_missing_units_has_an_end(start_job):
@@ -163,7 +163,7 @@ def test_waiting_for_missing_units_has_an_end(start_job):
     assert [each.join(30) for each in workers] == [1, -9, 1]
     assert time.monotonic() - started < 30
     assert workers[0].events("failed")[0]["error"] == "LostExperts"
-    (lost,) = workers[0].events("lost")
+    (lost,) = workers[0].events("connection_lost")
     again = [each for each in workers[0].events("phase", phase="rebuild") if each["time"] > lost["time"]]
     assert 2 <= len(again) <= 5
 
@@ -174,7 +174,7 @@ def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
     job = start_job(copies=1, rejoin_timeout=limit, quorum_timeout=120.0, **FEWEST)
     a, b, c = job.start_all({"b": [Fault("vote", 5, "stop")]})
     for survivor in (a, c):
-        lost = survivor.wait_for("lost")
+        lost = survivor.wait_for("connection_lost")
         wait_until(lambda since=lost["time"]: time.time() > since + 4 * limit, "the limit is over")
     assert f"their holders live: {b.name}-" in a.log()
     b.signal(signal.SIGCONT)

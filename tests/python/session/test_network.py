@@ -84,7 +84,7 @@ def test_host_without_power(start_hosts, rank):
     job.open_gate(STEPS)
     check_all_go_on(others, since, 2)
     assert [each.join() for each in others] == [0, 0]
-    assert [event["kind"] for each in others for event in each.events("gone")] == ["host"] * 2
+    assert [event["kind"] for each in others for event in each.events("member_lost")] == ["host"] * 2
     assert {each.events("recovered")[-1]["failure"] for each in others} == {"host"}
     check_history(workers.values(), away=lost.name)
 
@@ -132,10 +132,10 @@ def test_split_in_which_no_part_has_all_units(start_hosts):
     hosts.split("ab", "cd")
     job.open_gate(STEPS)
     for name in "ab":
-        lost = workers[name].wait_for("lost")
+        lost = workers[name].wait_for("connection_lost")
         wait_until(lambda since=lost["time"]: time.time() > since + 5 * limit, "the limit is over")
         assert "their holders live: " in workers[name].log()
-        assert len(workers[name].events("lost")) == 1
+        assert len(workers[name].events("connection_lost")) == 1
     assert not any(each.events("commit", members=2) for each in workers.values())
     heal(hosts, [workers["c"], workers["d"]])
     assert [each.join() for each in workers.values()] == [0, 0, 0, 0]

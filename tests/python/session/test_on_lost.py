@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.lighthouse import start_local_lighthouse
-from evermoe.comm.membership import Membership
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity
 from evermoe.errors import LEFT_CODE
@@ -52,7 +52,7 @@ def test_what_comes_in_a_lost_members_place_gets_its_units_from_peers(start_job)
     job.take_in(d, until=STEPS)
     assert [each.join() for each in (a, b, c, d)] == [0, -9, 0, 0]
     told = given(job.folder, call)
-    (gone,) = a.events("gone")
+    (gone,) = a.events("member_lost")
     assert told == {name: gone[name] for name in told}
     assert (
         call.key == f"{told['member']}-1" == f"{b.events('joined')[0]['member']}-{b.events('joined')[0]['generation']}"
@@ -190,7 +190,7 @@ def call_in_generations(group, lighthouse, folder, alone):
     found, cpu = [], torch.device("cpu")
     options, identity = MembershipOptions(lighthouse=lighthouse), Identity("job", "layout")
     node = "adbc"[group.rank]
-    membership = Membership(options, lighthouse=lighthouse, identity=identity, node=node, device=cpu)
+    membership = MembershipManager(options, lighthouse=lighthouse, identity=identity, node=node, device=cpu)
     about = {"node": node, "domain": "", "role": "train", "door": membership.reach.address}
     everyone = gather_json(group, [membership.id, about])
     lost = LostMembers(membership, lambda gone: found.append(gone.node), group.size, lambda event: None)

@@ -65,7 +65,7 @@ def test_what_did_not_lose_anything_keeps_its_copies(start_job):
     check_history(workers)
     for survivor in (workers[0], *workers[2:]):
         plan, stale = survivor.events("holders")[-1], survivor.events("recovered")[-1]["stale"]
-        missing = survivor.events("arranged")[-1]["missing_bytes"]
+        missing = survivor.events("protection_planned")[-1]["missing_bytes"]
         assert 0 < copied_bytes(plan, stale) <= missing < copied_bytes(plan, plan["nodes"])
 
 
@@ -138,7 +138,7 @@ def test_units_that_a_budget_leaves_out_never_leave_a_gap(start_job):
     check_history(workers)
     for each in workers:
         assert "wait for its full state" not in each.log()
-        assert len(each.events("held")) > 10
+        assert len(each.events("gradients_logged")) > 10
 
 
 def test_lazarus_loses_nothing_when_a_node_with_several_ranks_dies(start_job):

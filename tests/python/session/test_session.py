@@ -122,7 +122,7 @@ def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
         assert recovered["time"] - b.events("fault")[0]["time"] < hang_timeout + 3
         survivor.wait_for("gate", step=8)
     b.signal(signal.SIGCONT)
-    b.wait_for("lost")
+    b.wait_for("connection_lost")
     job.open_gate(80)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers, away="b")

@@ -49,7 +49,7 @@ def test_copies_travel_in_windows_between_what_the_gpus_run(start_job, own_gpus,
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
     check_history(workers)
     check_recovered(workers, workers[0])
-    chunks = [event for each in (workers[0], workers[2]) for event in each.events("chunk")]
+    chunks = [event for each in (workers[0], workers[2]) for event in each.events("chunk_sent")]
     for steps in (range(3, 8), range(10, 16)):
         assert "window" in {chunk["when"] for chunk in chunks if chunk["step"] in steps}, steps
     verified = [event for each in (workers[0], workers[2]) for event in each.events("verified")]

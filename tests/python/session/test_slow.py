@@ -26,7 +26,7 @@ def test_member_that_hangs(start_job):
         assert each.wait_for("commit", members=2)["time"] - since < HANG_LIMIT + SLACK
     woken = time.time()
     job.wake()
-    woke = b.wait_for("lost")["time"]
+    woke = b.wait_for("connection_lost")["time"]
     wait_until(lambda: time.time() > woke + 10 * HANG_LIMIT, "b has sat out")
     job.open_gate(100)
     assert b.wait_for("recovered", members=3, count=2)["time"] - woken > 10 * HANG_LIMIT

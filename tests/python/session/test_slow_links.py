@@ -39,7 +39,7 @@ def check_choices(workers):
     """Numbers of experts that were followed by a measured budget, and of those that have copies."""
     told = [each.events("followed") for each in workers]
     assert [len(each) for each in told] == [STEPS] * MEMBERS
-    holders = workers[0].events("arranged")[-1]["holders"]
+    holders = workers[0].events("protection_planned")[-1]["holders"]
     is_copied = np.array([[holders.get(f"{path}.{e}", ["none"])[0] == "replayed" for e in range(6)] for path in LAYERS])
     tokens, at_risk = tokens_by_step(workers[0]), np.zeros((2, 6), np.int64)
     waiting, seen = np.zeros_like(at_risk), np.zeros_like(at_risk)

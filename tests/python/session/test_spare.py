@@ -25,7 +25,7 @@ def start_with_spares(job, faults, spares="d", names="abc"):
 
 def stands_by(worker):
     """The event by which a spare says that it is ready."""
-    return worker.wait_for("standsby")
+    return worker.wait_for("stands_by")
 
 
 def sizes(worker):

@@ -43,7 +43,7 @@ def check_choice(worker, order, event, each, every):
     """
     tokens = {found["step"]: found["tokens"] for found in worker.events("copy", after="update")}
     copied = {found["step"]: found["units"] for found in worker.events(event) if found["step"]}
-    active = worker.events("arranged")[0]["active"]
+    active = worker.events("protection_planned")[0]["active"]
     most = max(LAYERS.values())
     ranks_LE = [
         [active[f"{path}.{e}"][0] if e < number else -1 for e in range(most)] for path, number in LAYERS.items()

@@ -17,7 +17,7 @@ DIES_IN = 8
 
 def versions(worker):
     """Steps taken in the versions that have come whole from a peer."""
-    return sorted({event["step"] for event in worker.events("published")})
+    return sorted({event["step"] for event in worker.events("snapshot_received")})
 
 
 def commits_before(worker, step):

@@ -90,7 +90,7 @@ def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_beside_compu
     workers, traces = run(start_job, "moetion", 3, steps=20, session=session, optimizer="masters")
     for worker, trace in zip(workers, traces, strict=True):
         assert (check_in_windows(trace) > 0) == (when == "window")
-        planned = [chunk["when"] for chunk in worker.events("chunk") if 3 <= chunk["step"] < 20]
+        planned = [chunk["when"] for chunk in worker.events("chunk_sent") if 3 <= chunk["step"] < 20]
         assert when in planned
         assert set(planned) <= {when, "vote"}
 
@@ -119,7 +119,7 @@ def test_a_buffer_for_a_whole_bundle_and_one_alone_is_one_message_for_each(start
     check_history(workers)
     for each, peer in (workers, workers[::-1]):
         for step in range(1, 8):
-            messages, bundles = each.events("chunk", step=step), peer.events("published", step=step)
+            messages, bundles = each.events("chunk_sent", step=step), peer.events("snapshot_received", step=step)
             assert len(messages) == 2 * len(bundles) > 0, "what a bundle has in one, and its digests in another"
             assert messages[-1]["sent"] == messages[-1]["total"]
 
@@ -152,7 +152,7 @@ def check_blocked(worker):
     """All of a version is sent before the next step begins, and no plan was made."""
     sent = {}
     for event in worker.events():
-        if event["event"] == "chunk":
+        if event["event"] == "chunk_sent":
             sent[event["step"]] = event["sent"] == event["total"]
         elif event["event"] == "begin" and event["step"] > 1:
             assert sent[event["step"]], f"the version of step {event['step']} is whole when it begins"
@@ -196,9 +196,9 @@ def test_windows_stay_in_use_when_members_change(start_job):
     assert counts[joined] == counts[joined - 1] + 1
     assert plans(joiner)[0][:2] == (joined, 1)
     assert "a version takes" in plans(joiner)[0][2]
-    assert {chunk["when"] for chunk in joiner.events("chunk")} <= {"window", "vote", "recovery"}
+    assert {chunk["when"] for chunk in joiner.events("chunk_sent")} <= {"window", "vote", "recovery"}
     for each in workers[:2]:
-        later = [chunk["when"] for chunk in each.events("chunk") if chunk["step"] >= 3]
+        later = [chunk["when"] for chunk in each.events("chunk_sent") if chunk["step"] >= 3]
         assert "window" in later
         assert set(later) <= {"window", "vote", "recovery"}
 

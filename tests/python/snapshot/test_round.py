@@ -6,7 +6,7 @@ import torch
 
 from evermoe import MoE
 from evermoe.comm.courier import Courier
-from evermoe.events import Chunk, Published
+from evermoe.events import ChunkSent, SnapshotReceived
 from evermoe.snapshot.bundles import Bundle
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import SnapshotStore
@@ -45,12 +45,12 @@ def exchange(group, folder):
     transport.receive = noted
 
     def emit(event):
-        if isinstance(event, Published):
+        if isinstance(event, SnapshotReceived):
             theirs = sorted(found.unit for found in store.stored() if found.unit not in mine)
             seen.append(("published", theirs))
             if group.rank == 1 and len(theirs) == 1:
                 group.all_reduce(torch.zeros(1))
-        if isinstance(event, Chunk):
+        if isinstance(event, ChunkSent):
             seen.append(("sent", event.sent == event.total))
             if group.rank == 1 and len([name for name, _ in seen if name == "sent"]) == 1:
                 wait_until(lambda: all(each.has_ended for each in arriving[:2]), "the first bundle is there")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evermoe.events import Gone
+from evermoe.events import MemberLost
 
 NOTE = """
 cat > {folder}/$EVERMOE_LOST_KEY.$EVERMOE_LOST_ATTEMPT.json
@@ -42,7 +42,7 @@ def given(folder: Path, call: Call) -> dict[str, Any]:
     return json.loads((folder / f"{call.key}.{call.attempt}.json").read_text())
 
 
-def write(path: Path, gone: Gone) -> None:
+def write(path: Path, gone: MemberLost) -> None:
     """A hook that is a function: notes a call, then fails."""
     with path.open("a") as file:
         file.write(f"{gone.key} {gone.kind} {gone.attempt} {os.getpid()}\n")

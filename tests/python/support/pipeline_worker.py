@@ -351,11 +351,11 @@ def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) ->
     Of the parts of a version, or of a slice of one, only the last is written. Before it votes on a version, or copies
     one after a recovery, the worker may die or stop.
     """
-    if isinstance(event, evermoe.events.Chunk):
+    if isinstance(event, evermoe.events.ChunkSent):
         kept.setdefault("sent", {})[event.step] = event.sent
         if event.sent < event.total:
             return
-    if not isinstance(event, evermoe.events.Published):
+    if not isinstance(event, evermoe.events.SnapshotReceived):
         write(options, event.name, **event.fields())
     if isinstance(event, evermoe.events.Protocol):
         if "sums" in (said := json.loads(event.said)):
@@ -451,12 +451,12 @@ def train(options: Options) -> None:
                 logged=copies._driver.localised.log.nbytes,
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
-                copied=copies._driver.version_pace.begun,
+                copied=copies._driver.snapshot_schedule.begun,
                 sent=Counter(each.when for each in list(copies._driver.courier.sent)),
                 **(about_experts(copies, tokens) if options.tells_experts else {}),
             )
         except (evermoe.PeerLost, RuntimeError) as error:
-            write(options, "lost", step=step, reason=str(error)[:300])
+            write(options, "connection_lost", step=step, reason=str(error)[:300])
             schedule = peers = None
             linger(options)
     compared, different = copies.verify()

@@ -17,8 +17,8 @@ from evermoe.persist import attempts, checkpoint
 from evermoe.persist.checkpoint_store import CheckpointStore, find, open_store
 from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.manifest import read_manifest
+from evermoe.persist.object_store import Location, ObjectPath, locate
 from evermoe.persist.owner import Owner
-from evermoe.persist.place import Location, ObjectPath, locate
 from evermoe.persist.retention import NEWEST, Retention
 from support.models import everyone, make
 from support.stores import Units, contents, model, names

@@ -125,7 +125,9 @@ def _check(made: Schedule) -> None:
     assert _is_saved(made), f"the last step is in no checkpoint: {find(made.saved)}"
     if not made.codes:
         for name in made.names:
-            assert not made.workers[name].events("lost"), f"{name} lost a member, and nothing happened to any"
+            assert not made.workers[name].events("connection_lost"), (
+                f"{name} lost a member, and nothing happened to any"
+            )
     if made.preset not in LOSES_TOKENS:
         expected = undisturbed()
         for event in (event for each in workers for event in each.events("commit")):

@@ -219,14 +219,14 @@ class Recorder:
             assert self.session is not None
             tokens = {path: layer.tokens_E.tolist() for path, layer in self.session._state.layers.items()}
             more = {"after": self._last, "tokens": tokens, **self._state()}
-        if name == "arranged":
+        if name == "protection_planned":
             protection = self.session._protection  # type: ignore[union-attr]
             holders = {each.unit: [each.kind, each.primary, each.holders] for each in protection.plan.units}
             more = {"holders": holders, "active": protection.active}
         self.write(name, **fields, **more)
         if fields.get("phase") == "fetch" and self._has_updated:
             self.write("kept", **self._state())  # also after a recalled vote, which updates without a step's events
-        if name == "arranged" and self._options.states:
+        if name == "protection_planned" and self._options.states:
             from support.states import watch  # this file also runs by itself, without the others
 
             watch(self)
@@ -234,9 +234,9 @@ class Recorder:
             if name == "copy":
                 self._copied_step = fields["step"]
                 self._has_copied.notify_all()
-            elif name in ("chunk", "published"):  # other threads, which may be ahead of what is recorded of the state
+            elif name in ("chunk_sent", "snapshot_received"):  # other threads, which may be ahead of what is recorded
                 self._has_copied.wait_for(lambda: self._copied_step >= fields["step"])
-        part = fields["sent"] / fields["total"] if name == "chunk" else 1.0
+        part = fields["sent"] / fields["total"] if name == "chunk_sent" else 1.0
         self.fault(f"phase {fields['phase']}" if name == "phase" else name, fields.get("step"), part)
 
     def _state(self) -> dict[str, Any]:

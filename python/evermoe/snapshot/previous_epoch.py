@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class FormerSnapshots:
+class PreviousEpochSnapshots:
     """What becomes of local snapshots of before, which all members give up with the same vote.
 
     Until then a crash of all processes needs them: only together do members have all units, at one version.

@@ -35,7 +35,7 @@ _trained: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakK
 """The session of each module that one trains."""
 
 
-class Script(NamedTuple):
+class TrainingInputs(NamedTuple):
     """What a training script gives its session."""
 
     model: nn.Module

@@ -38,7 +38,7 @@ CUT_OFF_SECONDS = 30.0
 comes back to the Lighthouse several times meanwhile, if the two still do not reach each other."""
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a member is reached, and where it listens."""
 
     host: str
@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
 
 
-def find_place(given: str | None, lighthouses: Iterable[str]) -> Place:
+def find_endpoint(given: str | None, lighthouses: Iterable[str]) -> Endpoint:
     """The address that a member was given, else loopback if all Lighthouses are there, else all addresses.
 
     An address that is none of this machine's, as behind a translation of addresses, says nothing about where to listen.
@@ -74,12 +74,12 @@ def find_place(given: str | None, lighthouses: Iterable[str]) -> Place:
                 given,
                 away[0],
             )
-        return Place(given, _own_address(given))
+        return Endpoint(given, _own_address(given))
     if all(map(_is_loopback, hosts)):
-        return Place(LOOPBACK, LOOPBACK)
+        return Endpoint(LOOPBACK, LOOPBACK)
     name = socket.gethostname()
     if _resolves(name):
-        return Place(name, None)
+        return Endpoint(name, None)
     found = _address_towards(hosts)
     logger.warning(
         "this host's name, %r, does not resolve: the other members get the address %s of this process. If they cannot "
@@ -87,7 +87,7 @@ def find_place(given: str | None, lighthouses: Iterable[str]) -> Place:
         name,
         found,
     )
-    return Place(found, None)
+    return Endpoint(found, None)
 
 
 def _address_towards(hosts: Iterable[str]) -> str:
@@ -133,7 +133,7 @@ def _resolves(host: str) -> bool:
     return True
 
 
-class Reach:
+class Reachability:
     """This member's door, and what it knows of those of others.
 
     A door is a port that answers from a thread of its own (`src/reach/`). A member that does not answer is stopped, its
@@ -145,7 +145,7 @@ class Reach:
         secret: the job's, if it has one: only members that have it get an answer, and give one.
     """
 
-    def __init__(self, member: str, place: Place, secret: Secret | None = None) -> None:
+    def __init__(self, member: str, place: Endpoint, secret: Secret | None = None) -> None:
         self._secret = secret
         self._door: Door | None = Door(member, place.address, secret)
         self.address = f"{place.host}:{self._door.port}"
@@ -274,7 +274,7 @@ class Stores:
         secret: the job's, if it has one: values that were stored without it are refused.
     """
 
-    def __init__(self, place: Place, limit: timedelta, secret: Secret | None = None) -> None:
+    def __init__(self, place: Endpoint, limit: timedelta, secret: Secret | None = None) -> None:
         self._secret = secret
         listening, port = (None, 0) if place.address is None else _listen(place.address)
         own = dist.TCPStore(
@@ -326,7 +326,7 @@ class Stores:
 
 
 def what_is_left(doors: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """What is left of members that are lost, by id: `process`, `hung` or `host`, as of `events.Gone.kind`.
+    """What is left of members that are lost, by id: `process`, `hung` or `host`, as of `events.MemberLost.kind`.
 
     A host refuses a connection to a port of a process that has ended; a process that is stopped is connected to all the
     same, as its host does that for it; of a host without power nothing comes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class VersionPace:
+class SnapshotSchedule:
     """A version is copied over `steps` steps, and must be whole before the vote on the last of them.
 
     The next version begins when that vote has passed, so the one before stays until then:

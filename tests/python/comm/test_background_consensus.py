@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from evermoe.comm.council import Council
+from evermoe.comm.background_consensus import BackgroundConsensus
 from evermoe.comm.group import Group
 from evermoe.comm.tags import CHECKPOINT
 from evermoe.errors import PeerLost
@@ -18,12 +18,12 @@ LIMIT = 10.0
 
 
 def test_who_is_alone_decides_alone():
-    assert Council(Group(), CHECKPOINT).decide(("a", 1), lambda said: said) == [["a", 1]]
+    assert BackgroundConsensus(Group(), CHECKPOINT).decide(("a", 1), lambda said: said) == [["a", 1]]
 
 
 def decide_in_turns(group, folder):
     found, _ = members(group, folder, LIMIT)
-    councils = [Council(found, CHECKPOINT) for _ in range(3)]
+    councils = [BackgroundConsensus(found, CHECKPOINT) for _ in range(3)]
     long = "é" * 100_000
     decided = [
         council.decide({"rank": found.rank, "of": number, "long": long}, lambda said: {"said": said, "by": found.rank})
@@ -43,7 +43,7 @@ def test_all_have_what_rank_0_makes_of_what_each_says(tmp_path):
 def lose_one(group, folder):
     """Rank 2 goes without a word."""
     found, transport = members(group, folder, LIMIT)
-    council = Council(found, CHECKPOINT)
+    council = BackgroundConsensus(found, CHECKPOINT)
     if found.rank == 2:
         transport.drop("it dies")
         return "dropped"
@@ -61,7 +61,7 @@ def test_where_one_is_gone_nothing_is_decided_and_the_others_know(tmp_path):
 def outlive_the_group(group, folder):
     """Rank 0 would hear rank 1 in the next group, and decide with it, which must not be."""
     found, transport = members(group, folder, LIMIT)
-    old = Council(found, CHECKPOINT)
+    old = BackgroundConsensus(found, CHECKPOINT)
     outcome = []
 
     def decide():
@@ -78,7 +78,7 @@ def outlive_the_group(group, folder):
     if found.rank == 1:
         deciding.start()
     deciding.join(LIMIT)
-    new = Council(found, CHECKPOINT).decide("new", lambda said: said)
+    new = BackgroundConsensus(found, CHECKPOINT).decide("new", lambda said: said)
     group.all_reduce(torch.ones(1))
     return outcome, new, transport.broken
 
@@ -98,4 +98,4 @@ def test_a_group_that_was_dropped_has_no_council(tmp_path):
 def drop_first(group, folder):
     found, transport = members(group, folder, LIMIT)
     transport.drop("the next group begins")
-    Council(found, CHECKPOINT)
+    BackgroundConsensus(found, CHECKPOINT)

@@ -13,7 +13,7 @@ from evermoe.environment import free_port
 from evermoe.errors import CorruptCopy
 from evermoe.events import Checkpoint, Recovered
 from evermoe.persist.checkpoint_store import find
-from evermoe.persist.place import locate, locate_below
+from evermoe.persist.object_store import locate, locate_below
 from support.harness import SERVER
 from support.models import make
 from support.object_servers import SECRET, s3_server

@@ -25,7 +25,7 @@ CODES = {signal.SIGTERM: LEFT_CODE, signal.SIGUSR1: REQUEUE_CODE, signal.SIGUSR2
 """Exit code of a process that has left on each signal."""
 
 
-class Notice:
+class PreemptionHandler:
     """Asks to leave when a signal of `CODES` comes, and ends the process if that takes too long.
 
     The first signal decides about the exit code. A second SIGTERM ends the process at once, unless it comes with the

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from evermoe import _native
 from evermoe.comm.group import Group
-from evermoe.comm.reach import Reach
+from evermoe.comm.reachability import Reachability
 from evermoe.comm.waits import EXCESS
 from evermoe.native_calls import native_call
 
@@ -28,7 +28,7 @@ SET_BACK_SECONDS = 1.0
 """A wall clock that is set back by less prolongs no wait by more than that."""
 
 
-class Watch:
+class FailureDetector:
     """Watches the other members of a group, and tells them whether this one computes or waits.
 
     Args:
@@ -43,7 +43,7 @@ class Watch:
 
     def __init__(
         self,
-        reach: Reach,
+        reach: Reachability,
         groups: Iterable[Group],
         *,
         heartbeat_timeout: float,
@@ -137,8 +137,9 @@ class Watch:
             return 0.0
         seconds = SIT_OUT * self._hang_timeout * 2**self._times_left_out
         logger.warning(
-            "%s has waited for this member longer than hang_timeout = %g s, and the others go on without it. It asks to "
-            "join again in %g s; a new process may join at once. Raise hang_timeout if members' steps differ so much.",
+            "%s has waited for this member longer than hang_timeout = %g s, and the others continue without it. It "
+            "asks to join again in %g s; a new process may join at once. Raise hang_timeout if members' steps differ "
+            "more.",
             self._waited_for_me,
             self._hang_timeout,
             seconds,

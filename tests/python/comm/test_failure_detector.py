@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from evermoe._native import Door, Watch, ask_all
+from evermoe._native import Door, FailureDetector, ask_all
+from evermoe.comm.failure_detector import FailureDetector as GroupWatch
 from evermoe.comm.group import Group
-from evermoe.comm.reach import LOOPBACK, Place, Reach
-from evermoe.comm.watch import Watch as GroupWatch
+from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
 from support.harness import PATIENCE, SERVER
 
 HOUR = 3_600_000
@@ -47,7 +47,7 @@ def seen(watch):
 
 def test_a_killed_member_is_noticed_between_two_questions(member):
     process, port = member
-    watch = Watch([("a", f"127.0.0.1:{port}")], 1, HOUR)  # which asks every quarter of an hour
+    watch = FailureDetector([("a", f"127.0.0.1:{port}")], 1, HOUR)  # which asks every quarter of an hour
     os.kill(process.pid, 9)
     assert seen(watch) == [(["a"], True, None)]
 
@@ -69,7 +69,7 @@ def test_a_killed_member_is_noticed_though_a_child_of_it_lives():
     process.start()
     port, child = here.recv()
     try:
-        watch = Watch([("a", f"127.0.0.1:{port}")], 1, HOUR)
+        watch = FailureDetector([("a", f"127.0.0.1:{port}")], 1, HOUR)
         process.kill()
         assert seen(watch) == [(["a"], True, None)]
         os.kill(child, 0)  # it is there
@@ -98,7 +98,7 @@ def test_a_door_answers_many_and_those_that_ask_in_bits():
 
 def test_a_watch_that_is_stopped_sees_nothing(member):
     _, port = member
-    watch = Watch([("a", f"127.0.0.1:{port}")], 1, HOUR)
+    watch = FailureDetector([("a", f"127.0.0.1:{port}")], 1, HOUR)
     watch.stop()
     assert seen(watch) == [([], False, None)]
 
@@ -108,7 +108,7 @@ def watched():
     """A member's watch in a step of group 7, its group, and whether it says to another one that it computes."""
     group, unused = Group(), Group()
     unused.drop("there are no replica nodes")
-    here, there = (Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
+    here, there = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
     limits = {"heartbeat_timeout": 9.0, "hang_timeout": 9.0}
     watch = GroupWatch(here, [group, unused], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
     watch.begin(7, {"b": there.address}, 0)

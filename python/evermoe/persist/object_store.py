@@ -23,7 +23,7 @@ _FLATTENED = re.compile(r"^(s3a?|gs|az|azure|adl|abfss?|https?|file):/[^/]")
 
 
 @dataclass(frozen=True)
-class Place:
+class ObjectStore:
     """Objects below a URL, by their names; `src/store/place.rs` has the operations and the errors.
 
     All that can go wrong is an `OSError`: `FileNotFoundError` where there is no such bucket, `PermissionError` where
@@ -89,7 +89,7 @@ class Place:
 class ObjectPath:
     """A name below a place, with what of `pathlib.Path` is needed; the key of the place itself is empty."""
 
-    place: Place
+    place: ObjectStore
     key: str = ""
 
     def __truediv__(self, name: str) -> ObjectPath:
@@ -152,12 +152,12 @@ def _circumstances() -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _open(url: str, patience: float, upload: float, download: float, process: int, variables: int) -> Place:
+def _open(url: str, patience: float, upload: float, download: float, process: int, variables: int) -> ObjectStore:
     """A place, once for the same circumstances."""
     if not hasattr(_native, "ObjectPlace"):
         raise ValueError("this build of evermoe has no object stores: build it with the feature object-store")
     objects = _native.ObjectPlace(url, patience, upload or None, download or None)
-    return Place(url, patience, objects, download)
+    return ObjectStore(url, patience, objects, download)
 
 
 def hurried(where: Location, patience: float) -> Location:

@@ -19,7 +19,7 @@ UNLIMITED = timedelta(days=7)
 _LENGTH_BYTES = 8
 
 
-class Council:
+class BackgroundConsensus:
     """One decision among the members of a group, whatever group they are in when it is made.
 
     Any thread may decide. All members make their councils of one tag in the same order, and decide in that order.
