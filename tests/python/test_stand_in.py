@@ -23,7 +23,7 @@ COPIES = [
     "state/test_gpu_digests.py",
     "comm/test_courier.py",
     "replay",
-    "session/test_gradients.py",
+    "session/training/test_gradients.py",
     "ops/test_chunks.py",
     "ops/test_second_gpu.py",
 ]
@@ -35,10 +35,10 @@ CASES = {
     "copies in any order": (RANDOM, COPIES, f"not ({STILL_RUNS})"),
     "every op": (EARLY, ["ops", "test_optim.py"], f"not ({ELSEWHERE} or {STILL_RUNS})"),
     "layers": (LATE, ["test_host_waits.py", "test_checkpointed_moe.py"], ""),
-    "sessions": (LATE, ["session/test_one_gpu.py"], ""),
+    "sessions": (LATE, ["session/training/test_one_gpu.py"], ""),
     "pipelines": (RANDOM, ["pipeline/test_pipeline_on_gpu.py"], ""),
     "groups over NCCL": (RANDOM, ["comm/test_nccl_groups.py"], ""),
-    "sessions over NCCL": (LATE, ["session/test_several_gpus.py"], ""),
+    "sessions over NCCL": (LATE, ["session/training/test_several_gpus.py"], ""),
     "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "(1F1B and under_way) or told"),
 }
 IN_LONG = (

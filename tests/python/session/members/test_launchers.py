@@ -21,7 +21,7 @@ from support import launched
 from support.harness import HEARTBEAT_LIMIT, SERVER
 
 LIMIT = 100.0
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 NAMES = {
     "RANK",
     "WORLD_SIZE",

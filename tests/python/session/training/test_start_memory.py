@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[3] / "benches" / "bench_start.py"
+BENCH = Path(__file__).parents[4] / "benches" / "bench_start.py"
 MOST = 1.15
 """Largest peak, in multiples of what a worker holds in training."""
 
