@@ -33,7 +33,6 @@ from torch import nn
 import evermoe
 from common import Table, demo_workload
 from evermoe.cli.measurements import measure_session
-from evermoe.config import SessionConfig
 from evermoe.planning import PRESET_NAMES, allocate, copy_holders, migrate, place, recovery_plan
 from evermoe.planning.protection import RankInfo, plan_protection
 from evermoe.protection_inputs import covered, covered_now, missing_bytes, unit_infos
@@ -42,6 +41,7 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
+from evermoe.train.session_config import SessionConfig
 
 KINDS = ["recovery", "planners", "live"]
 SESSION = ["--no-join", "--baseline-steps", "0", "--hang-timeout", "60"]

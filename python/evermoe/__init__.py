@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evermoe import errors, events, ops, optim, planning, profile, replay, snapshot
-    from evermoe.config import SessionConfig
+    from evermoe import errors, events, ops, optim, planning, presets, profile, replay, snapshot
+    from evermoe.config.checkpoints import Checkpoints
+    from evermoe.config.membership import Membership
+    from evermoe.config.placement import Placement
     from evermoe.ema import EMA
     from evermoe.environment import local_rank
     from evermoe.errors import (
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.pipeline_step import PipelineMicroBatch, PipelineStep
     from evermoe.train.session import Session
+    from evermoe.train.session_config import SessionConfig
     from evermoe.train.step import MicroBatch, Step
     from evermoe.train.step_gradients import StepGradients
 
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CheckpointWeights": "persist.checkpoint",
+    "Checkpoints": "config.checkpoints",
     "CorruptCopy": "errors",
     "EMA": "ema",
     "ElasticLoader": "loader",
@@ -57,8 +61,10 @@ _HOMES = {
     "Expert": "expert",
     "Experts": "experts",
     "FolderWeights": "persist.folder_weights",
+    "Membership": "config.membership",
     "MicroBatch": "train.step",
     "MoE": "moe",
+    "Placement": "config.placement",
     "Router": "router",
     "Routes": "router",
     "NonFiniteLoss": "errors",
@@ -69,7 +75,7 @@ _HOMES = {
     "PipelineStep": "train.pipeline_step",
     "Session": "train.session",
     "Sampler": "sampler",
-    "SessionConfig": "config",
+    "SessionConfig": "train.session_config",
     "Share": "sampler",
     "Step": "train.step",
     "StepGradients": "train.step_gradients",
@@ -91,6 +97,7 @@ _HOMES = {
 __all__ = [
     "EMA",
     "CheckpointWeights",
+    "Checkpoints",
     "CorruptCopy",
     "ElasticLoader",
     "ElasticSampler",
@@ -102,6 +109,7 @@ __all__ = [
     "JoinTimeout",
     "LeftBehind",
     "LostExperts",
+    "Membership",
     "MicroBatch",
     "MoE",
     "NonFiniteLoss",
@@ -110,6 +118,7 @@ __all__ = [
     "PipelineMicroBatch",
     "PipelineSession",
     "PipelineStep",
+    "Placement",
     "Router",
     "Routes",
     "Sampler",
@@ -134,6 +143,7 @@ __all__ = [
     "ops",
     "optim",
     "planning",
+    "presets",
     "profile",
     "replay",
     "snapshot",

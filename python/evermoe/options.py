@@ -1,7 +1,7 @@
-"""What all options have in common: types, ranges, names, and which must be the same for all members.
+"""Base of all options: types, ranges and names of their values, and which must be the same for all members.
 
-Each room defines its own options beside what they configure; `evermoe.SessionConfig` combines them. A field's type and
-its `option(...)` say what it may be, and `Options` checks that for all of them.
+`evermoe.config` and `evermoe.presets` define the options of a session. A field's type and its `option(...)` say what it
+may be, and `Options` checks that for all of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def option(
     above: float | None = None,
     most: float | None = None,
     is_name: bool = False,
+    env: str | None = None,
+    flag: str | None = None,
 ) -> Any:
-    """A field of `Options`.
+    """Define a field of `Options`.
 
     Args:
         default: its value where none is given; without one it must be given.
@@ -57,9 +59,11 @@ def option(
         above: number that it must exceed.
         most: largest number.
         is_name: whether it is checked as of `check_name`.
+        env: environment variable from which it is read where it has its default.
+        flag: its flag on a command line, without dashes; None for the field's name.
     """
     limits = {"least": least, "above": above, "most": most}
-    metadata = {"shared": shared, "is_name": is_name, "limits": limits}
+    metadata = {"shared": shared, "is_name": is_name, "limits": limits, "env": env, "flag": flag}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
@@ -162,10 +166,10 @@ def _range(least: float | None, above: float | None, most: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of all options. A subclass calls `super().__post_init__()`, so that a combination checks all its parts."""
+    """Base of all options. A subclass calls `super().__post_init__()`, so that a combination checks all its bases."""
 
     def __post_init__(self) -> None:
-        """Checks the options.
+        """Check the options.
 
         Raises:
             ValueError: an option is wrong; the message names it as the user wrote it.
@@ -180,11 +184,11 @@ class Options:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of the options."""
+        """Return the names of the options."""
         return [each.name for each in fields(cls)]
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same for all members, as text by name; of a mapping its keys."""
+        """Return the options that must be the same for all members, as text by name; of a mapping its keys."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("shared")}
         return {
             name: ", ".join(sorted(value)) if isinstance(value, Mapping) else str(value)

@@ -74,7 +74,7 @@ def test_bools_are_no_numbers_and_numbers_no_bools():
     [("EVERMOE_MEMBERS", "-3"), ("EVERMOE_MEMBERS", "two"), ("EVERMOE_ROLE", "x"), ("EVERMOE_SPARE", "yes")],
 )
 def test_wrong_variables_are_refused_by_name(monkeypatch, name, value):
-    from evermoe.config import with_environment
+    from evermoe.train.session_config import with_environment
 
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"expected {name} to be .* got '{value}'"):

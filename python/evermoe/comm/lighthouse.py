@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evermoe.comm._torchft import torchft
+from evermoe.config.membership import is_address, split_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +34,6 @@ TOUR_SECONDS = 30.0
 """Time after which those that wait for a new job to begin look again whether it runs at another Lighthouse."""
 
 
-def split_addresses(text: str) -> tuple[str, ...]:
-    """Addresses of Lighthouses from one text, in which commas separate them.
-
-        >>> split_addresses("http://a:29510, http://b:29510")
-        ('http://a:29510', 'http://b:29510')
-
-    Raises:
-        ValueError: one is no `http://host:port`, or comes twice.
-    """
-    found = tuple(each.strip() for each in text.split(","))
-    if len(found) == 1 and found[0]:
-        return found
-    if not all(_is_address(each) for each in found):
-        raise ValueError(f"lighthouse: expected http://host:port, or several separated by commas, got {text!r}")
-    if len({urlsplit(each).netloc.lower() for each in found}) < len(found):
-        raise ValueError(f"lighthouse: expected each address once, got {text!r}")
-    return found
-
-
 def own_address(addresses: str) -> str | None:
     """Where to start the first Lighthouse that is this machine's and does not run: `host:port`; None if all run.
 
@@ -63,7 +45,7 @@ def own_address(addresses: str) -> str | None:
     """
     runs = False
     for address in split_addresses(addresses):
-        if not _is_address(address):
+        if not is_address(address):
             raise ValueError(f"lighthouse: expected http://host:port, got {address!r}")
         parts = urlsplit(address)
         host, port = parts.hostname or "", parts.port or 0
@@ -96,15 +78,6 @@ def _is_number(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        is_plain = parts.path in ("", "/") and not parts.query
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and bool(parts.port) and is_plain
-    except ValueError:
-        return False
 
 
 class Lighthouses:

@@ -26,13 +26,14 @@ from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.gathering import not_taken_in
 from evermoe.comm.group import Group, connect_timeout
 from evermoe.comm.inquiry import Inquiry
-from evermoe.comm.lighthouse import Lighthouses, split_addresses
+from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.reachability import LOOK_SECONDS, Reachability, find_endpoint
 from evermoe.comm.transport import Transport
+from evermoe.config.membership import split_addresses
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.native_calls import close_at_exit
 

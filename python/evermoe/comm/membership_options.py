@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from evermoe.comm.lighthouse import split_addresses
 from evermoe.comm.transport import Carrier
+from evermoe.config.membership import split_addresses
 from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, check_name, option
 
 Role = Literal["train", "replica"]

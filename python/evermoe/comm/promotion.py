@@ -10,8 +10,8 @@ from typing import Any
 
 from evermoe import _native
 from evermoe.comm._torchft import torchft
-from evermoe.comm.lighthouse import split_addresses
 from evermoe.comm.messages import as_text, job_secret
+from evermoe.config.membership import split_addresses
 from evermoe.options import check_name
 
 ANSWER_LIMIT = timedelta(seconds=5)

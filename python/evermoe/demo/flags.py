@@ -105,7 +105,7 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
     checked("--balance", options.balance, float, least=0, most=MOST)
-    from evermoe.config import SessionConfig  # as above
+    from evermoe.train.session_config import SessionConfig  # as above
 
     given = session_options(options) | {"seed": options.seed}
     SessionConfig(**given, checkpoint_dir=options.checkpoint_dir or "anywhere")
@@ -133,7 +133,7 @@ def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folde
 
 def copied_at_a_time(options: argparse.Namespace) -> str:
     """What a preset that may lose tokens copies for the case that a node dies, in words; the rest waits."""
-    from evermoe.config import SessionConfig  # as above
+    from evermoe.train.session_config import SessionConfig  # as above
 
     given = SessionConfig(**session_options(options), checkpoint_dir=options.checkpoint_dir or "anywhere")
     if given.choices.takes_turns:

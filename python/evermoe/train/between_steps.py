@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from evermoe.comm.group import Group
-from evermoe.config import SessionConfig
 from evermoe.persist import full_state
 from evermoe.train.evaluation_data import add_up, own_batches, sum_over
 from evermoe.train.protocol import CommitProtocol
+from evermoe.train.session_config import SessionConfig
 from evermoe.train.session_driver import SessionDriver
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from evermoe.comm.group import Group
 from evermoe.comm.vote import Ballot, cast
-from evermoe.config import SessionConfig
 from evermoe.state.training_state import TrainingState
 from evermoe.train import gradients
+from evermoe.train.session_config import SessionConfig
 from evermoe.train.step import Step
 from evermoe.train.step_gradients import StepGradients
 from evermoe.train.training_inputs import TrainingInputs

@@ -24,7 +24,6 @@ from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
-from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
@@ -41,6 +40,7 @@ from evermoe.train.between_steps import BetweenSteps, check_open
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.preemption import PreemptionHandler
 from evermoe.train.protocol import CommitProtocol
+from evermoe.train.session_config import SessionConfig, with_environment
 from evermoe.train.session_driver import SessionDriver
 from evermoe.train.session_recovery import SessionContext
 from evermoe.train.step import Step

@@ -13,7 +13,6 @@ import torch
 from evermoe import planning
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import MembershipManager
-from evermoe.config import SessionConfig
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
 from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
@@ -37,6 +36,7 @@ from evermoe.train.missing_units import MissingUnits
 from evermoe.train.owners import DenseExchange
 from evermoe.train.purposes import Meeting, waiting_ranks
 from evermoe.train.same_run import MemoryClaim, SameRun
+from evermoe.train.session_config import SessionConfig
 from evermoe.train.standby import Standby
 from evermoe.train.step_calls import StepCalls
 from evermoe.train.training_inputs import TrainingInputs

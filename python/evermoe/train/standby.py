@@ -7,12 +7,12 @@ from typing import Any
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Task, run_beside
-from evermoe.config import SessionConfig
 from evermoe.events import Listener, StandsBy
 from evermoe.protection_inputs import expected_arenas
 from evermoe.snapshot.spare_room import SpareRoom
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
+from evermoe.train.session_config import SessionConfig
 
 
 class Standby:

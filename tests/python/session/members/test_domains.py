@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evermoe.config import SessionConfig, with_environment
 from evermoe.planning import spread_over
+from evermoe.train.session_config import SessionConfig, with_environment
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.worker import Fault

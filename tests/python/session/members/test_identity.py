@@ -9,7 +9,6 @@ import torch
 
 import evermoe
 from evermoe.comm.lighthouse import start_lighthouse
-from evermoe.config import with_environment
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.launch import LocalJob
 from evermoe.persist.checkpoint_folder import find
@@ -18,6 +17,7 @@ from evermoe.snapshot.store import SnapshotStore
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts as Parts
 from evermoe.state.training_state import TrainingState
+from evermoe.train.session_config import with_environment
 from support.harness import wait_until
 from support.history import check_history, check_recovered
 from support.worker import Fault

@@ -16,7 +16,7 @@ import yaml
 import evermoe
 from evermoe import environment
 from evermoe.comm.lighthouse import start_local_lighthouse
-from evermoe.config import with_environment
+from evermoe.train.session_config import with_environment
 from support import launched
 from support.harness import HEARTBEAT_LIMIT, SERVER
 

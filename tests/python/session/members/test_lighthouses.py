@@ -13,9 +13,10 @@ from datetime import timedelta
 import pytest
 
 from evermoe.comm._torchft import torchft
-from evermoe.comm.lighthouse import own_address, split_addresses, start_lighthouse
+from evermoe.comm.lighthouse import own_address, start_lighthouse
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages
+from evermoe.config.membership import split_addresses
 from support.harness import FEWEST, HEARTBEAT_LIMIT, wait_until
 from support.history import check_history
 from support.messages import told

@@ -1,0 +1,43 @@
+"""Options that decide where and when checkpoints are written."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Literal
+
+from evermoe.options import Options, option
+
+
+@dataclass(frozen=True)
+class Checkpoints(Options):
+    """Decide where and when checkpoints are written, and how a job resumes."""
+
+    url: str | Path | None = option(None, flag="checkpoints")
+    """Folder on a file system that all members share, or a URL such as `s3://bucket/run`. None: no checkpoints. A last
+    checkpoint is written at the end of the job."""
+    _: KW_ONLY
+    interval: int = option(0, shared=True, least=0, flag="checkpoint-interval")
+    """Steps between checkpoints; 0: only the last one."""
+    keep: int = option(2, shared=True, least=1, flag="keep-checkpoints")
+    """Number of the newest checkpoints that are kept."""
+    keep_interval: int = option(0, shared=True, least=0, flag="keep-checkpoint-interval")
+    """Checkpoints of steps that are multiples of it are never deleted; 0: no such steps."""
+    store_timeout: float = option(180.0, above=0)
+    """Seconds during which a request to the URL is retried, with back-off, before it fails."""
+    upload_limit: float = option(0.0, least=0)
+    """Bytes per second that each member writes to the URL at most; 0 for no limit."""
+    download_limit: float = option(0.0, least=0)
+    """Bytes per second of units that each member reads from the URL at most; 0 for no limit."""
+    resume_settings: Literal["job", "script"] = option("job", shared=True)
+    """Source of the optimizer's settings and of the schedule when all processes of a job start again. `job`: those with
+    which it was saved; a warning names each one that the script has changed. `script`: those of the script, with its
+    schedule stepped once for each step taken. Members that join a running job always take the job's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.interval and self.url is None:
+            raise ValueError(
+                f"checkpoints: interval is {self.interval} steps and there is no url to write to: give a folder or a "
+                "URL, Checkpoints('s3://bucket/run', interval=…), or leave interval out"
+            )
