@@ -23,6 +23,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.reachability import what_is_left
 from evermoe.events import Listener, MemberLost
 from evermoe.observe.on_lost import Hook, OnLost
+from evermoe.observe.recovery_log import log_lost
 
 KINDS = ("", "left", "process", "hung", "host")
 """What is left of lost members, from nothing lost to the worst; see `MemberLost.kind`."""
@@ -152,6 +153,8 @@ class LostMembers:
         for each in losses:
             self.failure = max(self.failure, each.gone.kind, key=KINDS.index)
             self._emit(each.gone)
+            if self._membership.everyone.rank == 0:
+                log_lost(each.gone)
 
     def _find(self, step: int, reason: str, leaving: int, returning: int) -> list[Loss]:
         """The members of the last group that are not in this one."""

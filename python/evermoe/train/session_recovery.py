@@ -16,6 +16,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
 from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
+from evermoe.observe.recovery_log import log_recovery
 from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
 from evermoe.profile.memory import return_freed_memory, return_freed_memory_beside
@@ -300,13 +301,15 @@ class RecoveryDriver(Driver):
         self._clock.stop()
         report.step, report.members = step, self._membership.num_trainers
         if step and not self._was_established and self._group.rank == 0:
-            logger.warning("job %s goes on from step %d", self._membership.identity.job, step)
+            logger.warning("job %s continues from step %d", self._membership.identity.job, step)
         report.steps_lost = max(0, report.outcome.reached - step)
         failure = self.lost.recovered()
         report.failure = "storage" if report.outcome.lost_units else failure
         self.reports.append(report.event())
         self._report = None
         self._emit(self.reports[-1])
+        if self._was_established and self._group.rank == 0:
+            log_recovery(self.reports[-1])
         self._measures.restart()
         if self._trains:
             self.evaluations.resume(self._membership.generation, step)

@@ -36,7 +36,7 @@ def test_the_notice_before_a_time_limit_ends_a_job_that_resumes_at_its_newest_st
     (step,) = (version % 2**40 for version in find(tmp_path / "saved"))
     assert step >= 6
     again = start("--workers", "2", "train.py", "8", "100", **saved)
-    again.wait_for(f"goes on from step {step}$")
+    again.wait_for(f"continues from step {step}$")
 
 
 def test_a_notice_to_workers_that_do_not_listen_yet_asks_to_requeue(start, tmp_path):

@@ -116,7 +116,7 @@ def test_loop_that_all_leave_early_keeps_the_memory_until_the_job_is_finished(st
     assert "the job has not begun; what earlier runs of job train have left stays in" in said
     code, said = start("--workers", "2", "train.py", "8", "10").end()
     assert code == 0, said
-    assert "goes on from step 4" in said
+    assert "continues from step 4" in said
     assert "ended at 10" in said
     assert list((tmp_path / "memory").iterdir()) == []
 
@@ -132,6 +132,20 @@ def test_worker_that_fails_before_the_job_begins_ends_it_at_once(start, tmp_path
     assert "the job cannot begin with 1 worker of 2: stopping what is left" in said
     assert found == code
     assert "Traceback" not in said
+
+
+@pytest.mark.timeout(200)
+def test_a_lost_worker_and_the_recovery_are_logged_once_without_any_setting(start, tmp_path):
+    killed = "if step.number == 4 and os.environ['LOCAL_RANK'] == '1': os.kill(os.getpid(), 9)"
+    script = SCRIPT.replace("    with step:", f"    {killed}\n    with step:").replace("copies=1", "copies=2")
+    (tmp_path / "train.py").write_text(script)
+    code, said = start("--workers", "3", "train.py", "8", "10").end()
+    assert code == 0, said
+    (lost,) = [line for line in said.splitlines() if line.startswith("lost ")]
+    assert lost.endswith(" in step 4: its process has ended, its host answers; 2 members left of 3")
+    (resumed,) = [line for line in said.splitlines() if line.startswith("training resumes")]
+    assert re.match(r"training resumes at step 4 with 2 members after \d+\.\d\d s \(agree .*verify \d", resumed)
+    assert resumed.endswith("; no committed step is lost")
 
 
 @pytest.mark.timeout(200)
