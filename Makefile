@@ -21,6 +21,14 @@ SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pypr
 WITHOUT_KERNELS = EVERMOE_CUDA=off
 # Tests in Rust use the dependencies that `make setup` has compiled, and check own code as tests do.
 AS_TESTS := --profile develop $(addprefix --config profile.develop.package.evermoe.,opt-level=1 debug-assertions=true overflow-checks=true)
+RUST_TEST_OPTIONS = --quiet $(AS_TESTS) --features object-store,ucx
+RUST_TEST_SOURCES := $(shell find tests -name '*.rs' -not -path 'tests/python/*')
+# The models of the protocol take minutes to explore.
+SLOW_RUST_TESTS := protocol_model
+RUST_TESTS := --lib $(addprefix --test ,$(filter-out $(SLOW_RUST_TESTS),$(shell sed -n '/^\[\[test\]\]/{n;s/name = "\(.*\)"/\1/p}' Cargo.toml)))
+# The kernels' own tests run in `make test` where a branch has changed what they are about.
+KERNELS_CHANGED = $(shell git diff --quiet $$(git merge-base HEAD origin/main 2>/dev/null || echo HEAD) -- kernels src/cuda tests/emulator || echo yes)
+PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 # Clippy's own, so that the package is not built anew after each `make lint`; `develop` shares what setup has compiled.
 CLIPPY_PROFILE ?= dev
 # The library that Rust's tests load, once the package is installed.
@@ -31,7 +39,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel check-wheel release coverage docs evidence clean
+.PHONY: help setup package demo test test-rust test-python test-all test-rust-rest test-python-rest test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel check-wheel release coverage docs evidence clean
 
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,17 +54,35 @@ $(STAMPS)/package: $(STAMPS)/tools $(SOURCES)
 	$(BIN)/maturin develop --profile develop --quiet
 	@touch $@
 
-setup: $(STAMPS)/package ## Install all tools into .venv and build evermoe, CUDA kernels included
+$(STAMPS)/rust-tests: $(STAMPS)/tools $(SOURCES) $(RUST_TEST_SOURCES)
+	$(WITHOUT_KERNELS) cargo test --no-run $(RUST_TEST_OPTIONS) $(RUST_TESTS)
+	@touch $@
 
-demo: setup ## Train a small MoE on 4 workers, kill one, recover, let one join
+package: $(STAMPS)/package
+
+setup: package $(STAMPS)/rust-tests ## Install all tools into .venv, build evermoe with its CUDA kernels, and Rust's tests
+
+demo: package ## Train a small MoE on 4 workers, kill one, recover, let one join
 	$(BIN)/evermoe demo --json out/demo.json --plot out/demo.png
 
-test: test-rust test-python ## The tests that need no GPU, but for the long ones
+test: test-rust test-python ## The tests to run while you work: at most five minutes on two cores
 
-test-rust: setup
-	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet $(AS_TESTS) --features object-store,ucx
+test-rust: $(STAMPS)/rust-tests
+	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) $(RUST_TESTS)
 
-# A real server of S3 for tests, which needs Rust 1.92. Tests take no longer with it than with an optimised one.
+test-python: package
+	$(PYTEST) -m "not gpu and not long and $(if $(KERNELS_CHANGED),(kernels or not full),not full)"
+
+test-all: test test-rust-rest test-python-rest ## Every test that needs no GPU, except the long ones: what CI runs
+
+test-rust-rest: package
+	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) $(addprefix --test ,$(SLOW_RUST_TESTS))
+	$(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) --doc
+
+test-python-rest: package $(S3_SERVER)
+	$(PYTEST) -m "not gpu and not long and full$(if $(KERNELS_CHANGED), and not kernels)"
+
+# A real server of S3 for tests, which needs Rust 1.92. Unoptimised, it takes the tests no longer.
 $(S3_SERVER):
 	CARGO_PROFILE_RELEASE_OPT_LEVEL=0 cargo install --quiet --locked --features binary --root target/tools \
 	  s3s-fs@$(S3_SERVER_VERSION)
@@ -64,26 +90,23 @@ $(S3_SERVER):
 $(AZURE_SERVER):
 	npm install --silent --no-audit --no-fund --prefix target/tools azurite@$(AZURE_SERVER_VERSION)
 
-test-python: setup $(S3_SERVER)
-	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(TEST_PROCESSES) --dist worksteal
-
-test-long: setup $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
+test-long: package $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
 	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx --profile long --lib --bins --tests -- --include-ignored --test-threads 1
-	$(WITHOUT_KERNELS) cargo test --quiet $(AS_TESTS) --features object-store,ucx --doc
-	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
+	$(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) --doc
+	$(PYTEST) -m "not gpu"
 	$(BIN)/python tests/python/support/soak.py --runs 20
 	$(BIN)/python tests/python/support/schedules.py --runs 20 --first-seed 1000
 	$(MAKE) test-torch
 
-test-failures: setup ## 200 random schedules of failures over all presets, judged by what the workers record: an hour
+test-failures: package ## 200 random schedules of failures over all presets, judged by what the workers record: an hour
 	$(BIN)/python tests/python/support/schedules.py --runs 200
 
-test-torch: setup ## This very build on the oldest and the newest supported torch, or TORCH_VERSIONS
+test-torch: package ## This very build on the oldest and the newest supported torch, or TORCH_VERSIONS
 	for version in $(TORCH_VERSIONS); do tests/on_torch.sh $$version || exit 1; done
 
-check: setup lint test kernels ## Everything that must hold before a commit
+check: lint test kernels ## Everything that must hold before a commit
 
-lint: setup ## Formatting, clippy, ruff, types, dead code, unused dependencies
+lint: package ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	cargo fmt --check
 	$(WITHOUT_KERNELS) cargo clippy --quiet --profile $(CLIPPY_PROFILE) --all-targets --all-features -- -D warnings
 	$(BIN)/ruff format --check
@@ -92,21 +115,21 @@ lint: setup ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	$(BIN)/vulture
 	$(BIN)/cargo-shear
 
-kernels: setup ## Whether the build has every CUDA kernel; it has none without nvcc
+kernels: package ## Whether the build has every CUDA kernel; it has none without nvcc
 	$(BIN)/python -c "import evermoe.ops as o; assert o.has_cuda_kernels(), 'the build has no CUDA kernels'"
 
 docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d out/docs
 
-evidence: setup ## Write docs/evidence.md anew: the papers' numbers beside ours (minutes)
+evidence: package ## Write docs/evidence.md anew: the papers' numbers beside ours (minutes)
 	$(BIN)/evermoe reproduce all --slow --markdown docs/evidence.md
 
-fmt: setup ## Format all sources
+fmt: $(STAMPS)/tools ## Format all sources
 	cargo fmt
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; how a recovery grows; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler; simulated training time
+bench: package ## Ratios to plain torch and memcpy; planners beside EPLB; how a recovery grows; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler; simulated training time
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
 	$(BIN)/python benches/bench_growth.py
@@ -133,7 +156,7 @@ test-gpu: ## The tests that need a CUDA device, then some under compute-sanitize
 bench-gpu: ## The benches on a CUDA device; JSON in out/gpu
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py bench
 
-wheel: setup ## Build the abi3 wheel into out/wheels, with all that a machine with torch lacks (GPU_PYTHON=3.12)
+wheel: package ## Build the abi3 wheel into out/wheels, with all that a machine with torch lacks (GPU_PYTHON=3.12)
 	rm -rf out/wheels
 	$(BIN)/maturin build --release --quiet --out out/wheels
 	$(BIN)/python tests/release/carried.py > out/wheels/requirements.txt
@@ -143,11 +166,11 @@ wheel: setup ## Build the abi3 wheel into out/wheels, with all that a machine wi
 check-wheel: wheel ## The wheels of `make wheel` in a new environment with torch and numpy alone: ops, sessions, a kill (minutes)
 	tests/release/fresh.sh $(FRESH_PYTHON)
 
-release: setup ## Build what a release uploads into out/release, and check it as its users will get it
+release: package ## Build what a release uploads into out/release, and check it as its users will get it
 	tests/release/release.sh
 	$(MAKE) check-wheel
 
-coverage: setup ## What the tests execute, in Python and Rust; tables and HTML in out/coverage
+coverage: package ## What the tests execute, in Python and Rust; tables and HTML in out/coverage
 	tests/release/coverage.sh
 
 clean: ## Remove everything that was built or installed

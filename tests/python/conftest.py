@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from support import fast_set
 from support.kernels import fast_kernels, fast_library, kernels, library
 from support.server_fixtures import azure, behind, own_azure, own_server, proxy, s3, server, shared_s3
 
@@ -42,22 +43,7 @@ JOBS = pytest.StashKey[list]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test with the mark `few(count)`, so many run always, from the first to the last of them.
-
-    Of a test of a whole job, which starts processes, one case does where no mark says more.
-    """
-    cases = {}
-    for item in items:
-        is_one_of_few = item.get_closest_marker("few") or "start_job" in item.fixturenames
-        if is_one_of_few and not (item.get_closest_marker("long") or item.get_closest_marker("gpu")):
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for found in cases.values():
-        mark = found[0].get_closest_marker("few")
-        count = mark.args[0] if mark else 1
-        always = {round(number * (len(found) - 1) / max(1, count - 1)) for number in range(count)}
-        for number, item in enumerate(found):
-            if number not in always:
-                item.add_marker("long")
+    fast_set.mark(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,6 +48,7 @@ def flip(job, damaged, nodes="abc"):
     return count
 
 
+@pytest.mark.quick("all workers crash, all machines live")
 def test_all_processes_crash_and_the_job_resumes_from_shared_memory(start_job):
     job = start_job()
     run_until_crash(job)
@@ -122,7 +123,7 @@ def test_all_crash_one_node_is_lost_and_fewer_come_back(start_job):
         assert check_recovered(job.workers, each, 0)["step"] == CRASH
 
 
-@pytest.mark.long
+@pytest.mark.quick("a worker crashes, its machine lives, it is started again")
 def test_process_restarted_on_a_living_node_joins_again(start_job):
     job = start_job()
     job.open_gate(8)
@@ -213,6 +214,7 @@ def test_ranks_of_one_node_do_not_hold_all_replicas_of_an_expert(start_job):
         assert check_recovered(job.workers, each)["lost_units"] == []
 
 
+@pytest.mark.quick("more copies are lost than are kept")
 def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_path):
     job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"), checkpoint_interval=3, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
@@ -239,6 +241,7 @@ def test_new_job_goes_on_from_the_checkpoint_of_an_earlier_one(start_job, tmp_pa
     check_history(before + after)
 
 
+@pytest.mark.quick("… and there is no checkpoint")
 def test_units_lost_everywhere_are_named_and_end_the_job(start_job):
     job = start_job(copies=1, **FEWEST)
     workers = a, b, c = job.start_all({"b": [Fault("vote", 5)]})
@@ -255,6 +258,7 @@ def test_units_lost_everywhere_are_named_and_end_the_job(start_job):
 
 
 @pytest.mark.parametrize("point", ["forward", "commit"])
+@pytest.mark.quick("your code raises on all workers")
 def test_exception_on_all_workers_keeps_their_memory_for_a_restart(start_job, point):
     job = start_job()
     workers = job.start_all({name: [Fault(point, 5, "raise")] for name in "abc"})

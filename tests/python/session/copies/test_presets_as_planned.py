@@ -37,9 +37,14 @@ def planned(preset: str, slots: int | None) -> tuple[PresetRow, Counter[int]]:
     return rows[preset], Counter((matrix > 0).sum(0).tolist())
 
 
-@pytest.mark.parametrize("slots", [FEWEST, None])
-@pytest.mark.parametrize("preset", PRESET_NAMES)
-@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("preset", "slots"),
+    [
+        *(pytest.param(preset, FEWEST, marks=pytest.mark.quick(preset)) for preset in PRESET_NAMES),
+        *(pytest.param(preset, None, marks=[pytest.mark.long] * (preset != "lazarus")) for preset in PRESET_NAMES),
+    ],
+)
+@pytest.mark.few(len(PRESET_NAMES) + 1)
 def test_session_loses_what_the_plan_says(start_job, tmp_path, preset, slots):
     row, replicas = planned(preset, slots)
     job = start_job(

@@ -29,6 +29,7 @@ def start(start_job, preset, tmp_path=None, **session):
 
 @pytest.mark.parametrize("preset", REPLAYED)
 @pytest.mark.parametrize("where", ["log", "state", "step"])
+@pytest.mark.quick("bits of a copy flip in memory or on disk")
 def test_flip_in_a_replica_is_found_and_healed_while_its_trainer_lives(start_job, preset, where):
     job = start(start_job, preset)
     faults = {"a": [Fault("vote", FLIPPED, "flip", where=where)], "b": [Fault("vote", KILLED)]}

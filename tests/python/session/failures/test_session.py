@@ -30,6 +30,7 @@ def at(point, action="kill", step=FAULT):
     ],
 )
 @pytest.mark.few(4)
+@pytest.mark.quick("a worker is killed at any point of a step")
 def test_killed_at(start_job, point, preset):
     job = start_job(preset=preset)
     workers = job.start_all({"b": [at(point)]})
@@ -68,6 +69,7 @@ def test_killed_with_a_compiled_model(start_job):
         assert (recovered["members"], recovered["step"], recovered["digests_mismatched"]) == (2, FAULT, 0)
 
 
+@pytest.mark.quick("two nodes are lost at once")
 def test_two_of_five_killed_at_once(start_job):
     job = start_job(5, copies=3)
     workers = job.start_all({"b": [at("vote")], "d": [at("vote")]}, "abcde")
@@ -79,6 +81,7 @@ def test_two_of_five_killed_at_once(start_job):
 
 
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
+@pytest.mark.quick("a second worker dies while the first one's loss is being repaired")
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_interval=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
@@ -93,6 +96,7 @@ def test_second_death_during_the_recovery(start_job, point):
         assert recovered["time"] - workers[1].events("fault")[0]["time"] < job.session["hang_timeout"]
 
 
+@pytest.mark.quick("a node is lost with its memory")
 def test_node_of_two_processes_dies_whole(start_job):
     """Copies lie on another node, not in another process of the same one."""
     job = start_job(4, join_interval=50, slots=1)
@@ -110,7 +114,7 @@ def test_node_of_two_processes_dies_whole(start_job):
 
 
 @pytest.mark.parametrize("point", ["forward", "vote", "copy"])
-@pytest.mark.long
+@pytest.mark.quick("a worker is stopped for longer than `heartbeat_timeout`")
 def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
     hang_timeout = 2.0
     job = start_job(hang_timeout=hang_timeout)
@@ -132,6 +136,7 @@ def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
     assert {each.events("done")[0]["pid"] for each in workers} == {each.pid for each in workers}
 
 
+@pytest.mark.quick("a worker is stopped for less")
 def test_short_freeze_is_no_failure(start_job):
     job = start_job(join_interval=50)
     workers = job.start_all({"b": [at("reduce", "stop")]})
@@ -142,6 +147,7 @@ def test_short_freeze_is_no_failure(start_job):
     check_history(workers)
 
 
+@pytest.mark.quick("a worker joins, also while others die")
 def test_joiner_is_taken_in_at_a_step_boundary(start_job):
     job = start_job(2)
     job.open_gate(6)
@@ -188,6 +194,7 @@ def test_every_worker_is_replaced_one_after_the_other(start_job):
     assert job.workers[-1].events("done")[0]["step"] == 40
 
 
+@pytest.mark.quick("your code raises on one worker")
 def test_exception_of_the_user_ends_that_worker_alone(start_job):
     job = start_job()
     workers = a, b, c = job.start_all({"b": [at("forward", "raise")]})

@@ -14,7 +14,7 @@ SLACK = 10.0
 REASON = "has waited for this member longer than hang_timeout"
 
 
-@pytest.mark.long
+@pytest.mark.quick("a worker hangs in your code for longer than `hang_timeout`, or is slower than that in every step")
 def test_member_that_hangs(start_job):
     """It lives and beats, and the Lighthouse would wait for it for a minute. It joins again when it has sat out."""
     job = start_job(hang_timeout=HANG_LIMIT, join_timeout=60.0)

@@ -28,6 +28,7 @@ def check_left(workers, leaving, code=143):
 
 
 @pytest.mark.parametrize(("name", "number", "code"), [("a", signal.SIGTERM, 143), ("b", signal.SIGUSR1, 75)])
+@pytest.mark.quick("a worker gets SIGTERM: its node will be taken")
 def test_member_leaves_on_notice(start_job, name, number, code):
     job = start_job()
     job.open_gate(GATE)
@@ -55,6 +56,7 @@ def test_experts_without_a_copy_go_to_a_checkpoint_first(start_job, tmp_path):
     check_left(workers, [workers[1]])
 
 
+@pytest.mark.quick("a worker gets SIGUSR1 or SIGUSR2 before a time limit")
 def test_all_members_leave(start_job, tmp_path):
     """As at the end of an allocation: the state is in a checkpoint, and the job resumes where it was."""
     saved = tmp_path / "saved"

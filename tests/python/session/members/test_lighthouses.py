@@ -56,6 +56,7 @@ def addresses(lighthouses):
     return ",".join(each.address for each in lighthouses)
 
 
+@pytest.mark.quick("one of several Lighthouses is gone, and members are lost meanwhile")
 def test_majority_goes_on_with_the_next_lighthouse(start_job, two):
     job = start_job(lighthouse=addresses(two), **FEWEST)
     job.open_gate(5)

@@ -13,6 +13,7 @@ from support.history import check_history, check_recovered
 from support.worker import Fault
 
 
+@pytest.mark.quick("the Lighthouse restarts, is away or hangs")
 def test_lighthouse_restarts_in_the_middle_of_a_job(start_job):
     job = start_job()
     job.open_gate(5)
@@ -111,7 +112,7 @@ def test_frozen_lighthouse_stops_nobody(start_job):
     check_history(workers)
 
 
-@pytest.mark.long
+@pytest.mark.quick("… and members are lost meanwhile")
 def test_lighthouse_away_for_too_long_after_a_death_ends_the_job_and_keeps_its_memory(start_job):
     job = start_job(quorum_timeout=2.0)
     job.open_gate(5)

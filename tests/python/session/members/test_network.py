@@ -75,6 +75,7 @@ def by_rank(workers):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.quick("a host loses power, or is cut off from all others")
 def test_host_without_power(start_hosts, rank):
     hosts, job, workers = start_hosts("abc")
     lost = by_rank(workers)[rank]
@@ -91,6 +92,7 @@ def test_host_without_power(start_hosts, rank):
 
 @pytest.mark.parametrize("pair, is_one_way", [((0, 1), False), ((1, 2), False), ((0, 1), True), ((2, 1), True)])
 @pytest.mark.few(1)
+@pytest.mark.quick("hosts cannot reach each other, the Lighthouse reaches all")
 def test_cut_between_two_hosts(start_hosts, pair, is_one_way):
     hosts, job, workers = start_hosts("abc")
     one, other = (by_rank(workers)[rank] for rank in pair)

@@ -34,6 +34,7 @@ def sizes(worker):
 
 
 @pytest.mark.parametrize("preset", ["auto", "gemini"])
+@pytest.mark.quick("a worker or its machine is lost while a spare waits")
 def test_a_spare_takes_a_lost_members_place_in_the_same_recovery(start_job, preset):
     job = start_job(3, preset=preset, rebalance_interval=0)
     (a, b, c), (spare,) = start_with_spares(job, {"b": [Fault("forward", 17)]})

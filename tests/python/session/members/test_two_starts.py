@@ -19,6 +19,7 @@ def files(*folders):
 @pytest.mark.parametrize("nodes", ["ab", "cd"])
 @pytest.mark.few(2)
 @pytest.mark.timeout(240)
+@pytest.mark.quick("the job is started a second time with another Lighthouse")
 def test_the_second_run_is_refused_by_name_and_the_next_one_resumes(start_job, tmp_path, nodes):
     """On the same nodes, whose memory it would use, and on other nodes with the same checkpoint folder."""
     saved = tmp_path / "saved"
