@@ -44,7 +44,7 @@ from evermoe.state.version import version_of
 from evermoe.train.session_config import SessionConfig
 
 KINDS = ["recovery", "planners", "live"]
-SESSION = ["--no-join", "--baseline-steps", "0", "--hang-timeout", "60"]
+SESSION = ["--no-join", "--no-baseline", "--hang-timeout", "60"]
 """Flags of the demo."""
 RANKS_OF_NODE, COPIES, RUNS = 8, 2, 3
 DENSE_OF_LAYER = 4

@@ -73,7 +73,7 @@ def measure(limit):
     """One run, and one pair."""
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{name}={size}" for name, size in SIZES.items()]
-        options += ["--workers=3", "--steps=12", "--kill=2@6", "--no-join", "--baseline-steps=0"]
+        options += ["--workers=3", "--steps=12", "--kill=2@6", "--no-join", "--no-baseline"]
         outputs = [f"--json={folder}/summary", f"--plot={folder}/plot.png"]
         command = [sys.executable, "-m", "evermoe", "demo", *options, *outputs]
         subprocess.run(command, check=True, capture_output=True, timeout=limit)

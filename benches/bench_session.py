@@ -50,13 +50,13 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
     for number in range(options.rounds):
         for copies in (0, 2):
             run = Run(options, folder / f"{number}-{copies}", console=console, title=f"copies={copies}")
-            events = run.go({}, None, options.steps, copies)
+            events = run.run_workers({}, None, options.steps, copies)
             seconds[copies] += step_seconds(events)
             copying += copy_seconds(events) if copies else []
     recoveries = []
     for number in range(options.kills):
         run = Run(options, folder / f"kill-{number}", console=console, title="kill")
-        events = run.go({number % options.workers: options.steps // 2}, None, options.steps, 2)
+        events = run.run_workers({number % options.workers: options.steps // 2}, None, options.steps, 2)
         recoveries += [vars(episode) for episode in episodes(events)]
     without, with_copies = (statistics.median(seconds[copies]) for copies in (0, 2))
     return {

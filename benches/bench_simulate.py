@@ -31,7 +31,7 @@ WORKERS, STEPS = 4, 40
 KILLS = ((1, 12), (3, 26))
 """Worker and step; the last one dies while two are left over."""
 MEASURED = ["--workers", str(WORKERS), "--steps", "36", "--kill", "2@12", "--kill", "0@24"]
-COMMON = ["--no-join", "--baseline-steps", "0", "--hidden", "64", "--intermediate", "128"]
+COMMON = ["--no-join", "--no-baseline", "--hidden", "64", "--intermediate", "128"]
 TOTAL, RECOVERY = 0.10, 0.25
 """Errors that are allowed."""
 
@@ -94,7 +94,7 @@ def run(flags, console):
     options = parser.parse_args([*flags, "--workers", str(WORKERS), "--steps", str(STEPS), *killed])
     kills = check(options)
     with tempfile.TemporaryDirectory() as folder:
-        events = Run(options, Path(folder), console=console, title="real").go(
+        events = Run(options, Path(folder), console=console, title="real").run_workers(
             kills, None, options.steps, options.copies
         )
     begun = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")

@@ -98,7 +98,7 @@ def scenario_of(options, schedule):
     model = [part for name in sizes for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     slots = options.slots or options.experts // options.expert_parallel
     common = ["--workers", str(options.workers), "--slots", str(slots), *model]
-    session = ["--steps", "36", "--kill", "1@12", "--no-join", "--baseline-steps", "0"]
+    session = ["--steps", "36", "--kill", "1@12", "--no-join", "--no-baseline"]
     constants, details = measure_session(Console(quiet=True), [*session, *common])
     constants |= measure_persisting(Console(quiet=True), common)
     steps, workers = details["step_seconds"], options.workers

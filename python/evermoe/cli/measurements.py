@@ -143,7 +143,7 @@ def _best(action: Callable[[], object], rounds: int = ROUNDS) -> float:
     return max(min(taken), 1e-9)
 
 
-SESSION = ["--workers", "3", "--steps", "30", "--kill", "1@12", "--no-join", "--baseline-steps", "0", "--layers", "2"]
+SESSION = ["--workers", "3", "--steps", "30", "--kill", "1@12", "--no-join", "--no-baseline", "--layers", "2"]
 """The demo's flags for the session that is measured."""
 
 
@@ -191,10 +191,10 @@ def _run(console: Console, flags: Sequence[str]) -> Mapping[int, Sequence[Event]
     kills = check(options)
     with tempfile.TemporaryDirectory(prefix="evermoe-measure-") as folder:
         run = Run(options, Path(folder), console=console, title="a real session")
-        return run.go(kills, None, options.steps, options.copies)
+        return run.run_workers(kills, None, options.steps, options.copies)
 
 
-PERSISTING = ["--workers", "3", "--steps", "40", "--no-kill", "--no-join", "--baseline-steps", "0", "--preset", "pec"]
+PERSISTING = ["--workers", "3", "--steps", "40", "--no-kill", "--no-join", "--no-baseline", "--preset", "pec"]
 """The demo's flags for the sessions of which one saves after every step."""
 NEVER = ["--save-interval", "1000"]
 PERSISTING_ROUNDS = 3

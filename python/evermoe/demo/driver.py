@@ -18,11 +18,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from evermoe.demo.flags import check, copied_at_a_time, worker_arguments
+from evermoe.demo.closing_text import headline, print_report
+from evermoe.demo.flags import check, worker_arguments
 from evermoe.demo.plot import plot_run
-from evermoe.demo.summary import PHASES, Event, summarise
+from evermoe.demo.summary import Event, summarise
+from evermoe.demo.timeline import timeline
 from evermoe.errors import LaunchError
 from evermoe.launch import LocalJob, Worker
 from evermoe.options import count
@@ -51,10 +52,10 @@ class Run:
         """How copies were arranged last, in one sentence."""
         folder.mkdir(parents=True, exist_ok=True)
 
-    def go(
+    def run_workers(
         self, kills: Mapping[int, int], join: int | None, steps: int, copies: int
     ) -> dict[int, list[dict[str, Any]]]:
-        """Runs to the end; returns the events by worker."""
+        """Run a job to its end and return the events of each worker."""
         options = self.options
         job = LocalJob(
             [sys.executable, "-m", "evermoe.demo.train", *worker_arguments(options, steps, copies, self.folder)],
@@ -223,21 +224,20 @@ class Run:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the demo; the exit code says whether no step was lost, every digest matched and the loss fell."""
+    """Run the demo; the exit code is 0 if no step was lost, every digest matched and the loss fell."""
     console = Console(highlight=False)
     kills = check(options)
     is_partial = PRESETS[options.preset].may_lose_tokens
-    if is_partial and options.baseline_steps:
-        options.baseline_steps = options.steps
     folder = Path(options.events) if options.events else Path(tempfile.mkdtemp(prefix="evermoe-demo-"))
     try:
         baseline = None
-        if options.baseline_steps and options.copies:
-            run = Run(options, folder / "without-copies", console=console, title="without copies")
-            baseline = run.go({}, None, options.baseline_steps, 0)
+        if not options.no_baseline:
+            console.print("[dim]First a run without failures, for its losses; then the run with them.[/]")
+            run = Run(options, folder / "without-failures", console=console, title="without failures")
+            baseline = run.run_workers({}, None, options.steps, 0)
         join = None if options.no_join else options.join
-        run = Run(options, folder / "run", console=console, title="evermoe")
-        events = run.go(kills, join, options.steps, options.copies)
+        run = Run(options, folder / "run", console=console, title="with failures")
+        events = run.run_workers(kills, join, options.steps, options.copies)
         if options.trace:
             merge_files(sorted(run.folder.glob("trace-*.json")), options.trace)
     except LaunchError as error:
@@ -251,85 +251,14 @@ def main(options: argparse.Namespace) -> int:
     if join is not None and not result["joined"]:
         result["problems"].append("the new worker did not join")
         result["ok"] = False
-    plot_run(events, options.batch * options.sequence, Path(options.plot))
+    plot_run(timeline(events, baseline, options.batch * options.sequence), Path(options.plot), headline(result))
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-    _print(console, result, options)
+    print_report(console, result, options)
     return 0 if result["ok"] else 1
 
 
 def _joined(events: Mapping[int, Sequence[Event]], options: argparse.Namespace, join: int | None) -> bool:
     rows = events.get(options.workers, []) if join is not None else []
     return any(event["event"] == "commit" for event in rows)
-
-
-def _lost(result: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
-    """What a preset has lost that may lose tokens, and why."""
-    lines = [f"{result['lost_tokens']:,} in all, PLT {result['plt']:.3%}"]
-    for back in result["rolled_back"]:
-        fewest, most = back["fewest_steps"], back["most_steps"]
-        ages = str(most) if fewest == most else f"{fewest} to {most}"
-        went = f"{count(back['experts'], 'expert')} went back by {ages} {'step' if most == 1 else 'steps'}"
-        lines.append(f"step {back['step']}: {went}, as only dead workers had newer ones")
-    if result["rolled_back"]:
-        lines.append(copied_at_a_time(options))
-    else:
-        lines.append("each expert was trained by a worker that is left, or its newest state had been copied")
-    if result["loss_without_failures"] is not None:
-        without, noise = result["loss_without_failures"], result["loss_noise"]
-        lines.append(f"loss of a run without failures: {without:.3f} ± {noise:.3f}")
-    return lines
-
-
-def _travelled(messages: Mapping[str, int], share: float) -> str:
-    """When the messages of snapshots were sent, in words."""
-    others = {
-        "idle": "before windows were known",
-        "beside": "beside compute, as planned",
-        "vote": "while training waited for them",
-        "recovery": "in recoveries or at the end, while training waited anyway",
-    }
-    rest = [f"{messages[when]} {words}" for when, words in others.items() if messages.get(when)]
-    return f"{messages.get('window', 0)} messages in idle windows, {share:.1%}" + "".join(f"; {each}" for each in rest)
-
-
-def _print(console: Console, result: Mapping[str, Any], options: argparse.Namespace) -> None:
-    for episode in result["episodes"]:
-        workers = ", ".join(map(str, episode["killed"]))
-        table = Table(title=f"kill of worker {workers} → next step taken", title_justify="left")
-        for phase in (*PHASES, "total"):
-            table.add_column(phase, justify="right")
-        seconds = [f"{episode['seconds'].get(phase, 0.0):.3f} s" for phase in PHASES]
-        table.add_row(*seconds, f"{episode['total_seconds']:.3f} s")
-        console.print(table)
-    facts = Table(show_header=False, box=None)
-    facts.add_row("steps lost", f"{result['steps_lost']} of {result['steps']}")
-    facts.add_row("fetched", f"{result['fetched_bytes'] / 1e6:.1f} MB in all recoveries and joins")
-    facts.add_row("digests", f"{result['digests_checked']} checked, {result['digests_mismatched']} mismatched")
-    facts.add_row("loss", f"{result['loss_first']:.3f} → {result['loss_last']:.3f}")
-    if result["step_seconds"] and options.copies:
-        copying, step = result["copy_seconds"], result["step_seconds"]
-        facts.add_row("copies", f"{copying:.3f} s of each step's {step:.3f} s, {copying / step:.1%}")
-    if result["messages_in_windows"] is not None:
-        facts.add_row("", _travelled(result["messages"], result["messages_in_windows"]))
-    if result.get("copy_overhead") is not None:
-        without, overhead = result["step_seconds_without_copies"], result["copy_overhead"]
-        facts.add_row(
-            "", f"a step of a short run without copies, just before: {without:.3f} s. The difference, {overhead:+.0%},"
-        )
-        facts.add_row("", "is copies and chance together, and no measure of either: docs/performance.md has medians")
-    if PRESETS[options.preset].may_lose_tokens:
-        for number, line in enumerate(_lost(result, options)):
-            facts.add_row("" if number else "tokens lost", line)
-    facts.add_row("picture", options.plot)
-    if options.trace:
-        facts.add_row("trace", f"{options.trace}, for https://ui.perfetto.dev")
-    console.print(facts)
-    verdict = "no step lost, every digest matched, the loss fell"
-    if result["lost_tokens"]:
-        verdict += f"; PLT {result['plt']:.2%}, as counted by the routers themselves"
-    if result["ok"]:
-        console.print(f"[bold green]passed:[/] {verdict}")
-    for problem in result["problems"]:
-        console.print(f"[bold red]failed:[/] {problem}")

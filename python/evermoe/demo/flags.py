@@ -41,11 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     show.add_argument("--no-join", action="store_true", help="no worker joins")
     show.add_argument(
-        "--baseline-steps",
-        type=int,
-        default=16,
-        help="steps of the run without copies, which is not interrupted; 0: no such run (%(default)s; all of them for "
-        "presets that may lose tokens, to compare the losses)",
+        "--no-baseline",
+        action="store_true",
+        help="skip the run without failures, with whose losses those of the run with failures are compared",
     )
     add_worker_arguments(parser)
     results = parser.add_argument_group("results")
@@ -76,7 +74,6 @@ def check(options: argparse.Namespace) -> dict[int, int]:
     kills = [] if options.no_kill else options.kill or ([(2, 20)] if options.workers > 2 else [])
     workers = [worker for worker, _ in kills]
     check_numbers(options)
-    checked("--baseline-steps", options.baseline_steps, int, least=0, most=MOST)
     for worker, step in kills:
         if not 0 <= worker < options.workers or not 0 <= step < options.steps:
             raise ValueError(

@@ -1,61 +1,132 @@
-"""A picture of one run of the demo: loss, throughput, members and expert load over time."""
+"""Picture of one run of the demo: loss, throughput and a lane per worker on one time axis."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from evermoe.demo.summary import Event, commits, episodes
-from evermoe.plotting import BLUE, GREY, RED
+from evermoe.demo.timeline import WINDOW_STEPS, Timeline
+from evermoe.options import count
+from evermoe.plotting import BLUE, GREEN, GREY, ORANGE, RED
+
+COLOURS = {"training": GREEN, "recovering": ORANGE, "joining": BLUE}
+"""By state of a worker."""
+MARKS = {"kill": (RED, "-"), "recovered": (GREEN, ":"), "join": (BLUE, "--")}
+"""Colour and style of a mark's line, by its kind."""
+BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+"""Box behind a text that lines cross."""
+WITHOUT = "the same steps of a run without failures"
+MEANINGS = {"training": "trains", "recovering": "recovers", "joining": "new worker joins: all workers meet"}
 
 
-def plot_run(events: Mapping[int, Sequence[Event]], tokens_per_step: int, path: Path) -> None:
-    """Draws one run of the demo to a PNG. Kills are red lines, the shaded part lasts until the next step is taken."""
-    rows = list(commits(events).values())
-    start = min(event["time"] for all_rows in events.values() for event in all_rows if event["event"] == "begin")
-    times = np.array([event["time"] - start for event in rows])
-    figure = Figure(figsize=(9, 10), layout="constrained")
-    axes = figure.subplots(4, 1, sharex=True)
-    axes[0].plot(times, [event["loss"] for event in rows], color=BLUE)
-    axes[0].set_ylabel("loss")
-    axes[1].step(times[1:], tokens_per_step / np.diff(times), where="pre", color=BLUE)
-    axes[1].set_ylabel("tokens/s")
-    axes[1].set_ylim(bottom=0)
-    axes[2].step(times, [event["members"] for event in rows], where="post", color=BLUE)
-    axes[2].set_ylabel("members")
-    axes[2].set_ylim(bottom=0)
-    _plot_load(axes[3], times, rows)
-    for axis in axes:
-        _mark(axis, events, start)
-    axes[-1].set_xlabel("seconds")
-    axes[0].set_title("evermoe demo: one run, its failures and joins")
+def plot_run(run: Timeline, path: Path, title: str) -> None:
+    """Draw one run of the demo to a PNG.
+
+    Args:
+        run: the timeline of the run.
+        path: of the picture.
+        title: sentence that says what the picture shows.
+    """
+    lanes = 0.28 * len(run.lanes) + 0.5
+    figure = Figure(figsize=(9.5, 4.9 + lanes), layout="constrained")
+    loss, throughput, workers = figure.subplots(3, 1, sharex=True, height_ratios=[2.3, 1.5, lanes])
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    _plot_loss(loss, run)
+    _plot_throughput(throughput, run)
+    _plot_lanes(workers, run)
+    for axis in (loss, throughput, workers):
+        axis.spines[["top", "right"]].set_visible(False)
+        for start, end in run.outages:
+            axis.axvspan(start, end, color=RED, alpha=0.1, linewidth=0, zorder=0)
+        for mark in run.marks:
+            colour, style = MARKS[mark.kind]
+            axis.axvline(mark.time, color=colour, linestyle=style, linewidth=1.1, zorder=1)
+    _label_marks(loss, run)
+    workers.set_xlabel("seconds since the first step")
+    workers.set_xlim(0, run.end * 1.005)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, format="png")
 
 
-def _plot_load(axis: Any, times: np.ndarray, rows: Sequence[Event]) -> None:
-    load_SE = np.array([event["load"] for event in rows], dtype=float)
-    share = load_SE / load_SE.sum(1, keepdims=True)
-    axis.stackplot(times, share.T, linewidth=0, labels=[f"{e}" for e in range(share.shape[1])])
-    axis.set_ylabel("share of tokens per\nexpert, first MoE layer")
-    axis.set_ylim(0, 1)
+def _plot_loss(axis: Any, run: Timeline) -> None:
+    without = run.losses_without_failures
+    if without:
+        axis.plot(run.times[: len(without)], without, color=GREY, linewidth=5, alpha=0.45, label=WITHOUT)
+    axis.plot(run.times, run.losses, color=BLUE, linewidth=1.6, label="this run")
+    axis.set_ylabel("loss")
+    axis.legend(frameon=False, loc="upper right")
 
 
-def _mark(axis: Any, events: Mapping[int, Sequence[Event]], start: float) -> None:
-    for episode in episodes(events):
-        since = episode.started - start
-        axis.axvspan(since, since + episode.total_seconds, color=RED, alpha=0.15, linewidth=0)
-        axis.axvline(since, color=RED, linewidth=1.2)
-        if axis.get_ylabel() == "members":
-            names = ", ".join(str(worker) for worker in episode.killed)
-            axis.annotate(f"kill {names}", (since, 0.2), color=RED, rotation=90, ha="right")
-    for rows in events.values():
-        joins = [event for event in rows if event["event"] == "joining"]
-        for event in joins:
-            axis.axvline(event["time"] - start, color=GREY, linewidth=1.2, linestyle="--")
-            if axis.get_ylabel() == "members":
-                axis.annotate("join", (event["time"] - start, 0.2), color=GREY, rotation=90, ha="right")
+def _plot_throughput(axis: Any, run: Timeline) -> None:
+    if run.rates:
+        times, rates = zip(*run.rates, strict=True)
+        axis.plot(times, rates, color=BLUE, linewidth=1.6)
+        axis.fill_between(times, rates, color=BLUE, alpha=0.12, linewidth=0)
+    axis.set_ylabel(f"tokens/s, mean\nof {WINDOW_STEPS} steps")
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _plot_lanes(axis: Any, run: Timeline) -> None:
+    for worker, lane in run.lanes.items():
+        for span in lane:
+            axis.barh(
+                worker, span.end - span.start, left=span.start, height=0.62, color=COLOURS[span.state], linewidth=0
+            )
+        if worker in run.deaths:
+            at = run.deaths[worker]
+            axis.plot([at, run.end], [worker, worker], color=GREY, linewidth=0.8, linestyle=":")
+            axis.plot(at, worker, marker="X", color=RED, markersize=9, markeredgecolor="white", zorder=3, clip_on=False)
+            axis.annotate(
+                "dead",
+                (run.end, worker),
+                (-4, 0),
+                textcoords="offset points",
+                color=RED,
+                va="center",
+                ha="right",
+                bbox=BLANK,
+            )
+    axis.set_yticks(list(run.lanes), [f"worker {worker}" for worker in run.lanes])
+    axis.set_ylim(max(run.lanes) + 0.5, -1.1)
+    axis.tick_params(axis="y", length=0)
+    _label_members(axis, run)
+    shown = {span.state for lane in run.lanes.values() for span in lane}
+    patches: list[Any] = [Patch(color=COLOURS[each], label=MEANINGS[each]) for each in COLOURS if each in shown]
+    if run.deaths:
+        cross: dict[str, Any] = {"marker": "X", "markersize": 9, "markeredgecolor": "white"}
+        patches.append(Line2D([], [], color=RED, linestyle="", label="SIGKILL, memory of its node removed", **cross))
+    axis.figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
+
+
+def _label_members(axis: Any, run: Timeline) -> None:
+    """Write above the lanes how many members the job has, between changes of that number."""
+    ends = sorted({end for lane in run.lanes.values() for span in lane for end in (span.start, span.end)} | {run.end})
+    stretches = [((start + end) / 2, start, end) for start, end in pairwise(ends)]
+    for members, group in groupby(stretches, key=lambda each: run.members(each[0])):
+        parts = list(group)
+        start, end = parts[0][1], parts[-1][2]
+        if end - start > 0.08 * run.end:
+            axis.text((start + end) / 2, -0.8, count(members, "member"), ha="center", va="center", bbox=BLANK)
+
+
+def _label_marks(axis: Any, run: Timeline) -> None:
+    """Label each mark once, above the top panel; labels of near marks stack."""
+    level, last = 0, float("-inf")
+    for mark in sorted(run.marks, key=lambda each: each.time):
+        level = level + 1 if mark.time - last < 0.2 * run.end else 0
+        last = mark.time
+        axis.annotate(
+            mark.label,
+            (mark.time, 1.0),
+            (3, 3 + 13 * level),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            color=MARKS[mark.kind][0],
+            annotation_clip=False,
+        )

@@ -195,10 +195,20 @@ def _rolled_back(recovery: Event) -> dict[str, int]:
     return {"step": recovery["step"], "experts": len(ages), "fewest_steps": min(ages), "most_steps": max(ages)}
 
 
-def _losses(
-    events: Mapping[int, Sequence[Event]], baseline: Mapping[int, Sequence[Event]] | None, edge: int
-) -> dict[str, Any]:
-    """What was lost of a run with a partial preset, by the session's account and by the routers'."""
+def _compared(done: Mapping[int, Event], without: Mapping[int, Event], edge: int) -> dict[str, Any]:
+    """Return the losses of a run without failures, their noise, and the largest difference of any step."""
+    last = [event["loss"] for event in without.values()][-edge:]
+    return {
+        "loss_without_failures": statistics.fmean(last) if last else None,
+        "loss_noise": 3 * statistics.stdev(last) if len(last) > 1 else None,
+        "loss_difference": max(
+            (abs(done[at]["loss"] - without[at]["loss"]) for at in done if at in without), default=None
+        ),
+    }
+
+
+def _lost_tokens(events: Mapping[int, Sequence[Event]]) -> dict[str, Any]:
+    """Return the tokens that a partial preset has lost, as the session and as the routers count them."""
     counts = routed(events)
     recoveries = {}
     for rows in events.values():
@@ -206,16 +216,12 @@ def _losses(
             if event["event"] == "recovered" and event["stale"]:
                 recoveries[event["step"], tuple(sorted(event["stale"].items()))] = event
     found = sorted(recoveries.values(), key=lambda event: (event["step"], event["time"]))
-    told = [event["lost_tokens"] for event in found]
-    without = [event["loss"] for event in commits(baseline).values()][-edge:] if baseline else []
     return {
         "lost_tokens": sum(sum(event["lost_tokens"].values()) for event in found),
         "rolled_back": [_rolled_back(event) for event in found],
         "plt": found[-1]["plt"] if found else 0.0,
         "plt_counted": portion_lost(counts, found),
-        "is_told": told == count_lost(counts, found),
-        "loss_without_failures": statistics.fmean(without) if without else None,
-        "loss_noise": 3 * statistics.stdev(without) if len(without) > 1 else None,
+        "counts_agree": [event["lost_tokens"] for event in found] == count_lost(counts, found),
     }
 
 
@@ -235,7 +241,7 @@ def summarise(
     recoveries = [event for rows in events.values() for event in rows if event["event"] == "recovered"]
     verified = [event for rows in events.values() for event in rows if event["event"] == "verified"]
     edge = max(1, min(5, len(losses) // 4))
-    with_copies, without = step_seconds(events), step_seconds(baseline) if baseline else []
+    seconds = step_seconds(events)
     result: dict[str, Any] = {
         "steps": steps,
         "steps_committed": len(done),
@@ -247,17 +253,15 @@ def summarise(
         "verified_at_end": bool(verified),
         "fetched_bytes": sum(event["fetched_bytes"] for event in recoveries),
         "episodes": [vars(episode) for episode in episodes(events)],
-        "step_seconds": statistics.median(with_copies) if with_copies else None,
-        "step_seconds_without_copies": statistics.median(without) if without else None,
+        "step_seconds": statistics.median(seconds) if seconds else None,
         "copy_seconds": statistics.median(copy_seconds(events) or [0.0]),
         "messages": messages(events),
         "lost_tokens": 0,
     }
     result["messages_in_windows"] = in_windows(result["messages"])
     if is_partial:
-        result |= _losses(events, baseline, edge)
-    if with_copies and without:
-        result["copy_overhead"] = result["step_seconds"] / result["step_seconds_without_copies"] - 1
+        result |= _lost_tokens(events)
+    result |= _compared(done, commits(baseline) if baseline else {}, edge)
     result["problems"] = _problems(result)
     result["ok"] = not result["problems"]
     return result
@@ -272,7 +276,7 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
     if not result["verified_at_end"]:
         problems.append("no worker verified the copies at the end")
     differ = abs(result.get("plt_counted", 0.0) - result.get("plt", 0.0)) > 1e-12
-    if differ or not result.get("is_told", True):
+    if differ or not result.get("counts_agree", True):
         problems.append(f"the session says PLT {result['plt']}, the routers have counted {result['plt_counted']}")
     first, last = result["loss_first"], result["loss_last"]
     noise = result.get("loss_noise")

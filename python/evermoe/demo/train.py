@@ -61,8 +61,7 @@ class Reporter:
         if name == "begin":
             self.routed.clear()
         if name == "commit" and self.session is not None:
-            layer = next(iter(moe_layers(self.session.model).values()))
-            fields = fields | {"load": layer.tokens_E.tolist(), "copied": self.session.copied_step}
+            fields = fields | {"copied": self.session.copied_step}
         self.write(name, fields)
         if name in ("connection_lost", "recovered"):
             self.recovering = name == "connection_lost"

@@ -19,7 +19,7 @@ SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "3
 def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    run = ["--workers", "3", "--steps", "24", "--kill", "1@5", "--join", "8", "--baseline-steps", "0"]
+    run = ["--workers", "3", "--steps", "24", "--kill", "1@5", "--join", "8", "--no-baseline"]
     done = evermoe(
         *("demo", *run, *SMALL, "--data", str(text)),
         *("--json", "out.json", "--plot", "out.png", "--trace", "trace.json"),
@@ -46,7 +46,7 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
 @pytest.mark.long
 def test_demo_fails_when_too_much_is_lost(tmp_path):
     run = ["--workers", "2", "--steps", "8", "--kill", "1@4", "--no-join", "--copies", "1", "--slots", "1"]
-    done = evermoe("demo", *run, *SMALL, "--experts", "3", "--top-k", "1", "--baseline-steps", "0", folder=tmp_path)
+    done = evermoe("demo", *run, *SMALL, "--experts", "3", "--top-k", "1", "--no-baseline", folder=tmp_path)
     assert done.returncode == 1
     assert "LostExperts" in done.stdout
     assert "blocks.0.moe.experts." in done.stdout
@@ -162,12 +162,13 @@ def test_info_names_versions(tmp_path):
 HELP = """
 import contextlib, io, json, sys
 from evermoe.cli.main import parser
+LARGE = {"torch", "transformers", "matplotlib", "rich"}
 (commands,) = [each for each in parser()._actions if each.dest == "command"]
 found = {}
 for command in [None, *commands.choices]:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         parser(command).parse_args([command, "--help"] if command else ["--help"])
-    found[command or ""] = out.getvalue()[:14], sorted({"torch", "transformers", "matplotlib"} & sys.modules.keys())
+    found[command or ""] = out.getvalue()[:14], sorted(LARGE & sys.modules.keys())
 print(json.dumps(found))
 """
 

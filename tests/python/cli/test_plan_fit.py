@@ -113,7 +113,10 @@ def test_sizes(text, size):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "gpt-5", "--nodes", "4", "--memory", "1GB"], "--model: expected gpt-s-moe, gpt-m-moe"),
+        (
+            ["--model", "gpt-5", "--nodes", "4", "--memory", "1GB"],
+            "--model: unknown model 'gpt-5'; known are gpt-s-moe, gpt-m-moe",
+        ),
         (["--model", "gpt-s-moe", "--nodes", "4"], "missing: --memory, that of each worker"),
         (["--memory", "80GB", "--nodes", "4", "--slots", "2"], "--memory: expected --model with it"),
         (["--no-copies", "--nodes", "4", "--slots", "2"], "--no-copies: expected --model with it"),

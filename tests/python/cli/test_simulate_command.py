@@ -46,21 +46,23 @@ def test_a_trace_and_files(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_progress_is_said_on_standard_error_now_and_then(capsys):
-    reporter = Reporter("auto, 1 of 2", every=0.0)
-    reporter(0.25)
+def test_progress_goes_to_standard_error_at_the_start_and_now_and_then(capsys):
+    reporter = Reporter(["auto", "pec"], interval=0.0)
+    reporter(0.5)
+    reporter.end_preset()
     reporter(1.0)
     out, err = capsys.readouterr()
     assert out == ""
-    first, last = err.splitlines()
-    assert re.fullmatch(r"evermoe simulate: auto, 1 of 2: 25% after \d+ s, about \d+ s left", first)
-    assert last.startswith("evermoe simulate: auto, 1 of 2: 100% after ")
-    Reporter("auto, 1 of 2", every=60.0)(0.5)
-    assert capsys.readouterr().err == ""
+    begun, first, last = err.splitlines()
+    assert begun == "evermoe simulate: simulating auto, pec"
+    assert re.fullmatch(r"evermoe simulate: auto, 1 of 2: 50% after \d+ s in all, about \d+ s left", first)
+    assert last.startswith("evermoe simulate: pec, 2 of 2: 100% after ")
+    Reporter(["auto"], interval=60.0)(0.5)
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_each_scheme_reports(capsys, monkeypatch):
-    monkeypatch.setattr(simulation, "Reporter", lambda name: Reporter(name, every=0.0))
+def test_each_preset_reports(capsys, monkeypatch):
+    monkeypatch.setattr(simulation, "Reporter", lambda presets: Reporter(presets, interval=0.0))
     assert main(["simulate", *SMALL, "--seeds", "1", "--presets", "auto", "restart"]) == 0
     err = capsys.readouterr().err
     assert "auto, 1 of 2: " in err and "restart, 2 of 2: " in err

@@ -11,7 +11,7 @@ from evermoe.demo import flags, train
 from evermoe.demo.worker_flags import COPY_FLAGS
 from support.commands import evermoe
 
-SMALL = ["--layers", "2", "--hidden", "32", "--intermediate", "32", "--sequence", "16", "--baseline-steps", "0"]
+SMALL = ["--layers", "2", "--hidden", "32", "--intermediate", "32", "--sequence", "16", "--no-baseline"]
 GIVEN = {
     "experts_per_snapshot": 3,
     "experts_per_save": 2,

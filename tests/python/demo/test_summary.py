@@ -7,51 +7,7 @@ import copy
 import pytest
 
 from evermoe.demo.summary import count_lost, episodes, lost_steps, portion_lost, step_seconds, summarise
-
-RECOVERED = {
-    "event": "recovered",
-    "steps_lost": 0,
-    "digests_checked": 10,
-    "digests_mismatched": 0,
-    "fetched_bytes": 100,
-    "fetched_units": 2,
-    "sources": {"peer": 2},
-    "members": 2,
-}
-VERIFIED = {"event": "verified", "digests_checked": 5, "digests_mismatched": 0}
-
-
-def run(steps=8, kill_at=4):
-    """Three workers, a second a step; worker 2 dies half a second into step `kill_at`, which is taken 3 s later."""
-    events = {worker: [] for worker in range(3)}
-    now = 0.0
-    for step in range(steps):
-        for worker, rows in events.items():
-            if worker < 2 or step <= kill_at:
-                rows.append({"event": "begin", "time": now, "step": step})
-        if step == kill_at:
-            events[2].append({"event": "killed", "time": now + 0.5, "step": step})
-            for rows in (events[0], events[1]):
-                rows.append({"event": "connection_lost", "time": now + 0.6})
-                rows.append({"event": "phase", "phase": "agree", "time": now + 0.6})
-                rows.append({"event": "phase", "phase": "rebuild", "time": now + 1.0})
-                rows.append({"event": "phase", "phase": "fetch", "time": now + 1.2})
-                rows.append({"event": "phase", "phase": "verify", "time": now + 1.5})
-                rows.append(RECOVERED | {"time": now + 2.0})
-            now += 2.5
-        now += 1.0
-        for worker, rows in events.items():
-            if worker < 2 or step < kill_at:
-                members = 3 if step < kill_at else 2
-                rows.append({"event": "send", "time": now - 0.25, "step": step + 1})
-                rows.append({"event": "vote", "time": now, "step": step})
-                rows.append({"event": "update", "time": now, "step": step})
-                rows.append(
-                    {"event": "commit", "time": now, "step": step, "loss": 5.0 - 0.1 * step, "members": members}
-                )
-    for rows in (events[0], events[1]):
-        rows.append(VERIFIED | {"time": now})
-    return events
+from support.demo_events import run
 
 
 def test_a_good_run_passes():
@@ -77,9 +33,21 @@ def test_workers_that_join_later_do_not_count_as_survivors():
     assert episodes(events)[0].seconds["detect"] == pytest.approx(0.1)
 
 
-def test_cost_of_copies_is_the_ratio_of_medians():
-    result = summarise(run(12, kill_at=9), run(12, kill_at=9), 12)
-    assert result["copy_overhead"] == pytest.approx(0.0)
+def test_losses_are_compared_step_by_step_with_those_of_a_run_without_failures():
+    without = {worker: rows for worker, rows in run(12, kill_at=99).items()}
+    result = summarise(run(12, kill_at=9), without, 12)
+    assert (result["loss_difference"], result["ok"]) == (0.0, True)
+    assert result["loss_without_failures"] == result["loss_last"]
+    for rows in without.values():
+        for event in rows:
+            if event["event"] == "commit" and event["step"] > 9:
+                event["loss"] -= 2.0
+    result = summarise(run(12, kill_at=9), without, 12)
+    assert result["loss_difference"] == pytest.approx(2.0)
+    assert summarise(run(12, kill_at=9), None, 12)["loss_difference"] is None
+
+
+def test_steps_are_timed_before_the_first_kill():
     assert step_seconds(run(12, kill_at=9)) == pytest.approx([1.0] * 5)
 
 
@@ -152,7 +120,7 @@ def test_what_the_session_says_was_lost_must_be_what_the_routers_have_counted(lo
     assert ok or any("PLT" in problem for problem in result["problems"])
 
 
-def test_what_was_lost_before_is_not_lost_again():
+def test_tokens_lost_in_one_recovery_are_not_counted_in_the_next():
     counts = {step: {"moe": [1, 10**step]} for step in range(5)}
     recoveries = [
         {"stale": {"moe.experts.1": 1}, "step": 3},

@@ -19,7 +19,7 @@ def test_windows_are_known_from_the_third_step_to_the_end(tmp_path, preset):
     """How many messages find room in them is for the machine to decide; where they are looked for is not."""
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
-    what = ["--preset", preset, "--steps", "36", "--kill", "2@9", "--join", "14", "--baseline-steps", "0"]
+    what = ["--preset", preset, "--steps", "36", "--kill", "2@9", "--join", "14", "--no-baseline"]
     where = ["--events", "events", "--memory-dir", str(memory), "--json", "out.json"]
     done = evermoe("demo", *what, *where, folder=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -44,7 +44,7 @@ def test_nine_of_ten_messages_are_sent_in_windows(tmp_path, preset):
     """With the demo's defaults, a kill and a join; all but the first copies, and the version after the last step."""
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
-    run = ["--preset", preset, "--baseline-steps", "0", "--memory-dir", str(memory), "--json", "out.json"]
+    run = ["--preset", preset, "--no-baseline", "--memory-dir", str(memory), "--json", "out.json"]
     done = evermoe("demo", *run, folder=tmp_path, limit=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "out.json").read_text())

@@ -26,7 +26,7 @@ def options():
     add_arguments(parser)
     sizes = [part for name, size in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(size))]
     flags = ["--workers", str(WORKERS), "--steps", str(STEPS), "--kill", f"{KILL[0]}@{KILL[1]}", "--slots", "1"]
-    return parser.parse_args([*flags, *sizes, "--batch", "12", "--no-join", "--baseline-steps", "0"])
+    return parser.parse_args([*flags, *sizes, "--batch", "12", "--no-join", "--no-baseline"])
 
 
 def workload():
@@ -55,7 +55,9 @@ def test_events_steps_and_bytes_are_those_of_a_real_run(preset, tmp_path):
     if preset == "lazarus":  # active replicas alone: each expert on two workers, then on both that are left
         given.slots = 2
     kills = check(given)
-    events = Run(given, tmp_path, console=Console(quiet=True), title="").go(kills, None, given.steps, given.copies)
+    events = Run(given, tmp_path, console=Console(quiet=True), title="").run_workers(
+        kills, None, given.steps, given.copies
+    )
     (episode,) = episodes(events)
     scenario = Scenario(
         workload(),

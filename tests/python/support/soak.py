@@ -35,7 +35,7 @@ def command(seed: int, preset: str | None = None) -> list[str]:
     flags = [part for kill in kills for part in ("--kill", kill)]
     safe = ["--preset", preset, "--copies", "2" if preset == "pec" else "3"]  # which refuses more
     sizes = ["--layers", "2", "--hidden", "64", "--intermediate", "128", "--sequence", "64", "--seed", str(seed)]
-    run = ["--workers", str(workers), "--steps", str(steps), "--baseline-steps", "0", "--plot", "/dev/null"]
+    run = ["--workers", str(workers), "--steps", str(steps), "--no-baseline", "--plot", "/dev/null"]
     return [sys.executable, "-m", "evermoe", "demo", *run, *flags, *join, *safe, *sizes]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import evermoe
 from evermoe.options import require
 from evermoe.planning import PRESET_NAMES, session_slots
-from evermoe.planning.footprint import PHASES, Footprint, Use, footprint
+from evermoe.planning.footprint import PHASES, Footprint, PhaseName, Use, footprint
 from evermoe.planning.models import MODELS, ModelShape, find_model
 from evermoe.planning.seating import FootprintOptions
 
@@ -62,7 +62,7 @@ class FitReport:
 
     setting: FitSetting
     footprint: Footprint
-    peaks: dict[str, tuple[str, Use]]
+    peaks: dict[PhaseName, tuple[str, Use]]
     """By phase, the moment and the worker that have the most of what is counted."""
     fewest_nodes: int | None
     """Nodes on which it fits, at least; None if it fits on no number up to `MAX_NODES`."""
@@ -189,7 +189,10 @@ def read_model(name: str) -> ModelShape:
     if known is not None:
         return known
     if not (Path(name) / "config.json").is_file():
-        raise ValueError(f"--model: expected {', '.join(MODELS)}, or a folder with a config.json, got {name!r}")
+        raise ValueError(
+            f"--model: unknown model {name!r}; known are {', '.join(MODELS)}; for another one "
+            "name a folder with its config.json of transformers"
+        )
     from evermoe.integrations.transformers.hub_shape import read_shape
 
     return read_shape(name)
@@ -222,7 +225,7 @@ def _ways(setting: FitSetting) -> Iterator[tuple[str, int]]:
             return
 
 
-def _peaks(setting: FitSetting, found: Footprint) -> dict[str, tuple[str, Use]]:
+def _peaks(setting: FitSetting, found: Footprint) -> dict[PhaseName, tuple[str, Use]]:
     there = {moment.phase for moment in found.moments}
     return {phase: found.peak(phase, setting.counted) for phase in PHASES if phase in there}
 

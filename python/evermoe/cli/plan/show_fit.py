@@ -9,6 +9,7 @@ from rich.table import Table
 from evermoe.cli.plan.fit import MAX_NODES, FitReport
 from evermoe.cli.plan.show import print_wrapped
 from evermoe.cli.plan.show_copies import size
+from evermoe.options import count
 from evermoe.planning.footprint import Use
 
 PARTS = {
@@ -16,7 +17,7 @@ PARTS = {
     "masters": "masters",
     "moments": "moments",
     "gradients": "gradients",
-    "working": "beside these",
+    "working": "working memory",
     "fetched": "units that move",
     "replicas": "replicas of others",
     "log": "logged gradients",
@@ -25,14 +26,14 @@ PARTS = {
     "libraries": "libraries",
     "snapshots": "shared memory",
 }
-"""What each part is called in the table."""
+"""Name of each part in the table."""
 ON_GPU = ("parameters", "masters", "moments", "gradients", "working")
-"""Parts that are on the device, where that is a GPU."""
+"""Parts in device memory, where the device is a GPU."""
 NAMES = {"start": "at the start", "step": "in training", "recovery": "in a recovery"}
 
 
 def show_fit(console: Console, report: FitReport) -> None:
-    """Prints what there is, the verdict and the table."""
+    """Print the facts, the verdict and the table."""
     for name, text in _facts(report):
         print_wrapped(console, f"{name:10}", text)
     console.print(_table(report))
@@ -44,7 +45,7 @@ def _facts(report: FitReport) -> list[tuple[str, str]]:
     each = options.unit_bytes + options.weight_bytes
     copies = "no copies" if not options.copies else f"preset {options.preset} with {options.copies} copies"
     slots = "a session's own slots" if options.slots is None else f"{options.slots} slots"
-    return [
+    facts = [
         (
             "model",
             f"{setting.name}: {shape.parameters / 1e9:.4g} billion parameters, {shape.layers} × {shape.experts} "
@@ -53,30 +54,37 @@ def _facts(report: FitReport) -> list[tuple[str, str]]:
         ),
         (
             "workers",
-            f"{_nodes(setting.nodes)} × {options.workers_per_node}, {size(setting.memory)} "
+            f"{count(setting.nodes, 'node')} × {options.workers_per_node}, {size(setting.memory)} "
             f"each; {copies}, dense {options.dense}, {slots}",
         ),
         ("fits", verdict(report)),
     ]
+    if setting.is_on_gpu:
+        host = max(_on_host(report.footprint.peak(phase, _on_host)[1]) for phase in report.peaks)
+        facts.append(
+            (
+                "host",
+                f"{size(host * options.workers_per_node)} of each node's host memory for copies and buffers of its "
+                f"{count(options.workers_per_node, 'worker')}; --memory does not cover it: compare it with your nodes",
+            )
+        )
+    return facts
 
 
 def verdict(report: FitReport) -> str:
-    """Whether it fits, and on how many nodes."""
+    """Return whether the model fits, and on how many nodes."""
     setting = report.setting
     peaks = ((setting.counted(use), phase) for phase, (_, use) in report.peaks.items())
     needed, phase = max(peaks)
-    found = f"{size(needed)} {NAMES[phase]}, of {size(setting.memory)}"
+    memory = "device memory" if setting.is_on_gpu else "memory, copies included,"
+    found = f"{size(needed)} of {memory} {NAMES[phase]}, of {size(setting.memory)}"
     fewest = report.fewest_nodes
     if fewest is None:
-        hint = "".join(f"; with {flags} it takes {_nodes(nodes)}" for flags, nodes in report.ways)
+        hint = "".join(f"; with {flags} it takes {count(nodes, 'node')}" for flags, nodes in report.ways)
         return f"no: {found}, and on no number of nodes up to {MAX_NODES}{hint}"
     if report.fits:
-        return f"yes: {found}; it takes {_nodes(fewest)} at least"
-    return f"no: {found}; it takes {_nodes(fewest)}"
-
-
-def _nodes(number: int) -> str:
-    return f"{number} node{'s' * (number > 1)}"
+        return f"yes: {found}; it takes {count(fewest, 'node')} at least"
+    return f"no: {found}; it takes {count(fewest, 'node')}"
 
 
 def _table(report: FitReport) -> Table:
@@ -113,6 +121,6 @@ def _legend(report: FitReport) -> str:
     moments = ", ".join(f"{NAMES[phase]}: {moment}" for phase, (moment, _) in report.peaks.items())
     lost = f" A recovery is from the loss of {faults} node." if "recovery" in report.peaks else ""
     return (
-        f"Of the worker that has most, at the moment at which it has most ({moments}), for an even load.{lost} "
-        "Outside of it: activations, which depend on your script, and the context of a GPU."
+        f"Bytes of the largest worker, at its peak ({moments}), for an even load.{lost} Not included: activations, "
+        "which depend on your script, and the context of a GPU."
     )

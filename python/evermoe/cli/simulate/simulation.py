@@ -1,4 +1,4 @@
-"""Simulates what the flags of `evermoe simulate` describe, and tells what came of it."""
+"""Simulation of what the flags of `evermoe simulate` describe, and its results."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from evermoe.cli.simulate.scenario_flags import parse_scenario
 from evermoe.simulate import SCHEMES, Sample, Scenario, keeps_owners, simulate_seeds
 
 REPORT_SECONDS = 3.0
-"""Between two lines about progress."""
+"""Seconds between two lines about progress."""
 NUMBERS = ("ettr", "goodput", "plt", "steps", "undone_steps", "interrupted_steps", "losses", "memory_bytes")
-"""Of which the JSON has a mean and a confidence interval."""
+"""Numbers for which the JSON has a mean and a confidence interval."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Simulates, and prints a table.
+    """Simulate, and print a table.
 
     Raises:
         ValueError: with the flag or field, what was expected and what came.
     """
     scenario = parse_scenario(options)
     if options.plot:
-        import matplotlib  # noqa: F401  missing, it is told before any work
+        import matplotlib  # noqa: F401  a missing package is reported before any work
     out = console()
     fitting = [name for name in SCHEMES if scenario.options.dense == "replicated" or keeps_owners(name)]
     presets = tuple(dict.fromkeys(options.presets or fitting))
-    samples = run(scenario, presets, options.seed, options.seeds)
+    samples = simulate_presets(scenario, presets, options.seed, options.seeds)
     files: dict[str, tuple[str, bytes]] = {}
     if options.json:
         found = json.dumps(as_json(scenario, samples, options.seed)) + "\n"
@@ -49,36 +49,47 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def run(scenario: Scenario, presets: Sequence[Any], seed: int, seeds: int) -> list[Sample]:
-    """All schemes; says on standard error every few seconds how far it is, on a terminal and in a file."""
+def simulate_presets(scenario: Scenario, presets: Sequence[Any], seed: int, seeds: int) -> list[Sample]:
+    """Simulate each preset in turn; progress goes to standard error, on a terminal and in a file."""
+    reporter = Reporter(presets)
     samples = []
-    for number, name in enumerate(presets):
-        reporter = Reporter(f"{name}, {number + 1} of {len(presets)}")
+    for name in presets:
         samples.append(simulate_seeds(scenario, name, seed=seed, seeds=seeds, progress=reporter))
+        reporter.end_preset()
     return samples
 
 
 class Reporter:
-    """Writes a line every few seconds: what is simulated, how much of it is done, and how long the rest may take.
+    """Writes a line at the start, and one every few seconds: the current preset, its progress and the time left.
 
     Args:
-        name: what is simulated.
-        every: seconds between two lines.
+        presets: names of all that are simulated, in order.
+        interval: seconds between two lines.
     """
 
-    def __init__(self, name: str, every: float = REPORT_SECONDS) -> None:
-        self._name, self._every = name, every
-        self._began = self._told = time.monotonic()
+    def __init__(self, presets: Sequence[str], interval: float = REPORT_SECONDS) -> None:
+        self._presets, self._interval = presets, interval
+        self._done = 0
+        self._began = self._last_line = time.monotonic()
+        self._write(f"simulating {', '.join(presets)}")
 
     def __call__(self, part: float) -> None:
-        """Notes that this part of the work is done, 0 to 1."""
+        """Report that this part of the current preset, 0 to 1, is simulated."""
         now = time.monotonic()
-        if now < self._told + self._every:
+        if now < self._last_line + self._interval:
             return
-        self._told = now
-        took = now - self._began
-        rest = f", about {took * (1 - part) / part:.0f} s left" if part > 0 else ""
-        print(f"evermoe simulate: {self._name}: {part:.0%} after {took:.0f} s{rest}", file=sys.stderr, flush=True)
+        self._last_line = now
+        took, part_of_all = now - self._began, (self._done + part) / len(self._presets)
+        rest = f", about {took * (1 - part_of_all) / part_of_all:.0f} s left" if part_of_all > 0 else ""
+        place = f"{self._presets[self._done]}, {self._done + 1} of {len(self._presets)}"
+        self._write(f"{place}: {part:.0%} after {took:.0f} s in all{rest}")
+
+    def end_preset(self) -> None:
+        """Note that the current preset is done; the next one begins."""
+        self._done += 1
+
+    def _write(self, text: str) -> None:
+        print(f"evermoe simulate: {text}", file=sys.stderr, flush=True)
 
 
 def _draw(samples: Sequence[Sample]) -> bytes:
@@ -90,7 +101,7 @@ def _draw(samples: Sequence[Sample]) -> bytes:
 
 
 def as_json(scenario: Scenario, samples: Sequence[Sample], seed: int) -> dict[str, Any]:
-    """Everything, JSON-able."""
+    """Return everything, JSON-able."""
     return {
         "evermoe": evermoe.__version__,
         "seed": seed,
