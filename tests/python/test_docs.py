@@ -183,14 +183,6 @@ def anchors(page: Path) -> set[str]:
     return {title.replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("room", ["src", "python/evermoe"])
-def test_architecture_shows_every_folder_of_the_code(room):
-    maps = re.findall(r"^```text\n(.*?)^```", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.M | re.S)
-    named = {line.split()[0].rstrip("/") for each in maps for line in each.splitlines() if line[:1].isalpha()}
-    folders = {path.name for path in (ROOT / room).iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders <= named
-
-
 def shown(page: Path, what: str) -> list[tuple[str, str]]:
     """The rows of a page's tables of mechanisms or habits: their names, and what the last column says shows them."""
     tables = re.findall(rf"^\| {what} \|.*\n\|[-|]+\n((?:\|.*\n)*)", page.read_text(encoding="utf-8"), re.M)
