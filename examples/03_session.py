@@ -47,8 +47,8 @@ def train():
     sampler = evermoe.ElasticSampler(len(data), batch_size=96)
     session = evermoe.Session(model, optimizer, sampler, join_interval=1)
     for step in session.steps(STEPS):
-        with step:
-            loss = model.loss(data[step.indices])
+        with step as indices:
+            loss = model.loss(data[indices])
             if worker == 2 and step.number == DIES_IN:
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(loss + 0.01 * evermoe.load_balancing_loss(model))

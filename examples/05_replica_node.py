@@ -42,8 +42,8 @@ def train():
         join_interval=1,
     )
     for step in session.steps(STEPS):
-        with step:
-            x = data[step.indices]
+        with step as indices:
+            x = data[indices]
             loss = nn.functional.mse_loss(model(x), torch.sin(x).sum(1, keepdim=True))
             if process == 1 and step.number == DIES_IN:
                 os.kill(os.getpid(), signal.SIGKILL)

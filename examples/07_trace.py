@@ -32,8 +32,8 @@ def train():
     session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(len(data), batch_size=256))
     with Profiler(model, keep=20) as profiler:
         for step in profiler.steps(session.steps(STEPS)):
-            with step:
-                x = data[step.indices]
+            with step as indices:
+                x = data[indices]
                 step.backward(nn.functional.mse_loss(model(x), x[:, :1]))
             if session.step == STEPS - 2:
                 report(profiler, profiler.gather_windows(session.group), session.group.rank)

@@ -30,8 +30,8 @@ def train(folder, steps):
     first = None
     for step in session.steps(steps):
         first = step.number if first is None else first
-        with step:
-            x = data[step.indices]
+        with step as indices:
+            x = data[indices]
             step.backward(nn.functional.mse_loss(model(x), x.mean(1, keepdim=True)))
     print(f"steps {first} to {session.step}, loss {session.loss:.5f}")
     return model

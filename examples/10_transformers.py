@@ -60,8 +60,8 @@ def train(folder):
         join_interval=1,
     )
     for step in session.steps(STEPS):
-        with step:
-            tokens = data[step.indices]
+        with step as indices:
+            tokens = data[indices]
             loss = model(input_ids=tokens, labels=tokens).loss
             if worker == 2 and step.number == DIES_IN:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -47,8 +47,8 @@ def train(memory):
             size = session.group.size
             print(f"start {start} of worker {worker}: a job of {size} that begins at step {step.number}", flush=True)
         is_first = False
-        with step:
-            x = data[step.indices]
+        with step as indices:
+            x = data[indices]
             loss = nn.functional.mse_loss(model(x), torch.sin(x).sum(1, keepdim=True))
             if worker == 1 and step.number == DIES_IN and start == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

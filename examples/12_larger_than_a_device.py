@@ -78,8 +78,8 @@ def train(folder):
     data = torch.randint(64, (256, 9), generator=torch.Generator().manual_seed(1))
     worker, largest = int(os.environ["LOCAL_RANK"]), 0
     for step in session.steps(STEPS):
-        with step:
-            loss = model.loss(data[step.indices])
+        with step as indices:
+            loss = model.loss(data[indices])
             if worker == 2 and step.number == DIES_IN:
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(loss)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from evermoe.train.pipeline_step import PipelineMicroBatch, PipelineStep
     from evermoe.train.session import Session
     from evermoe.train.session_config import SessionConfig
-    from evermoe.train.step import MicroBatch, Step
+    from evermoe.train.step import Step
     from evermoe.train.step_gradients import StepGradients
 
     __version__: str
@@ -62,7 +62,6 @@ _HOMES = {
     "Experts": "experts",
     "FolderWeights": "persist.folder_weights",
     "Membership": "config.membership",
-    "MicroBatch": "train.step",
     "MoE": "moe",
     "Placement": "config.placement",
     "Router": "router",
@@ -110,7 +109,6 @@ __all__ = [
     "LeftBehind",
     "LostExperts",
     "Membership",
-    "MicroBatch",
     "MoE",
     "NonFiniteLoss",
     "NotReplayable",

@@ -28,19 +28,19 @@ MAX_OPENED_BYTES = 4096
 class ElasticLoader:
     """Divides the global batches of an iterable among the members: of a `DataLoader` over an `IterableDataset`, say.
 
-    All members read the same global batches, and each keeps its part: `step.samples`, or `batch.samples` of a
-    micro-batch. To resume, a loader that has `state_dict` and `load_state_dict`, such as torchdata's
-    `StatefulDataLoader`, goes on from its state; any other one is opened again, and skips the batches of its epoch that
-    were taken. At each epoch it is opened anew, after `set_epoch(epoch)` of itself, its sampler or its data set, where
-    they have that. Each batch is read with the generators of `random`, NumPy and torch seeded from (seed, epoch,
-    batch), and loader workers start with seeds from (seed, epoch): all members shuffle and augment the same way, and a
-    batch that is read again is the same.
+    All members read the same global batches, and each keeps its part, which `with step as batch` yields. To resume, a
+    loader that has `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, continues from its
+    state. Any other loader is opened again and skips the batches of its epoch that were taken. It is opened again at
+    each epoch, after `set_epoch(epoch)` of itself, its sampler or its data set, if they have that method. Each batch is
+    read with the generators of `random`, NumPy and torch seeded from (seed, epoch, batch), and loader workers start
+    with seeds from (seed, epoch): all members shuffle and augment the same way, and a batch that is read again is the
+    same.
 
         loader = torch.utils.data.DataLoader(stream, batch_size=64)
         session = evermoe.Session(model, optimizer, evermoe.ElasticLoader(loader))
         for step in session.steps(1000):
-            with step:
-                step.backward(loss_of(step.samples))
+            with step as batch:
+                step.backward(loss_of(batch))
 
     A loader's state that does not fit into the job's copies is left out for the rest of its epoch, with a warning: to
     resume, the loader is opened as at the start of the epoch, and skips the batches that were taken.

@@ -19,14 +19,19 @@ class Share:
 
     `indices`: int64 sample numbers. `weight`: this member's share of the global batch, in [0, 1]; over all members
     the weights sum to one. With more members than samples, a member without one gets a sample of weight 0. `samples`:
-    the samples themselves, where the sampler has them: a batch as `ElasticLoader` divides it. `reading`: how they are
-    divided further; None: as `evermoe.batches.read` finds it.
+    the samples themselves if the sampler has them, as `ElasticLoader` does. `reading`: how to divide them further;
+    None: as `evermoe.batches.read` finds it.
     """
 
     indices: Tensor
     weight: float
     samples: Any = None
     reading: Reading | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def batch(self) -> Any:
+        """What the training loop computes with: the samples if the sampler has them, otherwise their indices."""
+        return self.indices if self.samples is None else self.samples
 
     def parts(self, n: int) -> Iterator[Share]:
         """Yields n parts of it, of sizes within one of each other; without a sample, one of all with weight 0.

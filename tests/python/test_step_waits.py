@@ -62,8 +62,8 @@ def take(model, xs, count, clip, waits):
         lose=lambda reason: None,
     )
     waits.clear()  # of the state, which is made once
-    for batch, x in zip(step.micro_batches(PARTS), xs, strict=True):
-        batch.backward(model(x).float().square().sum() + model.moe.balance_loss, count=count)
+    for _, x in zip(step.micro_batches(PARTS), xs, strict=True):
+        step.backward(model(x).float().square().sum() + model.moe.balance_loss, count=count)
     return SessionDriver.finish_step(driver, step), seen
 
 

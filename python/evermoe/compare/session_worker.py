@@ -26,8 +26,8 @@ def work(program: Program, reporter: Reporter) -> None:
     reporter.session = session
     reporter.write("ready", {"pid": os.getpid()})
     for step in session.steps(options.steps):
-        with step:
-            loss = program.model.loss(program.corpus[step.indices])
+        with step as indices:
+            loss = program.model.loss(program.corpus[indices])
             reporter.strike(step.number, "step")
             step.backward(loss)
         if not step.committed:

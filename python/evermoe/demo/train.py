@@ -137,8 +137,8 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
     if options.spare and not sys.stdin.readline():
         return
     for step in profiler.steps(session.steps(options.steps)):
-        with step:
-            loss = model.loss(corpus[step.indices].to(device))
+        with step as indices:
+            loss = model.loss(corpus[indices].to(device))
             reporter.strike(step.number, "step")
             step.backward(loss)
     profiler.detach()

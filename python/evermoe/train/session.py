@@ -57,8 +57,8 @@ class Session(BetweenSteps):
 
         session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(len(data), batch_size=64))
         for step in session.steps(1000):
-            with step:
-                step.backward(model.loss(data[step.indices]))
+            with step as indices:
+                step.backward(model.loss(data[indices]))
 
     Args:
         model: any module on one device; its `evermoe.MoE` layers are spread over the members. The rest is

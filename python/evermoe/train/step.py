@@ -33,36 +33,18 @@ class Watcher(Protocol):
         """The loss is backpropagated."""
 
 
-class MicroBatch:
-    """A part of this member's share of a step, as `Step.micro_batches` yields it."""
-
-    def __init__(self, step: Step, share: Share) -> None:
-        self.indices, self.samples, self.weight = share.indices, share.samples, share.weight
-        self._step, self._share = step, share
-
-    def begin(self) -> None:
-        """Begins with this part: the loop over `Step.micro_batches` does. For forwards in another order than its own.
-
-        A part without samples has weight 0; its tokens go to no expert and do not count in balancing losses.
-        """
-        self._step._begin(self._share)
-
-    def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
-        """Backpropagates `loss`, the mean over `indices`: as `Step.backward` does."""
-        self._step._add(loss, self.weight, count)
-
-
 class Step:
-    """One attempt at a step. Inside `with step:` compute the loss of `step.indices` and call `step.backward(loss)`.
+    """One attempt at a step. Inside `with step as batch:` compute the loss of the batch and call `step.backward(loss)`.
 
-    Leaving the block reduces, votes, updates, copies and commits. When a peer is lost on the way the block ends early
-    without an exception, and the session's next step is the same one again.
+    Entering yields this member's part of the global batch: that of an `ElasticLoader`, or with an `ElasticSampler` the
+    indices of its samples. Leaving reduces, votes, updates, copies and commits. When a peer is lost inside the block,
+    the block ends early without an exception, and the session's next step is the same one again.
 
     Args:
         number: steps committed before this one.
         generation: of the members among which the global batch is divided.
         share: this member's part of the global batch.
-        watcher: is told that the block is entered, and of the first loss.
+        watcher: notified when the block is entered, and of each loss.
         commit: called as it is left; whether the step was taken.
         fail: called with what else ends it.
         lose: called with the reason where a `PeerLost` ends it.
@@ -83,11 +65,7 @@ class Step:
         self.generation = generation
         """Of the members among which the global batch is divided. After a recovery this attempt cannot be taken."""
         self.indices = share.indices
-        """int64: the samples of this member."""
-        self.samples = share.samples
-        """The samples themselves, where the sampler has them: see `ElasticLoader`."""
-        self.weight = share.weight
-        """This member's share of the global batch."""
+        """Numbers of this member's samples, int64."""
         self.committed = False
         """Whether all members have agreed on the step and taken it."""
         self.loss: Tensor | None = None
@@ -99,15 +77,21 @@ class Step:
         self._share, self._part = share, share
         self._watcher, self._commit, self._fail, self._lose = watcher, commit, fail, lose
 
-    def micro_batches(self, n: int) -> Iterator[MicroBatch]:
-        """Divides this member's share into n parts, to accumulate their gradients with less memory.
+    @property
+    def weight(self) -> float:
+        """This member's share of the global batch, in [0, 1]; inside `micro_batches`, that of the current part."""
+        return self._part.weight
 
-            for batch in step.micro_batches(4):
-                batch.backward(loss_of(data[batch.indices]))
+    def micro_batches(self, n: int) -> Iterator[Any]:
+        """Yields this member's batch in n parts, to accumulate their gradients with less memory.
 
-        All members need the same n: each forward is an exchange among them. Sizes are within one of each other. Where
-        n is more than the samples, some parts are one of these samples with weight 0: their losses change nothing.
-        Within the loop, `step.backward` is the part's.
+            with step:
+                for part in step.micro_batches(4):
+                    step.backward(loss_of(data[part]))
+
+        All members need the same n: each forward is an exchange among them. Sizes differ by one at most. With more
+        parts than samples, some parts are one of these samples with weight 0: their losses change nothing. The losses
+        of a part are weighted by its size: call `step.backward` inside the loop.
 
         Raises:
             ValueError: n is below 1.
@@ -115,23 +99,19 @@ class Step:
         checked("n", n, int, least=1)
         try:
             for share in self._share.parts(n):
-                self._begin(share)
-                yield MicroBatch(self, share)
+                self._begin_part(share)
+                yield share.batch
         finally:
-            self.begin()
+            self._begin_part(self._share)
 
-    def begin(self) -> None:
-        """Begins with the whole share: `with step:` and the end of `micro_batches` do."""
-        self._begin(self._share)
-
-    def _begin(self, share: Share) -> None:
+    def _begin_part(self, share: Share) -> None:
         self._part = share
         self._watcher.begin_part(share.weight)
 
     def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
-        """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch.
+        """Backpropagate `loss`, the mean over the batch, weighted by this member's share of the global batch.
 
-        Several calls in a step add up.
+        Several calls in a step add up. Inside `micro_batches`, the batch is the current part.
 
         Args:
             loss: one number. With `count` it is a sum, not a mean.
@@ -143,29 +123,26 @@ class Step:
             ValueError: the loss is no tensor of one number that depends on parameters, or the count no number.
             UnsupportedState: the script has scaled the loss by `torch.amp.GradScaler`.
         """
-        self._add(loss, self._part.weight, count)
-
-    def _add(self, loss: Tensor, weight: float, count: float | Tensor | None) -> None:
         check_loss(loss, "step.backward")
         check_count(count)
         if self.loss is not None and (count is None) != (self.count is None):
             raise ValueError("step.backward: count was given in some calls of this step; give it in all, or in none")
         scale = self._watcher.check_loss(loss)
         if count is None:
-            part = loss * weight
+            part = loss * self.weight
         else:
-            has_samples = weight > 0
+            has_samples = self.weight > 0
             part = loss if has_samples else loss * 0.0
             self.count = (0.0 if self.count is None else self.count) + (detached(count) if has_samples else 0.0)
         self.loss = part.detach() if self.loss is None else self.loss + part.detach()
         (part if scale == 1 else part * scale).backward()
         self._watcher.end_backward()
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> Any:
         self.is_entered = True
         self._watcher.begin_step(self)
-        self.begin()
-        return self
+        self._begin_part(self._share)
+        return self._share.batch
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

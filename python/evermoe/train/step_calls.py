@@ -70,7 +70,7 @@ def _difference(ended: dict[str, Any], other: dict[str, Any]) -> str | None:
             return (
                 f"{who} ran {count} forwards of layer {path}, {fewer} ran {ended['forwards'].get(path, 0)}. A forward "
                 "is an exchange among all members, so all must run as many in each step, whatever their shares: "
-                "`for batch in step.micro_batches(n)` gives each of them n parts"
+                "`for part in step.micro_batches(n)` gives each of them n parts"
             )
     if other["exchanges"] > ended["exchanges"]:
         return (

@@ -117,8 +117,8 @@ def two_losses(model, step):
 
 
 def micro_batches(model, step):
-    for batch in step.micro_batches(4):
-        batch.backward(cross_entropy(model, DATA[batch.indices]))
+    for part in step.micro_batches(4):
+        step.backward(cross_entropy(model, DATA[part]))
 
 
 def padded(model, tokens):
@@ -131,9 +131,9 @@ def count_tokens(model, step):
 
 
 def count_tokens_of_parts(model, step):
-    for batch in step.micro_batches(5):
-        targets = targets_of(DATA[batch.indices])
-        loss = cross_entropy(model, DATA[batch.indices], targets, "sum")
+    for part in step.micro_batches(5):
+        targets = targets_of(DATA[part])
+        loss = cross_entropy(model, DATA[part], targets, "sum")
         step.backward(loss, count=int((targets >= 0).sum()))
 
 
@@ -216,7 +216,8 @@ class StatefulLoader:
 
 
 def samples(model, step):
-    step.backward(mean_loss(model, step.samples))
+    for batch in step.micro_batches(1):
+        step.backward(mean_loss(model, batch))
 
 
 # ---- models and optimizers

@@ -453,14 +453,14 @@ def _train(options: Options, record: Recorder) -> None:
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
         record.computing = step.number
         with step:
-            for batch in step.micro_batches(options.parts):
-                tokens = data[batch.indices]
+            for part in step.micro_batches(options.parts):
+                tokens = data[part]
                 if options.narrow and step.number // options.narrow % 2:
                     tokens = tokens % 3
                 loss = model(tokens)
                 compute(options, model, tokens, step.number)
                 record.fault("forward", step.number)
-                batch.backward(poisoned(loss, model, options.poison.get(step.number)))
+                step.backward(poisoned(loss, model, options.poison.get(step.number)))
         if step.committed and session.step in options.whole:
             write_whole(options, session, record)
         time.sleep(options.late)

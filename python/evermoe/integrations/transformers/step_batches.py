@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from evermoe.sampler import ElasticSampler
-from evermoe.train.step import MicroBatch, Step
+from evermoe.train.step import Step
 
 
 class StepBatches:
@@ -24,11 +24,11 @@ class StepBatches:
         """Steps of an epoch, rounded up."""
         return math.ceil(self._sampler.num_samples / self._sampler.batch_size)
 
-    def of_step(self, step: Step, n: int) -> list[tuple[Step | MicroBatch, Any]]:
-        """This member's share of a step in n parts, each collated by itself. Within `with step:` alone."""
+    def of_step(self, step: Step, n: int) -> list[tuple[float, Any]]:
+        """Return n parts of this member's batch in `with step:`, each with its weight and collated by itself."""
         samples = {i: self.dataset[i] for i in step.indices.tolist()}
-        parts: list[Step | MicroBatch] = [step] if n == 1 else list(step.micro_batches(n))
-        return [(part, self._collate([samples[i] for i in part.indices.tolist()])) for part in parts]
+        parts = [(step.weight, part.tolist()) for part in step.micro_batches(n)]
+        return [(weight, self._collate([samples[i] for i in indices])) for weight, indices in parts]
 
 
 class Epochs:

@@ -26,7 +26,7 @@ from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments
 from evermoe.sampler import ElasticSampler
 from evermoe.train.session import Session
-from evermoe.train.step import MicroBatch, Step
+from evermoe.train.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -175,25 +175,24 @@ class TrainerLoop(Trainer):
         self.progress.learning_rate = self._get_learning_rate()
         model.train()
         with step:
-            self._accumulate(model, self._batches.of_step(step, self._parts))
+            self._accumulate(model, step, self._batches.of_step(step, self._parts))
         if step.committed:
             self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
 
-    def _accumulate(self, model: nn.Module, parts: list[tuple[Step | MicroBatch, Any]]) -> None:
-        """The gradients of all parts of this member's share."""
+    def _accumulate(self, model: nn.Module, step: Step, parts: list[tuple[float, Any]]) -> None:
+        """Accumulate the gradients of all parts of this member's batch, given with their weights."""
         # Tokens with a label, if the loss is their sum divided by that number; of all parts, as transformers does.
         # A part of weight 0 has those of another one, which count once; if all have weight 0, any number will do.
-        own = [inputs for part, inputs in parts if part.weight > 0] or [parts[0][1]]
+        own = [inputs for weight, inputs in parts if weight > 0] or [parts[0][1]]
         items = self._get_num_items_in_batch(own, self.args.device)
         divisor = None if items is None else torch.as_tensor(items).clamp(min=1)  # also without any label
-        for part, inputs in parts:
-            part.begin()
+        for _, (_, inputs) in zip(step.micro_batches(self._parts), parts, strict=True):
             count = None if divisor is None else self._get_num_items_in_batch([inputs], self.args.device)
             ready = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
                 loss: Any = self.compute_loss(model, ready, num_items_in_batch=divisor)
-            part.backward(loss if divisor is None else loss * divisor, count=count)
+            step.backward(loss if divisor is None else loss * divisor, count=count)
 
     def _finish_step(self) -> None:
         """Does the work after the step that was taken last: logs, evaluation, checkpoints, callbacks.

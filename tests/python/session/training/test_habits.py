@@ -75,7 +75,7 @@ def test_unequal_numbers_of_forwards_are_named_after_one_hang_timeout(start):
     for each in failures(found):
         words = r"step 0: rank \d on \w ran 4 forwards of layer first.experts, rank \d on \w ran 3\. "
         assert re.match(words, each["message"])
-        assert "`for batch in step.micro_batches(n)`" in each["message"]
+        assert "`for part in step.micro_batches(n)`" in each["message"]
 
 
 def test_unequal_numbers_of_backwards_are_named(start):
@@ -236,9 +236,9 @@ def test_count_in_some_calls_of_a_step_is_refused(tmp_path):
     with pytest.raises(ValueError, match="count was given in some calls"):
         for step in session_of(model, tmp_path).steps(1):
             with step:
-                for batch in step.micro_batches(2):
-                    loss = cross_entropy(model, DATA[batch.indices])
-                    batch.backward(loss, count=None if batch.indices[0] == step.indices[0] else 6)
+                for part in step.micro_batches(2):
+                    loss = cross_entropy(model, DATA[part])
+                    step.backward(loss, count=None if part[0] == step.indices[0] else 6)
 
 
 def test_more_micro_batches_than_samples_change_nothing(tmp_path):
@@ -247,12 +247,12 @@ def test_more_micro_batches_than_samples_change_nothing(tmp_path):
         model = Model()
         for step in (session := session_of(model, tmp_path)).steps(3):
             with step:
-                batches = list(step.micro_batches(n))
-                assert len(batches) == n
-                assert sum(batch.weight for batch in batches) == pytest.approx(1)
-                assert sorted({i for b in batches for i in b.indices.tolist()}) == sorted(step.indices.tolist())
-                for batch in batches:
-                    batch.backward(cross_entropy(model, DATA[batch.indices]))
+                parts = [(step.weight, part.tolist()) for part in step.micro_batches(n)]
+                assert len(parts) == n and step.weight == 1
+                assert sum(weight for weight, _ in parts) == pytest.approx(1)
+                assert sorted({i for _, part in parts for i in part}) == sorted(step.indices.tolist())
+                for part in step.micro_batches(n):
+                    step.backward(cross_entropy(model, DATA[part]))
         losses.append(session.loss)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 

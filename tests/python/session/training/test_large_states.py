@@ -131,9 +131,9 @@ def train(folder, loader, steps, seen):
     model = Model()
     session = evermoe.Session(model, adamw(model), ElasticLoader(loader), checkpoint_dir=folder, checkpoint_interval=2)
     for step in session.steps(steps):
-        with step:
-            seen.append(step.samples.tolist())
-            step.backward(mean_loss(model, DATA[step.samples % len(DATA)]))
+        with step as batch:
+            seen.append(batch.tolist())
+            step.backward(mean_loss(model, DATA[batch % len(DATA)]))
 
 
 def test_a_session_resumes_in_an_epoch_whose_state_is_large(tmp_path):
