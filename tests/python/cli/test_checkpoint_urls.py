@@ -35,8 +35,8 @@ def test_checkpoints_at_a_url_are_listed_shown_and_verified(spot, capsys):
     assert [line.rsplit(": ", 1)[0] for line in run(capsys, "verify", URL)] == [str(path) for path in paths]
     file = next(name for name in spot.files() if name.startswith(paths[1].name) and name.endswith("safetensors"))
     spot.write(file, spot.read(file)[:-1])
-    whole, damaged = run(capsys, "verify", URL, code=1)
-    assert "units are whole" in whole and damaged.startswith(f"{paths[1]}: damaged: ")
+    intact, damaged = run(capsys, "verify", URL, code=1)
+    assert "units are whole" in intact and damaged.startswith(f"{paths[1]}: damaged: ")
 
 
 def test_a_unit_that_another_checkpoint_has_is_shown_with_that_ones_name(spot, capsys):

@@ -27,7 +27,7 @@ def test_the_notice_before_a_time_limit_ends_a_job_that_resumes_at_its_newest_st
     saved = {"SAVED": str(tmp_path / "saved")}
     command = start("--workers", "2", "--restarts", "1", "train.py", "8", "100", **saved)
     command.wait_for("^step 6")
-    for pid in [*children(command.process.pid), command.process.pid]:  # schedulers tell all processes of the job
+    for pid in [*children(command.process.pid), command.process.pid]:  # schedulers signal all processes of the job
         os.kill(pid, signal.SIGUSR1)
     code, said = command.end()
     assert code == REQUEUE_CODE, said

@@ -67,10 +67,10 @@ def test_json_is_what_the_planners_say(tmp_path):
         pairs = list(zip(matrices, load, strict=True))
         assert result["imbalance_even"] == [imbalance(matrix, row) for matrix, row in pairs]
         assert result["imbalance_balanced"] == [imbalance(matrix, row, "balanced") for matrix, row in pairs]
-        whole = np.hstack(matrices)
-        assert result["distinct_domains"] == (whole > 0).sum(0).min()
+        joined = np.hstack(matrices)
+        assert result["distinct_domains"] == (joined > 0).sum(0).min()
         for row in result["survival"]:
-            assert row["probability"] == recovery_probability(whole, row["failures"]).probability
+            assert row["probability"] == recovery_probability(joined, row["failures"]).probability
             assert (row["error"], row["samples"]) == (0.0, None)
     assert found["recommended"] in found["policies"]
     assert found["advice"]

@@ -149,7 +149,7 @@ def test_everything_in_each_step():
         assert (found[name].peer_bytes, found[name].steps_per_version) == (12, 1)
         assert (found[name].survives, found[name].repeated_steps, found[name].lost_steps) == (1, 0, 0)
         assert found[name].steps_in_windows == 2
-    # 72 kB pass each node, in 50 ms of windows; whole units of 12 kB use 24 of each 25 ms
+    # 72 kB pass each node, in 50 ms of windows; complete units of 12 kB use 24 of each 25 ms
     assert found["gemini"].delay == pytest.approx(0.22, abs=0.005)
     assert found["baft"].delay == pytest.approx(0.24, abs=0.005)
     assert found["auto"].peer_bytes == pytest.approx(32_000 / 12_000)
@@ -215,12 +215,12 @@ def test_selection_by_budget():
     assert half.lost_steps == pytest.approx(0.5 / 4)
     # room for all: each copy is a step old, and its gradient is enough
     room = {"remote_bytes_per_step": 8 * 12_000}
-    whole = rows(report(**room))["moetion"]
-    assert whole.peer_bytes == pytest.approx(8 * 4000 / 12_000)
-    assert (whole.steps_per_version, whole.lost_steps, whole.delay) == (1, 0, 0)
+    roomy = rows(report(**room))["moetion"]
+    assert roomy.peer_bytes == pytest.approx(8 * 4000 / 12_000)
+    assert (roomy.steps_per_version, roomy.lost_steps, roomy.delay) == (1, 0, 0)
     assert rows(report(no_replay=True, **room))["moetion"].peer_bytes == pytest.approx(8 * 12_000 / 12_000)
     links = rows(report())["moetion"]  # the default: 4 links of 1 MB/s for 0.1 s, which is room for all
-    assert links == whole
+    assert links == roomy
     half = rows(report(network_gbps=0.00096))["moetion"]  # 4 links of 120 kB/s: 4 experts
     assert (half.peer_bytes, half.steps_per_version) == (4, 2)
     eighth = rows(report(remote_bytes_per_step=12_000))["moetion"]  # one expert at a time

@@ -34,7 +34,7 @@ for step in session.steps(10**6):
 
 
 class Events:
-    """What the processes of a job have written."""
+    """Return what the processes of a job have written."""
 
     def __init__(self, path):
         self.path = path

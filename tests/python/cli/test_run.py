@@ -273,7 +273,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the
 @pytest.mark.timeout(100)
 @pytest.mark.long
 def test_what_asks_for_another_machine_is_called_once_for_a_loss(start, tmp_path):
-    """A command of the user's, with what it is told in its environment."""
+    """A command of the user's that prints its environment."""
     dies = 'if os.environ["LOCAL_RANK"] == "1" and step.number == 2: os.kill(os.getpid(), 9)'
     body = SCRIPT.replace("copies=1)", "copies=2)").replace("    with step:\n", f"    {dies}\n    with step:\n")
     (tmp_path / "dies.py").write_text(body)
@@ -296,12 +296,23 @@ def test_a_spare_that_nobody_needed_ends_with_the_job(start, tmp_path):
 @pytest.mark.timeout(200)
 def test_a_spare_of_another_machine_takes_the_place(start, tmp_path):
     (tmp_path / "spared.py").write_text(SPARED)
-    there = tmp_path / "there"
-    there.mkdir(mode=0o700)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
     command = start("--workers", "2", "spared.py")
     address = command.wait_for(r"Lighthouse (http://\S+);").group(1)
-    alone = ["--workers", "0", "--spare", "1", "--members", "2", "--lighthouse", address, "--memory-dir", str(there)]
-    spare = start(*alone, "spared.py", EVERMOE_NODE="there")
+    alone = [
+        "--workers",
+        "0",
+        "--spare",
+        "1",
+        "--members",
+        "2",
+        "--lighthouse",
+        address,
+        "--memory-dir",
+        str(elsewhere),
+    ]
+    spare = start(*alone, "spared.py", EVERMOE_NODE="elsewhere")
     spare.wait_for("this worker is a spare: it waits until one of the 2 that train is missing")
     kill_worker(command.process.pid, 1)
     spare.wait_for("worker 0 of 2 at")

@@ -1,4 +1,4 @@
-"""Decisions of all members beside training: alike on all, in the group in which they were begun or in none."""
+"""Decisions in the background: the same on all members, in the group that began them or in none."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_wrong_counts(send, receive):
 
 
 def drop_and_try(group):
-    """Rank 1 gives up; the others learn of it at once, and nobody can go on with the group."""
+    """Rank 1 gives up; the others learn of it at once, and nobody can continue with the group."""
     if group.rank == 1:
         group.drop("for the test")
         group.drop("a second time")

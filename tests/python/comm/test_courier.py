@@ -76,8 +76,8 @@ class Stream:
     def __init__(self):
         self.marks = []
 
-    def mark(self, tell):
-        self.marks.append(tell)
+    def mark(self, notify):
+        self.marks.append(notify)
 
     def wait(self):
         pass
@@ -274,7 +274,7 @@ def test_collectives_between_two_steps_are_not_counted():
     assert pacer.may_begin(1, 3.0)
     clock, pacer = paced()
     clock.pass_seconds(1.5)
-    pacer.begin_forward()  # nothing came in between: the window goes on
+    pacer.begin_forward()  # nothing came in between: the window stays open
     assert not pacer.may_begin(0, 1.0)
 
 
@@ -402,7 +402,7 @@ def partly_sent(group, folder):
 def test_messages_of_which_a_part_has_come_are_given_up(tmp_path):
     sent, received = run_ranks(tmp_path, 2, partly_sent, str(tmp_path))
     assert sent == ("send among 2 members failed: a test", True)
-    reasons = ["a test", "rank 0: it has closed its connections"]  # whichever it sees first when it goes on
+    reasons = ["a test", "rank 0: it has closed its connections"]  # whichever it sees first when it continues
     assert received in [(f"receive among 2 members failed: {reason}", False) for reason in reasons]
 
 

@@ -28,16 +28,16 @@ def answer(connection):
 
 @pytest.fixture
 def member():
-    here, there = SERVER.Pipe()
-    process = SERVER.Process(target=answer, args=(there,))
+    ours, theirs = SERVER.Pipe()
+    process = SERVER.Process(target=answer, args=(theirs,))
     process.start()
-    yield process, here.recv()
+    yield process, ours.recv()
     process.kill()
     process.join()
 
 
 def seen(watch):
-    """What the watch sees, within the patience of a test."""
+    """Return what the detector sees, within the patience of a test."""
     found = []
     thread = threading.Thread(target=lambda: found.append(watch.wait()), daemon=True)
     thread.start()
@@ -64,15 +64,15 @@ def open_and_fork(connection):
 
 
 def test_a_killed_member_is_noticed_though_a_child_of_it_lives():
-    here, there = SERVER.Pipe()
-    process = SERVER.Process(target=open_and_fork, args=(there,))
+    ours, theirs = SERVER.Pipe()
+    process = SERVER.Process(target=open_and_fork, args=(theirs,))
     process.start()
-    port, child = here.recv()
+    port, child = ours.recv()
     try:
         watch = FailureDetector([("a", f"127.0.0.1:{port}")], 1, HOUR)
         process.kill()
         assert seen(watch) == [(["a"], True, None)]
-        os.kill(child, 0)  # it is there
+        os.kill(child, 0)  # it lives
     finally:
         os.kill(child, signal.SIGKILL)
         process.join()
@@ -108,15 +108,15 @@ def watched():
     """A member's watch in a step of group 7, its group, and whether it says to another one that it computes."""
     group, unused = Group(), Group()
     unused.drop("there are no replica nodes")
-    here, there = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
+    ours, theirs = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
     limits = {"heartbeat_timeout": 9.0, "hang_timeout": 9.0}
-    watch = GroupWatch(here, [group, unused], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
-    watch.begin(7, {"b": there.address}, 0)
+    watch = GroupWatch(ours, [group, unused], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
+    watch.begin(7, {"b": theirs.address}, 0)
     watch.step_begins()
 
     def computes():
-        there.look_around({"a": here.address}, [])
-        return there.said["a"][0] == 7
+        theirs.look_around({"a": ours.address}, [])
+        return theirs.said["a"][0] == 7
 
     yield group, computes
     watch.end()

@@ -119,7 +119,7 @@ def test_a_read_of_what_a_silent_member_lacks_ends_when_the_group_is_dropped(tmp
 
 
 def told(group, folder, environment):
-    """Rank 1 ends its communicator; that of rank 0 tells of it, as between machines."""
+    """Rank 1 ends its communicator; that of rank 0 reports it, as between machines."""
     os.environ["EVERMOE_TEST_NCCL"] = "tells"
     found = on_own_gpu(group, folder, environment)
     found.all_reduce(torch.zeros(1, device="cuda"))

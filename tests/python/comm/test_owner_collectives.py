@@ -1,4 +1,4 @@
-"""Tensors that have an owner each: gradients summed there, weights sent from there, on real gloo."""
+"""Tensors that have an owner each: it sums their gradients and sends their weights, on real gloo."""
 
 from __future__ import annotations
 

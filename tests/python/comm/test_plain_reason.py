@@ -1,4 +1,4 @@
-"""What gloo says of a failed collective, in words for users."""
+"""A failed collective's error from gloo, in words for users."""
 
 import logging
 

@@ -29,16 +29,16 @@ def waits_for_an_absent_rank(group, folder):
     if group.rank == 0:
         unused, offset = Group(), [0.0]
         unused.drop("there are no replica nodes")
-        here, there = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
+        ours, theirs = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
         watch = FailureDetector(
-            here,
+            ours,
             [found, unused],
             heartbeat_timeout=HOUR,
             hang_timeout=1.0,
             on_silent=found.drop,
             on_left_out=lambda: None,
         )
-        watch.begin(7, {"b": there.address}, 0)
+        watch.begin(7, {"b": theirs.address}, 0)
         wall = time.time
         waits_module.time = SimpleNamespace(monotonic=time.monotonic, time=lambda: wall() - offset[0])
         threading.Timer(0.2, lambda: offset.__setitem__(0, HOUR)).start()

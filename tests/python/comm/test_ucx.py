@@ -1,4 +1,4 @@
-"""Messages by UCX, and what a member without its library is told. `tests/transport.rs` has the messages' own tests."""
+"""Messages by UCX, and the error of a member without its library. `tests/transport.rs` has the messages' own tests."""
 
 from __future__ import annotations
 

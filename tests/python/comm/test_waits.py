@@ -11,7 +11,7 @@ LIMIT = timedelta(seconds=30)
 
 
 class Work:
-    """What gloo would be waited for; over when `may_end` is set."""
+    """Stands for a wait in gloo; ends when `may_end` is set."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()

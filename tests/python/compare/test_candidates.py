@@ -1,4 +1,4 @@
-"""What `evermoe compare` runs, as real processes: judged by the workers' own logs and by plain PyTorch."""
+"""The jobs of `evermoe compare`, as real processes: judged by the workers' own logs and by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compare(folder, *flags, code=0):
 
 
 def log(folder, candidate, worker):
-    """What a worker has written: the witness for what the figures say."""
+    """Return what a worker has written, to check the figures against."""
     lines = (folder / "kept" / candidate / f"events-{worker}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -1,4 +1,4 @@
-"""Which fixed expert-parallel groups train after a loss: all cases of small jobs against what must hold."""
+"""Fixed expert-parallel groups that train after a loss: all cases of small jobs against what must hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of a run's processes: their memory, their end, the bytes that they send."""
+"""Measurements of a run's processes: their memory, their end, the bytes that they send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is damaged is refused with its error, or does not matter: `support.damage`. Rust's readers: `tests/damage`."""
+"""Damaged input is refused with its error, or does not matter: `support.damage`. Rust's readers: `tests/damage`."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SHARE = 100
-"""The short form has so many times fewer cases."""
+"""The short form has this many times fewer cases."""
 CASES = {
     "inventories": 60_000,
     "frames": 20_000,

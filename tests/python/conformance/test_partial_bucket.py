@@ -57,7 +57,7 @@ def write(store, version, member="m", names="ab", generation=1):
     store.commit(store.write(saved(version, member, names)), generation)
 
 
-# ---- what is there
+# ---- contents
 
 
 def test_units_share_files_until_these_are_large_and_each_is_read_alone(persisted, monkeypatch, proxy):
@@ -226,7 +226,7 @@ def test_empty_manifests_go_after_a_week_and_old_generations_at_once(persisted):
 
 
 def persist_as_process(spot):
-    """What a process does that persists a few versions, with a member's own choice of units, and ends."""
+    """Run a process that persists a few versions, with a member's own choice of units, and ends."""
     import os
 
     os.environ |= spot.environment

@@ -21,7 +21,7 @@ LIMIT = 60.0
 
 
 def check_what_a_kill_leaves(spot):
-    """The checkpoints of before or after, all whole; and the next process leaves nothing of the killed one."""
+    """Expect the previous or the next checkpoints, all complete; the next process leaves nothing of the killed one."""
     forget()
     found = all_whole(spot)
     assert found in ([2, 1], [3, 2, 1], [3, 2]), found
@@ -109,7 +109,7 @@ def test_a_writer_that_is_refused_for_longer_than_its_patience_fails_and_changes
 
 @pytest.mark.long
 def test_two_writers_that_decide_at_the_same_moment_agree(proxy, behind):
-    """One publishes while the other gives the attempt up: either it is whole, or it never was."""
+    """One publishes while the other gives the attempt up: either it is complete, or it never existed."""
     for number in range(6):
         spot = behind(f"race-{number}")
         writer, other = Writer(spot), Writer(spot, 4, "other")

@@ -1,4 +1,4 @@
-"""What every place of checkpoints must keep to, on real servers: one body for a folder and all object stores."""
+"""The contract of every store of checkpoints, on real servers: one body for a folder and all object stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evermoe.persist.retention import Retention
 from evermoe.run_claim import Run
 from support.models import make
 from support.object_servers import ADDRESS, GivenAddress
-from support.places import Spot, Stop, Writer, all_whole, beside, forget, is_whole, make_spot, steps, write
+from support.places import Spot, Stop, Writer, all_whole, another_spot, forget, is_whole, make_spot, steps, write
 from support.server_fixtures import SERVERS
 from support.stores import contents, model
 
@@ -179,12 +179,12 @@ def test_another_run_of_the_same_job_that_starts_later_has_the_place(spot):
 
 def test_a_copy_elsewhere_is_the_same_checkpoint(spot, tmp_path):
     write(spot, 1, 2)
-    there, back = tmp_path / "copied", beside(spot)
+    copied, back = tmp_path / "copied", another_spot(spot)
     for path in find(spot.locate()).values():
-        assert copy(read_manifest(path), there)
-        assert copy(read_manifest(path), there) is None
-    assert all_whole(Spot(str(there))) == [2, 1]
-    for path in find(there).values():
+        assert copy(read_manifest(path), copied)
+        assert copy(read_manifest(path), copied) is None
+    assert all_whole(Spot(str(copied))) == [2, 1]
+    for path in find(copied).values():
         copy(read_manifest(path), back.locate())
     assert all_whole(back) == [2, 1]
     write(back, 3, generation=4)
@@ -196,12 +196,12 @@ def test_a_damaged_checkpoint_is_not_copied(spot, tmp_path):
     name = next(name for name in spot.files() if name.endswith(".safetensors"))
     data = spot.read(name)
     spot.write(name, bytes([*data[:-1], data[-1] ^ 1]))
-    there = beside(spot)
-    for to in (tmp_path / "copied", there.locate()):
+    other = another_spot(spot)
+    for to in (tmp_path / "copied", other.locate()):
         with pytest.raises(CorruptCopy):
             copy(read_manifest(path), to)
         assert find(to) == {}
-    assert not [name for name in there.files() if name.endswith(".safetensors")]
+    assert not [name for name in other.files() if name.endswith(".safetensors")]
 
 
 def test_what_is_pruned_goes_with_its_files(spot):
@@ -224,7 +224,7 @@ def test_a_list_has_the_size_of_all_files(spot):
     assert (found.step, found.units) == (1, len(model().catalog.units))
 
 
-# ---- what an object store has beside
+# ---- what only an object store has
 
 
 def test_what_has_not_changed_is_not_written_again_and_stays_as_long_as_it_is_used(bucket):

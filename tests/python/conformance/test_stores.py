@@ -1,4 +1,4 @@
-"""What every store of versions must keep to, whatever happens to those who write it: one body for all of them."""
+"""The contract of every store of versions, whatever happens to its writers: one body for all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = [PersistedFolder, Checkpoints]
 LONG = (3 << 40 | 1, 3 << 40 | 2)
 """Versions of many digits, any of which may change."""
 WRITTEN = "written"
-"""A file beside a store's folder: a byte for each version that was written."""
+"""A file next to a store's folder: a byte for each version that was written."""
 
 
 def stores(among: list[type] = STORES):
@@ -204,9 +204,9 @@ def test_a_file_that_is_cut_or_gone_is_refused(store, folder, place, harm):
         shutil.copytree(folder, copy)
         harm(copy / path.relative_to(folder))
         found = versions(store, copy)
-        whole = [version for version in found if is_whole(store, copy, version)]
-        assert len(whole) < 2
-        assert whole or store.__name__ == "Arenas", "an arena holds both versions, another file only one"
+        complete = [version for version in found if is_whole(store, copy, version)]
+        assert len(complete) < 2
+        assert complete or store.__name__ == "Arenas", "an arena holds both versions, another file only one"
         shutil.rmtree(copy)
     assert is_whole(store, folder, 2)
 
@@ -215,7 +215,7 @@ def test_a_file_that_is_cut_or_gone_is_refused(store, folder, place, harm):
 
 
 def write_and_tell(folder: Path, store, numbers: tuple[int, ...]) -> None:
-    """What was written is told beside the folder; names come in the order that is worst for the store."""
+    """Note what was written next to the folder; names come in the order that is worst for the store."""
     scandir = os.scandir
 
     def last_first(path):
@@ -232,7 +232,7 @@ def write_and_tell(folder: Path, store, numbers: tuple[int, ...]) -> None:
 
 
 def written(folder: Path) -> int:
-    """The last version that was told to be there; 0 for none."""
+    """Return the last version that was noted as written; 0 for none."""
     told = Path(f"{folder}.{WRITTEN}")
     return told.read_bytes()[-1] if told.exists() else 0
 
@@ -262,7 +262,7 @@ def copied(run: Path, place: Path) -> Path:
 
 
 def is_within_file(run: Path) -> bool:
-    """Whether the kill came before all bytes of a file were there."""
+    """Return whether the kill came before all bytes of a file were written."""
     return not all(map(is_whole_file, run.rglob("*.safetensors")))
 
 
@@ -275,7 +275,7 @@ def is_whole_file(path: Path) -> bool:
 
 
 def is_without_manifest(run: Path) -> bool:
-    """Whether the kill came before a folder's manifest was there."""
+    """Return whether the kill came before a folder's manifest was written."""
     return any(path.is_dir() and not any(each.stat().st_size for each in path.glob("man*")) for path in run.iterdir())
 
 
@@ -345,7 +345,7 @@ def test_what_gets_its_name_is_on_disk_and_the_old_one_goes_when_the_name_is_too
 
 
 def write_below(run: Path, store) -> None:
-    """In a folder that is not there, nor is the one above it."""
+    """The folder does not exist, nor does its parent."""
     write(store, run / "new" / "store", 1, 2, 3)
 
 
@@ -428,7 +428,7 @@ def test_killed_at_any_moment(store, place):
         folder.mkdir(mode=0o700)
         process = SERVER.Process(target=write_for_ever, args=(folder, store), daemon=True)
         process.start()
-        seen = wait_until(functools.partial(versions, store, folder), "a version is there")[0]
+        seen = wait_until(functools.partial(versions, store, folder), "a version exists")[0]
         time.sleep(draw.uniform(0.0, 0.02))
         process.kill()
         process.join()

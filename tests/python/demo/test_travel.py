@@ -16,7 +16,7 @@ PLANNED = 3
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("preset", ["gemini", "baft"])
 def test_windows_are_known_from_the_third_step_to_the_end(tmp_path, preset):
-    """How many messages find room in them is for the machine to decide; where they are looked for is not."""
+    """The machine decides how many messages fit into windows, not where the plan looks for them."""
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
     what = ["--preset", preset, "--steps", "36", "--kill", "2@9", "--join", "14", "--no-baseline"]

@@ -38,7 +38,7 @@ def make(name):
 
 
 def loss_of(model, rows, weighted_by):
-    """What these samples add to the sum over all members of the batch's loss."""
+    """Return what these samples add to the sum of the batch's loss over all members."""
     tokens, labels, mask = batch()
     is_mine = rows.stop > rows.start
     rows = rows if is_mine else slice(0, 1)  # as the sampler gives a member without samples one of weight 0

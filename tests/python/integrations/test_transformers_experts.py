@@ -37,7 +37,7 @@ CONFIG = {
     "mlp_up_softcap": 5.0,
     "_experts_implementation": "eager",
 }
-"""What the experts modules of all models read of their configurations."""
+"""The fields of their configurations that the experts modules of all models read."""
 MODELS = Path(transformers.__file__).parent / "models"
 
 

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 STEPS, BATCH, CLIP = 8, 12, 1.0
 OPTIMIZER = {"float32": "adamw", "bfloat16": "evermoe"}
-"""That of bfloat16 has float32 masters, which are moved and repeated like its other state."""
+"""A model in bfloat16 has float32 masters, which are moved and repeated like its other state."""
 QUICK = {("qwen3", "sharded", "float32"), ("gpt-oss", "replicated", "float32"), ("deepseek-v3", "sharded", "bfloat16")}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long, id="-".join(case))
@@ -74,9 +74,9 @@ def test_a_model_trains_as_alone_through_a_kill(tmp_path, start_job, name, dense
     assert [event["steps_lost"] for event in recovered] == [0]
     assert re.search(r"\bc-\w{8} (at \S+ )?has ended", recovered[0]["reason"]) and ".cc:" not in recovered[0]["reason"]
     assert workers[0].events("verified")[-1]["digests_mismatched"] == 0
-    whole = elastic(name).to(getattr(torch, dtype))
-    evermoe.load_weights(whole, max(folder.glob("step-*")))
-    whole.model.save_pretrained(tmp_path / "hub")
+    complete = elastic(name).to(getattr(torch, dtype))
+    evermoe.load_weights(complete, max(folder.glob("step-*")))
+    complete.model.save_pretrained(tmp_path / "hub")
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype="auto").state_dict()
     losses, weights = train_alone(name, dtype)
     assert exported.keys() == weights.keys()

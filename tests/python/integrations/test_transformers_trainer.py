@@ -58,12 +58,12 @@ def elastic(folder, parts=1, more=None, session=None, model=None, **options):
 
 
 def logged(history):
-    """What was logged, by name and step; times of day left out."""
+    """Return what was logged, by name and step, without times of day."""
     return {(name, entry["step"]): entry[name] for entry in history for name in LOGGED if name in entry}
 
 
 def recorded(folder):
-    """What TensorBoard has of the only run in a folder, by name and step; the same again counts once."""
+    """Return TensorBoard's values of the only run in a folder, by name and step; a repeated value counts once."""
     (run,) = (folder / "runs").iterdir()
     reader = events.EventAccumulator(str(run), purge_orphaned_data=False)
     reader.Reload()

@@ -39,7 +39,7 @@ def case(shape, dtype=torch.float32):
 
 
 def at_offset(tensor, offset):
-    """A copy that starts so many elements past an aligned address."""
+    """Return a copy that starts this number of elements past an aligned address."""
     memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)[offset:]
     return memory.view(tensor.shape).copy_(tensor)
 

@@ -107,7 +107,7 @@ def test_memory_that_is_not_the_kernels(launch):
         launch("writes_a_constant", 1, 32, 0, never)
 
 
-# ---- blocks beside each other: what no race shows, as everything is atomic --------------------------------
+# ---- concurrent blocks: what no race shows, as everything is atomic --------------------------------------
 BLOCKS = 12
 
 

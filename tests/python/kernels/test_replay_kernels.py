@@ -1,4 +1,4 @@
-"""The optimizers' kernels, run on the CPU from their own source, beside the CPU ops: the same bits."""
+"""The optimizers' kernels, run on the CPU from their own source: the same bits as the CPU ops."""
 
 import itertools
 import struct

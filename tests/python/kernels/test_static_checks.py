@@ -1,6 +1,6 @@
-"""What nvcc made of the kernels, read from the very build: registers, spills, wide loads, how floats are rounded.
+"""Machine code that nvcc made of the kernels, read from this build: registers, spills, wide loads, rounding.
 
-The machine code (SASS) shows registers and the width of accesses. How floats are rounded shows in the PTX: there
+The machine code (SASS) shows registers and the width of accesses. How floats are rounded shows in the PTX, where
 a correctly rounded division is one `div.rn.f32`, while its SASS holds reciprocals and flushes to zero of its own.
 """
 
@@ -21,13 +21,13 @@ from support.kernels import ROOT
 pytestmark = pytest.mark.long  # all machine code is read: a minute
 
 ARCHS = ["sm_80", "sm_90", "sm_100"]
-REGISTERS_OF_A_BLOCK, REGISTERS_AT_ONCE = 1 << 16, 8  # of the hardware, which gives each thread whole eights
+REGISTERS_OF_A_BLOCK, REGISTERS_AT_ONCE = 1 << 16, 8  # of the hardware, which allots them to threads in eights
 WIDE = ("LDG.E.128", "STG.E.128")
 
 
 @dataclass
 class Expected:
-    """Of a kernel: at most so many registers, at least one of each instruction, float operations beside + - *."""
+    """Limits of a kernel: registers at most, instructions of which it has one, float operations other than + - *."""
 
     registers: int
     required: tuple = ()
@@ -90,7 +90,7 @@ MORE_ON_SM_100 = {
     "unpack_chunks": 96,
     "hash_blocks": 88,
 }
-"""Registers of the kernels for which nvcc takes more there."""
+"""Registers of the kernels for which nvcc takes more on that architecture."""
 
 
 @dataclass
@@ -228,7 +228,7 @@ ROUNDED = {"add.rn", "sub.rn", "mul.rn"}
 
 
 def wrong_floats(ptx):
-    """What of a kernel's PTX the CPU would not compute to the same bit, but for what its row allows.
+    """Return what of a kernel's PTX the CPU would not compute to the same bit, except what its row allows.
 
     Each sum and product must say that it is rounded by itself: nvcc writes `mul.f32` for a plain `*`, which ptxas may
     fuse with a sum, and `mul.rn.f32` for `__fmul_rn`. Approximations say `.approx` or `.full`, flushes `.ftz`.

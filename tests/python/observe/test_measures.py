@@ -1,4 +1,4 @@
-"""What each step takes, how far copies are behind, which losses would be survived: told by real jobs."""
+"""The time of each step, the lag of copies and the losses that would be survived, as real jobs report them."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_bytes_that_were_sent_are_those_that_the_threads_have_sent(start_job):
                 assert last is None or last <= sent["snapshot"]
                 last = sent["snapshot"]
         # The snapshot of the state after a step is sent during the next one; the first was made in the recovery.
-        whole = sum(event["total"] for event in chunks if event["sent"] == event["total"] and event["step"] <= 5)
-        assert whole <= last <= sum(event["total"] for event in chunks if event["sent"] == event["total"])
+        full = sum(event["total"] for event in chunks if event["sent"] == event["total"] and event["step"] <= 5)
+        assert full <= last <= sum(event["total"] for event in chunks if event["sent"] == event["total"])
 
 
 def test_losses_that_would_be_survived_are_told_before_and_after_the_copies_are_made(start_job):
@@ -94,14 +94,14 @@ def test_losses_that_would_be_survived_are_told_before_and_after_the_copies_are_
         start = max(place for place, event in enumerate(events) if event["event"] == "connection_lost")
         names = [event["event"] for event in events[start:]]
         assert names == ["connection_lost", "joined", "coverage_changed", "recovered", "coverage_changed"]
-        joined, missing, _, whole = events[start + 1 :]
+        joined, missing, _, full = events[start + 1 :]
         assert (joined["nodes"], joined["node"], joined["job"]) == (["a", "c"], each.name, job.name)
         assert joined["nodes"][joined["rank"]] == each.name
-        assert (missing["is_whole"], whole["is_whole"]) == (False, True)
+        assert (missing["is_whole"], full["is_whole"]) == (False, True)
         # What b has kept for others is gone: some units are on one node alone until they are copied.
-        assert missing["survives_one"] < 1 == whole["survives_one"]
+        assert missing["survives_one"] < 1 == full["survives_one"]
         assert set(missing["fatal"]) & {"a", "c"}
-        assert set(whole["fatal"]) == {"a + c"}
+        assert set(full["fatal"]) == {"a + c"}
 
 
 def test_imbalance_is_that_of_the_worst_layer():

@@ -41,7 +41,7 @@ RECOVERED = replace(RECOVERED, failure="host", tier="peers")
 
 
 def member(listener, rank, node="n", generation=4):
-    """Tells a listener what a member of three has done."""
+    """Send a listener what a member of three has done."""
     for event in (
         Joined("moe", f"{node}-1", node, rank, "train", generation, ["l", "m", "n"]),
         CoverageChanged(1.0, 0.5, {"l + m": 2}, is_whole=True),
@@ -287,7 +287,7 @@ def test_a_running_job_whose_worker_is_killed(tmp_path, capsys, wide):
     def training(number):
         found = members()
         running = [view for view in found if view["state"] == "training" and view["members"] == number]
-        # Copies for a new set of members are made beside the first steps: what they cover is known after that.
+        # Copies for new members are made concurrently with the first steps: their coverage is known after that.
         is_ready = all(view["step"] > 5 and view["is_covered"] for view in running)
         return found if len(running) == number and is_ready else None
 

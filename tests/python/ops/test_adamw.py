@@ -260,7 +260,7 @@ def test_powers_are_asked_for_where_they_are_needed(wrong):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["fused", "foreach"])
 def test_equals_torch_on_cuda_bit_for_bit(settings, kind, variant):
-    """The trainer's optimizer on the GPU, repeated there and on the CPU."""
+    """The trainer's optimizer on the GPU, repeated on the GPU and on the CPU."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     random = torch.Generator().manual_seed(0)

@@ -336,7 +336,7 @@ def test_captures_hold_the_tensors_as_they_were(name, device, tmp_path):
 
 @pytest.mark.gpu
 def test_a_capture_does_not_wait_for_what_the_stream_is_given_later(tmp_path):
-    """It is whole while work that torch's stream was given after it still runs."""
+    """It is complete while later work of torch's stream still runs."""
     if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
         pytest.skip("no CUDA device, or no kernels in this build")
     tensors = [torch.full((1 << 20,), 7.0, device="cuda")]

@@ -71,11 +71,11 @@ def test_split_example(device):
 
 def test_split_takes_strided_tensors_and_no_experts(device):
     counts, replicas, rank = draw_split(3)
-    there, back = torch.from_numpy(counts).to(device), torch.from_numpy(replicas).to(device)
-    expected = ops.split_tokens(there, back, rank)
-    found = ops.split_tokens(there.t().contiguous().t(), back.t().contiguous().t(), rank)
+    ours, theirs = torch.from_numpy(counts).to(device), torch.from_numpy(replicas).to(device)
+    expected = ops.split_tokens(ours, theirs, rank)
+    found = ops.split_tokens(ours.t().contiguous().t(), theirs.t().contiguous().t(), rank)
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
-    send, receive = ops.split_tokens(there[:0], back[:, :0], rank)
+    send, receive = ops.split_tokens(ours[:0], theirs[:, :0], rank)
     assert (send.shape, receive.shape) == ((0, counts.shape[1]), (counts.shape[1], 0))
 
 
@@ -113,9 +113,9 @@ def test_regroup(dtype, width, device):
     for counts in map(torch.tensor, COUNTS):
         order = by_expert(counts)
         rows = torch.arange(len(order) * width).view(len(order), width).to(dtype)
-        there = ops.regroup(rows.to(device), counts.to(device))
-        assert torch.equal(there.cpu(), rows[order])
-        assert torch.equal(ops.regroup(there, counts.to(device), inverse=True).cpu(), rows)
+        ordered = ops.regroup(rows.to(device), counts.to(device))
+        assert torch.equal(ordered.cpu(), rows[order])
+        assert torch.equal(ops.regroup(ordered, counts.to(device), inverse=True).cpu(), rows)
 
 
 def test_regroup_example(device):
@@ -137,9 +137,9 @@ def test_a_large_regroup(device):
     random = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 500, (8, 16), generator=random)
     rows = torch.randint(0, 1 << 15, (int(counts.sum()), 300), dtype=torch.int16, generator=random)
-    there = ops.regroup(rows.to(device), counts.to(device))
-    assert torch.equal(there.cpu(), rows[by_expert(counts)])
-    assert torch.equal(ops.regroup(there, counts.to(device), inverse=True).cpu(), rows)
+    ordered = ops.regroup(rows.to(device), counts.to(device))
+    assert torch.equal(ordered.cpu(), rows[by_expert(counts)])
+    assert torch.equal(ops.regroup(ordered, counts.to(device), inverse=True).cpu(), rows)
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -214,9 +214,9 @@ def test_opcheck(name, device):
 
 def test_compiles_whole_with_dynamic_shapes(device):
     def exchange(rows, ids, counts, replicas):
-        there = ops.regroup(rows * 2, counts)
+        ordered = ops.regroup(rows * 2, counts)
         send, receive = ops.split_tokens(ops.expert_histograms([ids, ids], 3).t().contiguous(), replicas, 1)
-        return ops.regroup(there.relu(), counts, inverse=True), send, receive
+        return ops.regroup(ordered.relu(), counts, inverse=True), send, receive
 
     torch._dynamo.reset()
     compiled = torch.compile(exchange, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -38,7 +38,7 @@ def test_rows_are_those_of_torch(width, dtype, device):
 
 
 def test_every_bfloat16_is_rounded_as_torch_does(device):
-    """Each beside one that makes the scale 1, so that ties are met."""
+    """Each next to one that makes the scale 1, so that ties occur."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.abs() <= 448]
     x = torch.full((len(every), 2), 448.0, dtype=torch.bfloat16)
@@ -83,8 +83,8 @@ def test_rows_can_be_permuted_and_regrouped_as_bytes(device):
     rows = ops.permute(packed.view(torch.float16), row_ids, positions).view(torch.uint8)
     counts = torch.tensor([[4, 2], [1, 5]], device=device)
     found = ops.dequantize_rows(ops.regroup(rows, counts), 200, torch.bfloat16)
-    whole = ops.dequantize_rows(packed, 200, torch.bfloat16)
-    assert torch.equal(found, ops.regroup(ops.permute(whole, row_ids, positions), counts))
+    plain = ops.dequantize_rows(packed, 200, torch.bfloat16)
+    assert torch.equal(found, ops.regroup(ops.permute(plain, row_ids, positions), counts))
 
 
 def test_no_rows_and_no_columns(device):

@@ -8,11 +8,11 @@ from support.tokens import make_ids
 
 raw = torch.ops.evermoe
 MAX_EXPERTS = 12288
-"""Counts of so many fill the 48 KiB of shared memory that a kernel gets without asking for more."""
+"""This number of counts fills the 48 KiB of shared memory that a kernel gets without asking for more."""
 MAX_RANKS = 755
 """Over which `split_tokens` splits on a GPU."""
 LARGE_BYTES = 40 << 30
-"""What the tests of large tensors take at most."""
+"""The most bytes that the tests of large tensors take."""
 
 
 @pytest.fixture

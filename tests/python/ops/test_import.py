@@ -1,4 +1,4 @@
-"""What `import evermoe.ops` says about a torch that is missing, or too old."""
+"""The errors of `import evermoe.ops` where torch is missing, or too old."""
 
 import os
 import subprocess

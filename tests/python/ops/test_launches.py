@@ -1,4 +1,4 @@
-"""What ops launch on a GPU, by what the stand-in driver is asked for, beside the table of kernels."""
+"""The launches of ops on a GPU, counted by the stand-in driver and compared with the table of kernels."""
 
 import ctypes
 import sys
@@ -101,7 +101,7 @@ def test_counts_and_their_split(plan, cuda, launched):
 def test_a_layer_splits_tokens_evenly_by_one_kernel_and_balanced_on_the_host(cuda, launched, policy, kernels):
     layer = Experts(Expert(H, H), E, token_split=policy, device=cuda)
     counts = torch.arange(E, device=cuda)
-    layer.plan_exchange(counts)  # the placement is there
+    layer.plan_exchange(counts)  # the placement exists
     assert launched(lambda: layer.plan_exchange(counts)) == of_table(*kernels)
     assert layer.tokens_E.tolist() == [*range(E)]
 

@@ -1,4 +1,4 @@
-"""Checkpoints: there whole or not at all, readable by anyone, and nothing damaged is taken for good."""
+"""Checkpoints: visible completely or not at all, readable by anyone, and nothing damaged is taken for good."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A checkpoint of several members: known to all alike, and none waits for another's disk for longer than it may."""
+"""A checkpoint of several members: all learn of it, and none waits too long for another's disk."""
 
 from __future__ import annotations
 

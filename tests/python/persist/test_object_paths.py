@@ -127,7 +127,7 @@ def test_reads_take_as_long_as_the_limit_on_bytes_says_and_lose_no_patience_by_i
     with proxy_to(shared_s3.port) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
         place = locate("s3://bucket/thick", patience=3.0, download_limit=4 << 20).place
-        assert place.read("a", len(data)) == data, "no limit on what is read whole"
+        assert place.read("a", len(data)) == data, "no limit on what is read at once"
         cut = [3, 4]
         proxy.reset(lambda request: Fault("cut") if request.number in cut else None)
         found, began = np.zeros(len(data), np.uint8), time.monotonic()

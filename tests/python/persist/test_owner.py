@@ -1,4 +1,4 @@
-"""A checkpoint folder belongs to one job at a time, which others are told by name."""
+"""A checkpoint folder belongs to one job at a time. The error of another names that job."""
 
 import signal
 import subprocess
@@ -84,14 +84,14 @@ def test_an_owner_that_cannot_be_read_is_none(tmp_path, text):
 
 def test_a_damaged_owner_is_none_and_not_another_job(tmp_path):
     write_owner(tmp_path, Owner("first", "L"))
-    whole = (tmp_path / "owner.json").read_bytes()
-    for bit in range(8 * len(whole)):
-        damaged = bytearray(whole)
+    intact = (tmp_path / "owner.json").read_bytes()
+    for bit in range(8 * len(intact)):
+        damaged = bytearray(intact)
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / "owner.json").write_bytes(damaged)
         assert read_owner(tmp_path) in (None, Owner("first", "L"))
     with claim(tmp_path, "first"):
-        assert (tmp_path / "owner.json").read_bytes() == whole
+        assert (tmp_path / "owner.json").read_bytes() == intact
 
 
 def test_a_job_whose_folder_was_taken_over_writes_nothing_more(tmp_path):

@@ -1,4 +1,4 @@
-"""Units that several members save in parts: there once all parts are, and never mixed from two versions."""
+"""Units that several members save in parts: visible once all parts are, and never mixed from two versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Persisting beside training: it never waits for the place, which may be slow, fail, or be rewound."""
+"""Persisting in the background: training never waits for the store, which may be slow, fail, or be rewound."""
 
 import functools
 import resource
@@ -30,7 +30,7 @@ def persisted(request, monkeypatch):
 
 # ---- a slow place
 WRITERS = ((folder, "write_tensors"), (partial_bucket, "save"))
-"""What writes bytes, in a place of each kind."""
+"""Return the function that writes bytes, in a store of each kind."""
 
 
 class Slow:
@@ -153,7 +153,7 @@ def test_a_folder_that_fails_is_told_once_and_training_goes_on(tmp_path, join, k
         with pytest.raises(PersistFailed):  # tries again
             member.persister.flush(PATIENCE)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it was told
+            warnings.simplefilter("error")  # it was said already
             member.snapshot(3, ["b"])
         with pytest.raises(PersistFailed, match="version 3 was not persisted: "):
             member.persister.flush(PATIENCE)

@@ -1,4 +1,4 @@
-"""What `copies` promises: each preset keeps every unit on that number of nodes, or refuses to."""
+"""The promise of `replication`: each preset keeps every unit on that number of nodes, or refuses to."""
 
 from __future__ import annotations
 

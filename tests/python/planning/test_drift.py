@@ -71,22 +71,22 @@ def test_a_load_that_grows_fourfold_is_followed(experts, nodes):
     load = np.full(experts, 1000.0)
     first = placed(load, nodes, slots)
     load[0] *= 4
-    then, anew = placed(load, nodes, slots, first.matrix), placed(load, nodes, slots)
+    then, fresh = placed(load, nodes, slots, first.matrix), placed(load, nodes, slots)
     assert then.matrix[:, 0].sum() > first.matrix[:, 0].sum()
-    each = [(load / found.matrix.sum(0)).max() for found in (then, anew)]
+    each = [(load / found.matrix.sum(0)).max() for found in (then, fresh)]
     assert each[0] <= each[1] * TOLERATED + 1e-9
 
 
 def test_drifts_in_a_row_do_not_add_up():
-    """What is kept is compared with what could be, not with what was."""
+    """A placement that stays is compared with the best one now, not with the earlier load."""
     random, (experts, nodes, slots) = np.random.default_rng(0), (16, 8, 4)
     load = loads("lognormal", experts, random)
     now = placed(load, nodes, slots)
     for _ in range(200):
         load = load * random.uniform(0.95, 1.05, experts)
         now = placed(load, nodes, slots, now.matrix)
-        anew = placed(load, nodes, slots)
-        assert now.reason.imbalance <= max(1.05, anew.reason.imbalance, now.reason.least_imbalance * 1.02) * 1.11
+        fresh = placed(load, nodes, slots)
+        assert now.reason.imbalance <= max(1.05, fresh.reason.imbalance, now.reason.least_imbalance * 1.02) * 1.11
 
 
 def test_a_session_keeps_all_layers_where_they_are():

@@ -42,7 +42,7 @@ def test_there_are_no_gradients_at_the_start_nor_while_units_move():
     found = footprint(SMALL, replace(FOUR, preset="gemini"))
     without = [each for each in found.moments if each.name not in ("gradients are reduced", "the loss")]
     assert [each.name for each in without] == [
-        "weights are there",
+        "weights exist",
         "copies are made",
         "units arrive",
         "copies are made",
@@ -51,19 +51,19 @@ def test_there_are_no_gradients_at_the_start_nor_while_units_move():
 
 
 def test_sharded_masters_and_moments_are_divided():
-    whole, parts = peak("step", copies=0), footprint(SMALL, replace(FOUR, copies=0, dense="sharded"))
+    complete, parts = peak("step", copies=0), footprint(SMALL, replace(FOUR, copies=0, dense="sharded"))
     steps = next(each.uses for each in parts.moments if each.phase == "step")
-    assert all(use.parameters == whole.parameters for use in steps), "weights are on all"
+    assert all(use.parameters == complete.parameters for use in steps), "weights are on all"
     assert sum(use.moments for use in steps) == 8 * (1000 + 4 * 3 * 2 * 500), "each module's moments are on one"
-    assert max(use.moments for use in steps) < whole.moments
+    assert max(use.moments for use in steps) < complete.moments
 
 
 def test_snapshots_of_everything_take_two_versions_on_each_node_that_keeps_it():
     for copies in (2, 3):
         step = footprint(SMALL, replace(FOUR, preset="gemini", copies=copies)).moments[-4]
         assert step.phase == "step"
-        whole = 12 * SMALL.parameters
-        assert sum(use.snapshots for use in step.uses) == 2 * copies * whole
+        complete = 12 * SMALL.parameters
+        assert sum(use.snapshots for use in step.uses) == 2 * copies * complete
 
 
 def test_replicas_and_local_snapshots_of_auto_hold_an_expert_once_and_the_rest_twice():
@@ -206,7 +206,7 @@ def test_a_known_model_has_the_parameters_that_transformers_gives_it(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name].parameters
     found = shape_of(make_elastic(model))
     padding = found.expert_parameters - MODELS[name].expert_parameters
-    assert 0 <= padding < 64, "rows of experts are padded to whole cache lines"
+    assert 0 <= padding < 64, "rows of experts are padded to cache lines"
     for field in ("dense_parameters", "largest_module", "layers", "experts"):
         assert getattr(found, field) == getattr(MODELS[name], field), field
 

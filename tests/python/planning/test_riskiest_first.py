@@ -26,8 +26,8 @@ def test_no_unit_comes_after_one_that_more_nodes_have(seed):
     for unit in order:
         fewest = min(len(nodes_with(other, holders, nodes)) for other in left)
         most = max(tokens[other] for other in left if len(nodes_with(other, holders, nodes)) == fewest)
-        alike = [o for o in left if len(nodes_with(o, holders, nodes)) == fewest and tokens[o] == most]
-        assert unit == min(alike)
+        equal = [o for o in left if len(nodes_with(o, holders, nodes)) == fewest and tokens[o] == most]
+        assert unit == min(equal)
         left.remove(unit)
     assert not left
     others = dict(sorted(holders.items()))

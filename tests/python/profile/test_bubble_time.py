@@ -20,7 +20,7 @@ def order(stage, stages, microbatches):
 
 
 def schedule(stages, microbatches, forward, backward):
-    """By stage, the spans of a step in which each begins as soon as its stage is free and its input is there."""
+    """By stage, the spans of a step in which each begins as soon as its stage is free and its input has come."""
     ends, free, spans = {}, [0.0] * stages, [[] for _ in range(stages)]
     left = [order(stage, stages, microbatches) for stage in range(stages)]
     while any(left):
@@ -59,7 +59,7 @@ def test_1f1b_has_the_bubbles_of_its_formula(stages, microbatches):
 
 
 def test_backwards_in_two_parts_count_as_one():
-    whole = schedule(2, 4, 1.0, 2.0)
+    undivided = schedule(2, 4, 1.0, 2.0)
     halves = [
         [
             part
@@ -68,9 +68,9 @@ def test_backwards_in_two_parts_count_as_one():
                 : 1 + (span.kind == "backward")
             ]
         ]
-        for each in whole
+        for each in undivided
     ]
-    assert len(halves[0]) == len(whole[0]) + 4
+    assert len(halves[0]) == len(undivided[0]) + 4
     found = bubble_time([[StepProfile(100.0, each)] for each in halves], [[0.0], [0.0]], 0, 2)
     assert found == pytest.approx((3.0, 3.0))
 

@@ -13,7 +13,7 @@ MAPPINGS = Path("/proc/self/smaps")
 
 
 def is_asked_for(address):
-    """Whether the kernel was told that the mapping of an address should be in large pages."""
+    """Return whether the kernel was asked to put the mapping of an address in large pages."""
     here = False
     for line in MAPPINGS.read_text().splitlines():
         first, *rest = line.split()

@@ -1,4 +1,4 @@
-"""What both ends of a transfer saw makes one profile; profiles and traces as bytes and files."""
+"""Both ends of a transfer make one profile; profiles and traces as bytes and files."""
 
 from __future__ import annotations
 

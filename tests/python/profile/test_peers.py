@@ -78,13 +78,13 @@ def test_offsets_lie_within_their_error(seed):
     """Round trips of any asymmetry."""
     chance = random.Random(seed)
     true = chance.uniform(-1e3, 1e3)
-    there, stay, back = (chance.expovariate(1e3) for _ in range(3))
+    out, stay, back = (chance.expovariate(1e3) for _ in range(3))
     asked = chance.uniform(0, 1e4)
-    came = asked + there + true
+    came = asked + out + true
     answered = came + stay
     found = offset_of(asked, came, answered, answered - true + back)
     assert abs(found.seconds - true) <= found.error + 2e-9
-    assert found.error == pytest.approx((there + back) / 2, abs=1e-8)
+    assert found.error == pytest.approx((out + back) / 2, abs=1e-8)
 
 
 # ---- several ranks

@@ -76,7 +76,7 @@ def train(kind, rank, size, profiler=None):
 
 
 def wrapped():
-    """What the profiler wraps, as it is now."""
+    """Return the functions that the profiler wraps, as they are now."""
     from torch.distributed.pipelining.stage import _PipelineStageBase as Stage
 
     own = [dict(vars(owner)) for owner in (dist.ProcessGroup, dist.Work, Stage)]
@@ -84,7 +84,7 @@ def wrapped():
 
 
 def pipeline(group, kind, folder):
-    """What each rank found, as JSON; checks that training is the same."""
+    """Return what each rank found, as JSON; check that training is the same."""
     rank, size = group.rank, group.size
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     try:

@@ -53,7 +53,7 @@ def test_an_ordinary_loop():
 
 
 class Parts(nn.Module):
-    """Used without ever being called as a whole; its first block computes its forward again in the backward."""
+    """Its parts are called, not the module itself; its first block computes its forward again in the backward."""
 
     def __init__(self):
         super().__init__()
@@ -196,11 +196,11 @@ def test_copies_between_host_and_device():
     network.attach_copies(recorder, patches)
     try:
         recorder.start()
-        there = torch.ones(10).to("meta")
+        made = torch.ones(10).to("meta")
         torch.ones(10).to(torch.float64)
-        there.copy_(torch.ones(10))
+        made.copy_(torch.ones(10))
         torch.ones(3).copy_(torch.ones(3))
-        there.to("meta")
+        made.to("meta")
         recorder.next_step()
     finally:
         patches.undo()

@@ -120,7 +120,7 @@ def test_destinations_take_turns_as_documented():
 
 
 def one_cannot_read_its_own(group, folder):
-    """What rank 1 has itself cannot be read, while rank 0 sends it something."""
+    """Rank 1 cannot read its own copy while rank 0 sends it something."""
     mine, _ = members(group, folder, PATIENCE)
 
     def meanwhile():

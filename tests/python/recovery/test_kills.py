@@ -14,7 +14,7 @@ SNAPSHOTS = {"slots": 1, "copy_buffer_bytes": 512}
 
 
 def check_survivors(workers, survivors, members):
-    """All are at the newest version that can be known to be whole, with equal bits; then they go on to the end."""
+    """All are at the newest version that is known to be complete, with equal bits; then they train to the end."""
     check_history(workers)
     dead = [each for each in workers if each not in survivors]
     for each in survivors:

@@ -1,4 +1,4 @@
-"""What outlives processes: shared memory on living nodes, then checkpoints on disk, then a clear end."""
+"""State that outlives processes: shared memory on living nodes, then checkpoints on disk, then a clear end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CRASH = 7
 
 
 def crash_all(job, workers, step=CRASH):
-    """All processes die between two steps, with all copies of this version whole; their nodes live on."""
+    """All processes die between two steps, with all copies of this version complete; their nodes stay alive."""
     for each in workers:
         each.wait_for("gate", step=step)
     if job.session.get("preset") in ("gemini", "baft"):

@@ -1,4 +1,4 @@
-"""Which holdings count in a recovery."""
+"""Holdings that count in a recovery."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_inventory_does_not_carry_the_load_which_is_needed_of_one_member():
 
 
 def sealed(text):
-    """What a member with other rules would tell."""
+    """Return the report of a member with other rules."""
     data = text.encode()
     return digest(np.frombuffer(data, np.uint8)).to_bytes(8, "little") + data
 
@@ -166,7 +166,7 @@ def test_awaited_copies_are_read_once_they_are_needed_and_checked_then(state):
         survey = survey_of(state, copy)
         assert survey.inventory.awaited == [Awaited(unit, now, "replayed")]
         survey.expect({(unit, now - 1): value})
-        assert survey.inventory.awaited, "no trainer tells of this version"
+        assert survey.inventory.awaited, "no trainer reports this version"
         survey.expect({(unit, now): value})
         assert not survey.inventory.awaited
         assert survey.inventory.holdings == [Holding(unit, now, value, "replayed")]

@@ -33,7 +33,7 @@ def holding(expert, kind, version=NOW):
 
 
 def inventory(trained, copied, load, version=NOW):
-    """What a rank brings that trains some experts and keeps copies of others."""
+    """Return the offer of a rank that trains some experts and keeps copies of others."""
     holdings = [holding(e, "active", version) for e in trained] + [holding(*copy) for copy in copied]
     return Inventory(Standing(version, True), holdings, [], True, load=[load])
 

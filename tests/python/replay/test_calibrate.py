@@ -1,4 +1,4 @@
-"""Which arithmetic repeats an optimizer's steps, found by trying."""
+"""The arithmetic that repeats an optimizer's steps, found by trying."""
 
 import copy
 
@@ -163,7 +163,7 @@ def test_optimizer_is_neither_changed_nor_its_hooks_called():
 
 @pytest.mark.parametrize("name", MATCHING)
 def test_steps_are_repeated_from_the_log(name):
-    """What a replica does: state before, gradients and numbers in; the trainer's bits out."""
+    """Repeat a step as a replica does: state before, gradients and numbers in; the trainer's bits out."""
     params = parameters()
     optimizer = MATCHING[name][0](params)
     arithmetic = calibrate(optimizer)

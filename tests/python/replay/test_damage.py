@@ -130,8 +130,8 @@ def test_proofs_take_turns_and_reach_every_unit(pair):
 def test_sum_of_words_knows_every_bit():
     state = torch.randint(0, 256, (24,), dtype=torch.uint8)
     for bits in (state, state[:23]):
-        whole = sum_of_words(bits)
+        intact = sum_of_words(bits)
         for bit in range(8 * len(bits)):
             bits[bit // 8] ^= 1 << bit % 8
-            assert sum_of_words(bits) != whole
+            assert sum_of_words(bits) != intact
             bits[bit // 8] ^= 1 << bit % 8

@@ -58,9 +58,9 @@ def compute(weights, optimizer, rank, step, kind, gradients):
 
 
 def train(group, kind, bucket_bytes, rest):
-    """What each rank trained, what it keeps of others, and per step the buckets that it sent early.
+    """Return what each rank trained, what it keeps of others, and per step the buckets that it sent early.
 
-    `rest`: the rank of whose units one is not known to be whole after backward.
+    `rest`: the rank that has a unit which is not known to be complete after backward.
     """
     early_gradients.PATIENT_STEPS = STEPS if kind == "patient" else 1
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_a_gradient_that_cannot_be_encoded_takes_its_record_back():
     weight.grad = weight.grad.to_sparse()
     sender.look()
     [state] = sender.next_step_records(1, "u")
-    assert len(state) == RECORD_HEADER_BYTES + weight.nbytes, "the full state of before, which ends what is held"
+    assert len(state) == RECORD_HEADER_BYTES + weight.nbytes, "the full previous state, which ends what is held"
     sender.on_step()
     sender.look()
     assert sender.lacking("u"), "and the state after it comes next"

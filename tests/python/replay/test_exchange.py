@@ -20,11 +20,11 @@ from support.ranks import connected, run_ranks, trained_and_kept
 
 STEPS = 12
 HEALED = 5
-"""The step with which full states come again, beside the gradients."""
+"""The step with which full states come again, together with the gradients."""
 
 
 def train(group, first_bytes, device="cpu", keeps_previous=False):
-    """What each rank trained, and what it keeps of the other one: unit → bytes after the last step."""
+    """Return what each rank trained, and what it keeps of the other one: unit → bytes after the last step."""
     exchange.HEAD_BYTES = first_bytes
     torch.manual_seed(0)
     layer = MoE(8, 8, 6, top_k=1)
@@ -61,7 +61,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
 def train_some(group, skipped, are_early):
     """Like `train`, but only some units are sent in each step, by an optimizer that counts up no versions.
 
-    `are_early`: states of those that are sent anew come as the step begins, in pieces, and not with its gradients.
+    `are_early`: states that are sent again come as the step begins, in pieces, and not with its gradients.
     """
     torch.manual_seed(0)
     layer = MoE(8, 8, 6, top_k=1)

@@ -24,7 +24,7 @@ EXPERTS, WIDTH = 4, 1032
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """The arrays are small, and the replica's thread works beside."""
+    """The arrays are small, and the replica's thread works concurrently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -370,7 +370,7 @@ def test_layout_is_that_of_a_sessions_units():
 
 
 def test_state_that_does_not_match_the_steps_is_a_failure():
-    """A layout without moments: nothing is applied, and the reason is told."""
+    """A layout without moments: nothing is applied, and the error gives the reason."""
     p = torch.nn.Parameter(torch.randn(4))
     optimizer = optim.AdamW([p])
     sender = GradientSender(optimizer, {"a": {"p": p}})
@@ -437,7 +437,7 @@ def test_a_replica_follows_a_trainer_on_its_device(device, make):
 
 @pytest.mark.parametrize("name", ["adamw", "torch adamw", "sgd", "plain sgd"])
 def test_a_replica_begins_with_bytes_that_are_here(name):
-    """Also with a unit of several parameters, not all of which begin at a whole word of eight bytes."""
+    """Also with a unit of several parameters, not all of which begin at a multiple of eight bytes."""
     trainer = Trainer(OPTIMIZERS[name])
     for _ in range(3):
         trainer.step()

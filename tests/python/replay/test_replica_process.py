@@ -1,4 +1,4 @@
-"""A replica in a process of its own, fed by a socket: killed and started anew, it gets the full state and goes on."""
+"""A replica in a process of its own, fed by a socket: killed and restarted, it gets the full state and continues."""
 
 import contextlib
 import socket
@@ -80,7 +80,7 @@ def test_killed_replica_asks_for_the_full_state_and_goes_on(nodes):
     optimizer = optim.AdamW([p])
     sender = GradientSender(optimizer, {"model": {"p": p}})
     nodes.append(Node(sender.layouts()))
-    beside = Replica(sender.layouts())  # a second one that lives on, to compare with
+    other = Replica(sender.layouts())  # a second one that lives on, to compare with
     asked = 0
     for step in range(60):
         if step in (20, 41):
@@ -92,11 +92,11 @@ def test_killed_replica_asks_for_the_full_state_and_goes_on(nodes):
         asked += messages[0][5] == 3
         nodes[-1].send(messages, sender)
         for message in messages:
-            beside.receive(message)
+            other.receive(message)
         if step in (19, 30, 59):
-            caught = beside.catch_up("model")
+            caught = other.catch_up("model")
             assert nodes[-1].state() == (step, caught.digest)
             assert torch.equal(caught.state[: 4 * 3001].view(torch.float32), p.detach())
-    beside.close()
+    other.close()
     assert asked == 3, "at the start, and after each kill"
     assert [node.process.exitcode for node in nodes[:-1]] == [-9, -9]

@@ -74,10 +74,10 @@ def test_sizes_of_gpt2_moe_are_those_of_gpt2_and_its_experts():
     assert gpt2 == 124_439_808  # of GPT-2's model card
     experts = 7 * 6 * (8 * hidden**2 + 5 * hidden)
     assert ours("pec-f5a", "parameters of GPT2") == pytest.approx((gpt2 + experts + 6 * 8 * hidden) / 1e6)
-    whole = gpt2 + words * hidden
-    assert ours("pec-f5a", "parameters of the MoE") == pytest.approx((whole + experts) / whole, rel=1e-3)
+    total = gpt2 + words * hidden
+    assert ours("pec-f5a", "parameters of the MoE") == pytest.approx((total + experts) / total, rel=1e-3)
     assert ours("pec-f5a", "reduction of a checkpoint without duplicates, K = 1, output matrix of") == pytest.approx(
-        100 * experts / (whole + experts), rel=1e-3
+        100 * experts / (total + experts), rel=1e-3
     )
 
 
@@ -89,7 +89,7 @@ def test_no_rank_saves_less_than_its_even_share():
 
 
 def dealt(modules, loads):
-    """Bytes of the busiest rank where whole modules, the largest first, go to the rank with the fewest."""
+    """Bytes of the busiest rank where undivided modules, the largest first, go to the rank with the fewest."""
     loads = list(loads)
     for module in sorted(modules, reverse=True):
         loads[int(np.argmin(loads))] += module
@@ -272,7 +272,7 @@ def test_a_dropped_token_gets_nothing_from_the_experts_and_only_in_training():
     draw = torch.Generator().manual_seed(0)
     kept = drop_run.drop(0.1, draw, layer, None, y)
     assert kept.unique().tolist() == [0, 1]
-    assert (kept == kept[..., :1]).all()  # a token as a whole
+    assert (kept == kept[..., :1]).all()  # all of a token
     assert float(kept.mean()) == pytest.approx(0.9, abs=0.02)
     assert drop_run.drop(0.0, draw, layer, None, y) is y
     assert drop_run.drop(0.1, draw, layer.eval(), None, y) is y

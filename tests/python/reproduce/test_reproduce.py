@@ -139,12 +139,12 @@ def sections(page: str) -> dict[str, str]:
 
 def test_the_page_is_what_the_command_writes(computed):
     """Words to the letter, numbers to a percent: processors round differently."""
-    there = sections(EVIDENCE.read_text(encoding="utf-8"))
-    assert set(there) == set(FIGURES)
+    published = sections(EVIDENCE.read_text(encoding="utf-8"))
+    assert set(published) == set(FIGURES)
     for name, (figure, rows) in computed.items():
         now = sections(section(figure, rows))[name]
-        assert NUMBER.sub("#", there[name]) == NUMBER.sub("#", now), f"{name}: run make evidence"
-        for before, after in zip(NUMBER.findall(there[name]), NUMBER.findall(now), strict=True):
+        assert NUMBER.sub("#", published[name]) == NUMBER.sub("#", now), f"{name}: run make evidence"
+        for before, after in zip(NUMBER.findall(published[name]), NUMBER.findall(now), strict=True):
             pair = float(before.replace(",", "")), float(after.replace(",", ""))
             assert pair[0] == pytest.approx(pair[1], rel=0.01, abs=0.06), f"{name}: {before} is now {after}"
 

@@ -93,13 +93,13 @@ def make_spot(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     return Spot(f"{server.url}/{uuid.uuid4().hex[:8]}", server.environment())
 
 
-def beside(spot: Spot) -> Spot:
+def another_spot(spot: Spot) -> Spot:
     """Another place of the same kind, which nothing else uses."""
     return Spot(f"{spot.url.rpartition('/')[0]}/{uuid.uuid4().hex[:8]}", spot.environment)
 
 
 class Stop:
-    """Where a writer stops: all its units are written, and then it publishes them no sooner than it may go on."""
+    """Where a writer stops: all its units are written, and it publishes them only once it may continue."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._publish = store.publish
@@ -164,7 +164,7 @@ def steps(spot: Spot) -> list[int]:
 
 
 def forget() -> None:
-    """Reads all manifests anew, as another process does."""
+    """Read all manifests again, as another process does."""
     attempts._seen.clear()
 
 
@@ -188,6 +188,6 @@ def all_whole(spot: Spot) -> list[int]:
 
 
 def write_as_process(spot: Spot, generation: int, step: int) -> None:
-    """What a process does that writes one checkpoint and ends."""
+    """Write one checkpoint in a process, and end."""
     os.environ |= spot.environment
     write(spot, step, generation=generation)

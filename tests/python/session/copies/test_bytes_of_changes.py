@@ -1,4 +1,4 @@
-"""After a join, a death or a rebalance only units are sent that their nodes did not have, and training goes on."""
+"""After a join, a death or a rebalance only missing units are sent, and training continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_bytes(changes):
 
 
 def pairs(worker):
-    """Each recovery but a worker's first, after the one before it."""
+    """Return each recovery except a worker's first, after its predecessor."""
     found = recoveries(worker)
     return list(zip(found, found[1:], strict=False))
 
@@ -66,7 +66,7 @@ def test_a_join_sends_what_the_newcomer_gets(start_job):
 
 
 def test_members_take_the_step_after_a_join_while_its_copies_are_sent(start_job):
-    """All copies hang until all members, the newcomer included, have computed a whole step."""
+    """All copies hang until all members, the newcomer included, have computed a complete step."""
     job, workers = start_join(start_job, Fault("state of 4", action="hang"))
     wait_until(lambda: any(each.events("fault") for each in workers), "a copy is to be sent")
     for each in workers:

@@ -17,7 +17,7 @@ FAULT = 5
         (2, "ab", {}, {"dense": "sharded"} | FEWEST),
         (1, "ab", {}, {"dense": "sharded", "slots": 4}),
     ],
-    ids=["one backward", "micro-batches", "sharded", "beside experts of several members"],
+    ids=["one backward", "micro-batches", "sharded", "with experts of several members"],
 )
 @pytest.mark.few(3)
 def test_a_member_is_lost_while_its_gradients_are_sent(start_job, nth, names, worker, session):

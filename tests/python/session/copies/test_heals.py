@@ -1,4 +1,4 @@
-"""The state of a unit whose replica is damaged travels anew in windows of a step."""
+"""The state of a unit whose replica is damaged is sent again, in windows of a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from support.worker import Fault, Model, make_optimizer
 
 FLIPPED, KILLED = 10, 24
 BUSY = 60
-"""Multiplications in a step, beside which the network is idle."""
+"""Multiplications in a step, during which the network is idle."""
 
 
 def test_a_damaged_replica_gets_its_state_anew_in_windows(start_job):
-    """Of the units that were flipped, and of no others, whole states travel once; then they serve a recovery."""
+    """Of the units that were flipped, and of no others, full states travel once; then they serve a recovery."""
     job = start_job(2, preset="auto", **FEWEST, rebalance_interval=0, join_interval=50, profile_steps=4)
     faults = {"a": [Fault("vote", FLIPPED, "flip")], "b": [Fault("vote", KILLED)]}
     workers = a, b = [
@@ -38,7 +38,7 @@ def test_a_damaged_replica_gets_its_state_anew_in_windows(start_job):
 
 
 def record_bytes(unit):
-    """Bytes of the records that a unit's whole state travels in."""
+    """Return the bytes of the records that carry a unit's full state."""
     model = Model()
     catalog = TrainingState(model, make_optimizer("adamw", model)).catalog
     return [RECORD_HEADER_BYTES + sum(spec.nbytes for spec in specs) for specs in parts_of(catalog.by_name[unit])]

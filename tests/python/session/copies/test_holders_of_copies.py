@@ -1,4 +1,4 @@
-"""Who keeps copies under `moetion`, with a whole optimizer on each member and with parts of it: real processes.
+"""Holders of copies under `moetion`, with a complete optimizer on each member and with parts of it: real processes.
 
 In ZeRO's terms: what all have needs no copy, and a part that one alone has goes to as many others as it takes.
 """

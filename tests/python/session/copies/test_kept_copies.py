@@ -90,7 +90,7 @@ def test_copies_that_come_damaged_beside_training_are_made_anew_while_it_waits(s
 
 
 def test_copies_repeat_steps_before_a_recovery_only_where_no_trainer_is_left(start_job):
-    """Nobody needs the others then: they take their steps beside the next one."""
+    """Nobody needs the others then: they repeat their steps concurrently with the next one."""
     job = start_job(3, **FEWEST, rebalance_interval=0, join_interval=50)
     look = Fault("phase fetch", action="look", nth=2)
     workers = a, b, c = job.start_all({"a": [look], "b": [Fault("vote", FAULT)], "c": [look]})

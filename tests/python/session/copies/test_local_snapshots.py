@@ -53,7 +53,7 @@ def test_a_crash_of_all_processes_two_steps_after_a_death_loses_a_step_at_most(s
 @pytest.mark.parametrize("preset", ["auto", "lazarus"])
 @pytest.mark.quick("all workers crash, and one machine is lost with its memory")
 def test_all_processes_crash_and_a_host_is_lost(start_job, preset):
-    """What several nodes train has snapshots on `copies` of them: one host's memory is none that the job needs."""
+    """Units that several nodes train have snapshots on `replication` of them: the job needs no single host's memory."""
     crash = Fault("vote", FAULT)
     job = start_job(3, preset=preset, min_replicas=2, rebalance_interval=0)
     workers = job.start_all({name: [crash] for name in "abc"})

@@ -29,7 +29,7 @@ def start(start_job, *faults):
 
 
 def since_death(worker):
-    """What the worker knew of the units as it made its second plan, and all events from then on."""
+    """Return what the worker knew of the units at its second plan, and all events from then on."""
     events = worker.events()
     (_, begin, *_) = [at for at, event in enumerate(events) if event["event"] == "risk"]
     return events[begin], events[begin:]

@@ -1,4 +1,4 @@
-"""What each member saves under `pec`: about as many bytes, of what all have some parts, of what it owns all."""
+"""Shares that members save under `pec`: about equal bytes, parts of what all have, and all of what one owns."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
     workers = job.start_all({}, steps=12)
     assert [worker.join() for worker in workers] == [0, 0, 0]
     check_history(workers)
-    whole = [
+    complete = [
         found
         for found in saved_bytes(tmp_path / PERSISTED).values()
         if found.keys() == {member for *_, members in found.values() for member in members}
     ]
-    assert whole
-    for found in whole:
+    assert complete
+    for found in complete:
         assert len(found) == 3
         every = sum(total for _, total, _ in found.values())
         level = max(-(-every // 3), *(experts for experts, *_ in found.values()))

@@ -1,4 +1,4 @@
-"""Every preset in real processes: what a kill costs under it, and that the job goes on to the end."""
+"""Every preset in real processes: what a kill costs under it, and that the job trains to the end."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, pre
 )
 @pytest.mark.few(2)
 def test_copies_of_the_start_are_as_good_as_any(start_job, tmp_path, point, step, preset):
-    """Nobody who was there when they were made takes them for those of a process that has just come."""
+    """No member that saw them made takes them for the copies of a process that has just come."""
     job = start_job(3, **options(preset, tmp_path), **FEWEST)
     workers = job.start_all({"b": [Fault(point, step)]}, steps=6)
     assert [each.join() for each in workers] == [0, -9, 0]

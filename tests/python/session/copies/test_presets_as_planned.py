@@ -1,4 +1,4 @@
-"""What `evermoe plan --copies` says of a preset is what a session of this preset does when a node is lost."""
+"""A session loses with a node what `evermoe plan --copies` says of its preset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LITTLE = 0.01
 
 
 def planned(preset: str, slots: int | None) -> tuple[PresetRow, Counter[int]]:
-    """What the plan says of the larger layer, and how many experts train on how many nodes."""
+    """Return the plan's row of the larger layer, and how many experts train on how many nodes."""
     load_LE = np.ones((1, EXPERTS["first"]))
     config = SessionConfig(preset=preset, checkpoint_dir="anywhere")
     slots = slots or max(FEWEST + 1, FEWEST * config.replicas)  # the default of a session

@@ -57,7 +57,7 @@ def test_experts_move_between_nodes_of_several_workers(start_job):
 @pytest.mark.parametrize("point", ["phase fetch", "phase verify", "copy", "confirm"])
 @pytest.mark.quick("experts move, and a worker dies meanwhile")
 def test_a_death_while_experts_move(job, point):
-    # Copying at step 3 the second time is the rebalance's; its copies are whole in the step that follows.
+    # Copying at step 3 the second time is the rebalance's; its copies are complete in the step that follows.
     fault = Fault("confirm", 4) if point == "confirm" else Fault(point, 3 if point == "copy" else None, nth=2)
     workers = job.start_all({"b": [fault]}, steps=9)
     assert [each.join() for each in workers] == [0, -9, 0]

@@ -1,4 +1,4 @@
-"""Which experts `pec` copies at each of its levels, and what it reports of the tokens that are in no saved copy."""
+"""Experts that `pec` copies at each of its levels, and its report of tokens that no saved copy has."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DIES_IN = 8
 
 
 def versions(worker):
-    """Steps taken in the versions that have come whole from a peer."""
+    """Return the steps taken in the versions that arrived completely from a peer."""
     return sorted({event["step"] for event in worker.events("snapshot_received")})
 
 
@@ -29,7 +29,7 @@ def commits_before(worker, step):
 
 @pytest.mark.parametrize("preset", ["baft", pytest.param("gemini", marks=pytest.mark.long)])
 def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, preset):
-    """Versions 1, 4 and 7 are copied; the member dies where 4 is whole everywhere, and 7 may be."""
+    """Versions 1, 4 and 7 are copied; the member dies where 4 is complete everywhere, and 7 may be."""
     job = start_job(3, preset=preset, profile_steps=0, snapshot_interval=3, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", DIES_IN)]}, "abc", steps=16)
     assert [each.join() for each in workers] == [0, -9, 0]

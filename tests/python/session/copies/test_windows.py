@@ -85,7 +85,7 @@ def test_baft_sends_whole_units_in_windows(start_job):
 
 @pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "beside")])
 def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_beside_compute(start_job, share, when):
-    """What one worker owns goes to another one as a state, where the optimizer's steps cannot be repeated."""
+    """A worker sends the state of what it owns, where the optimizer's steps cannot be repeated."""
     session = {"dense": "sharded", "window_share": share}
     workers, traces = run(start_job, "moetion", 3, steps=20, session=session, optimizer="masters")
     for worker, trace in zip(workers, traces, strict=True):
@@ -140,7 +140,7 @@ def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(sta
 
 @pytest.mark.long
 def test_where_versions_of_one_step_are_asked_for_the_frequency_that_loses_least_is_said(start_job):
-    """What is given stays: it is advice then."""
+    """A given frequency stays: the plan only advises."""
     workers, _ = run(start_job, "gemini", session={"window_share": 0.002, "snapshot_interval": 1})
     for worker in workers:
         summary = worker.events("paced")[-1]["summary"]
@@ -155,7 +155,7 @@ def check_blocked(worker):
         if event["event"] == "chunk_sent":
             sent[event["step"]] = event["sent"] == event["total"]
         elif event["event"] == "begin" and event["step"] > 1:
-            assert sent[event["step"]], f"the version of step {event['step']} is whole when it begins"
+            assert sent[event["step"]], f"the version of step {event['step']} is complete when it begins"
     assert {event["plans"] for event in worker.events("paced")} == {0}
 
 
@@ -261,7 +261,7 @@ def test_states_of_experts_that_are_chosen_anew_travel_in_windows(start_job):
         assert "wait for its full state" not in each.log()
 
 
-@pytest.mark.parametrize(("point", "step"), [("early", 9), ("reduce", 8)], ids=["torn", "whole, without gradients"])
+@pytest.mark.parametrize(("point", "step"), [("early", 9), ("reduce", 8)], ids=["torn", "complete, without gradients"])
 def test_states_of_a_step_that_ends_in_a_loss_count_for_nothing(start_job, point, step):
     """Until the gradients come, replicas are what the ledger says, and that is what a loss costs."""
     job = start_job(4, **CHOSEN, **PROFILE, copy_buffer_bytes=1024)

@@ -230,7 +230,7 @@ def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, sma
         run(tmp_path, small_disk, 12, at, sessions=sessions, preset="pec", experts_per_save=1)
 
 
-# ---- beside training
+# ---- during training
 
 
 def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, 
 
 @pytest.mark.long
 def test_a_death_while_the_disk_stands_still_holds_up_nobody(start_job, dying_disk):
-    """What the survivors were writing is void, and still waits; what they write instead gets to the disk after it."""
+    """The survivors' interrupted write is void, and still waits; the next one gets to the disk after it."""
     job = start_job(3, checkpoint_dir=str(dying_disk), checkpoint_interval=1)
     job.open_gate(3)
     workers = job.start_all({"c": [Fault("reduce", 6)]}, gated=True, waits_for_disk=False, steps=14)

@@ -63,7 +63,7 @@ TIMES = {
 @pytest.mark.parametrize("time", TIMES)
 @pytest.mark.few(2)
 def test_flip_right_before_the_only_trainer_dies_is_never_adopted(start_job, tmp_path, preset, time):
-    """What is lost is said: the job goes back to a checkpoint."""
+    """The report names the loss: the job goes back to a checkpoint."""
     job = start(start_job, preset, tmp_path)
     faults = {"a": [TIMES[time]], "b": [Fault("forward", 7)]}
     workers = a, _ = job.start_all(faults, "ab", steps=10)
@@ -118,7 +118,7 @@ def test_flips_in_the_newest_file_of_a_unit_of_pec_take_an_older_one(start_job, 
         each.wait_for("gate", step=6)
     model = Model()
     layout = TrainingState(model, make_optimizer("adamw", model)).catalog.layout
-    newest = wait_until(lambda: saved_of_both(folder, layout, 6), "both have saved what is due after 6 steps")
+    newest = wait_until(lambda: saved_of_both(folder, layout, 6), "both have made the save after 6 steps")
     alone = b.events("copy")[0]["digests"].keys() - a.events("copy")[0]["digests"].keys()
     unit = min(alone, key=lambda unit: (-newest[unit].version, unit))
     flip_file(newest[unit].file)
@@ -133,7 +133,7 @@ def test_flips_in_the_newest_file_of_a_unit_of_pec_take_an_older_one(start_job, 
 
 
 def saved_of_both(folder, layout, step):
-    """By unit what is durable of it and newest, once both members have saved after so many steps."""
+    """Return the newest durable part of each unit, once both members have saved after this number of steps."""
     found = find_persisted(folder, layout)
     members = {path.name.rsplit("-", 1)[1] for path, version, _ in folders(folder) if step_of(version) == step}
     durable = {each.file.parent for each in found if step_of(each.version) == step}

@@ -44,7 +44,7 @@ def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, pr
 
 
 def test_two_joiners_die_one_after_the_other(start_job):
-    """What was given to either is still there when the second one dies in the recovery from the death of the first."""
+    """Units given to either still exist when the second one dies in the recovery from the death of the first."""
     job = start_job(2, local_snapshot_interval=1000, **FEWEST)
     check_nothing_is_lost(*join_and_die(job, Fault("copy"), Fault("copy", nth=2), names="cd"))
 

@@ -41,7 +41,7 @@ def test_a_newcomer_computes_before_optimizer_state_is_there(start_job, session)
     recovered = c.events("recovered")[0]
     assert recovered["members"] == 3
     share = recovered["late_bytes"] / recovered["fetched_bytes"]
-    assert 0.3 < share < 2 / 3, "two thirds of what other members train: copies come whole"
+    assert 0.3 < share < 2 / 3, "two thirds of what other members train: copies come completely"
     assert [event["late_bytes"] for event in b.events("recovered")[1:]] == [0]
     assert c.events("verified")[0]["digests_mismatched"] == 0
 
@@ -78,7 +78,7 @@ def test_a_sender_that_falls_silent_is_given_up(start_job):
 
 @pytest.mark.long
 def test_state_that_takes_longer_than_a_collective_waits_is_waited_for(start_job):
-    """How many units `a` sends is the plan's: two or more."""
+    """The plan decides the number of units that `a` sends: two or more."""
     faults = [Fault("late state", action="slow", nth=each, seconds=1.5) for each in range(1, 9)]
     _, workers = with_newcomer(start_job, faults, "abc", "d", hang_timeout=2.0, preset="gemini")
     assert [each.join() for each in workers] == [0, 0, 0, 0]

@@ -28,7 +28,7 @@ def url(own_server):
 
 
 def found(url, limit=20.0):
-    """Steps of the checkpoints that are there."""
+    """Return the steps of the checkpoints in the store."""
     return sorted(version & (1 << 40) - 1 for version in find(locate(url, patience=limit)))
 
 
@@ -90,7 +90,7 @@ def test_a_job_that_cannot_reach_the_server_at_its_start_says_so_and_stops(start
 
 
 def saved(url, limit=20.0):
-    """What is durable of the units of `pec`, by unit and step."""
+    """Return the durable units of `pec`, by unit and step."""
     model = Model()
     layout = TrainingState(model, make_optimizer(OPTIMIZER, model)).catalog.layout
     found = open_partial(locate(url, patience=limit) / PERSISTED, layout).find()
@@ -98,7 +98,7 @@ def saved(url, limit=20.0):
 
 
 def restored(worker):
-    """Digests of the state with which the worker went on from its latest recovery."""
+    """Return digests of the state with which the worker resumed after its latest recovery."""
     recovered = worker.events("recovered")[-1]
     return [each for each in worker.events("copy", after="phase") if each["time"] <= recovered["time"]][-1]["digests"]
 
@@ -174,7 +174,7 @@ def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, o
         assert each.events("measured")[-1]["lag"]["persisted"] >= 4
     own_server.start()
     job.open_gate(13)
-    wait_until(lambda: max(step for unit, step in saved(url) if unit == "session") >= 12, "saves go on")
+    wait_until(lambda: max(step for unit, step in saved(url) if unit == "session") >= 12, "saves continue")
     job.open_gate(1 << 60)
     assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
     check_history(workers)
@@ -204,7 +204,7 @@ def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, own_ser
                 assert f"units cannot be saved to {url}/persisted: " in each.log()
         proxy.reset()
         job.open_gate(13)
-        wait_until(lambda: max(step for unit, step in saved(url) if unit == "session") >= 12, "saves go on")
+        wait_until(lambda: max(step for unit, step in saved(url) if unit == "session") >= 12, "saves continue")
         job.open_gate(1 << 60)
         assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
     check_history(workers)

@@ -1,4 +1,4 @@
-"""Failures of real processes at named points: survivors go on in place, no committed step is lost."""
+"""Failures of real processes at named points: survivors resume in place, no committed step is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_killed_at(start_job, point, preset):
     for survivor in (a, c):
         recovered = check_recovered(workers, survivor)
         assert recovered["members"] == 2
-        late = preset != "auto"  # a step counts as committed when its copies are whole, during the next one
+        late = preset != "auto"  # a step counts as committed when its copies are complete, during the next one
         assert FAULT - late <= recovered["step"] <= FAULT + 1 + (point == "commit")
         assert recovered["step"] >= committed_steps([b])
         assert recovered["sources"].get("disk", 0) == recovered["digests_mismatched"] == 0
@@ -85,7 +85,7 @@ def test_two_of_five_killed_at_once(start_job):
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_interval=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
-    # are whole in the repeated step.
+    # are complete in the repeated step.
     second = Fault(point, nth=2, step={"copy": FAULT, "confirm": FAULT + 1}.get(point))
     workers = job.start_all({"b": [at("vote")], "c": [second]}, "abcd")
     assert [each.join() for each in workers] == [0, -9, -9, 0]

@@ -23,7 +23,7 @@ def start(job, dying, racks):
 
 
 def covered(each):
-    """What copies would survive when the first member is lost."""
+    """Return which copies would survive when the first member is lost."""
     events = each.events()
     lost = next(place for place, event in enumerate(events) if event["event"] == "connection_lost")
     return [event for event in events[:lost] if event["event"] == "coverage_changed"][-1]
