@@ -1,4 +1,4 @@
-"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies there and back.
+"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies in both directions.
 
 One layer in six lines (`x_TH` tokens, `ids_TK` and `weights_TK` from the router, one rank):
 
@@ -15,7 +15,7 @@ are int32, 8 bytes a slot together; from 2**31 slots on int64. All functions tak
 All functions take CPU and CUDA tensors, are differentiable where it makes sense, work inside
 `torch.compile(fullgraph=True)` with dynamic shapes, and give the same bits whatever the number of threads.
 Wrong arguments raise `RuntimeError` with what was expected and what came. On CUDA nothing waits for the GPU,
-so *values* are not checked there: an id or row out of range counts as -1.
+so it does not check *values*: an id or row out of range counts as -1.
 """
 
 from evermoe.ops import _load  # first: it says which torch is needed

@@ -28,5 +28,5 @@ def set_cpu_cache_limit(num_bytes: int | None) -> None:
 
 
 def cpu_cache_bytes() -> int:
-    """Bytes that the ops keep for their next results on the CPU, beside those in use."""
+    """Bytes that the ops keep for their next results on the CPU, in addition to those in use."""
     return _native.cpu_cache_bytes()

@@ -1,4 +1,4 @@
-"""Token dispatch: which token goes where, and the copies there and back; see `evermoe.ops`."""
+"""Token dispatch: which token goes to which row, and the copies in both directions; see `evermoe.ops`."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def expert_histograms(ids: Sequence[Tensor], num_experts: int) -> Tensor:
 def split_tokens(counts: Tensor, replicas: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Split the tokens of every expert over its replicas, without waiting for a GPU.
 
-    The same integers as `evermoe.planning.split_tokens` with `policy="even"` (Lazarus, Algorithm 1): what a rank has
-    room for stays there, the rest goes to the others in proportion to the room they have left.
+    The same integers as `evermoe.planning.split_tokens` with `policy="even"` (Lazarus, Algorithm 1): a rank keeps what
+    it has room for, and the rest goes to the others in proportion to the room they have left.
 
     Args:
         counts: int64 `[E, R]`: tokens of each expert on each rank.

@@ -24,9 +24,9 @@ def adamw_step(
     arithmetic: str = "evermoe",
     powers: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Compute the numbers of one step of AdamW, in double, rounded once: what `adamw_` needs beside the gradient.
+    """Compute the numbers of one step of AdamW that `adamw_` needs besides the gradient, in double, rounded once.
 
-    A replica that repeats the step gets them from the trainer: computed anew, they may differ in the last bit. The
+    A replica that repeats the step gets them from the trainer: if it computed them, the last bit might differ. The
     arithmetic travels in them, so that a step is repeated with the arithmetic that took it or not at all.
 
     Args:
@@ -78,7 +78,7 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
     see `src/cpu/adamw.rs` for the recipes. (Which NaN comes out is the processor's choice.)
 
     Args:
-        p: parameters, float32, contiguous. Under "torch_cpu_fused" a whole parameter of
+        p: parameters, float32, contiguous. Under "torch_cpu_fused" a complete parameter of
             the trainer's, as torch steps its last `numel % 8` elements in another way.
         m: first moment, like `p`.
         v: second moment, like `p`.
@@ -112,7 +112,7 @@ def adamw_all_(
     Args:
         p: parameters, each as for `adamw_`, on any devices; those that share memory are stepped in their order.
         m: first moments, one for each parameter.
-        v: second moments, likewise.
+        v: second moments, one for each parameter.
         gradients: one for each parameter; None is a gradient of zeros.
         steps: float32 `[len(p), 10]` on the CPU: rows from `adamw_step`.
 
@@ -140,7 +140,7 @@ def sgd_step(
     clip: float = 1.0,
     arithmetic: str = "evermoe",
 ) -> Tensor:
-    """Compute the numbers of one step of SGD, rounded once: what `sgd_` needs beside the gradient.
+    """Compute the numbers of one step of SGD that `sgd_` needs in addition to the gradient, rounded once.
 
     Args:
         is_first: whether it is the parameter's first step, whose momentum buffer is the gradient.
@@ -188,7 +188,7 @@ def sgd_(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], s
     is the processor's choice.)
 
     Args:
-        p: parameters, float32, contiguous, with one dimension or more. Under "torch_cpu_fused" a whole parameter of
+        p: parameters, float32, contiguous, with one dimension or more. Under "torch_cpu_fused" a complete parameter of
             the trainer's.
         buffer: the momentum's, like `p`; whatever it holds before the first step. None where no step has momentum.
         gradients: one for each step, float32 or bfloat16 of the shape of `p`; None is a gradient of zeros, which

@@ -1,4 +1,4 @@
-"""What `moetion` may copy in a step: as much as the links take, or before they are measured a part of all."""
+"""Budgets of bytes that `moetion` may copy in a step: what the links carry, or a fixed part until measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Budgets(NamedTuple):
     remote: int | None = None
     """To peers; None before all links were measured."""
     local: int | None = None
-    """Into the memory of their own nodes, likewise."""
+    """Into the memory of their own nodes; None before all hosts were measured."""
 
 
 def budgets_of(step_seconds: float, links: Sequence[float | None], hosts: Sequence[float | None]) -> Budgets:
-    """What members can copy in a step, from bytes per second.
+    """Compute the bytes that members can copy in a step from bytes per second.
 
         >>> budgets_of(0.5, [1e6, 3e6], [None, 1e9])
         Budgets(remote=2000000, local=None)
@@ -24,7 +24,7 @@ def budgets_of(step_seconds: float, links: Sequence[float | None], hosts: Sequen
     Args:
         step_seconds: of the slowest member.
         links: speed of each member's link; None where it was not measured.
-        hosts: speed at which each member copies within its host, likewise.
+        hosts: speed at which each member copies within its host; None where it was not measured.
     """
 
     def budget(speeds: Sequence[float | None]) -> int | None:

@@ -1,4 +1,4 @@
-"""How each unit is protected: one cost model picks active only, replayed, snapshots every n steps, or nothing more."""
+"""Protection of each unit by one cost model: active only, replayed, snapshots every n steps, or nothing more."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Holder(NamedTuple):
 
 
 class UnitChoice(NamedTuple):
-    """How one unit is protected."""
+    """Protection of one unit."""
 
     kind: CopyKind
     """Enough domains train on it; copies kept current by gradients; copies of the state; or no copy can be had."""
@@ -76,7 +76,7 @@ class UnitChoice(NamedTuple):
     primary: int
     """The active node that sends."""
     holders: list[Holder]
-    """Who keeps copies beside the active nodes."""
+    """Nodes that keep copies in addition to the active ones."""
     bytes: int
     """Sent in a step, to all holders together."""
     covered: bool
@@ -92,7 +92,7 @@ class UnitChoice(NamedTuple):
 
 
 class NodeUse(NamedTuple):
-    """What the copies take on one node, in a step."""
+    """Resources that the copies take on one node in a step."""
 
     sent_bytes: int
     """To holders."""
@@ -109,10 +109,10 @@ class NodeUse(NamedTuple):
 
 
 class LossSurvival(NamedTuple):
-    """What survives a loss of so many domains, each choice of them equally likely."""
+    """Probability of surviving the loss of `failures` domains, each choice of them equally likely."""
 
     failures: int
-    """How many fail."""
+    """Number of domains that fail."""
     without_loss: Survival
     """No unit loses a step."""
     with_loss: Survival

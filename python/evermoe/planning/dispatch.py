@@ -18,11 +18,11 @@ SPLITS: tuple[SplitPolicy, ...] = get_args(SplitPolicy)
 def split_tokens(
     tokens: ArrayLike, matrix: ArrayLike, rank: int, policy: SplitPolicy = "even"
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What `rank` sends and receives when tokens are split over the holders of their expert.
+    """Compute what `rank` sends and receives when tokens are split over the holders of their expert.
 
     `even` is Lazarus Algorithm 1: with t tokens and r replicas of an expert, a rank with R replicas has room
-    for t * R / r of them. Its own stay there as far as they fit; the rest goes to the others in proportion to
-    the room they have left. In whole tokens: none is lost, only holders get any, and every number is the
+    for t * R / r of them. It keeps its own as far as they fit; the rest goes to the others in proportion to
+    the room they have left. Tokens stay intact: none is lost, only holders get any, and every number is the
     floor or ceiling of its exact share.
 
     `balanced` makes the busiest rank, over all experts together, compute as few tokens as any split allows.

@@ -1,7 +1,7 @@
 """Memory of the workers of a session: at the start, in a step and in a recovery, from sizes alone.
 
     share       parameters, masters, moments, gradients: what a worker trains
-    working     beside them for a moment: a layer's second stack, gradients that are being summed
+    working     temporary, in addition: a layer's second stack, gradients that are being summed
     copies      snapshots in shared memory; in the process replicas, their logs and the messages that feed them
 
 It places experts, owners and copies with the planners that a session uses, for an even load, and counts the bytes of
@@ -19,12 +19,12 @@ from evermoe.planning.seating import FootprintOptions, Seating
 PhaseName = Literal["start", "step", "recovery"]
 PHASES: tuple[PhaseName, ...] = ("start", "step", "recovery")
 LIBRARY_BYTES = 104 << 20
-"""What a process takes when a session begins, beside `import torch`: evermoe, torchft, torch's optimizers. Measured by
-`benches/bench_memory.py`."""
+"""Bytes that a process takes when a session begins, in addition to `import torch`: evermoe, torchft, torch's
+optimizers. Measured by `benches/bench_memory.py`."""
 KEPT_BYTES = 64 << 20
-"""What the C library keeps of freed memory, about."""
+"""Freed memory that the C library keeps, about."""
 THREAD_BYTES = 64 << 20
-"""What it keeps for a thread of what that has freed: twice the largest block that it takes from an arena (glibc)."""
+"""Freed memory that it keeps for a thread: twice the largest block that it takes from an arena (glibc)."""
 BUCKET_BYTES = 25 << 20
 """Bucket of the collectives: `evermoe.comm.collectives.BUCKET_BYTES`."""
 BUCKETS, SENT_BUCKETS = 3, 2
@@ -41,7 +41,7 @@ class Use(NamedTuple):
     moments: int = 0
     gradients: int = 0
     working: int = 0
-    """Beside these, on their device: stacks of a layer that is replaced, buckets, gradients that are being made."""
+    """Temporary, on their device: stacks of a layer that is replaced, buckets, gradients that are being computed."""
     fetched: int = 0
     """Units that a recovery moves, in host memory: those that have come, and those that are retained."""
     replicas: int = 0
@@ -53,13 +53,13 @@ class Use(NamedTuple):
     snapshots: int = 0
     """Reserved in shared memory."""
     buffers: int = 0
-    """What is written to a folder."""
+    """Data that is being written to a folder."""
     libraries: int = LIBRARY_BYTES + KEPT_BYTES
-    """What the process takes beside all that, and what the C library keeps of freed memory."""
+    """The rest of the process, and freed memory that the C library keeps."""
 
     @property
     def share(self) -> int:
-        """What the worker trains: parameters, masters, moments, gradients."""
+        """State that the worker trains: parameters, masters, moments, gradients."""
         return self.parameters + self.masters + self.moments + self.gradients
 
     @property
@@ -69,7 +69,7 @@ class Use(NamedTuple):
 
     @property
     def host(self) -> int:
-        """In the process's host memory beside these, without shared memory."""
+        """The process's host memory in addition to these, without shared memory."""
         return self.fetched + self.replicas + self.log + self.messages + self.buffers + self.libraries
 
     @property
@@ -88,12 +88,12 @@ class Moment(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What the workers of a session take."""
+    """Memory of the workers of a session."""
 
     moments: list[Moment]
 
     def peak(self, phase: PhaseName, by: Callable[[Use], int] = lambda use: use.device) -> tuple[str, Use]:
-        """The moment of a phase, and the bytes at it of the worker, that have the most.
+        """Return the peak of a phase: its name and the bytes of the largest worker.
 
         Args:
             phase: one of `PHASES`.
@@ -104,16 +104,15 @@ class Footprint(NamedTuple):
 
 
 def footprint(shape: ModelShape, options: FootprintOptions, *, is_roomy: bool = False) -> Footprint:
-    """What each worker takes at the start, in a step, and in a recovery from the loss of `options.faults` nodes.
+    """Forecast each worker's memory at the start, in a step, and in a recovery from the loss of `options.faults` nodes.
 
     The recovery is left out where no node would be left.
 
     Args:
         shape: of the model.
         options: of the session.
-        is_roomy: whether hosts have memory enough for a recovery's copies to be made beside the step that it repeats,
-            while those of before are still there. Without it training waits for them, and they take what a recovery
-            needs at least.
+        is_roomy: whether hosts have enough memory to make a recovery's copies while the step is repeated and the
+            previous copies still exist. Without it training waits for them, and the result is the minimum.
 
     Raises:
         ValueError: from the planners: what cannot be placed.
@@ -150,11 +149,11 @@ def _start(seating: Seating) -> list[Moment]:
                 buffers=copies.buffers,
             )
         )
-    return [Moment("start", "weights are there", sending), Moment("start", "copies are made", copying)]
+    return [Moment("start", "weights arrive", sending), Moment("start", "copies are made", copying)]
 
 
 def _step(seating: Seating) -> Moment:
-    """All gradients are there, and are on their way to other ranks."""
+    """All gradients are complete and on their way to other ranks."""
     options, uses = seating.options, []
     libraries = LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if seating.is_sharded else 0)
     for rank in range(seating.ranks):
@@ -180,7 +179,7 @@ def _step(seating: Seating) -> Moment:
 
 
 def _recovery(old: Seating, new: Seating, is_roomy: bool) -> list[Moment]:
-    """Moments of the workers that stay: the first ones, as all are alike."""
+    """Moments of the remaining workers: the first ones, since all are equal."""
     step, start = _step(old).uses[: new.ranks], _start(new)[-1].uses
     fetched_R, retained_R = new.moved_R(old=False), new.moved_R(old=True)
     after = _step(new).uses
@@ -195,13 +194,13 @@ def _recovery(old: Seating, new: Seating, is_roomy: bool) -> list[Moment]:
         layers = old.shape.layers
         travelling = max(fetched + retained // layers, retained + fetched // layers)  # layer by layer one gives way
         moving.append(quiet._replace(working=new.layer_experts(rank) * old.options.unit_bytes, fetched=travelling))
-        beside = after[rank] if is_roomy and old.options.copies else start[rank]
+        repeating = after[rank] if is_roomy and old.options.copies else start[rank]
         protecting.append(
-            beside._replace(
+            repeating._replace(
                 fetched=retained,
-                replicas=beside.replicas + quiet.replicas,
-                snapshots=beside.snapshots + quiet.snapshots,
-                messages=max(start[rank].messages, beside.messages) + quiet.messages,
+                replicas=repeating.replicas + quiet.replicas,
+                snapshots=repeating.snapshots + quiet.snapshots,
+                messages=max(start[rank].messages, repeating.messages) + quiet.messages,
                 libraries=use.libraries,
             )
         )

@@ -13,14 +13,14 @@ from evermoe.planning._arguments import array, count, count_lists
 
 
 class Starvation(NamedTuple):
-    """How long a layer has been waiting for copies."""
+    """The layer that has been waiting longest for copies, and the expert of it that was passed over."""
 
     expert: int | None
     """The expert with tokens at risk that was passed over most often, then the one with most; None without any."""
     checkpoints: int
-    """How many checkpoints passed it over."""
+    """Number of checkpoints that passed it over."""
     tokens: float
-    """Tokens at risk in the whole layer."""
+    """Tokens at risk in the layer."""
     steps: float
     """The same in steps of the layer's average."""
 
@@ -28,7 +28,7 @@ class Starvation(NamedTuple):
 class TokenLedger:
     """Counts the tokens of every expert since it was last copied; L layers, E experts.
 
-    `add` the counts of each step; tell it what a checkpoint has `copied` and, after a recovery, which experts
+    `add` the counts of each step. Report what a checkpoint has `copied` and, after a recovery, which experts
     fell back to their last copy: `lose`. The portion of lost tokens (PLT, of PEC / MoC-System) is counted per
     layer, tokens lost over tokens seen, and averaged over layers.
 
@@ -100,7 +100,7 @@ class TokenLedger:
         self._native.copied(count_lists("selection", selection), lacking)
 
     def put_back(self, tokens: ArrayLike) -> None:
-        """Note that copies which were `copied` never came to be: of these tokens [L, E] there is no copy.
+        """Note that copies which were `copied` were never completed: of these tokens [L, E] there is no copy.
 
         Raises:
             ValueError: a wrong shape, or more tokens than are not at risk; the ledger is then as before.

@@ -1,4 +1,4 @@
-"""How many tokens an expert gets in a step, as an average that forgets."""
+"""Tokens that an expert gets in a step, as an exponential moving average."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadAverage:
         layers: number of MoE layers L.
         experts: experts of each layer E; pad the counts of layers that have fewer with zeros.
         half_life: in steps, 1 or more.
-        state: float64 [L, E + 1], from `state` of another average; None to start anew.
+        state: float64 [L, E + 1], from `state` of another average; None to start from zero.
 
     Raises:
         ValueError: the half-life is below 1 or not finite, or the state is none of this shape.

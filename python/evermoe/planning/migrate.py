@@ -14,7 +14,7 @@ from evermoe.planning._arguments import array, count_lists
 
 @dataclass(frozen=True)
 class Migration:
-    """How to get from one placement to another."""
+    """Plan that leads from one placement to another."""
 
     node_map: list[int]
     """The node that takes each row of the new placement, all different."""
@@ -27,7 +27,7 @@ class Migration:
 def migrate(
     old: ArrayLike, new: ArrayLike, nbytes: ArrayLike, domains: Sequence[Sequence[int]] | None = None
 ) -> Migration:
-    """Assigns rows of a new placement to nodes so that the fewest bytes move, and says who fetches what from whom.
+    """Assign rows of a new placement to nodes so that the fewest bytes move, and plan the transfers.
 
     Lazarus numbers the rows of a new placement freely; only here do they become nodes. Up to 512 nodes no
     assignment moves fewer bytes, and of those that move as few this is one with the most rows on the node of
@@ -35,8 +35,8 @@ def migrate(
     first, and no more moves than in the assignment by number. Every transfer, largest first, comes from the
     holder with the fewest bytes to send so far.
 
-    With `domains`, the rows of nodes that fail together stay together: domains of one size exchange their rows as a
-    whole, and nodes within a domain theirs, so that what a placement survives stays the same. With more than 512 nodes
+    With `domains`, the rows of nodes that fail together stay together: domains of one size exchange all their rows,
+    and nodes within a domain theirs, so that what a placement survives stays the same. With more than 512 nodes
     each domain keeps its own rows.
 
         >>> old = [[1, 0], [0, 1], [0, 0]]  # node 0 holds expert 0, node 1 expert 1, node 2 joins

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from evermoe.planning._arguments import count
 
 PIECES = 4
-"""Modules of a layer into which its dense part is divided here, beside the model's largest ones."""
+"""Modules of a layer into which its dense part is divided here, in addition to the model's largest ones."""
 LARGEST_MODULES = 2
 """Modules of a model that are as large as its largest: embedding and output."""
 
@@ -100,8 +100,8 @@ def _shape(
         layers: MoE layers.
         experts: of each.
         expert: parameters of one.
-        layer: parameters of an MoE layer beside experts.
-        rest: parameters beside MoE layers, embedding and output: the last norm, dense layers.
+        layer: parameters of an MoE layer that are not in experts.
+        rest: parameters outside MoE layers, embedding and output: the last norm, dense layers.
     """
     return ModelShape(
         dense_parameters=2 * vocabulary * hidden + layers * layer + rest,

@@ -23,7 +23,7 @@ def place_owners(
         nbytes: bytes of each unit.
         active: ranks that train it now.
         copies: ranks that have a copy of it in memory.
-        loads: by rank, bytes of what it holds beside: its experts.
+        loads: by rank, bytes of its experts.
 
     Raises:
         ValueError: there is no rank, or the lists differ in length or name a rank that there is not.

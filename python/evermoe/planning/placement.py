@@ -37,7 +37,7 @@ class Reason:
     imbalance: float
     """Load of the busiest node over the mean, with an even split of each expert's tokens."""
     least_imbalance: float
-    """What no placement of the same replicas can be below, from 1 on: a node has so many slots, a replica its load."""
+    """Lower bound for any placement of the same replicas, 1 or more, by the slots of a node and the load of a replica."""
     moved: int | None
     """(node, expert) pairs that are new since `previous`, if that was given."""
     summary: str
@@ -48,7 +48,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which node holds which expert, and the reason."""
+    """Experts that each node holds, and the reason."""
 
     matrix: NDArray[np.int64]
     """[N, E] replicas of each expert on each node."""
@@ -58,12 +58,12 @@ class Placement:
 def allocate(
     load: ArrayLike, nodes: int, slots: int, min_replicas: int = 2, previous: ArrayLike | None = None
 ) -> NDArray[np.int64]:
-    """Replicas of each expert for its load (Lazarus Eq. 1); they sum to `nodes * slots`.
+    """Compute the replicas of each expert for its load (Lazarus Eq. 1); they sum to `nodes * slots`.
 
     Experts ascending by load each take their part of the slots that are left, at least `min_replicas`. Where
     `E * min_replicas` is more than there are slots, each gets at least what all can have, and a
     `FewerReplicas` warning says so. With no load at all every expert counts the same. A hot expert can get more
-    replicas than there are nodes: several of them on one node are a larger share of its tokens there.
+    replicas than there are nodes: several of them on one node are a larger share of its tokens on that node.
 
         >>> allocate([10, 20, 40, 10], nodes=4, slots=2, min_replicas=1)
         array([1, 2, 4, 1])
@@ -155,11 +155,11 @@ def place(
             - `balanced`: the most even within 5 points of the survival of `mro` and `spread` at `failures`
               losses, where the better of them survives at least half; below that no placement protects, and
               evenness alone decides. Without `previous` no other policy's placement is better on both evenness
-              and survival, at `failures` losses or at one more, unless an expert is on fewer domains there; with
+                and survival, at `failures` losses or at one more, unless an expert is on fewer domains; with
               more than 4,096 (node, expert) pairs a percent of evenness does not count. With `previous`, one that
               moves little, if no node has more than 1.05 times the mean load or little more than it must; where
               more than 15 % of the replicas would move, `previous` itself up to 1.05 / 0.95 times that load, by which a
-              drift of all loads by 5 % can take it there.
+                drift of all loads by 5 % can raise it.
         load: [E] tokens, or any measure of work; without it every replica counts the same.
         previous: [N, E] replicas that each of these nodes holds now; zero rows for new nodes.
         domains: lists of nodes that fail together (a rack, a switch); a node in none fails alone.
@@ -230,9 +230,9 @@ def spread_over(nodes: Sequence[str], domains: Sequence[str], copies: int) -> li
 
 
 def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, replicas: int) -> int:
-    """Replicas of experts of a layer that each rank of a session holds: as asked, but all experts fit.
+    """Compute the replicas of experts of a layer that each rank of a session holds: as asked, but all experts fit.
 
-    Where nothing is asked, one more than the fewest, or so many that all wanted replicas fit. Nodes of different sizes
+    By default one more than the fewest, or enough for all wanted replicas. Nodes of different sizes
     need more: each expert is to be on `replicas` of them, or on all.
 
         >>> session_slots(8, [1, 1, 1, 1], None, 1), session_slots(8, [1, 1, 1, 1], None, 2)

@@ -16,7 +16,7 @@ OWN_VERSIONS = _native.OWN_VERSIONS
 LOGGED_STEPS = _native.LOGGED_STEPS
 """Steps that a log needs room for: the newest, which can still be undone, and the one that is voted on."""
 RECORD_BYTES = _native.RECORD_BYTES
-"""What a logged gradient counts for beside its bytes, at most."""
+"""Bytes that a logged gradient counts in addition to its own, at most."""
 FAILURE = _native.FAILURE
 """Probability that a node fails in a step; the same for all, it only weighs units against each other."""
 MAX_FATAL = 32
@@ -36,12 +36,12 @@ class UnitInfo:
     """Tokens that it gets in a step."""
     replayable: bool = False
     may_lag: bool = True
-    """Whether the rest can go on with an older version of it, as with an expert's."""
+    """Whether the rest can continue with an older version of it, as with an expert's."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank offers, as it reports itself."""
+    """Capacity and measurements that a rank reports of itself."""
 
     node: str
     """Its node, or the rack or zone over which copies are spread. Ranks of one fail together, if there are several."""
@@ -69,7 +69,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class UnitProtection:
-    """How one unit is protected in addition to its active holders."""
+    """Protection of one unit in addition to its active holders."""
 
     unit: str
     kind: Kind
@@ -86,7 +86,7 @@ class UnitProtection:
 
 @dataclass(frozen=True)
 class ProtectionPlan:
-    """How all units are protected."""
+    """Protection of all units."""
 
     units: list[UnitProtection]
     """In the order in which their first copies are made."""
@@ -151,7 +151,7 @@ def plan_protection(
 def survival(
     plan: ProtectionPlan, active: Mapping[str, Sequence[int]], ranks: Sequence[RankInfo]
 ) -> tuple[float, float]:
-    """Probabilities that every unit is left when one node fails, and when two fail at once; all nodes alike.
+    """Compute the probabilities that every unit survives the loss of one node and of two, all equally likely.
 
     Args:
         plan: with all its copies.
@@ -183,7 +183,7 @@ def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -
         nodes: node of each rank; where all are on one, each rank is one of its own (`planning.failure_domains`).
 
     Returns:
-        By the nodes' names, joined by ` + `; one that is lost with a part of the nodes is counted there alone. At most
+        By the nodes' names, joined by ` + `; a loss that contains another one is not listed. At most
         `MAX_FATAL`, single nodes first, then those of most units.
     """
     domains = planning.failure_domains(nodes)

@@ -1,4 +1,4 @@
-"""What to do after a failure."""
+"""Plan of a recovery after a failure."""
 
 from __future__ import annotations
 

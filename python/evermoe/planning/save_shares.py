@@ -1,4 +1,4 @@
-"""Who saves which bytes of what several ranks have alike, so that the rank that saves the most saves little."""
+"""Distribution of the bytes that several ranks hold, so that the rank that saves the most saves little."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def save_shares(
     ranks: int,
     alignment: int = ALIGNMENT,
 ) -> list[list[Share]]:
-    """For each rank the units, or parts of units, that it saves (PEC / MoC-System's adaptive sharding, ADPS).
+    """Compute for each rank the units, or parts of units, that it saves (PEC / MoC-System's adaptive sharding, ADPS).
 
-    Each expert is saved whole by one of its holders, the largest first by the holder with the fewest bytes; what a
+    One of its holders saves all of an expert, the largest first by the holder with the fewest bytes; what a
     single rank holds is saved by that. The rest is cut by `shard_modules`, so that with the experts all save about as
     many bytes.
 
@@ -54,15 +54,15 @@ def save_shares(
         raise ValueError(
             f"nbytes, holders, is_expert: expected as many of each, got {len(nbytes)}, {len(holders)}, {len(is_expert)}"
         )
-    whole = [unit for unit, held in enumerate(holders) if is_expert[unit] or len(held) == 1 or not nbytes[unit]]
+    uncut = [unit for unit, held in enumerate(holders) if is_expert[unit] or len(held) == 1 or not nbytes[unit]]
     shares: list[list[Share]] = [[] for _ in range(ranks)]
-    savers = primaries([holders[unit] for unit in whole], [nbytes[unit] for unit in whole], ranks)
-    for unit, rank in zip(whole, savers, strict=True):
+    savers = primaries([holders[unit] for unit in uncut], [nbytes[unit] for unit in uncut], ranks)
+    for unit, rank in zip(uncut, savers, strict=True):
         shares[rank].append(Share(unit, 0, nbytes[unit]))
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for unit in sorted(set(range(len(nbytes))) - set(whole)):
-        alike[tuple(holders[unit])].append(unit)
-    for among, units in alike.items():
+    by_holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for unit in sorted(set(range(len(nbytes))) - set(uncut)):
+        by_holders[tuple(holders[unit])].append(unit)
+    for among, units in by_holders.items():
         loads = [sum(share.end - share.start for share in shares[rank]) for rank in among]
         parts_R = shard_modules([nbytes[unit] for unit in units], len(among), loads, alignment)
         for rank, parts in zip(among, parts_R, strict=True):

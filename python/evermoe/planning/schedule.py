@@ -1,7 +1,7 @@
-"""When to copy: idle windows, filled with chunks of what is to be copied.
+"""Schedule of copies: idle windows, filled with chunks of what is to be copied.
 
-Times are seconds, sizes bytes, rates bytes a second. `evermoe.planning.windows` finds the windows and says when to plan
-anew, `plan_chunks` fills them, `evermoe.planning.trace` shows all of it.
+Times are seconds, sizes bytes, rates bytes per second. `evermoe.planning.windows` finds the windows and detects when
+they have changed, `plan_chunks` fills them, `evermoe.planning.trace` shows all of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     buffers: int
     """Into how many sub-buffers of equal size it is cut; a chunk fills one at most."""
     drain: Link | None = None
-    """How long the consumer takes to empty a sub-buffer after the transfer; None if at once."""
+    """Time in which the consumer empties a sub-buffer after the transfer; None if at once."""
 
 
 class CopyItem(NamedTuple):
@@ -81,18 +81,18 @@ class Chunk(NamedTuple):
     offset: int
     """First byte."""
     bytes: int
-    """How many."""
+    """Number of bytes."""
     destination: int
     """The rank that gets them."""
     start: float
     """Seconds from the window's opening; without a window, from when the step's last window is over, or for
-    "moetion", which lets them run beside compute, from the step's start."""
+    "moetion", which sends them while compute runs, from the step's start."""
     seconds: float
     """Seconds of the transfer."""
 
 
 class CopyPeriod(NamedTuple):
-    """How often versions are made, and what that costs."""
+    """Interval between versions, and its cost."""
 
     steps: int
     """Between two versions."""
@@ -103,12 +103,12 @@ class CopyPeriod(NamedTuple):
 
 
 class ChunkReason(NamedTuple):
-    """What a plan achieves; `str(reason)` is its summary."""
+    """Achievement of a plan; `str(reason)` is its summary."""
 
     fits: bool
     """True if all bytes are in windows."""
     steps_per_version: int
-    """Steps after which a version is whole."""
+    """Steps after which a version is complete."""
     steps_in_windows: int | None
     """Steps that it would take in windows alone: the checkpoint interval without delay; None if more than 4096."""
     delay_seconds: float
@@ -128,7 +128,7 @@ class ChunkReason(NamedTuple):
         return self.summary
 
     def pace(self, step_seconds: float, link: Link, failures_per_step: float, *, most: int = 64) -> CopyPeriod | None:
-        """How many steps between two versions lose the least time, to delays and to failures (Gemini, Eq. 1).
+        """Find the interval between versions that loses the least time, to delays and to failures (Gemini, Eq. 1).
 
         A version may use the windows of all steps until the next one, as far as its messages fit into them; what does
         not delays training. A failure wastes the time of a version, half of the time between two, and the time to
@@ -156,18 +156,18 @@ class ChunkReason(NamedTuple):
 
 
 class ChunkPlan:
-    """What to send when, from `plan_chunks`; the JSON is for the executor and for files."""
+    """Transfers and their times, from `plan_chunks`; the JSON is for the executor and for files."""
 
     def __init__(self, native: _native.ChunkPlan) -> None:
         self._native = native
 
     @classmethod
     def from_json(cls, text: str) -> ChunkPlan:
-        """What `to_json` wrote; a ValueError if it is not that."""
+        """Read what `to_json` wrote; a ValueError if it is not that."""
         return cls(_native.ChunkPlan.from_json(text))
 
     def to_json(self) -> str:
-        """The plan as JSON."""
+        """Return the plan as JSON."""
         return self._native.to_json()
 
     @property
@@ -177,7 +177,7 @@ class ChunkPlan:
 
     @property
     def reason(self) -> ChunkReason:
-        """What it achieves."""
+        """Achievement of the plan."""
         return ChunkReason(*self._native.reason)
 
     def __eq__(self, other: object) -> bool:
@@ -200,21 +200,21 @@ def plan_chunks(
     max_steps: int = 64,
     version_steps: int | None = 1,
 ) -> ChunkPlan:
-    """Plans which part of which unit goes where in which window.
+    """Plan which part of which unit goes to which rank in which window.
 
     A chunk lies within the usable seconds of a window of the sender and, for a destination in `receivers`, of the
     destination; chunks do not overlap, and no more sub-buffers are in use than there are, drains included.
-    Destinations are served one after the other, so that the first whole copy is there early.
+    Destinations are served one after the other, so that the first complete copy arrives early.
 
     - "gemini" (SOSP'23): in order, as much as fits; the rest runs after the last window and delays the step. It and the
       next two have one step for a version, or `version_steps`.
-    - "baft": for each window the whole units that together have the most bytes, exact for up to dozens of sizes; a
+    - "baft": for each window the complete units that together have the most bytes, exact for up to dozens of sizes; a
       unit that no window can take is cut. The rest runs after the last window.
-    - "moetion": floor(n * t_windows / t_copy) of the n chunks may use the windows; the rest runs beside compute and
+    - "moetion": floor(n * t_windows / t_copy) of the n chunks may use the windows; the rest runs while compute does and
       delays by what compute is too short for.
     - "auto": as many steps as it takes, up to `max_steps`, to delay none; what does not fit even then is spread over
       all of them. It never delays more than "gemini" or "baft". More window never means more delay, except where
-      `max_steps` is too few and whole units happen to fit a smaller window better.
+        `max_steps` is too few and complete units happen to fit a smaller window better.
 
     Two windows of 3 seconds, each with room for 20 bytes:
 
@@ -275,7 +275,7 @@ def plan_chunks(
 
 
 def snapshot_places(free_bytes: int, nbytes: Sequence[int], *, reserve: int = 0) -> list[Place]:
-    """For each unit, where its snapshot goes: on the GPU while it fits there, else in host memory (BAFT).
+    """Choose for each unit the memory of its snapshot: the GPU's while it has room, else the host's (BAFT).
 
     Largest units first, so that few of them go to the host.
 

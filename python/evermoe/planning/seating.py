@@ -39,7 +39,7 @@ SAVED_BUFFERS = 3
 BATCH_STEPS, BATCH_BYTES = 8, 128 << 20
 """Steps that a replica repeats in one pass, and the float32 bytes of their gradients, at most: `replay.repeater`."""
 WAITING_STEPS = 2
-"""Logged steps beside a batch: the newest, which may be undone, and the one that is voted on."""
+"""Logged steps in addition to a batch: the newest, which may be undone, and the one that is voted on."""
 HEAD_BYTES = 32 << 20
 """Memory that is kept for the gradients from or to a peer: `replay.exchange.HEAD_BYTES`."""
 NO_LIMIT = 1 << 62
@@ -57,7 +57,7 @@ class FootprintOptions:
     weights: WeightType = "bfloat16"
     """Type of parameters and gradients; those of 2 bytes have a float32 master."""
     moments: int = 2
-    """float32 numbers that the optimizer keeps of each parameter beside its master: 2 for AdamW, 1 for SGD."""
+    """float32 numbers that the optimizer keeps of each parameter in addition to its master: 2 for AdamW, 1 for SGD."""
     preset: PresetName = "auto"
     """As `Session(preset=)`."""
     copies: int = 2
@@ -89,7 +89,7 @@ class FootprintOptions:
 
     @property
     def choices(self) -> Preset:
-        """What the preset stands for."""
+        """Planners and kinds of copies of the preset."""
         return PRESETS[self.preset]
 
     @property
@@ -135,7 +135,7 @@ class CopyTotals:
     received: int = 0
     """Others' gradients in messages."""
     buffers: int = 0
-    """What is saved to a folder."""
+    """Data that is saved to a folder."""
 
     @property
     def frames(self) -> int:
@@ -153,7 +153,7 @@ class Seating:
         before: of these and more ranks, before the last ones were lost; None at the start.
 
     Attributes:
-        placed_RE: whether a rank trains an expert; all layers are alike.
+        placed_RE: whether a rank trains an expert; all layers are equal.
     """
 
     def __init__(
@@ -323,5 +323,5 @@ class Seating:
 
 
 def batch_steps(elements: int) -> int:
-    """Steps of a parameter with so many elements that a replica repeats in one pass."""
+    """Return the number of steps of a parameter with `elements` elements that a replica repeats in one pass."""
     return max(1, min(BATCH_STEPS, BATCH_BYTES // max(1, 4 * elements)))

@@ -133,7 +133,7 @@ def shard_modules(
     """For each rank the parts (module, start, end) of the non-expert state that it saves.
 
     PEC's equal (EDPS) and, with `expert_bytes`, adaptive (ADPS) sharding: the rank that saves the most, experts
-    included, saves as little as possible. The papers hand out whole modules to the least loaded rank; here a
+    included, saves as little as possible. The papers hand out complete modules to the least loaded rank; here a
     module is cut, at a multiple of `alignment`, where a rank is full, at most `ranks - 1` times in all. With
     the level up to which the modules fill the ranks like water, no rank that saves a part saves more than the
     level, rounded up, plus `alignment - 1` bytes. A module without bytes has no part.

@@ -1,4 +1,4 @@
-"""How many bytes a copy takes under each policy."""
+"""Bytes of a copy under each policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelSize:
             raise ValueError("non_expert_parameters: the model has no bytes; expected parameters and bytes above 0")
 
     def _state(self, experts: int) -> tuple[int, int, int]:
-        """Bytes of the whole state of so many experts, of the rest, and of both."""
+        """Return the bytes of the state of `experts` experts, of the rest, and of both."""
         each = self.weight_bytes + self.optimizer_bytes
         parts = experts * self.expert_parameters * each, self.non_expert_parameters * each
         return *parts, sum(parts)
@@ -62,7 +62,7 @@ def checkpoint_bytes(
 
     - `"full"`: non_expert_parameters * b + layers * experts * P * b.
     - `"pec"`: the same with `experts_per_layer`, at most all, in the place of experts.
-    - `"moetion"`: the same with `selected` experts in all layers together, which are sent whole; of the others
+    - `"moetion"`: the same with `selected` experts in all layers together, with all their state; of the others
       nothing is sent.
     - `"gradients"`: what replay needs at each step: gradient_bytes for each parameter that is not an expert's, and
       of each of the `selected` experts that received a token, or of all; an idle expert needs nothing.

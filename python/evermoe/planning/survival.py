@@ -1,4 +1,4 @@
-"""How likely nothing is lost when some nodes fail at once."""
+"""Probability that nothing is lost when some nodes fail at once."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from evermoe.planning._arguments import array, count, count_lists, names
 
 @dataclass(frozen=True)
 class Survival:
-    """How likely nothing is lost; `float(survival)` is the probability."""
+    """Probability that nothing is lost; `float(survival)` is the number."""
 
     probability: float
     """Probability from 0 to 1."""
     error: float
     """0 if exact; else the truth is within this of `probability` with a probability of at least 99.9 %."""
     samples: int | None
-    """How many samples were drawn; None if exact."""
+    """Number of samples drawn; None if exact."""
 
     @property
     def method(self) -> Literal["exact", "Monte Carlo"]:
-        """How the probability was found."""
+        """Method by which the probability was found."""
         return "exact" if self.samples is None else "Monte Carlo"
 
     def __float__(self) -> float:
@@ -41,7 +41,7 @@ def recovery_probability(
     samples: int | None = None,
     seed: int = 0,
 ) -> Survival:
-    """The probability that every expert keeps a replica when `failures` of the nodes fail at once.
+    """Compute the probability that every expert keeps a replica when `failures` of the nodes fail at once.
 
     All choices of failed nodes are equally likely. Exact, to about 1e-12, wherever that takes about a second or
     less, rings of thousands of nodes included; else by 100,000 samples (Hoeffding's bound is the `error`).
@@ -54,9 +54,9 @@ def recovery_probability(
 
     Args:
         matrix: [N, E] replicas of each expert on each node, as from `place`.
-        failures: how many nodes fail; with `domains`, how many domains.
+        failures: number of nodes that fail; with `domains`, of domains.
         domains: lists of nodes that fail together; a node in none is a domain of its own.
-        samples: draw so many samples instead, up to 2^32.
+        samples: number of samples to draw instead, up to 2^32.
         seed: of the samples; the same seed draws the same ones.
 
     Raises:
@@ -79,10 +79,10 @@ def copy_recovery_probability(
     samples: int | None = None,
     seed: int = 0,
 ) -> Survival:
-    """The probability that all keep a holder when `failures` of the nodes fail at once.
+    """Compute the probability that all keep a holder when `failures` of the nodes fail at once.
 
     Exact for any number of failures. For groups it is what Gemini (SOSP'23, §4) has in closed form up to
-    twice the copies; its Corollary 1 is only a lower bound from there on.
+    twice the copies; its Corollary 1 is only a lower bound beyond that.
 
         >>> from evermoe.planning import copy_holders
         >>> nodes = [f"node{number:02}" for number in range(16)]
@@ -93,10 +93,10 @@ def copy_recovery_probability(
     Args:
         holders: for each rank (or unit) the ranks that keep its state, as from `copy_holders`,
             `training_copy_holders` or `unit_copy_holders`.
-        failures: how many nodes fail.
+        failures: number of nodes that fail.
         nodes: name of the node of each rank; without it `holders` has one list for each rank and each rank is a
             node of its own.
-        samples: draw so many samples instead, up to 2^32.
+        samples: number of samples to draw instead, up to 2^32.
         seed: of the samples; the same seed draws the same ones.
 
     Raises:

@@ -19,7 +19,7 @@ class SentChunk(NamedTuple):
     seconds: float
     """Seconds until it was sent."""
     bytes: int
-    """How many."""
+    """Number of bytes."""
     peer: int
     """The rank that got them."""
     window: int | None = None

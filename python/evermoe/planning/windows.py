@@ -18,13 +18,13 @@ class Span(NamedTuple):
     name: str
     """The same in every step; it may occur several times in one."""
     kind: Kind
-    """What it did."""
+    """Kind of activity."""
     resource: Resource
-    """What it kept busy."""
+    """Resource that it kept busy."""
     start: float
     """Seconds from the step's start."""
     seconds: float
-    """How long it took."""
+    """Duration."""
     bytes: int = 0
     """Bytes moved; 0 for compute."""
     peers: Sequence[int] = ()
@@ -44,13 +44,13 @@ class Window(NamedTuple):
     """An idle span of a resource in every step."""
 
     resource: Resource
-    """What is idle."""
+    """Resource that is idle."""
     after: str | None
     """The span whose end opens it; None for the step's start."""
     occurrence: int
     """Number of the span among those of that name on the resource, from 0."""
     offset: float
-    """Seconds from there to the opening: 0 unless another span sometimes lasts longer than the one it follows."""
+    """Seconds from that end to the opening: 0 unless another span sometimes lasts longer than the one it follows."""
     start: float
     """When it opens, from the step's start: the median."""
     seconds: float
@@ -69,11 +69,11 @@ class Windows:
 
     @classmethod
     def from_json(cls, text: str) -> Windows:
-        """What `to_json` wrote; a ValueError if it is not that."""
+        """Read what `to_json` wrote; a ValueError if it is not that."""
         return cls(_native.Windows.from_json(text))
 
     def to_json(self) -> str:
-        """The windows as JSON."""
+        """Return the windows as JSON."""
         return self._native.to_json()
 
     @property
@@ -98,7 +98,7 @@ class Windows:
 
     @property
     def evidence(self) -> str:
-        """What the windows rest on, as a sentence."""
+        """Evidence on which the windows rest, as a sentence."""
         return self._native.evidence[2]
 
     def __eq__(self, other: object) -> bool:
@@ -111,7 +111,7 @@ class Windows:
 
 
 class Change(NamedTuple):
-    """Why to plan anew."""
+    """Reason for a new plan."""
 
     what: Literal["sequence", "window", "total"]
     """Kind of change: other spans, another window, or another sum of all windows of the resource."""
@@ -159,7 +159,7 @@ def find_windows(
 
 
 def has_changed(windows: Windows, steps: Sequence[StepProfile], *, tolerance: float = 0.01) -> Change | None:
-    """What changed since the windows were found; None if nothing that matters did.
+    """Return what changed since the windows were found; None if nothing that matters did.
 
     Half of the steps or more have another order of spans; or else a window, or all windows of a resource together,
     became shorter or longer by more than the jitter plus `tolerance` of a step. The largest such change is returned.
