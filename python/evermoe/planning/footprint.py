@@ -149,7 +149,7 @@ def _start(seating: Seating) -> list[Moment]:
                 buffers=copies.buffers,
             )
         )
-    return [Moment("start", "weights arrive", sending), Moment("start", "copies are made", copying)]
+    return [Moment("start", "weights exist", sending), Moment("start", "copies are made", copying)]
 
 
 def _step(seating: Seating) -> Moment:

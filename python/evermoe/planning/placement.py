@@ -37,7 +37,7 @@ class Reason:
     imbalance: float
     """Load of the busiest node over the mean, with an even split of each expert's tokens."""
     least_imbalance: float
-    """Lower bound for any placement of the same replicas, 1 or more, by the slots of a node and the load of a replica."""
+    """Lower bound for any placement of the same replicas, 1 or more, by slots of a node and load of a replica."""
     moved: int | None
     """(node, expert) pairs that are new since `previous`, if that was given."""
     summary: str
