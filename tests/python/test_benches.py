@@ -1,4 +1,4 @@
-"""Benches of one process run; what benches replace in the package is still there, and used."""
+"""Benches of one process run; what benches replace in the package still exists, and is used."""
 
 from __future__ import annotations
 

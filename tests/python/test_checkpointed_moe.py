@@ -17,7 +17,7 @@ H, E = 8, 4
 
 
 class Repeats(nn.Module):
-    """Blocks of a layer that is there twice, and of another, which each way of checkpointing runs in its own way."""
+    """Blocks of a layer that occurs twice, and of another, which each way of checkpointing runs in its own way."""
 
     def __init__(self, way):
         super().__init__()
@@ -99,7 +99,7 @@ def test_the_scale_of_the_loss_is_that_of_the_gradient(way):
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["not reentrant", "both blocks", "nested"])
 def test_same_gradients_and_load_on_a_gpu(way):
-    """Backwards run on threads of autograd there."""
+    """Backwards run on threads of autograd in this case."""
     plain, model = Repeats("none"), Repeats(way)
     for each in (plain, model):
         each.first.router.noise = 0.0  # which a GPU draws otherwise

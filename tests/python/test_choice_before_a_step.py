@@ -1,4 +1,4 @@
-"""What it costs to choose experts before a step's tokens are known: hardly more tokens at risk."""
+"""The cost of choosing experts before a step's tokens are known: hardly more tokens at risk."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def kept_listeners() -> list[Any]:
 
 
 def hear(listener: Any) -> None:
-    """Tells a listener each event that there is, also those that a run of the page does not have."""
+    """Send a listener each kind of event, also those that a run of the page does not have."""
     from evermoe import events
 
     values = {"int": 1, "float": 1.0, "str": "a", "bool": True}

@@ -53,7 +53,7 @@ def make(kind="gated", inner=INNER, **options):
 
 
 def feed_forward(layer, expert, token):
-    """What one expert makes of one token, by the models' own words."""
+    """Return one expert's result for one token, by the models' own formulas."""
     kind = layer.expert
     part = {name: view[expert] for name, view in kind.views(layer.weights).items()}
 
@@ -147,7 +147,7 @@ def test_any_router(tmp_path, ranks, options):
         torch.testing.assert_close(each["share"].double(), load / load.sum().double())
 
 
-@pytest.mark.parametrize("inner", [INNER, 6])  # with 6, rows are not whole 16 bytes: the products go one by one
+@pytest.mark.parametrize("inner", [INNER, 6])  # with 6, rows are no multiples of 16 bytes: the products go one by one
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gated"])
 def test_any_expert_on_one_rank(tmp_path, kind, inner):
     check(run_ranks(tmp_path, 1, on_rank, {}, torch.int64, kind, inner), reference(make(kind, inner), *choices()))

@@ -1,4 +1,4 @@
-"""How often a forward makes the host wait for a GPU: on the CPU counted with tensors that only say they are on one."""
+"""Waits of the host for a GPU in a forward: on the CPU counted with tensors that only say they are on one."""
 
 import copy
 import warnings
@@ -80,7 +80,7 @@ def test_one_wait_a_layer_and_none_if_alone(tmp_path, ranks, gated, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gpu_splits_tokens_evenly_and_the_host_reads_how_many_in_its_one_wait(tmp_path, dtype):
-    """What is computed and counted is that of the CPU, where the host splits them."""
+    """Results and counts are those of the CPU, where the host splits them."""
     for found in run(tmp_path, 2, dtype=dtype, token_split="even"):
         assert found["forward"] == ["synchronize"]
         assert found["splits of the host"] == 0
@@ -106,10 +106,10 @@ def plan_both(group):
 
 def test_the_split_of_a_gpu_is_that_of_the_host_to_the_number(tmp_path):
     for found in run_ranks(tmp_path, 3, plan_both):
-        for here, there in found:
-            assert here.keys() == there.keys()
-            for name, value in here.items():
-                same = torch.equal(value, there[name]) if isinstance(value, torch.Tensor) else value == there[name]
+        for ours, theirs in found:
+            assert ours.keys() == theirs.keys()
+            for name, value in ours.items():
+                same = torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
                 assert same, name
 
 
@@ -238,7 +238,7 @@ def watched(mode):
 
 @contextmanager
 def counted():
-    """What the host waits for: what CUDA's own count warns of, and events, which it leaves out."""
+    """Return the waits of the host: those that CUDA's own count warns of, and events, which it leaves out."""
     found, synchronize = [], torch.cuda.Event.synchronize
 
     def wait(event):

@@ -68,7 +68,7 @@ ROOMS = [
     "cli",
     "__main__",
 ]
-"""Modules and folders in order of import: each may import only those before it. `evermoe` is the package's own head."""
+"""Modules and folders in order of import: each may import only earlier ones. `evermoe` is the package's own head."""
 
 LONG_MODULES: set[str] = set()
 """Of more than 400 lines, today."""

@@ -1,4 +1,4 @@
-"""A data loader whose global batches members divide: nothing is repeated or skipped, and all shuffle alike."""
+"""A data loader whose global batches members divide: nothing is repeated or skipped, and all shuffle the same way."""
 
 import gc
 import itertools

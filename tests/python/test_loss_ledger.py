@@ -66,7 +66,7 @@ def test_a_copy_that_never_came_to_be_leaves_its_tokens_at_risk(ledger):
     ledger.copied([FIRST], at(2))
     ledger.take(3, 3, 30)
     assert ledger.selection.at_risk.tolist() == [[3, 100]]
-    for _ in range(2):  # what is told twice counts once
+    for _ in range(2):  # what is reported twice counts once
         ledger.skipped([FIRST], at(2))
         assert ledger.selection.at_risk.tolist() == [[10, 100]]
     assert recover(ledger, 3, {FIRST: 1}) == {FIRST: 10}
@@ -84,7 +84,7 @@ def test_a_copy_that_never_came_to_be_before_one_that_did_changes_nothing(ledger
 
 
 def test_copies_of_both_kinds_after_a_step_pass_over_the_others_once():
-    """The first replica repeats the step, the second gets the state of before it, and the third expert has none."""
+    """The first replica repeats the step, the second gets the state before it, and the third expert has none."""
     ledger = make_ledger(experts=3)
     protection = SimpleNamespace(ledger=ledger, keepers=[], first=SimpleNamespace(version=None), _step_began=0.0)
     protection._selected, protection._behind = {FIRST, SECOND, "dense"}, {SECOND}
@@ -224,7 +224,7 @@ def test_skips_that_are_not_in_the_table_yet_outlive_a_recovery(ledger):
     ledger.take(2, 7, 70)
     known = ledger.marks.pending
     ledger.skipped([FIRST], at(1))
-    assert ledger.marks.pending > known, "who was told of them knows more"
+    assert ledger.marks.pending > known, "who learnt of them knows more"
     other = make_ledger()
     for each in (ledger, other):
         other.load_bytes(ledger.to_bytes())

@@ -38,21 +38,21 @@ def give_gradients(tensors, step):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_master_takes_the_float32_step_and_the_parameter_is_its_rounding(name, dtype, device):
     halves = parameters(dtype, device)
-    wholes = [nn.Parameter(half.detach().float()) for half in halves]
-    ours, reference = OPTIMIZERS[name](halves), OPTIMIZERS[name](wholes)
+    fulls = [nn.Parameter(half.detach().float()) for half in halves]
+    ours, reference = OPTIMIZERS[name](halves), OPTIMIZERS[name](fulls)
     for step in range(40):
         give_gradients(halves, step)
-        for half, whole in zip(halves, wholes, strict=True):
-            whole.grad = None if half.grad is None else half.grad.float()
+        for half, full in zip(halves, fulls, strict=True):
+            full.grad = None if half.grad is None else half.grad.float()
         ours.step()
         reference.step()
-        for half, whole in zip(halves, wholes, strict=True):
+        for half, full in zip(halves, fulls, strict=True):
             master = ours.state[half]["master_param"]
-            assert torch.equal(master, whole) and master.dtype == torch.float32
-            assert torch.equal(half, whole.to(dtype))
+            assert torch.equal(master, full) and master.dtype == torch.float32
+            assert torch.equal(half, full.to(dtype))
             kept = {key: value for key, value in ours.state[half].items() if key != "master_param"}
-            assert all(torch.equal(value, reference.state[whole][key]) for key, value in kept.items())
-    assert not torch.equal(halves[2].float(), wholes[2]), "the master is finer than the parameter"
+            assert all(torch.equal(value, reference.state[full][key]) for key, value in kept.items())
+    assert not torch.equal(halves[2].float(), fulls[2]), "the master is finer than the parameter"
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -31,7 +31,7 @@ KINDS = [(1, False), (1, True), (2, False), (2, True)]
 
 def make(top_k, gated, max_tokens=None, fp8_dispatch=False, **options):
     torch.manual_seed(0)
-    inner = 6 if max_tokens is None else 8  # with rows of whole 16 bytes
+    inner = 6 if max_tokens is None else 8  # with rows of 16 bytes
     options |= {"max_tokens": max_tokens, "fp8_dispatch": fp8_dispatch}
     return MoE(H, inner, EXPERTS, top_k, gated=gated, **options)
 
@@ -193,10 +193,10 @@ def regrouped(group, fp8_dispatch):
 
 
 def test_tokens_in_8_bits_are_brought_into_order_before_they_are_longer_again(tmp_path):
-    there, back = ("torch.bfloat16", 512, False), ("torch.bfloat16", 512, True)
-    for fp8_dispatch, first in ((False, there), (True, ("torch.uint8", 256 + 16, False))):
+    out, back = ("torch.bfloat16", 512, False), ("torch.bfloat16", 512, True)
+    for fp8_dispatch, first in ((False, out), (True, ("torch.uint8", 256 + 16, False))):
         for each in run_ranks(tmp_path, 2, regrouped, fp8_dispatch):
-            assert each == {"forward": [first, back], "backward": [there, back]}
+            assert each == {"forward": [first, back], "backward": [out, back]}
 
 
 def test_more_tokens_than_the_layer_is_made_for():

@@ -189,7 +189,7 @@ KINDS = [(AdamW, "adamw_all_"), (SGD, "sgd_all_")]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many parameters each call of an op took, by the op's name."""
+    """Return how many parameters each call of an op took, by the op's name."""
     found = []
 
     def count(name, op):
@@ -278,7 +278,7 @@ def test_option_out_of_its_range_changes_no_parameter():
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_capture_of_a_graph_is_refused_and_nothing_changes(kind, monkeypatch):
-    """Which would repeat one step's numbers for ever. Torch says itself whether it captures; only a GPU can."""
+    """A capture would repeat one step's numbers for ever. Torch says itself whether it captures; only a GPU can."""
     model = make_model()
     optimizer = kind(model.parameters(), lr=0.1)
     loss_of(model, 0).backward()

@@ -1,4 +1,4 @@
-"""What `import evermoe` and its parts load, and what the package offers."""
+"""Modules that `import evermoe` and its parts load, and names that the package offers."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ PATH = Path(evermoe.__file__).parent
 
 
 def fresh(code: str) -> dict:
-    """What a fresh interpreter prints as JSON after `code`; PYTHONPATH is this package's."""
+    """Return what a fresh interpreter prints as JSON after `code`; PYTHONPATH is this package's."""
     command = [sys.executable, "-c", f"import json, os, sys\nbefore = dict(os.environ)\n{code}"]
     environment = {key: value for key, value in os.environ.items() if key != "RUST_LOG"}
     environment["PYTHONPATH"] = str(PATH.parent)

@@ -65,7 +65,7 @@ def inputs():
 
 
 def noise_of(router, tokens):
-    """What each token of a forward is multiplied by, and what is added to its logits: drawn rank by rank."""
+    """Factors of each token of a forward, and terms that are added to its logits: drawn rank by rank."""
     factors, summands = [], []
     for rank, count in enumerate(tokens):
         torch.manual_seed(50 + rank)

@@ -1,4 +1,4 @@
-"""The sampler: every sample of the endless sequence once, in order, whoever is there."""
+"""The sampler: every sample of the endless sequence once, in order, with any members."""
 
 import json
 import random

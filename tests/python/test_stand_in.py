@@ -63,7 +63,7 @@ def test_gpu_tests_pass_behind_stand_ins(tmp_path, case):
     folder = ROOT / "target/emulator/driver"
     build(folder, driver=1)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
-    command += ["-m", "gpu and not chip", "-k", chosen, f"--basetemp={tmp_path / 'there'}"]
+    command += ["-m", "gpu and not chip", "-k", chosen, f"--basetemp={tmp_path / 'inner'}"]
     command += [str(ROOT / "tests/python" / path) for path in paths]
     run = subprocess.Popen(
         command,

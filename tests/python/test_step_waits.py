@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for a GPU from the loss to the vote, and how many collectives a vote takes."""
+"""Waits of the host for a GPU from the loss to the vote, and the collectives of a vote."""
 
 from unittest import mock
 
@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def driver_of(model, clip, seen):
-    """What `SessionDriver.finish_step` uses of a driver: the state is real, and nobody else is there."""
+    """The parts of a driver that `SessionDriver.finish_step` uses: the state is real, and there is no other member."""
     answers = {"_protection.finish.return_value": (True, False), "_protection.measures.return_value": (0.0, 0.0)}
     driver = mock.MagicMock(**answers, **{"is_stale.return_value": False})
     driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
@@ -73,8 +73,8 @@ def test_the_host_waits_once_for_loss_norms_and_whether_all_is_finite(clip, coun
     xs, count = torch.randn(PARTS, 3, H), torch.tensor(7.0) if counts else None
     expected, _ = take(Model(), xs, count, clip, [])
     with PaperGpu() as gpu:
-        there = [gpu.tensor(x) for x in xs]
-        ballot, seen = take(gpu.move(Model()), there, count and gpu.tensor(count), clip, gpu.waits)
+        moved = [gpu.tensor(x) for x in xs]
+        ballot, seen = take(gpu.move(Model()), moved, count and gpu.tensor(count), clip, gpu.waits)
         assert gpu.waits == ["aten::_to_copy from the GPU"]
     assert seen == [(Reduce(0),), (Vote(0),)], "none before"
     assert ballot == pytest.approx(expected, rel=1e-3)

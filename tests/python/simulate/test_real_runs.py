@@ -16,7 +16,7 @@ from evermoe.simulate.scenario import SimulatedOptions
 
 WORKERS, STEPS, KILL = 3, 16, (1, 6)
 COUNTER = 4
-"""Bytes of AdamW's count of steps, which each unit has beside 12 for each parameter."""
+"""Bytes of AdamW's count of steps, which each unit has in addition to 12 for each parameter."""
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 48, "experts": 3, "top_k": 2, "sequence": 32}
 
 

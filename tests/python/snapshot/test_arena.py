@@ -1,4 +1,4 @@
-"""Arenas: a killed process leaves its last whole version, and nothing wrong is taken for whole."""
+"""Arenas: a killed process leaves its last complete version, and nothing wrong is taken for complete."""
 
 import os
 import random
@@ -161,14 +161,14 @@ def test_wrong_files_are_not_opened(path):
         Arena.open(path)
     Arena.create(path, "meta", UNITS)
     with open(path, "rb") as file:
-        whole = file.read()
+        intact = file.read()
     for wrong, message in [
         (b"", "empty"),
-        (whole[:100], "at least 192 bytes"),
-        (b"X" + whole[1:], "EVMARENA"),
-        (whole[:8] + b"\x09" + whole[9:], "format"),
-        (whole[:-1], "bytes, the file has"),
-        (whole[:200] + b"?" + whole[201:], "checksum"),
+        (intact[:100], "at least 192 bytes"),
+        (b"X" + intact[1:], "EVMARENA"),
+        (intact[:8] + b"\x09" + intact[9:], "format"),
+        (intact[:-1], "bytes, the file has"),
+        (intact[:200] + b"?" + intact[201:], "checksum"),
     ]:
         with open(path, "wb") as file:
             file.write(wrong)

@@ -51,7 +51,7 @@ try:
 except RuntimeError as error:
     assert "CUDA" in str(error)
 engine.shutdown()
-print("whole")
+print("complete")
 """
 
 
@@ -61,4 +61,4 @@ def test_units_are_in_their_places(tmp_path):
     driver = build(ROOT / "target/emulator/driver", driver=1).with_name("libcuda.so")
     command = [sys.executable, "-c", SCRIPT, str(driver), str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "whole\n", done.stderr
+    assert done.stdout == "complete\n", done.stderr

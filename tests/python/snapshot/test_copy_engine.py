@@ -259,12 +259,12 @@ def test_a_kill_at_any_moment_leaves_only_whole_versions(path):
     for _ in range(6):
         child = SERVER.Process(target=capture_for_ever, args=(path,), daemon=True)
         child.start()
-        wait_until(lambda: os.path.exists(path) and Arena.open(path).versions(), "a version is there")
+        wait_until(lambda: os.path.exists(path) and Arena.open(path).versions(), "a version exists")
         time.sleep(rng.uniform(0.0, 0.01))
         child.kill()
         child.join()
         arena = Arena.open(path)
-        assert arena.versions(), "a version was there before the kill"
+        assert arena.versions(), "a version existed before the kill"
         for index, version in arena.versions():
             assert Memory(version).is_in(arena, index)
         arena.unlink()

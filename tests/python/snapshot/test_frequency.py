@@ -14,7 +14,7 @@ STEP = 0.2
 
 
 def reason(steps, delay, used=0.0):
-    """Of a plan over so many steps, of which each is delayed and has some of its windows used."""
+    """A plan over this number of steps, each of which is delayed and has some of its windows used."""
     return ChunkReason(False, steps, None, delay, used * steps, 3 * used * steps, NBYTES, NBYTES, "")
 
 

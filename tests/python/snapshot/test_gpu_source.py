@@ -1,4 +1,4 @@
-"""What is captured from a GPU has the bytes of the units, though optimizers share or keep elsewhere some of them."""
+"""Captures from a GPU have the bytes of the units, though optimizers share or keep elsewhere some of them."""
 
 import pytest
 import torch
@@ -120,11 +120,11 @@ class Capturing:
         return self.sources.release(0)
 
 
-@pytest.mark.parametrize(("memory", "beside"), [("host", [False] * 4), ("gpu", [True] * 4)])
-def test_snapshots_are_made_where_they_are_asked_for(tmp_path, device, memory, beside):
+@pytest.mark.parametrize(("memory", "on_gpu"), [("host", [False] * 4), ("gpu", [True] * 4)])
+def test_snapshots_are_made_where_they_are_asked_for(tmp_path, device, memory, on_gpu):
     capturing = Capturing(tmp_path, device, GpuSources(memory))
-    assert [capturing.capture() for _ in beside] == beside
-    assert capturing.sources.nbytes == 4 * 4096 * beside[0]
+    assert [capturing.capture() for _ in on_gpu] == on_gpu
+    assert capturing.sources.nbytes == 4 * 4096 * on_gpu[0]
     capturing.sources.clear()
     assert capturing.sources.nbytes == 0
     capturing.engine.shutdown()
@@ -164,7 +164,7 @@ def test_too_little_memory_leaves_snapshots_on_the_host(tmp_path, cuda, monkeypa
 def test_nothing_is_read_any_more_once_the_tensors_are_let_go(tmp_path, device):
     capturing = Capturing(tmp_path, device, GpuSources("gpu"))
     capturing.engine.close_gate()
-    assert capturing.capture(), "training may go on"
+    assert capturing.capture(), "training may continue"
     assert capturing.arena.versions() == []
     capturing.sources.clear()
     assert [version for _, version in capturing.arena.versions()] == [1]

@@ -1,4 +1,4 @@
-"""Which arenas are page-locked, and what is said where one cannot be."""
+"""Arenas that are page-locked, and the warning where one cannot be."""
 
 import warnings
 from types import SimpleNamespace

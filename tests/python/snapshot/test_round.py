@@ -20,7 +20,7 @@ VERSION = version_of(1, 3)
 
 
 def exchange(group, folder):
-    """What this rank has seen: parts that it sent, bundles that became visible here, and what it has of the other's.
+    """Return what this rank has seen: parts that it sent, bundles that became visible, and its copies of the other's.
 
     Rank 0 sends its second bundle once rank 1 has the first. Rank 1 has two, too, and sends its own meanwhile.
     """
@@ -53,7 +53,7 @@ def exchange(group, folder):
         if isinstance(event, ChunkSent):
             seen.append(("sent", event.sent == event.total))
             if group.rank == 1 and len([name for name, _ in seen if name == "sent"]) == 1:
-                wait_until(lambda: all(each.has_ended for each in arriving[:2]), "the first bundle is there")
+                wait_until(lambda: all(each.has_ended for each in arriving[:2]), "the first bundle is visible")
             if group.rank == 0 and len([name for name, _ in seen if name == "sent"]) == 2:
                 group.all_reduce(torch.zeros(1))  # what is under way is the digests of the bundle that is through
 

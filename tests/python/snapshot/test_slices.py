@@ -1,4 +1,4 @@
-"""Slices of sparse versions: as even as can be, and a whole window is left wherever ranks are lost."""
+"""Slices of sparse versions: as even as can be, and a complete window is left wherever ranks are lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from evermoe.snapshot.slices import (
 
 
 def every_cut(count, steps):
-    """All ways to cut so many units, in their order, into so many slices at most."""
+    """Return all ways to cut this number of units, in their order, into at most `slices` slices."""
     for ends in itertools.combinations_with_replacement(range(count + 1), steps - 1):
         yield [sum(unit >= end for end in ends) for unit in range(count)]
 
@@ -87,7 +87,7 @@ class Kept:
                 self.arenas[rank, step] = _native.Arena.create(path, "{}", [(name, 64) for name in names])
 
     def write(self, version, step):
-        """Writes the arenas of a step one by one, and stops before and after each of them is whole."""
+        """Write the arenas of a step one by one, and stop before and after each of them is complete."""
         for (_, at), arena in self.arenas.items():
             if at == step:
                 index = arena.begin(version)
@@ -96,7 +96,7 @@ class Kept:
                 yield
 
     def held(self, lost):
-        """What is left when some ranks are lost: names and versions."""
+        """Return what is left when some ranks are lost: names and versions."""
         return {
             (name, version)
             for (rank, _), arena in self.arenas.items()
@@ -129,7 +129,7 @@ def test_a_whole_window_is_left_wherever_ranks_are_lost(tmp_path, steps, lost):
         assert found >= 0, (taken, sorted(held))
         assert found >= taken - (2 * steps - 1), "it goes back by twice the steps of a window, less one"
         assert window is None or window % steps == 1
-        assert dense in (None, 0), "no version but the first one is captured whole"
+        assert dense in (None, 0), "no version but the first one is captured completely"
         used.add(found)
     assert used == {0, *range(1, 4 * steps + 2, steps)}
 

@@ -1,4 +1,4 @@
-"""The rounds of snapshots between two processes: what is due waits for what travels, and nobody waits for ever."""
+"""Rounds of snapshots between two processes: a scheduled one waits for the one that travels, and neither for ever."""
 
 from pathlib import Path
 from types import SimpleNamespace

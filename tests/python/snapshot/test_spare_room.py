@@ -37,21 +37,21 @@ def mapped(path):
 @pytest.mark.parametrize("reserves", [True, False])
 @pytest.mark.parametrize("part", [0.5, 1.0, 2.0], ids=["too small", "as large", "too large"])
 def test_an_arena_has_the_room_that_was_reserved(folder, part, reserves):
-    """It is as one that is made anew: without versions, and with all its space once that is reserved."""
+    """It equals a new one: without versions, and with all its space once that is reserved."""
     units = [("dense", 2 * MEBIBYTE), ("expert", MEBIBYTE)]
-    whole = Arena.create(str(folder / "anew"), "{}", units)
+    other = Arena.create(str(folder / "new"), "{}", units)
     room = SpareRoom(folder, "me")
-    room.reserve([round(part * os.path.getsize(folder / "anew"))])
+    room.reserve([round(part * os.path.getsize(folder / "new"))])
     arena = Arena.create(str(folder / "in-room"), "{}", units, reserves=reserves, room=room.take(6 * MEBIBYTE))
     assert room.nbytes == 0
-    assert os.path.getsize(arena.path) == os.path.getsize(whole.path)
+    assert os.path.getsize(arena.path) == os.path.getsize(other.path)
     if not reserves:
         assert blocks(arena.path) >= min(part, 1.0) * os.path.getsize(arena.path) - MEBIBYTE
         assert mapped(arena.path) < MEBIBYTE, "its page faults come with the reservation"
         while not arena.reserve(MEBIBYTE):
             pass
-    assert blocks(arena.path) == blocks(whole.path)
-    both, one = mapped(whole.path), mapped(arena.path)
+    assert blocks(arena.path) == blocks(other.path)
+    both, one = mapped(other.path), mapped(arena.path)
     assert one == both if reserves else both / 2 <= one < both / 2 + MEBIBYTE
     assert arena.versions() == []
     index = arena.begin(7)
@@ -61,7 +61,7 @@ def test_an_arena_has_the_room_that_was_reserved(folder, part, reserves):
     while not arena.reserve(MEBIBYTE):  # those of the second buffer come before its version
         pass
     assert mapped(arena.path) == both
-    assert [path.name for path in sorted(folder.iterdir())] == ["anew", "in-room"]
+    assert [path.name for path in sorted(folder.iterdir())] == ["in-room", "new"]
 
 
 def test_the_room_that_fits_best_is_taken_and_the_rest_goes_back(folder):

@@ -11,10 +11,10 @@ def test_what_is_no_arena_is_passed_over_and_left(tmp_path):
     folder = tmp_path / "job"
     writer = Arenas(folder)
     writer.write(1, contents(1))
-    whole = next(folder.glob("*.arena"))
+    arena = next(folder.glob("*.arena"))
     (folder / "0000000009-a-folder.arena").mkdir()
-    (folder / "0000000009-a-link.arena").symlink_to(whole)
-    (folder / "²²²²²²²²²²-0-m.arena").write_bytes(whole.read_bytes())
+    (folder / "0000000009-a-link.arena").symlink_to(arena)
+    (folder / "²²²²²²²²²²-0-m.arena").write_bytes(arena.read_bytes())
     os.mkfifo(folder / "0000000001-a-pipe.arena")
     (folder / "notes.txt").write_text("7")
     store = SnapshotStore(folder, model())
@@ -30,7 +30,7 @@ def test_what_is_no_arena_is_passed_over_and_left(tmp_path):
 
 
 def test_arenas_that_nothing_came_into_make_room_for_the_next(tmp_path):
-    """As where members change again before the copies of the change before are whole."""
+    """As where members change again before the copies of the previous change are complete."""
     store = SnapshotStore(tmp_path / "job", model())
     unit = store.state.catalog.units[0].name
     planned = [Bundle((0,), (unit,)), Bundle((0, 1), (store.state.catalog.units[1].name,))]

@@ -99,9 +99,9 @@ def test_a_version_that_is_longer_than_the_windows_of_a_step_takes_several(polic
 def test_what_moetion_has_no_window_for_goes_first_and_at_any_time():
     slow = [replace(report, link=(1e-3, 3e5)) for report in reports()]
     segments = segments_of(plan_of(0, slow, "moetion", Memory(2 * 2000, 2)), OUTGOING, "moetion")
-    beside = [segment.window == ANY_TIME for segment in segments]
-    assert 0 < sum(beside) < len(beside)
-    assert beside == sorted(beside, reverse=True)
+    unplanned = [segment.window == ANY_TIME for segment in segments]
+    assert 0 < sum(unplanned) < len(unplanned)
+    assert unplanned == sorted(unplanned, reverse=True)
     over_steps = segments_of(plan_of(0, slow, "moetion", Memory(2 * 2000, 2), 2), OUTGOING, "moetion")
     places = [(segment.step, segment.window != ANY_TIME) for segment in over_steps]
     assert {step for step, _ in places} == {0, 1}
@@ -110,7 +110,7 @@ def test_what_moetion_has_no_window_for_goes_first_and_at_any_time():
 
 @pytest.mark.parametrize("policy", ["gemini", "baft"])
 def test_messages_from_a_gpu_keep_pace_with_the_copy_to_its_host(policy):
-    """That goes on while the network is idle: what was sent by any moment of the windows has been copied by then."""
+    """The copy continues while the network is idle: what was sent at any moment of a window has been copied by then."""
     speed = 2e5  # a fifth of the link's
     for is_on_gpu, host_speed in ((True, speed), (True, 0.0), (False, speed)):
         told = [replace(each, is_on_gpu=is_on_gpu, host_speed=host_speed) for each in reports()]

@@ -79,18 +79,18 @@ def test_large_tensors_have_no_memory_and_are_as_a_plain_model_has_them():
 def test_units_have_the_same_bits_wherever_and_whenever_they_are_made(optimizer):
     _, one = deferred_state(Tied, optimizer)
     one.begin(everyone(one) | {"moe.experts": [0, 1, 2, 3]})
-    whole = digests(one)
+    complete = digests(one)
     _, two = deferred_state(Tied, optimizer)
     torch.manual_seed(7)
     two.begin({"moe.experts": [3, 1]})
     held = digests(two)
-    assert held == {name: value for name, value in whole.items() if name in held}
-    assert set(whole) - set(held) == {"moe.experts.0", "moe.experts.2"}
+    assert held == {name: value for name, value in complete.items() if name in held}
+    assert set(complete) - set(held) == {"moe.experts.0", "moe.experts.2"}
     two.begin({"moe.experts": [0, 3]})
-    assert digests(two).items() <= whole.items()
+    assert digests(two).items() <= complete.items()
     _, other = deferred_state(Tied, optimizer, seed=1)
     other.begin({"moe.experts": [0]})
-    assert digests(other)["moe.experts.0"] != whole["moe.experts.0"]
+    assert digests(other)["moe.experts.0"] != complete["moe.experts.0"]
 
 
 def test_float32_masters_start_from_the_parameters_once_these_are_made():

@@ -1,4 +1,4 @@
-"""Which optimizers can be divided into units: those that step each expert as if it were alone, of this model."""
+"""Optimizers that can be divided into units: those that step each expert as if it were alone, of this model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Owners of what is not an expert: one rank has the optimizer's state of a unit, and it moves as a whole."""
+"""Owners of what is not an expert: one rank has the optimizer's state of a unit, and it moves undivided."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_before_the_first_placement_every_rank_has_everything():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_unit_goes_to_its_owner_and_comes_back_with_the_same_bits(name):
     model, optimizer, state = make(name, steps=3)
-    before, whole, layouts = digests(state), read(state), {u.name: u.specs for u in state.catalog.units}
+    before, data, layouts = digests(state), read(state), {u.name: u.specs for u in state.catalog.units}
     place(state, {"embedding", "norm"})
     state.adopt(everyone(state), {}, rank=0)
     left = {"session", "embedding", "norm", *(f"moe.experts.{e}" for e in range(4))}
@@ -42,15 +42,15 @@ def test_a_unit_goes_to_its_owner_and_comes_back_with_the_same_bits(name):
         unit: (int(unit not in left),) for unit in OWNED
     }
     assert not optimizer.state.get(model.scale)
-    assert torch.equal(model.scale, whole_tensor(state, whole, "model", "scale")), "the weights stay"
+    assert torch.equal(model.scale, tensor_of(state, data, "model", "scale")), "the weights stay"
     model.scale.data.zero_()
     place(state, {"model", "moe.router", "frozen"})
-    state.adopt(everyone(state), {unit: whole[unit] for unit in ("model", "moe.router", "frozen")}, rank=0)
+    state.adopt(everyone(state), {unit: data[unit] for unit in ("model", "moe.router", "frozen")}, rank=0)
     left = {"session", "model", "moe.router", "frozen", *(f"moe.experts.{e}" for e in range(4))}
     assert digests(state) == {unit: before[unit] for unit in left}
     assert {u.name: u.specs for u in state.catalog.units} == layouts
     place(state, set(OWNED))
-    state.adopt(everyone(state), {unit: whole[unit] for unit in ("embedding", "norm")}, rank=0)
+    state.adopt(everyone(state), {unit: data[unit] for unit in ("embedding", "norm")}, rank=0)
     assert digests(state) == before
     other_model, other_optimizer = Tied(), None
     other_optimizer = OPTIMIZERS[name](other_model.parameters())
@@ -60,8 +60,8 @@ def test_a_unit_goes_to_its_owner_and_comes_back_with_the_same_bits(name):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))
 
 
-def whole_tensor(state, whole, unit, name):
-    return state.catalog.by_name[unit].tensors(whole[unit])[name]
+def tensor_of(state, data, unit, name):
+    return state.catalog.by_name[unit].tensors(data[unit])[name]
 
 
 def test_a_unit_that_is_neither_held_nor_fetched_changes_nothing():
@@ -84,10 +84,10 @@ def test_bytes_of_the_optimizer_fall_to_those_of_what_is_owned():
     def nbytes():
         return sum(tensor.nbytes for p, state in optimizer.state.items() if id(p) in dense for tensor in state.values())
 
-    whole = nbytes()
+    total = nbytes()
     place(state, {"embedding"})
     state.adopt(everyone(state), {}, rank=0)
-    assert nbytes() == sum(tensor.nbytes for tensor in optimizer.state[model.embedding.weight].values()) < whole / 2
+    assert nbytes() == sum(tensor.nbytes for tensor in optimizer.state[model.embedding.weight].values()) < total / 2
 
 
 def test_strided_state_keeps_its_strides():
@@ -95,11 +95,11 @@ def test_strided_state_keeps_its_strides():
     model.frozen.weight = torch.nn.Parameter(torch.randn(8, 8).t(), requires_grad=False)
     _, optimizer, state = make("adamw-fused", steps=2, model=model)
     strides = optimizer.state[model.frozen.weight]["exp_avg"].stride()
-    before, whole = digests(state), read(state)
+    before, data = digests(state), read(state)
     place(state, set())
     state.adopt(everyone(state), {}, rank=0)
     place(state, set(OWNED))
-    state.adopt(everyone(state), {unit: whole[unit] for unit in OWNED}, rank=0)
+    state.adopt(everyone(state), {unit: data[unit] for unit in OWNED}, rank=0)
     assert optimizer.state[model.frozen.weight]["exp_avg"].stride() == strides == (1, 8)
     assert digests(state) == before
 
@@ -125,11 +125,11 @@ def test_a_replica_node_knows_the_owners_and_holds_nothing():
 def test_what_goes_to_another_owner_is_retained():
     """Until its copies are complete, nobody may have a second one."""
     _, _, state = make("adamw", steps=2)
-    before, whole = digests(state), read(state)
+    before, data = digests(state), read(state)
     place(state, {"embedding"})
     leaving = {unit: before[unit] for unit in OWNED if unit != "embedding"}
     state.retained.begin(7, set())
     state.adopt(everyone(state), {}, 0, leaving)
     kept = {each.unit: each for each in state.retained.stored(7)}
     assert kept.keys() == leaving.keys()
-    assert all(torch.equal(each.data, whole[unit]) and each.digest == before[unit] for unit, each in kept.items())
+    assert all(torch.equal(each.data, data[unit]) and each.digest == before[unit] for unit, each in kept.items())

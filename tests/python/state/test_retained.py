@@ -1,4 +1,4 @@
-"""What a member has of units beside what it trains: retained, as copies, or with optimizer state on its way."""
+"""Units that a member has but does not train: retained, as copies, or with optimizer state on its way."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_recovery_to_another_state_drops_them():
 
 
 class Copy(NamedTuple):
-    """A copy of a unit, whole or not."""
+    """A copy of a unit, complete or not."""
 
     unit: str
     version: int
@@ -71,11 +71,11 @@ def test_a_copy_that_is_not_what_its_trainer_has_is_not_begun_with():
         "right": AwaitedUnit(Copy("right", 1, 0, data), digest(data.numpy())),
         "wrong": AwaitedUnit(Copy("wrong", 1, 0, data), digest(data.numpy()) + 1),
         "short": Copy("short", 1, 0, data[:4]),
-        "whole": Copy("whole", 1, 0, data),
+        "complete": Copy("complete", 1, 0, data),
     }
     copies = KeptCopies([list(own)], 0, own)
     out = torch.zeros(8, dtype=torch.uint8)
-    assert [unit for unit in (*own, "nowhere") if copies.read(unit, out)] == ["right", "whole"]
+    assert [unit for unit in (*own, "nowhere") if copies.read(unit, out)] == ["right", "complete"]
     assert torch.equal(out, data)
 
 

@@ -45,7 +45,7 @@ def test_experts_keep_their_numbers_whichever_come_and_go():
         new, left = restack(memories, old, kept, len(after), leaving)
         assert new.shape == (len(after), LENGTH)
         coming = [to for to, expert in enumerate(after) if expert not in before]
-        new[coming] = -1.0  # whatever was there goes
+        new[coming] = -1.0  # what was in it goes
         for to, _ in kept:
             assert (new[to] == after[to]).all(), (before, after)
         for row, data in zip(leaving, left, strict=True):
@@ -82,10 +82,10 @@ def resident(address):
             found = int(span[1], 16) <= address < int(span[2], 16)
         elif found and line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("nothing is mapped there")
+    raise AssertionError("nothing is mapped at that address")
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up as Linux reports it")
 def test_rows_take_memory_from_when_they_come_until_they_go():
     memory = StackMemory(64, HUGE_PAGE_BYTES)
     like = torch.empty(1, HUGE_PAGE_BYTES // 4)
@@ -101,7 +101,7 @@ def test_rows_take_memory_from_when_they_come_until_they_go():
 
 
 def trained_layer():
-    """The state of a layer, its path, the names of its experts, and the bytes of each, no two of which are alike."""
+    """The state of a layer, its path, the names of its experts, and the bytes of each, no two of which are equal."""
     layer = evermoe.MoE(4, 6, EXPERTS)
     state = TrainingState(layer, evermoe.optim.AdamW(layer.parameters()))
     (path,) = state.layers

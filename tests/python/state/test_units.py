@@ -90,30 +90,30 @@ def test_state_of_an_optimizer_that_has_run_already_is_kept():
 
 def test_giving_experts_away_and_taking_them_back():
     _, optimizer, state = make("adamw-fused", steps=2)
-    layer, whole, before = state.layers["moe.experts"], read(state), digests(state)
+    layer, data_of, before = state.layers["moe.experts"], read(state), digests(state)
     state.adopt({"moe.experts": [1, 3]}, {})
     assert layer.weights.shape[0] == 2
     assert layer.ids == [1, 3]
     assert [p is layer.weights for p in optimizer.param_groups[0]["params"]].count(True) == 1
     assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])  # none is left of the old weights
     assert digests(state) == {n: d for n, d in before.items() if n not in ("moe.experts.0", "moe.experts.2")}
-    missing = {expert_unit("moe.experts", e): whole[expert_unit("moe.experts", e)] for e in (0, 2)}
+    missing = {expert_unit("moe.experts", e): data_of[expert_unit("moe.experts", e)] for e in (0, 2)}
     state.adopt({"moe.experts": [0, 2, 3]}, missing)
     assert digests(state) == {n: d for n, d in before.items() if n != "moe.experts.1"}
     state.adopt({"moe.experts": []}, {})
     assert layer.weights.shape[0] == 0
-    state.adopt(everyone(state), dict(whole))
+    state.adopt(everyone(state), dict(data_of))
     assert digests(state) == before
 
 
 def test_a_layer_whose_experts_stay_keeps_its_memory():
     _, optimizer, state = make("adamw-fused", steps=2)
-    layer, whole, before = state.layers["moe.experts"], read(state), digests(state)
+    layer, data_of, before = state.layers["moe.experts"], read(state), digests(state)
     weights, address = layer.weights, layer.weights.data_ptr()
     with torch.no_grad():
         layer.weights.zero_()
         optimizer.state[layer.weights]["exp_avg"].zero_()
-    state.adopt({"moe.experts": layer.ids}, {expert_unit("moe.experts", 1): whole[expert_unit("moe.experts", 1)]})
+    state.adopt({"moe.experts": layer.ids}, {expert_unit("moe.experts", 1): data_of[expert_unit("moe.experts", 1)]})
     assert layer.weights is weights
     assert layer.weights.data_ptr() == address
     after = digests(state)
@@ -130,9 +130,9 @@ def test_the_optimizers_state_is_made_a_few_parameters_at_a_time():
         lambda *_: with_gradients.append(sum(p.nbytes for p in model.parameters() if p.grad is not None))
     )
     state = TrainingState(model, optimizer)
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    assert sum(with_gradients) == whole
-    assert max(with_gradients) <= whole / 10
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(with_gradients) == total
+    assert max(with_gradients) <= total / 10
     assert all("exp_avg" in state.optimizer.state[parameter] for parameter in model.parameters())
 
 
@@ -154,8 +154,8 @@ def test_an_odd_layout_is_read_right():
     model.register_buffer("numbers", torch.arange(3))
     model.weight = nn.Parameter(torch.zeros(1))
     state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    whole = torch.full((state.catalog.by_name["model"].nbytes + 5,), 255, dtype=torch.uint8)
-    data = whole[5:]
+    padded = torch.full((state.catalog.by_name["model"].nbytes + 5,), 255, dtype=torch.uint8)
+    data = padded[5:]
     state.read("model", data)
     model.numbers.zero_()
     model.flag.zero_()

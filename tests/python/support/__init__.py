@@ -1,4 +1,4 @@
-"""What the tests share: worker processes and their records, kernels on the CPU, ranks, models and numbers."""
+"""Helpers that the tests share: worker processes and their records, kernels on the CPU, ranks, models and numbers."""
 
 import os
 

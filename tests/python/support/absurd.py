@@ -22,7 +22,7 @@ import numpy as np
 from evermoe import _native
 
 ROOM_BYTES = 2 << 30
-"""What the calls may allocate: an allocation beyond it aborts the process."""
+"""Bytes that the calls may allocate: an allocation beyond it aborts the process."""
 SIZES = (
     0,
     1,

@@ -35,7 +35,7 @@ def logits_loss(model: Any, tokens: torch.Tensor, reduction: str = "mean") -> to
 
 
 class Script:
-    """What happens after each step, by the name of the scenario."""
+    """Actions after each step, by the name of the scenario."""
 
     def __init__(self, options: Options, session: evermoe.Session, record: Recorder) -> None:
         self.options, self.session, self.record = options, session, record
@@ -100,9 +100,9 @@ class Script:
 
         def work() -> int:
             self.record.fault("forward", 3)
-            whole = self.session.full_state_dict()
-            self.session.full_state_dict(Path(self.options.folder) / "whole")
-            return len(whole)
+            state = self.session.full_state_dict()
+            self.session.full_state_dict(Path(self.options.folder) / "complete")
+            return len(state)
 
         self.record.write("saved", tensors=self.session.repeated(work))
 
@@ -137,7 +137,7 @@ AFTER_STEP = {
     "stop_all": Script.stop_all,
     "stop_one": Script.stop_one,
 }
-"""What happens after a committed step, by scenario; nothing in the others."""
+"""Actions after a committed step, by scenario; nothing in the others."""
 
 
 def train(options: Options) -> None:

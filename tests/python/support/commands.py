@@ -23,7 +23,7 @@ def evermoe(
 
 
 def script(path: Path, *arguments: str, folder: Path, limit: float = 100) -> subprocess.CompletedProcess[str]:
-    """`python PATH ARGUMENTS` in a folder, likewise."""
+    """Run `python PATH ARGUMENTS` in a folder, as `evermoe` does."""
     return _wait_for(f"{path} {' '.join(arguments)}", folder, limit, None, functools.partial(_script, path, arguments))
 
 

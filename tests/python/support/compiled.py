@@ -1,4 +1,4 @@
-"""What nvcc made of the kernels, read from the very build by NVIDIA's own tools."""
+"""Code that nvcc made of the kernels, read from this build by NVIDIA's own tools."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def disassembled(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        whole = folder / "texts.json"
-        if not whole.exists():
+        file = folder / "texts.json"
+        if not file.exists():
             draft = folder / "texts.new"
             draft.write_text(json.dumps(disassemble(folder)))
-            draft.rename(whole)
-        return json.loads(whole.read_text())
+            draft.rename(file)
+        return json.loads(file.read_text())
 
 
 def disassemble(folder: Path, options: Sequence[str] = ("-res-usage", "-sass", "-ptx")) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Damages what members tell each other and what folders hold, and reads it; run as a program of its own.
+"""Damages what members send each other and what folders hold, and reads it; run as a program of its own.
 
     python -m support.damage KIND=CASES…
 
-Each case is told by its number before it is read, so that the last one says what ended the process: a crash, a case
+Each case is named by its number before it is read, so that the last one says what ended the process: a crash, a case
 that takes too long, or memory beyond a bound.
 """
 
@@ -40,7 +40,7 @@ from evermoe.snapshot.store import SnapshotStore
 from support.stores import Arenas, Checkpoints, PersistedFolder, contents, model, names
 
 ROOM_BYTES = 1 << 30
-"""What the cases may allocate beyond what is there before the first one."""
+"""Bytes that the cases may allocate in addition to those at the start."""
 MAX_SECONDS = 30
 """Time for one case: a loop without an end is what it finds."""
 SAFETENSORS_LENGTH = 8
@@ -116,21 +116,21 @@ RAW = (
 
 
 def harm_json(draw: random.Random, text: str) -> str:
-    """The text of an object in which one node is another, or is there twice, or not at all."""
+    """The text of an object in which one node is replaced by another, repeated, or left out."""
     root: Any = [json.loads(text)]
     nodes = [(root, 0)]
     for holder, key in nodes:
         inner = holder[key]
         if isinstance(inner, dict | list):
             nodes += [(inner, each) for each in (inner if isinstance(inner, dict) else range(len(inner)))]
-    (holder, key), (elsewhere, there) = draw.choice(nodes), draw.choice(nodes)
+    (holder, key), (elsewhere, other) = draw.choice(nodes), draw.choice(nodes)
     accident = draw.randrange(5)
     if accident == 0 and isinstance(holder, dict):
         holder[draw.choice(("extra", "version", "name"))] = holder.pop(key)
     elif accident == 1 and holder is not root:
         del holder[key]
     else:
-        raw = json.dumps(elsewhere[there]) if accident == 2 else raw_instead(draw, holder[key])
+        raw = json.dumps(elsewhere[other]) if accident == 2 else raw_instead(draw, holder[key])
         holder[key] = "\x01"
         return json.dumps(root)[1:-1].replace(json.dumps("\x01"), raw, 1)
     return json.dumps(root)[1:-1]
@@ -151,7 +151,7 @@ def raw_instead(draw: random.Random, node: Any) -> str:
     return draw.choice((*long, '{"a":' * draw.randrange(100_000), *RAW))
 
 
-# ---- what members tell
+# ---- messages of members
 
 
 def inventory(draw: random.Random) -> Inventory:
@@ -241,20 +241,20 @@ def tensors() -> Iterator[Case]:
         one, two = (read_manifest(path) for _, path in sorted(find(folder).items()))
         written, others = contents(one.version), next(two.path.glob("*.safetensors")).read_bytes()
         path = next(one.path.glob("*.safetensors"))
-        whole = path.read_bytes()
-        end = SAFETENSORS_LENGTH + int.from_bytes(whole[:SAFETENSORS_LENGTH], "little")
+        intact = path.read_bytes()
+        end = SAFETENSORS_LENGTH + int.from_bytes(intact[:SAFETENSORS_LENGTH], "little")
 
         def case(draw: random.Random) -> bool:
-            harmed = whole
+            harmed = intact
             kind = draw.randrange(4)
             if kind == 0:
-                harmed = harm(draw, whole, others)
+                harmed = harm(draw, intact, others)
             elif kind == 1:
-                harmed = harm(draw, whole[:end], others[:end]) + whole[end:]
+                harmed = harm(draw, intact[:end], others[:end]) + intact[end:]
             else:
-                header = whole[SAFETENSORS_LENGTH:end].decode()
+                header = intact[SAFETENSORS_LENGTH:end].decode()
                 header = harm_json(draw, header) if kind == 2 else retyped(draw, header)
-                harmed = len(header.encode()).to_bytes(SAFETENSORS_LENGTH, "little") + header.encode() + whole[end:]
+                harmed = len(header.encode()).to_bytes(SAFETENSORS_LENGTH, "little") + header.encode() + intact[end:]
             path.write_bytes(harmed)
             refused = is_refused(lambda: checkpoint.read(one, model(), names()), written)
             return is_refused(lambda: read_one_by_one(one), written) or refused
@@ -288,10 +288,10 @@ def is_refused(read: Callable[[], dict[str, torch.Tensor]], written: dict[str, t
 
 def accident(draw: random.Random, folder: Path) -> None:
     """Something happens to a file or a folder within."""
-    there = sorted(folder.rglob("*"))
-    if not there:
+    paths = sorted(folder.rglob("*"))
+    if not paths:
         return
-    path = draw.choice(there)
+    path = draw.choice(paths)
     odd = (
         "step-000000001",
         "step-00000001-1",
@@ -300,14 +300,14 @@ def accident(draw: random.Random, folder: Path) -> None:
         "²" * 10 + "-0-m.arena",
     )
     names = (*odd, path.name + "-2", path.name + ".new", path.name[:-1] or "x", "٠" * 10 + "-0-m.arena", "\udcff.arena")
-    beside = path.parent / draw.choice(names)
+    sibling = path.parent / draw.choice(names)
     kind = draw.randrange(8)
-    if kind == 0 and not beside.exists():
-        path.rename(beside)
-    elif kind == 1 and not path.is_symlink() and not beside.exists():
+    if kind == 0 and not sibling.exists():
+        path.rename(sibling)
+    elif kind == 1 and not path.is_symlink() and not sibling.exists():
         copy = functools.partial(shutil.copytree, symlinks=True) if path.is_dir() else shutil.copy
         with contextlib.suppress(shutil.Error, OSError):  # a pipe cannot be copied
-            copy(path, beside)
+            copy(path, sibling)
     elif kind == 2 and path.is_file() and path.stat().st_size < 1 << 20:
         path.write_bytes(harm(draw, path.read_bytes(), path.read_bytes()[::-1]))
     elif kind == 3 and path.is_file():
@@ -344,16 +344,16 @@ def check_units(found: Any) -> bool:
 def folders(store: Any, read: Callable[[Path], bool]) -> Iterator[Case]:
     """Files that are damaged, missing, renamed, copied, or not files."""
     with new_folder() as folder:
-        write(store, folder / "whole", *VERSIONS)
-        whole = len(store.files(folder / "whole"))
+        write(store, folder / "intact", *VERSIONS)
+        number = len(store.files(folder / "intact"))
 
         def case(draw: random.Random) -> bool:
             remove(folder / "harmed")
-            shutil.copytree(folder / "whole", folder / "harmed", symlinks=True)
+            shutil.copytree(folder / "intact", folder / "harmed", symlinks=True)
             for _ in range(draw.choice((1, 1, 2, 4))):
                 accident(draw, folder / "harmed")
             refused = read(folder / "harmed")
-            return refused or len(store.files(folder / "harmed")) != whole
+            return refused or len(store.files(folder / "harmed")) != number
 
         yield case
 

@@ -37,7 +37,7 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def dying_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
-    """A disk of this size at `folder`, which is made: ext4 in a file beside it, for `freeze`.
+    """A disk of this size at `folder`, which is made: ext4 in a file next to it, for `freeze`.
 
     Raises:
         OSError: there is no ext4 here, or no file that can be a disk.
@@ -57,12 +57,12 @@ def dying_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
 
 
 def freeze(folder: Path) -> None:
-    """Stops a disk: who writes there waits until `thaw`, in the kernel."""
+    """Stop a disk: its writers wait until `thaw`, in the kernel."""
     subprocess.run(["fsfreeze", "-f", folder], check=True)
 
 
 def thaw(folder: Path) -> None:
-    """Lets writes to a disk go on."""
+    """Let writes to a disk continue."""
     subprocess.run(["fsfreeze", "-u", folder], check=True)
 
 

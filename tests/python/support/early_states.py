@@ -1,4 +1,4 @@
-"""A worker that tells of the states that it sends as steps begin, and may die while it sends them."""
+"""A worker that reports the states that it sends as steps begin, and may die while it sends them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _membership() -> tuple[MembershipManager, Any]:
 
 
 def speaks_for_the_dead() -> Any:
-    """A member tells the Lighthouse that another one has ended."""
+    """A member reports to the Lighthouse that another one has ended."""
     member, lighthouse = _membership()
     member.reach.ended.add("c")
     with member._ended.speaking(member.lighthouses.current, [member.id, "b", "c"]):

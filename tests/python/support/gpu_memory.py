@@ -1,4 +1,4 @@
-"""Workers that tell how much memory of their GPU a step takes, and a recovery: of a model of several equal layers."""
+"""Workers that report how much memory of their GPU a step takes, and a recovery: of a model of several equal layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Layers(nn.Module):
 
 
 class MeasuredWorker(Worker):
-    """Writes an event `peak` as a step begins and when a recovery ends: the most bytes since the one before."""
+    """Writes an event `peak` as a step begins and when a recovery ends: the most bytes since the previous one."""
 
     @staticmethod
     def main(options: Options) -> None:

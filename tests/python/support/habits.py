@@ -1,4 +1,4 @@
-"""How people train, each in one plain process and as the script of a worker in a session; the two must agree."""
+"""Habits of people who train, each in one plain process and as a worker's script in a session; the two must agree."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def with_frozen_parts():
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained product of two thin matrices beside it (LoRA)."""
+    """A frozen linear layer plus a trained product of two thin matrices (LoRA)."""
 
     def __init__(self, base, rank=2):
         super().__init__()
@@ -357,7 +357,7 @@ def batches(habit):
 
 
 def plain(name: str) -> list[dict[str, float]]:
-    """What is reported of each step of plain training."""
+    """The report of each step of plain training."""
     habit = HABITS[name]
     model = habit.model()
     optimizer = habit.optimizer(model)

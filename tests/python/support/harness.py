@@ -88,10 +88,10 @@ class Worker:
         if path.exists():
             with path.open("rb") as file:
                 file.seek(self._read_bytes)
-                whole, _, _ = file.read().rpartition(b"\n")
-            if whole:
-                self._read_bytes += len(whole) + 1
-                self._events += [json.loads(line) for line in whole.split(b"\n")]
+                lines, _, _ = file.read().rpartition(b"\n")
+            if lines:
+                self._read_bytes += len(lines) + 1
+                self._events += [json.loads(line) for line in lines.split(b"\n")]
         return [e for e in self._events if name in (None, e["event"]) and all(e.get(k) == v for k, v in fields.items())]
 
     def wait_for(self, name: str, limit: float = PATIENCE, count: int = 1, **fields: Any) -> Event:
@@ -182,7 +182,7 @@ class Job:
     def take_in(self, *joiners: Worker, until: int) -> None:
         """Opens the gate up to `until` once the members, who look for newcomers on the way, know of the joiners.
 
-        The members ask the Lighthouse beside their steps: without a gate they may all be done before it answers.
+        The members ask the Lighthouse during their steps: without a gate they may all be done before it answers.
         """
         for each in joiners:
             each.wait_for("phase", phase="agree")
@@ -243,7 +243,7 @@ def check_record(record: list[tuple[str, str]]) -> None:
     """Feeds what a member has recorded to the machine again, which must give the same commands.
 
     Args:
-        record: what `on_record` was told, from the start.
+        record: what `on_record` received, from the start.
 
     Raises:
         ValueError: the machine gives another command than the one that was carried out.
@@ -261,7 +261,7 @@ def as_json(options: Options) -> str:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row, below those that the system gives to connections as they are made."""
+    """The first of `count` free ports in a row, below those that the system gives to connections as they are made."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(1000):
         first = random.SystemRandom().randrange(lowest // 2, lowest - count)

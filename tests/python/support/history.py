@@ -1,4 +1,4 @@
-"""What the records of all workers must have in common, whatever failed."""
+"""Properties that the records of all workers must have, whatever failed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _check_positions(each: Worker, away: bool) -> None:
             position = event["step"]
             resumed |= {position} if away else set()
         elif event["event"] == "commit":
-            # Where the copies were made beside the next step, its vote reports the steps of before, too.
+            # Where the copies were made during the next step, its vote reports the previous steps, too.
             assert event["step"] in {unreported, position, *resumed}, (each.name, position, event)
             position, unreported = max(position, event["step"] + 1), event["step"] + 1
             resumed.clear()
@@ -75,7 +75,7 @@ def _check_shares(workers: list[Worker]) -> None:
 
 
 def committed_steps(workers: Iterable[Worker]) -> int:
-    """How many steps any of them has seen committed."""
+    """Return how many steps any of them has seen committed."""
     return max((event["step"] + 1 for each in workers for event in each.events("commit")), default=0)
 
 
@@ -102,6 +102,6 @@ def check_recovered(workers: Iterable[Worker], survivor: Worker, index: int = -1
     copy = [e for e in survivor.events("copy", after="phase") if e["time"] <= recovered["time"]][-1]
     before = states_by_version(workers)[copy["version"]]
     units = {unit for each in workers for e in each.events("copy") for unit in e["digests"]}
-    assert before.keys() == units, f"version {copy['version']:x} was never whole"
+    assert before.keys() == units, f"version {copy['version']:x} was never complete"
     assert {unit: before[unit] for unit in copy["digests"]} == copy["digests"]
     return recovered

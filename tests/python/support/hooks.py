@@ -38,7 +38,7 @@ def calls(folder: Path) -> list[Call]:
 
 
 def given(folder: Path, call: Call) -> dict[str, Any]:
-    """What the command of a call has read."""
+    """Return what the command of a call has read."""
     return json.loads((folder / f"{call.key}.{call.attempt}.json").read_text())
 
 

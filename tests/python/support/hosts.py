@@ -58,7 +58,7 @@ class Hosts:
         assert self._control.poll(20) and self._control.recv() == "ready"
 
     def network(self, name: str) -> dict[str, str]:
-        """What `enter` needs."""
+        """Arguments of `enter`."""
         number = self.names.index(name)
         return {
             "namespace": f"{self._prefix}{number}",

@@ -86,7 +86,7 @@ def build(name: str, seed: int = 0, **more: Any) -> Any:
 
 
 class Loss(nn.Module):
-    """What a worker trains: the loss of a causal language model."""
+    """The training of a worker: the loss of a causal language model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

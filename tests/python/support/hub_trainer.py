@@ -76,7 +76,7 @@ class Curious(TrainerCallback):
 
 
 def common(decides: Callable[[], bool] = lambda: True) -> dict[str, Any]:
-    """What a Trainer gets besides its model and its arguments, transformers' own as well."""
+    """Arguments of a Trainer besides its model and its arguments, transformers' own as well."""
     padding = tokenizer()
     return {
         "train_dataset": texts(SAMPLES),

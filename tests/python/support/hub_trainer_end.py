@@ -1,4 +1,4 @@
-"""Trains by `ElasticTrainer`, as `evermoe run` starts it; worker 1 dies in `end`, while worker 0 waits for it there.
+"""Trains by `ElasticTrainer`, as `evermoe run` starts it; worker 1 dies in `end`, while worker 0 waits for it.
 
     python hub_trainer_end.py FOLDER
 

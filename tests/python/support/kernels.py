@@ -136,13 +136,13 @@ class Kernels:
             if not self.is_checked or not isinstance(tensor, torch.Tensor) or not tensor.nbytes:
                 continue
             buffer = Buffer.known.get(tensor.untyped_storage().data_ptr())
-            whole = tensor if buffer is None else buffer.tensor
-            address = whole.data_ptr()
+            data = tensor if buffer is None else buffer.tensor
+            address = data.data_ptr()
             if address in self.buffers:
                 continue
-            what = f"argument {i} ({str(whole.dtype).removeprefix('torch.')} {list(whole.shape)})"
+            what = f"argument {i} ({str(data.dtype).removeprefix('torch.')} {list(data.shape)})"
             initialised = buffer is None or buffer.initialised
-            place = ctypes.c_void_p(address), ctypes.c_size_t(whole.nbytes)
+            place = ctypes.c_void_p(address), ctypes.c_size_t(data.nbytes)
             error = self.library.emulated_register(*place, what.encode(), int(initialised))
             assert error is None, f"{what}: {error.decode()}"
             if buffer is None:

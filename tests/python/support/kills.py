@@ -61,7 +61,7 @@ def kill_at_each_operation(place: Path, write: Callable[[Path], None], before: P
 
 
 def operations(place: Path, write: Callable[[Path], None]) -> list[list[Any]]:
-    """What `write(place / "run")` does to files there: `rename`, `write`, `name` (makes or removes), `flush`; paths."""
+    """Return file operations of `write(place / "run")`: `rename`, `write`, `name` (make or remove), `flush`; paths."""
     if platform.machine() != "x86_64":
         pytest.skip("knows the system calls of x86-64 alone")
     (place / "run").mkdir()
@@ -156,7 +156,7 @@ def _ptrace(request: int, pid: int, address: int = 0, data: int = 0) -> None:
 
 
 def _operation(thread: int, folder: str) -> tuple[int, list[str]] | None:
-    """What the thread is about to change or flush in the folder, if it is: number of the system call, and paths."""
+    """Return the system call by which the thread is about to change or flush the folder, if any, and its paths."""
     info = ctypes.create_string_buffer(88)
     _ptrace(_GET_SYSCALL_INFO, thread, len(info), ctypes.addressof(info))
     what, number, *arguments = struct.unpack("<B23xQ6Q", info.raw[:80])

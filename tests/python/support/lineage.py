@@ -1,4 +1,4 @@
-"""Which steps each expert has seen, from what all workers have recorded: tokens of each step, and digests.
+"""Steps that each expert has seen, from what all workers have recorded: tokens of each step, and digests.
 
 Nothing here knows how a session counts. An update takes the state of a version to that of the next one, and adds the
 step's tokens to what each expert has processed. After a recovery, an expert has processed what it had where its bytes
@@ -35,7 +35,7 @@ class State:
     each: list[int] = field(default_factory=list)
     """Experts of each layer that are saved, and of which snapshots are made, at a time."""
     ledgers: set[str] = field(default_factory=set)
-    """What the members had counted after the update, as JSON."""
+    """Counts of the members after the update, as JSON."""
     base: State | None = None
     """After a recovery, the state whose units it took that are no experts."""
     total: dict[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Recovery:
     state: State
     reports: list[Event]
     is_new: bool
-    """Whether the state is one that was not there before, as experts are older than the rest."""
+    """Whether the state is a new one, as experts are older than the rest."""
 
 
 def _read(workers: Iterable[Worker]) -> tuple[dict[int, State], dict[int, list[Event]]]:

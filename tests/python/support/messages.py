@@ -1,4 +1,4 @@
-"""What a member tells the Lighthouse, for tests that speak to it without a session."""
+"""A member's message to the Lighthouse, for tests that speak to it without a session."""
 
 from __future__ import annotations
 

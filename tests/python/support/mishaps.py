@@ -34,7 +34,7 @@ LATE = (0, 1)
 
 @dataclass
 class Schedule:
-    """What is to happen to a job, and what is expected of it."""
+    """A plan of what happens to a job, and what is expected of it."""
 
     draw: random.Random
     names: str
@@ -47,7 +47,7 @@ class Schedule:
     codes: dict[str, Collection[int]] = field(default_factory=dict)
     """Exit codes of workers that do not simply finish."""
     errors: dict[str, Collection[str]] = field(default_factory=dict)
-    """What a worker that ends with 1 may have raised, if not `LeftBehind`."""
+    """Errors that a worker that ends with 1 may have raised, other than `LeftBehind`."""
     away: set[str] = field(default_factory=set)
     """Workers that may be out of the job for a while, and come back."""
     stays_full: bool = False
@@ -55,7 +55,7 @@ class Schedule:
     needs: set[str] = field(default_factory=set)
     """Of `hosts` and `disk`: what this process needs rights for."""
     acts: list[Callable[[], None]] = field(default_factory=list)
-    """What happens once the workers run, in turn."""
+    """Actions once the workers run, in turn."""
     told: list[str] = field(default_factory=list)
 
     job: Job = field(init=False)
@@ -82,7 +82,7 @@ class Schedule:
         return self.draw.randint(2, STEPS // 2)
 
     def others(self, *names: str) -> list[Worker]:
-        """Workers that go on while these do not."""
+        """Return the workers that continue while these do not."""
         lost = {name for name, codes in self.codes.items() if codes in (KILLED, LEFT)}
         return [each for name, each in self.workers.items() if name not in {*names, *lost} and name not in self.away]
 
@@ -172,7 +172,7 @@ class Schedule:
     # ---- the network
 
     def cut_pair(self) -> None:
-        self._cut_pair(self._wait_until_apart, "until others go on")
+        self._cut_pair(self._wait_until_apart, "until others continue")
 
     def cut_pair_to_the_end(self) -> None:
         self._cut_pair(self._wait_for_the_end, "until the job is over")
@@ -187,7 +187,7 @@ class Schedule:
         self._cut(lost, (one, other), lambda hosts: hosts.cut(*cables), wait, f"{what} %s {how_long}")
 
     def silence(self) -> None:
-        self._silence(self._wait_until_apart, "until others go on")
+        self._silence(self._wait_until_apart, "until others continue")
 
     def silence_to_the_end(self) -> None:
         self._silence(self._wait_for_the_end, "until the job is over")
@@ -202,7 +202,7 @@ class Schedule:
         """A host is cut from the other workers, and reaches the Lighthouse: it is the smaller part, and withdraws."""
         name = self.victim()
         rest = self.names.replace(name, "")
-        what = f"{name} is cut from the other workers %s until others go on"
+        what = f"{name} is cut from the other workers %s until others continue"
         self._cut([name], (name,), lambda hosts: hosts.split(name, rest), self._wait_until_apart, what)
 
     def _cut(
@@ -213,7 +213,7 @@ class Schedule:
         wait: Callable[..., None],
         what: str,
     ) -> None:
-        """`lost`: those of the two `ends` that may be out of the job until the network is whole."""
+        """`lost`: those of the two `ends` that may be out of the job until the network is restored."""
         step = self.step()
         self.needs.add("hosts")
         self.codes |= dict.fromkeys(lost, LATE)
@@ -253,7 +253,7 @@ class Schedule:
         self.acts.append(act)
 
     def lose_lighthouse(self) -> None:
-        """Nobody waits for it but members that must agree anew; it comes back without any memory."""
+        """Only members that must agree again wait for it; it comes back without any memory."""
         step, seconds = self.step(), round(self.draw.uniform(1.0, 4.0), 1)
         self.told.append(f"the Lighthouse is away for {seconds} s from step {step} on")
 
@@ -266,7 +266,7 @@ class Schedule:
         self.acts.append(act)
 
     def fill_disk(self) -> None:
-        """A checkpoint or two fail, and training goes on; the disk is free again before the last one."""
+        """A checkpoint or two fail, and training continues; the disk is free again before the last one."""
         step, steps = self.step(), self.draw.randint(CHECKPOINT_EVERY, CHECKPOINT_EVERY + 3)
         self._fill_disk(step, f"until step {step + steps}")
 
@@ -303,7 +303,7 @@ class Schedule:
                 any(e["time"] > since for each in others for e in each.events("recovered"))
                 or any(not each.process.is_alive() for each in others)
             ),
-            f"the others go on without {name}",
+            f"the others continue without {name}",
         )
 
     def _wait_until_apart(self, *names: str) -> None:
@@ -314,7 +314,7 @@ class Schedule:
                 committed_steps(self.workers.values()) - min(committed_steps([each]) for each in behind) >= 2
                 or any(not each.process.is_alive() for each in others)
             ),
-            f"the others go on without one of {names}",
+            f"the others continue without one of {names}",
         )
 
     def _wait_for_the_end(self, *names: str) -> None:
@@ -365,4 +365,4 @@ SEVERAL: list[tuple[Mishap, ...]] = [
     (Schedule.kill, Schedule.fill_disk_to_the_end),
 ]
 MISHAPS = (SINGLE, SEVERAL, SEVERAL)
-"""A seed draws one of these, then an entry of it. A change here changes what seeds draw; each run tells what it has."""
+"""A seed draws one of these, then an entry of it. A change here changes what seeds draw; each run prints its own."""

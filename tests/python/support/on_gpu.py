@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Tests and benches on a machine with a GPU and torch, where nothing is built and nothing can be fetched.
 
-    make wheel       # on a machine with Rust: out/wheels holds evermoe and what it needs beside torch
-    make test-gpu    # there, in this folder: the GPU tests, then some under compute-sanitizer
-    make bench-gpu   # there: each kernel's time, and the fraction of the copy bandwidth
+    make wheel       # on a machine with Rust: out/wheels holds evermoe and what it needs besides torch
+    make test-gpu    # on the machine with a GPU, in this folder: the GPU tests, then some under compute-sanitizer
+    make bench-gpu   # on that machine: each kernel's time, and the fraction of the copy bandwidth
 
 Where there is no make: `python tests/python/support/on_gpu.py test`, or `bench`.
 
@@ -76,7 +76,7 @@ KERNELS = (
     "split",
     "un",
 )
-"""How the names of our kernels begin, for compute-sanitizer: torch's are many, and not ours to check."""
+"""Beginnings of the names of our kernels, for compute-sanitizer: torch's are many, and not ours to check."""
 SANITIZED = ["tests/python/ops", "-k", "example"]
 """Tests that launch each kernel, and are small enough to run under a tool that slows kernels down a hundred times."""
 TEST_SECONDS, CHECK_SECONDS = 240, 50

@@ -1,4 +1,4 @@
-"""A worker that tells what its plans of copies are about."""
+"""A worker that reports what its plans of copies are about."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class PaperTensor(Tensor):
 
 
 class PaperStream:
-    """The stream of the GPU; what it copies into page-locked memory is there once an event after it was waited for."""
+    """The GPU's stream; its copies into page-locked memory are complete once an event after them was waited for."""
 
     def __init__(self, waits: list[str]) -> None:
         self.copies: list[Callable[[], Any]] = []
@@ -90,7 +90,7 @@ class PaperStream:
 
 
 class PaperGpu(TorchDispatchMode):
-    """The GPU while it is there; notes what makes the host wait, and each op that is not in `SAFE`."""
+    """The GPU while it exists; notes what makes the host wait, and each op that is not in `SAFE`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class PaperGpu(TorchDispatchMode):
         return PaperTensor(value.detach().contiguous())
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Moves a model there, in place."""
+        """Move a model to that device, in place."""
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(self.tensor(parameter)))

@@ -1,4 +1,4 @@
-"""Members that persist a few small units in one place, and what is found there."""
+"""Members that persist a few small units in one store, and what is found in it."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def versions(where, layout="L"):
 
 
 def parts(where):
-    """Names of all parts of versions of which something is there, but for what says that one was given up."""
+    """Return the names of all stored parts of versions, except marks of versions that were given up."""
     if isinstance(where, Path):
         return sorted(path.name for path in where.iterdir())
     found = [key for key, nbytes, _ in where.place.below(where.key) if nbytes or not key.endswith(".json")]

@@ -105,7 +105,7 @@ class Pipeline:
 
 
 def run_undisturbed(folder, **options):
-    """What ranks say at the end of a run in which nothing happens, and after each step."""
+    """Reports of ranks at the end of a run without failures, and after each step."""
     job = Job(folder, RANKS)
     try:
         pipeline = Pipeline(job, **options)

@@ -19,7 +19,7 @@ CHANGES = ("PUT", "POST", "DELETE")
 
 
 class Request(NamedTuple):
-    """What the proxy has received."""
+    """Requests that the proxy has received."""
 
     number: int
     """From 1 on, among those with the same kind of method: those that change something, and all others."""
@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What happens to a request."""
+    """Handle a request."""
 
     kind: Literal["cut", "cut after", "status", "delay", "hold", "hold after"]
     """`after`: the server gets the request, and the client no answer."""

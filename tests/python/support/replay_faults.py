@@ -1,4 +1,4 @@
-"""What goes wrong while copies travel: in a pipeline's rank, and where gradients are sent to replicas."""
+"""Faults while copies travel: in a pipeline's rank, and where gradients are sent to replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _flip(data) -> None:
 
 
 def _befall(version: int, where: str) -> None:
-    """In the keeper's memory of the version before, or in the message with the step: a bit of it, or its whole head."""
+    """In the keeper's memory of the previous version, or in the step's message: a bit of it, or all of its head."""
     repeat = RepeatedRound._repeat
 
     def repeat_damaged(self, kept, known):
@@ -63,12 +63,12 @@ def install(fault: str) -> None:
     FAULTS[name](int(version or 0))
 
 
-def before_early_gradients(tell: Callable[[], object]) -> None:
-    """Calls `tell` in this process before each bucket of gradients is sent to replicas beside backward."""
+def before_early_gradients(notify: Callable[[], object]) -> None:
+    """Call `notify` in this process before each bucket of gradients is sent to replicas during backward."""
     send = EarlyGradients._send
 
     def telling(*arguments):
-        tell()
+        notify()
         send(*arguments)
 
     EarlyGradients._send = telling
@@ -78,7 +78,7 @@ class Killer(deque):
     """A courier's list of what it has sent; the first message of a marked version is the end of this process.
 
     Args:
-        folder: of the job, in which ranks that die together tell each other that they have come to it.
+        folder: of the job, in which ranks that die together let each other know that they have come to it.
         rank: this one.
         other: another rank that dies in its copy, too; None where this one dies alone.
     """

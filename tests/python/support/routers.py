@@ -1,4 +1,4 @@
-"""What routers choose, by plain loops."""
+"""Choices of routers, by plain loops."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _check(made: Schedule) -> None:
 
 
 def _check_exits(made: Schedule) -> None:
-    """Each worker ends as it should; where a full disk ends the job, its memory is there for the next start."""
+    """Each worker ends as it should; where a full disk ends the job, its memory remains for the next start."""
     for each in made.workers.values():
         each.join()
     ends = (0,) if not made.stays_full or _is_saved(made) else (1,)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 POLICY = "EVERMOE_TEST_STREAMS"
-"""How works of several streams are ordered, as streams.h says: 0 late, 1 early, from 2 on a seed."""
+"""Order of the work of several streams, as streams.h says: 0 late, 1 early, from 2 on a seed."""
 REAL = {
     "aten::_local_scalar_dense",
     "aten::empty.memory_format",
@@ -33,7 +33,7 @@ REAL = {
     "aten::set_.source_Storage_storage_offset",
     "aten::set_.source_Tensor",
 }
-"""Ops that launch no kernel, beside views."""
+"""Ops that launch no kernel, other than views."""
 DOUBLE = {float: torch.float64}
 DRIVER = ctypes.CDLL("libcuda.so") if POLICY in os.environ else None
 
@@ -99,7 +99,7 @@ AS_ON_CUDA: dict[Any, Callable[..., Any]] = {torch.ops.aten._foreach_mul_.Scalar
 
 
 def _stand_in(op: Any) -> Callable[..., Any]:
-    """A kernel of `op` for CUDA tensors that runs on the CPU; what it writes is there when the stream comes to it."""
+    """A kernel of `op` for CUDA tensors that runs on the CPU; what it writes is visible when the stream comes to it."""
     names = [each.name for each in op._schema.arguments]
     written = [each.name for each in op._schema.arguments if each.alias_info is not None]
     outs = {each.name for each in op._schema.arguments if each.is_out}

@@ -62,14 +62,14 @@ class Store(Protocol):
         """As a process of the job starts, which may find what earlier ones have left."""
 
     def write(self, version: int, units: Units) -> None:
-        """The version is there when this returns. ValueError: it was refused, and nothing has changed."""
+        """The version is visible when this returns. ValueError: it was refused, and nothing has changed."""
 
     def close(self) -> None:
         """Ends what runs in the background; what was written stays."""
 
     @staticmethod
     def held(folder: Path) -> dict[str, list[int]]:
-        """For each unit the versions that are said to be there."""
+        """Return for each unit the versions that the store lists."""
 
     @staticmethod
     def read(folder: Path, version: int, names: Sequence[str]) -> Units:
@@ -77,7 +77,7 @@ class Store(Protocol):
 
     @staticmethod
     def files(folder: Path) -> list[str]:
-        """What is in the folder, but for numbers that count the members' starts."""
+        """Return the folder's contents, except numbers that count the members' starts."""
 
 
 def versions(store: type[Store], folder: Path) -> list[int]:
@@ -114,7 +114,7 @@ class Arenas:
             for name, offset, nbytes in each.arena.units():
                 buffer[offset : offset + nbytes] = units[name]
             boundary()
-            buffer[:12].fill_(255)  # a part of the digests, which `commit` writes anew
+            buffer[:12].fill_(255)  # a part of the digests, which `commit` writes again
             boundary()
             each.arena.commit(index)
         boundary()
@@ -181,7 +181,7 @@ class PersistedFolder:
 
 
 class Checkpoints:
-    """Whole checkpoints, as the only member of a job writes them."""
+    """Complete checkpoints, as the only member of a job writes them."""
 
     def __init__(self, folder: Path, member: str = "m") -> None:
         self._state = make("sgd-momentum")[2]

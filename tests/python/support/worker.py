@@ -37,10 +37,10 @@ WRITTEN_SECONDS = 40.0
 
 @dataclass
 class Fault:
-    """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
+    """An action of the worker on itself when it comes to `point` for the `nth` time (in `step`, if given).
 
-    `point`: an event of the session, "phase <name>", "forward" (between forward and backward), "bucket" (a sum beside
-    backward begins), "gradients" (a bucket is sent beside it) or "late state" (optimizer state is sent beside steps).
+    `point`: an event of the session, "phase <name>", "forward" (between forward and backward), "bucket" (a sum
+    as backward begins), "gradients" (a bucket is sent during it) or "late state" (optimizer state is sent in steps).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
     (its node's shared memory), damage (what it sends then, at "late state"), look (which copies here have steps to
     repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
@@ -91,7 +91,7 @@ class Options:
     forwards: list[list[int]] = field(default_factory=list)
     """[step, n]: from this step on, n forward passes in each."""
     narrow: int = 0
-    """So many steps with the whole vocabulary, then as many with three tokens of it, and so on; 0: always all."""
+    """Steps with the complete vocabulary, then as many with three tokens of it, and so on; 0: always all."""
     trace: bool = False
     """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
     device: str = "cpu"
@@ -100,18 +100,18 @@ class Options:
     """Its model is built without memory."""
     dtype: str = "float32"
     """Of the model's parameters."""
-    whole: dict[int, str] = field(default_factory=dict)
-    """By the steps that are taken, the name of a folder to which it writes the whole model then."""
+    full: dict[int, str] = field(default_factory=dict)
+    """By the steps that are taken, the name of a folder to which it then writes the complete model."""
     bucket_bytes: int | None = None
-    """Of gradients that are summed together beside backward, instead of the session's own; 0: none are."""
+    """Of gradients that are summed together during backward, instead of the session's own; 0: none are."""
     free_bytes: int | None = None
     """Memory that its host has left, instead of what the system says."""
     waits_for_disk: bool = True
     """Whether no checkpoint is late: it waits before each step until one that is under way is written."""
     lineage: bool = False
-    """Records what `support.lineage` needs to tell which steps each expert has seen."""
+    """Records what `support.lineage` needs to know which steps each expert has seen."""
     states: bool = False
-    """Records what `support.states` tells of the copies with which replicas begin."""
+    """Records what `support.states` knows of the copies with which replicas begin."""
     parts: int = 1
     """Parts of a share, whose gradients add up."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -264,7 +264,7 @@ class Recorder:
         return {"version": session.version, "digests": digests, "rates": rates, "consumed": consumed, **more}
 
     def _content(self, unit: str, data: torch.Tensor) -> int:
-        """Digest without what the optimizer counts for a whole layer: a recovery brings that up to date."""
+        """Digest without what the optimizer counts for all of a layer: a recovery brings that up to date."""
         for counted in self.session._state.catalog.by_name[unit].layer_scalars(data).values():
             counted.zero_()
         return digest(data.numpy())
@@ -308,7 +308,7 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
     def hook(self) -> None:
-        """Lets faults happen in threads beside training: where gradients are summed or sent, or optimizer state is."""
+        """Let faults happen in threads concurrent with training: sums and sends of gradients, or optimizer state."""
         assert self.session is not None
         self.session._membership.side_group.on_begin = lambda *_: self.fault("bucket", self.computing)
         if any(fault.point == "gradients" for fault in self._options.faults):
@@ -335,7 +335,7 @@ class Recorder:
         return self._flips
 
     def watch(self) -> None:
-        """The copies of this session's plan are there: what arrives for them is watched, if it will be flipped."""
+        """Watch what arrives for the copies of this session's plan, if it will be flipped."""
         if any(fault.where == "log" for fault in self._options.faults):
             self._flipper().watch()
 
@@ -376,9 +376,9 @@ def write_traces(options: Options, session: evermoe.Session, profiler: Profiler)
 
 
 def write_whole(options: Options, session: evermoe.Session, record: Recorder) -> None:
-    """Writes the whole model: what it gets as a file, the model's folder, and that of transformers."""
-    place = Path(options.folder) / options.whole[session.step]
-    before, session.group.on_begin = session.group.on_begin, lambda name, _: record.fault(f"whole {name}", session.step)
+    """Write the complete model: what it gets as a file, the model's folder, and that of transformers."""
+    place = Path(options.folder) / options.full[session.step]
+    before, session.group.on_begin = session.group.on_begin, lambda name, _: record.fault(f"full {name}", session.step)
     with session.evaluation():
         torch.save(weight_tensors(session.model), place.with_suffix(f".{session.group.rank}.held"))
         state = session.full_state_dict()
@@ -388,7 +388,7 @@ def write_whole(options: Options, session: evermoe.Session, record: Recorder) ->
             from evermoe.integrations.transformers import export  # takes seconds to import
 
             export(session, session.model.model, place.with_suffix(".hub"))  # type: ignore[arg-type]
-        record.write("whole", step=session.step)
+        record.write("full", step=session.step)
     session.group.on_begin = before
 
 
@@ -461,7 +461,7 @@ def _train(options: Options, record: Recorder) -> None:
                 compute(options, model, tokens, step.number)
                 record.fault("forward", step.number)
                 step.backward(poisoned(loss, model, options.poison.get(step.number)))
-        if step.committed and session.step in options.whole:
+        if step.committed and session.step in options.full:
             write_whole(options, session, record)
         time.sleep(options.late)
         pacing = session._protection.window_planner

@@ -70,7 +70,7 @@ class Asking:
 
 
 def messages(member="a"):
-    return Messages(member, Identity("job", "layout"), "http://there:1", None)
+    return Messages(member, Identity("job", "layout"), "http://elsewhere:1", None)
 
 
 class Job:
@@ -85,12 +85,12 @@ class Job:
         return self.ended.speaking(address, list(members))
 
     def told(self, members):
-        """What members of this job say that speak for themselves: of them all this one's door is known."""
+        """Return what the members of this job that speak for themselves say: they all know this one's port."""
         return [Told(each, "job", {"door": self.reach.address}) for each in members]
 
 
 def test_a_set_with_one_that_is_spoken_for_has_another_number(patient):
-    """Else a member that was wrongly taken for dead could believe that it was in it, and go on with what it has."""
+    """Else a member that was wrongly taken for dead could conclude that it was in it, and continue with what it has."""
     before = Asking(patient, "abc").answer()
     with Job().speaking(patient, "b", "abc"):
         after = Asking(patient, "ac").answer()
@@ -108,7 +108,7 @@ def test_a_set_with_one_that_is_spoken_for_has_another_number(patient):
 
 
 def judged(names, told="ac", group=""):
-    """What is wrong with a set, and whether it names "a", of which members `told` speak for themselves."""
+    """Return what is wrong with a set, and whether it names "a", whose members `told` speak for themselves."""
     said = messages()
     said.read(names.values(), is_established=True)
     members = [Told(each, "job", {}) for each in told]
@@ -141,7 +141,7 @@ def test_who_speaks_for_itself_is_not_spoken_for(patient):
     with job.speaking(patient, "b", "abc"):
         assert len(Asking(patient, "ac").answer().participants) == 4
     job.ended.check(1, job.told("abc"), "abc")
-    wait_until(nobody_speaks, "it is told no more")
+    wait_until(nobody_speaks, "it gets no more reports")
     job.reach.ended.clear()
     with job.speaking(patient, "", "ac"):
         # The Lighthouse takes the other name for alive as long as its limit: somebody has to answer for it here.
@@ -188,7 +188,7 @@ def test_one_that_lives_after_all_has_not_ended():
 
 
 def spoken(job, gone, members):
-    """Whether it speaks; there is no Lighthouse, so that it goes on while it asks."""
+    """Whether it speaks; there is no Lighthouse, so that it continues while it asks."""
     wait_until(nobody_speaks, "nobody speaks")
     with job.speaking("http://127.0.0.1:9", gone, members):
         return not nobody_speaks()
@@ -212,7 +212,7 @@ def test_where_there_is_doubt_nobody_speaks():
 
 
 def test_the_number_of_a_set_that_is_not_believed_is_noted_by_those_that_it_names():
-    """Or those that go on later take it for one in which others went on without them."""
+    """Or those that resume later take it for one in which others resumed without them."""
     said = messages()
     ended = EndedMembers("a", said, Reachability("a", Endpoint(LOOPBACK, LOOPBACK)))
     told = [Told(each, "job", {"door": "127.0.0.1:1"}) for each in "ac"]

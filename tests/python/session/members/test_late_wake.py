@@ -12,7 +12,7 @@ STOP = 5
 
 
 def contents(folders):
-    """What is in all files of folders, by path."""
+    """Return the contents of all files of folders, by path."""
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path): path.read_bytes() for path in files}
 

@@ -99,13 +99,13 @@ def script(folder, killed="none", step=0):
 
 
 def ended(process):
-    """What it printed, and its exit code."""
+    """Return its exit code, and what it printed."""
     said, _ = process.communicate(timeout=LIMIT)
     return process.returncode, said
 
 
 def told(folder):
-    """What each process that came to the end wrote, by its number."""
+    """Return what each process that came to the end wrote, by its number."""
     return {int(path.stem): json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))}
 
 
@@ -213,7 +213,7 @@ def test_pods_of_the_jobset_are_one_job(fork, lighthouse, tmp_path):
     assert [result["sizes"] for result in results.values()] == [[4] * launched.STEPS] * 4
 
 
-TELLS = """
+REPORTS = """
 import json, os, pathlib
 names = json.dumps({name: value for name, value in os.environ.items()})
 pathlib.Path("told-" + os.environ["LOCAL_RANK"]).write_text(names)
@@ -222,15 +222,15 @@ pathlib.Path("told-" + os.environ["LOCAL_RANK"]).write_text(names)
 
 @pytest.mark.long
 def test_evermoe_run_sets_what_torchrun_sets(start, tmp_path):
-    (tmp_path / "tells.py").write_text(TELLS)
+    (tmp_path / "reports.py").write_text(REPORTS)
     found = {}
     for launcher in ([*TORCHRUN, "--standalone", "--nproc-per-node"], evermoe_run(tmp_path, "--workers")):
-        code, said = ended(start([*launcher, "2", "tells.py"]))
+        code, said = ended(start([*launcher, "2", "reports.py"]))
         assert code == 0, said
         found[launcher[2]] = [json.loads((tmp_path / f"told-{number}").read_text()) for number in range(2)]
     own = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "ROLE_NAME"}
     left = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-    """How torchrun hears of an exception and what signals it takes; how NCCL ends a process, which no member may do."""
+    """torchrun learns of an exception and signals its processes; NCCL may end no member's process."""
     for number in range(2):
         theirs, ours = found["torch.distributed.run"][number], found["evermoe"][number]
         told = {name for name in theirs if name not in os.environ and name not in left}
@@ -246,13 +246,13 @@ def test_evermoe_run_sets_what_torchrun_sets(start, tmp_path):
 )
 @pytest.mark.few(1)
 def test_evermoe_run_on_several_machines_needs_a_lighthouse(start, tmp_path, variables):
-    (tmp_path / "tells.py").write_text(TELLS)
-    code, said = ended(start(evermoe_run(tmp_path, "tells.py"), variables))
+    (tmp_path / "reports.py").write_text(REPORTS)
+    code, said = ended(start(evermoe_run(tmp_path, "reports.py"), variables))
     assert code == 2
     assert "each would train a job of its own" in said
-    code, said = ended(start(evermoe_run(tmp_path, "--members", "1", "tells.py"), variables))
+    code, said = ended(start(evermoe_run(tmp_path, "--members", "1", "reports.py"), variables))
     assert code == 0, said
-    code, said = ended(start(evermoe_run(tmp_path, "tells.py"), {"TORCHFT_LIGHTHOUSE": "http://far:1", **variables}))
+    code, said = ended(start(evermoe_run(tmp_path, "reports.py"), {"TORCHFT_LIGHTHOUSE": "http://far:1", **variables}))
     assert code == 0, said
     told = json.loads((tmp_path / "told-0").read_text())
     assert (told["EVERMOE_LIGHTHOUSE"], told["MASTER_ADDR"]) == ("http://far:1", "far")

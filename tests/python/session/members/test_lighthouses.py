@@ -1,4 +1,4 @@
-"""Jobs with several Lighthouses: one may go, and no two halves of a job ever go on."""
+"""Jobs with several Lighthouses: one may go, and two halves of a job never both resume."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_majority_leaves_a_frozen_lighthouse(start_job, two):
 
 @pytest.mark.long
 def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, two):
-    """The first one is back without any memory: the newcomer must not begin a job of its own there."""
+    """The first one is back without any memory: the newcomer must not begin a job of its own."""
     two[0].stop()
     job = start_job(lighthouse=addresses(two), members=1, join_interval=1)
     job.open_gate(5)

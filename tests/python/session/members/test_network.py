@@ -16,7 +16,7 @@ GATE = 8
 WAITED = '{"event": "waited"}'
 HEARTBEAT_LIMIT = 2.0
 HANG_LIMIT = 60.0
-"""Far longer than any test here may take to go on: only missing answers are found within `HEARTBEAT_LIMIT`."""
+"""Far longer than any test here may take to resume: only missing answers are found within `HEARTBEAT_LIMIT`."""
 SLACK = 10.0
 """Seconds on top of it: 2 on this machine when it is idle, for a knock, the Lighthouse's limits and a recovery."""
 
@@ -53,7 +53,7 @@ def start_hosts(network, start_job):
 
 
 def check_all_go_on(workers, since, members):
-    """All of these have committed a step as so many members, in time."""
+    """All of these have committed a step as that number of members, in time."""
     for each in workers:
         committed = each.wait_for("commit", members=members)
         assert committed["time"] - since < HEARTBEAT_LIMIT + SLACK
@@ -149,7 +149,7 @@ def test_split_in_which_no_part_has_all_units(start_hosts):
 
 @pytest.mark.long
 def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
-    """All see the Lighthouse: one goes on alone, and the others join it again once the network is back."""
+    """All see the Lighthouse: one resumes alone, and the others join it again once the network is back."""
     hosts, job, workers = start_hosts("abc", copies=3)
     hosts.split("a", "b", "c")
     since = time.time()
@@ -164,7 +164,7 @@ def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
 
 @pytest.mark.long
 def test_member_that_is_reached_again_is_the_first_that_a_new_lighthouse_hears_of(start_hosts):
-    """Its question was on the way while the Lighthouse was away; the others are about to tell it of themselves."""
+    """Its question was on the way while the Lighthouse was away; the others are about to report to it."""
     hosts, job, workers = start_hosts("abc", copies=3)
     others, alone = [workers["a"], workers["b"]], workers["c"]
     hosts.split("ab", "c")

@@ -71,7 +71,7 @@ def test_what_comes_in_a_lost_members_place_gets_its_units_from_peers(start_job)
         "wanted": 3,
         "attempt": 1,
     }
-    assert calls(job.folder) == [call], "once in the whole job"
+    assert calls(job.folder) == [call], "once in the job"
     assert call.pid == min((a, c), key=lambda each: each.events("joined", generation=told["generation"])[0]["rank"]).pid
     assert [event["members"] for event in a.events("recovered")] == [3, 2, 3]
     arrived = d.events("recovered")[0]

@@ -10,7 +10,7 @@ from support.worker import Fault
 
 
 def start(job, faults, **options):
-    """Two trainers and a replica node, which is there from the first step on."""
+    """Two trainers and a replica node, which takes part from the first step on."""
     replica = job.start("y", *faults.get("y", []), session={"role": "replica"}, **options)
     replica.wait_for("phase", phase="agree")
     return [*job.start_all(faults, "ab", **options), replica]

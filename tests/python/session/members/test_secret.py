@@ -1,4 +1,4 @@
-"""Jobs with a secret: members that have it train, others are ignored, and are told why on their own side."""
+"""Jobs with a secret: members that have it train, others are ignored, and their own logs say why."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_worker_without_the_secret_is_ignored_and_told_why(start_job, secret):
     failed = outside.events("failed")[0]
     assert failed["error"] == "JoinTimeout"
     assert f"says to be of job '{job.name}', but {WHY[secret]}" in failed["message"]
-    assert outside.events("commit") == [], "it does not start the job anew, although it waits for one member alone"
+    assert outside.events("commit") == [], "it does not start the job again, although it waits for one member alone"
     last = workers[0].events("commit")[-1]["step"]
     workers[0].wait_for("commit", step=last + 20)
     for each in workers:

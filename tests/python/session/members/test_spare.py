@@ -91,7 +91,7 @@ def test_members_do_not_notice_spares_that_are_not_needed_or_die(start_job):
 
 @pytest.mark.long
 def test_a_spare_leaves_the_memory_that_trainers_of_its_node_need(start_job):
-    """Its node has room for what the trainers have there, but not for a spare's, too: it says so, and takes a place."""
+    """Its node has room for the trainers' memory, but not for a spare's, too: it says so, and takes a place."""
     job = start_job(2)
     job.open_gate(HELD)
     a, b = job.start_all({"b": [Fault("forward", 17)]}, "ab", gated=True, steps=STEPS)

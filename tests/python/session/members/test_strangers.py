@@ -1,4 +1,4 @@
-"""Whatever strangers tell the Lighthouse, members warn once and go on; one of another protocol is told so by name."""
+"""Whatever strangers send to the Lighthouse, members warn once and continue; another protocol is named."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.history import check_history
 from support.messages import told
 
 HALF = {"layout": "5e", "options": {}, "arithmetic": "", "job": "other", "standing": {}}
-"""Some of the fields that members tell."""
+"""Some of the fields that members send."""
 
 
-def tell(job, sender, data, until):
+def send(job, sender, data, until):
     """Asks the Lighthouse as a member does, until it shall no more."""
     client = torchft().coordination.LighthouseClient(job.address, timedelta(seconds=5))
     while not until.is_set():
@@ -31,12 +31,12 @@ def tell(job, sender, data, until):
 
 @pytest.fixture
 def stranger(start_job):
-    """`stranger(job, id, data)` tells a job's Lighthouse something until the test, or `until`, is over."""
+    """`stranger(job, id, data)` sends something to a job's Lighthouse until the test, or `until`, is over."""
     threads = []
 
     def start(job, sender, data, until=None):
         until = until or threading.Event()
-        thread = threading.Thread(target=tell, args=(job, sender, data, until), daemon=True)
+        thread = threading.Thread(target=send, args=(job, sender, data, until), daemon=True)
         thread.start()
         threads.append((thread, until))
 

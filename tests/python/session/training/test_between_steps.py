@@ -17,7 +17,7 @@ STEPS = 5
 
 @functools.cache
 def expected():
-    """What one process finds after each step."""
+    """Return what one process finds after each step."""
     model, data = worker.make_model(""), worker.dataset()
     session = evermoe.Session(model, worker.make_optimizer("adamw", model), ElasticSampler(worker.SAMPLES, 12))
     found = {}
@@ -206,6 +206,6 @@ def test_member_that_joins_takes_part_in_gathering_the_complete_model(start_job)
     model = worker.make_model("")
     saved = [each.events("saved")[-1]["tensors"] for each in (workers[0], workers[2])]
     assert saved == [len(model.state_dict())] * 2
-    folder = job.folder / "whole"
+    folder = job.folder / "complete"
     tensors = [key for file in folder.glob("*.safetensors") for key in load_file(file)]
     assert sorted(tensors) == sorted(model.state_dict())

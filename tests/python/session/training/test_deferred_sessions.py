@@ -36,7 +36,7 @@ def test_first_values_are_the_same_on_any_number_of_ranks_and_survive_a_kill(sta
 
 @pytest.mark.parametrize("point", ["phase fetch", "phase verify", "copy", "confirm"])
 def test_a_death_while_the_job_begins_loses_no_first_values(start_job, point):
-    """Units that only the dead member had made are made anew."""
+    """Units that only the dead member had made are made again."""
     step, job = None if point.startswith("phase") else 0, start_job(slots=2)
     workers = job.start_all({"b": [Fault(point, step)]}, deferred=True)
     assert workers[1].join() == -9

@@ -1,4 +1,4 @@
-"""With dense="sharded" gradients are summed at their owners beside backward: the same bits, and deaths meanwhile."""
+"""With dense="sharded" owners sum gradients concurrently with backward: the same bits, and deaths meanwhile."""
 
 from datetime import timedelta
 

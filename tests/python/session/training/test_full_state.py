@@ -1,4 +1,4 @@
-"""The whole model from a session: keys and bits of a model that holds all experts, and never half of a folder."""
+"""The complete model from a session: keys and bits of a model that holds all experts, and never half of a folder."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "session", "options"), CASES)
 def test_three_workers_then_two_give_what_they_hold_together(start_job, tmp_path, name, session, options):
     job = start_job(3, checkpoint_dir=str(tmp_path / "checkpoints"), **session)
-    options = {"model": name, "steps": 6, "whole": {4: "four", 6: "six"}} | options
+    options = {"model": name, "steps": 6, "full": {4: "four", 6: "six"}} | options
     workers = job.start_all({"c": [Fault("reduce", 4)]}, **options)
     assert [each.join(80) for each in workers] == [0, 0, -9]
     check_history(workers)
@@ -74,16 +74,16 @@ def test_three_workers_then_two_give_what_they_hold_together(start_job, tmp_path
 def test_member_that_dies_leaves_no_half_folder_and_the_call_can_be_repeated(start_job, victim):
     """In the middle of the experts: rank 0, which writes, or one that sends."""
     job = start_job(3, **FEWEST)
-    fault = Fault("whole exchange", 2, nth=3)
+    fault = Fault("full exchange", 2, nth=3)
     survivors = [name for name in "abc" if name != victim]
-    workers = job.start_all({victim: [fault]}, steps=4, whole={2: "whole", 3: "whole"})
+    workers = job.start_all({victim: [fault]}, steps=4, full={2: "full", 3: "full"})
     exits = {each.name: each.join() for each in workers}
     assert exits == {victim: -9} | dict.fromkeys(survivors, 0)
     check_history(workers)
     for each in workers:
-        assert [event["step"] for event in each.events("whole")] == ([] if each.name == victim else [3])
-    (state,) = filter(None, (torch.load(path) for path in sorted(job.folder.glob("whole.*.pt"))))
-    same({key: read(job.folder / "whole")[key] for key in state}, state)
+        assert [event["step"] for event in each.events("full")] == ([] if each.name == victim else [3])
+    (state,) = filter(None, (torch.load(path) for path in sorted(job.folder.glob("full.*.pt"))))
+    same({key: read(job.folder / "full")[key] for key in state}, state)
     assert state.keys() == make_model("").state_dict().keys()
 
 
@@ -116,8 +116,8 @@ def alone(model, visit, path):
 
 def test_tied_weights_files_of_a_size_and_folders_that_are_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_folder, "SHARD_BYTES", 500)
-    model, folder = Tied(), tmp_path / "whole"
-    (tmp_path / "whole.writing-dead").mkdir()
+    model, folder = Tied(), tmp_path / "full"
+    (tmp_path / "full.writing-dead").mkdir()
 
     def visit(session):
         expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -134,7 +134,7 @@ def test_tied_weights_files_of_a_size_and_folders_that_are_taken(tmp_path, monke
             session.full_state_dict(folder)
         (tmp_path / "file").touch()
         with pytest.raises(PersistFailed, match="rank 0: "):
-            session.full_state_dict(tmp_path / "file" / "whole")
+            session.full_state_dict(tmp_path / "file" / "full")
 
     alone(model, visit, tmp_path)
 

@@ -13,7 +13,7 @@ STEPS = 12
 
 
 def plain_losses(optimizer):
-    """Of the same steps in one process without a session, on the whole batches."""
+    """Of the same steps in one process without a session, on the complete batches."""
     import evermoe
 
     model, data = worker.Model().bfloat16(), worker.dataset()

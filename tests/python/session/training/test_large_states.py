@@ -119,7 +119,7 @@ def test_a_state_is_left_out_where_it_is_large_and_returns_in_the_next_epoch(cap
 
 
 def test_a_state_of_any_size_leaves_room_for_results_of_a_step():
-    """Beside a loader's state at the border between what is kept and what is left out."""
+    """With a loader's state at the border between what is kept and what is left out."""
     for nbytes in range(15_900, 16_400, 10):
         loader = ElasticLoader(Ready(nbytes))
         take(loader, 3)

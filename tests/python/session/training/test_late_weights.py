@@ -1,4 +1,4 @@
-"""With overlap_param_gather weights come beside the next forward: each module waits for its own, and no bit differs."""
+"""With overlap_param_gather weights arrive during the next forward: modules wait for their own; no bit differs."""
 
 import copy
 from datetime import timedelta
@@ -46,7 +46,7 @@ class Held:
 
 
 def used(group, folder, way):
-    """What rank 1 reads of two layers of rank 0: of the first while the second has not been sent, and then of that."""
+    """Return what rank 1 reads of two layers of rank 0: the first before the second has been sent, then the second."""
     store = dist.FileStore(f"{folder}/events", group.size)
     late_weights.BUCKET_BYTES = NBYTES
     late_weights.send_from_owners = Held(store) if group.rank == 0 else send_from_owners
@@ -81,7 +81,7 @@ def test_a_module_waits_for_its_own_weights_and_no_others(tmp_path, way):
 
 
 def swapped(group, folder):
-    """What another rank gets while the owner's script has put averages in the weights' place."""
+    """Return what another rank gets while the owner's script has put averages in the weights' place."""
     store = dist.FileStore(f"{folder}/events", group.size)
     late_weights.send_from_owners = Held(store) if group.rank == 0 else send_from_owners
     late_weights.BUCKET_BYTES = NBYTES
@@ -140,7 +140,7 @@ def test_a_model_can_be_copied_and_saved(tmp_path):
 
 
 def lost(group, folder):
-    """What a module says that waits for weights of a member that is gone."""
+    """Return the error of a module that waits for weights of a member that is gone."""
     late = LateWeights(side_group(group, folder), group)
     model = nn.Linear(8, 8)
     late.attach(model)

@@ -48,7 +48,7 @@ def reference(steps=10, batch_size=12, optimizer="adamw", schedule=None, max_gra
     return found, rates
 
 
-@pytest.mark.parametrize("faults", [{}, {"b": [Fault("copy", 5)]}], ids=["whole", "killed"])
+@pytest.mark.parametrize("faults", [{}, {"b": [Fault("copy", 5)]}], ids=["undisturbed", "killed"])
 @pytest.mark.parametrize(("optimizer", "norm"), [("adamw", None), ("sgd", 0.3)])
 def test_losses_are_those_of_one_process(start_job, optimizer, norm, faults):
     job = start_job(max_grad_norm=norm)
@@ -213,7 +213,7 @@ def test_lighthouse_away_for_a_while_stops_nobody(start_job):
 
 @pytest.mark.long
 def test_script_run_by_a_new_interpreter(start_job):
-    """What users run: the interpreter ends without hanging on a thread, and prints nothing it should not."""
+    """A user's script: the interpreter ends without hanging on a thread, and prints nothing it should not."""
     job = start_job(2)
     command = [sys.executable, worker.__file__]
     running = []

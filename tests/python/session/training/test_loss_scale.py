@@ -1,4 +1,4 @@
-"""The loss scale follows torch's own scaler, and goes on where its state was taken."""
+"""The loss scale follows torch's own scaler, and continues where its state was taken."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def test_all_members_skip_the_update_and_replicas_do_so_too(start_job, options):
         assert [event["step"] for event in each.events("update")][:6] == [0, 1, 2, 3, 4, 6]
         before, after = (each.events("copy", after="update", step=step)[0]["digests"] for step in (5, 6))
         changed = {unit for unit in before if before[unit] != after[unit]}
-        assert changed == {"session"}, "the sampler goes on, and the model stays"
+        assert changed == {"session"}, "the sampler moves on, and the model stays"
     for survivor in (workers[0], workers[2]):
         recovered = check_recovered(workers, survivor)
         assert recovered["steps_lost"] == 0

@@ -47,7 +47,7 @@ def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
 @pytest.mark.parametrize("memory", ["gpu", "auto"])
 @pytest.mark.parametrize("preset", ["auto", "gemini", "baft"])
 def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, cuda, preset, memory):
-    """Training goes on at once, and what arrives is compared with the state as it was."""
+    """Training continues at once, and what arrives is compared with the state as it was."""
     job = start_job(3, preset=preset, snapshot_memory=memory, hang_timeout=30.0, **FEWEST)
     workers = job.start_all({"b": [Fault("forward", 6)]}, device=cuda.type, optimizer="evermoe", steps=10)
     assert workers[1].join(SLOW) == -9

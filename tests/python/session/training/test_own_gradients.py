@@ -80,7 +80,7 @@ def test_the_norm_of_the_latest_step_is_known_after_a_resume(tmp_path):
 
 
 def test_the_norm_is_clipped_after_the_script_has_changed_gradients(tmp_path):
-    """What the script is given is divided by the loss scale; the reported norm is the one before."""
+    """The script gets gradients divided by the loss scale; the reported norm is that of the gradients it got."""
     norms = []
 
     def doubled(gradients):

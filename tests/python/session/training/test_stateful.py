@@ -16,7 +16,7 @@ DIES_IN, MANY = 4, 100_000
 
 
 class Notes:
-    """What a script counts between its steps."""
+    """Counts of a script between its steps."""
 
     def __init__(self):
         self.notes, self.joined_at = 0, None
@@ -73,8 +73,8 @@ def start(tmp_path):
 
 
 def events(folder, node):
-    whole, _, _ = (folder / f"{node}.jsonl").read_text().rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    complete, _, _ = (folder / f"{node}.jsonl").read_text().rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def test_changes_between_steps_survive_a_loss_a_join_and_a_restart(start, start_job, tmp_path):

@@ -22,7 +22,7 @@ def forward(layer):
 def interrupted(group, folder, forwards, attempts):
     """Rank 0 ends its step after two forwards; the other runs as many or one more, then its peer is gone.
 
-    They agree anew, in the group that the layer uses, before they compare what they have begun.
+    They agree again, in the group that the layer uses, before they compare what they have begun.
     """
     training, _ = members(group, folder, LIMIT.total_seconds())
     layer = Experts(Expert(4, 4), 2)
@@ -40,7 +40,7 @@ def interrupted(group, folder, forwards, attempts):
     training.drop("a test")
     with pytest.raises(PeerLost):  # as an evaluation after a step that was not committed
         forward(layer)
-    training.rebuild(FileStore(f"{folder}/anew", group.size), group.rank, group.size, torch.device("cpu"), LIMIT)
+    training.rebuild(FileStore(f"{folder}/again", group.size), group.rank, group.size, torch.device("cpu"), LIMIT)
     training.all_reduce(torch.ones(1))
     try:
         calls.check(training)
