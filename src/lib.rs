@@ -1,53 +1,83 @@
-//! evermoe: train Mixture-of-Experts models on machines that fail.
+//! Train Mixture-of-Experts models on machines that fail: the planners, the arithmetic and the storage behind it.
 //!
-//! ```text
-//! training:  tokens ─ dispatch ─ experts ─ combine ─ loss ─ backward ─ reduce ─ vote ─ update ─ copy ─┐
-//! failure:   agree on the members ─ survey what survives ─ plan ─ fetch ─ verify ─ resume  ◄───────────┘
+//! The Python package `evermoe` is a face of this crate, and the crate is a library of its own. It needs neither Python nor a
+//! GPU nor libtorch to build or to run. Use it to
+//!
+//! - **plan**: place the replicas of experts, arrange copies of the state, fill idle network windows, recover, simulate a job;
+//! - **dispatch**: count, order, move and combine tokens on the CPU, with the same bits as the CUDA kernels;
+//! - **repeat** an optimizer's step elsewhere from its gradient, bit for bit;
+//! - **store**: snapshots in shared memory, files past the page cache, objects in S3, GCS and Azure.
+//!
+//! # Example
+//!
+//! `cargo run --example plan_dispatch_replay --no-default-features`:
+//!
+//! ```
+#![doc = include_str!("../examples/plan_dispatch_replay.rs")]
 //! ```
 //!
-//! | module | what |
-//! |---|---|
-//! | [`error`] | the one public error type, by what the caller can do |
-//! | [`secret`] | pure: tags by which members of a job know each other |
-//! | [`random`] | pure: reproducible random numbers |
-//! | [`dispatch`] | pure: counts and replicas → which rank sends which tokens where |
-//! | [`placement`] | pure: load → replicas → which rank holds which expert; the holders of copies |
-//! | [`persist`] | pure: which version is written, persisted and recovered from; which durable versions stay |
-//! | [`protection`] | pure: units, nodes and idle windows → how each unit is protected, on which nodes |
-//! | [`protocol`] | pure: the commit protocol of one member as a state machine: events in, commands out |
-//! | [`recovery`] | pure: what survives → target version and transfers |
-//! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
-//! | [`selection`] | pure: tokens at risk → which experts to copy now; which rank saves which part of the rest |
-//! | [`simulate`] | pure: a job on a cluster that fails, run by the planners and the protocol in simulated time |
-//! | [`beside`] | threads beside training, which give way to its own |
-//! | [`reach`] | whether members can be reached: a port of each that answers, and who asks |
-//! | [`transport`] | messages between members beside their collectives: from memory to memory, in threads of their own |
-//! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
-//! | [`durable`] | files that are on disk when the call returns: past the page cache, by several threads |
-//! | `store` | objects in S3, GCS, Azure and behind HTTP: create-only writes, parts, retries |
-//! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
-//! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
-//! | `cuda` | the kernels of `kernels/` through the driver API, loaded at run time |
-//! | [`torch`] | the stable C ABI of libtorch and the ops registered through it |
-//! | `python` | the extension module: convert, release the GIL, call; no decisions |
+//! # Modules
 //!
-//! Imports point one way: `error ← planners, reach and cpu ← replay, snapshot, cuda, torch ← python`; of the planners `placement`
-//! uses `dispatch`, `schedule` uses `placement`, and `protection` uses both of these.
+//! Planners are pure: plain data in, a plan and its typed reason out. They read no clock and no file, and draw no random numbers
+//! but those of a seed. Every member of a job computes the same plan from the same data, so that no plan has to be sent.
+//!
+//! | planner | purpose |
+//! |---|---|
+//! | [`dispatch`] | counts of tokens and replicas → which rank sends how many tokens to whom |
+//! | [`placement`] | load → replicas → which node holds which expert; holders of copies; probability of survival |
+//! | [`protection`] | units, nodes and idle windows → how each unit is protected, and on which nodes |
+//! | [`schedule`] | spans of a profile → idle windows → which chunk travels in which window |
+//! | [`selection`] | tokens at risk → which experts to copy now; which rank saves which part of the rest |
+//! | [`recovery`] | what survives → target version and transfers |
+//! | [`persist`] | which saved version may be overwritten, and which must stay; manifests of checkpoints |
+//! | [`protocol`] | the commit protocol of one member as a state machine: events in, commands out |
+//! | [`replay`] | a step as a record, and the log of records that a replica repeats |
+//! | [`simulate`] | a job on a cluster that fails, run by the planners and the protocol in simulated time |
+//!
+//! Executors do what a plan says.
+//!
+//! | executor | purpose |
+//! |---|---|
+//! | [`cpu`] | the ops on slices: the CPU backend, and the oracle of the CUDA kernels |
+//! | `cuda` | the kernels of `kernels/` through the driver API, which is loaded at run time (feature `cuda`) |
+//! | [`torch`] | the ops, registered through libtorch's stable C ABI in a process that has loaded torch |
+//! | [`snapshot`] | arenas in shared memory that outlive a crash of the process, and the thread that captures into them |
+//! | [`durable`] | files that are on disk when the call returns, written past the page cache by several threads |
+//! | `store` | objects in S3, GCS, Azure and behind HTTP (feature `object-store`) |
+//! | [`reach`] | probes by which members learn whether others can be reached |
+//! | [`transport`] | messages from memory to memory over TCP or UCX, outside the collectives |
+//! | [`secret`] | tags by which the members of a job know each other |
+//!
+//! # Features
+//!
+//! | feature | adds |
+//! |---|---|
+//! | `cuda` (default) | `cuda`, and the kernels if the build finds an nvcc; no toolkit or driver is needed to build |
+//! | `object-store` | `store` |
+//! | `ucx` | messages by UCX, whose library is loaded at run time |
+//! | `python` | the extension module `evermoe._native`, which maturin builds |
+//!
+//! # Errors
+//!
+//! Functions return [`Error`], whose variants say what the caller can do. A function panics only on slices whose lengths do not
+//! match, and says so.
 
-pub mod beside;
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+mod beside;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dispatch;
 pub mod durable;
-pub mod error;
+mod error;
 pub mod persist;
 pub mod placement;
 pub mod protection;
 pub mod protocol;
 #[cfg(feature = "python")]
 mod python;
-pub mod random;
+mod random;
 pub mod reach;
 pub mod recovery;
 pub mod replay;
@@ -60,3 +90,6 @@ pub mod snapshot;
 pub mod store;
 pub mod torch;
 pub mod transport;
+
+pub(crate) use error::ensure;
+pub use error::{Error, Result};

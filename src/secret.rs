@@ -34,7 +34,7 @@ impl Secret {
         );
         Hmac::new_from_slice(text.as_bytes())
             .map(Self)
-            .map_err(|error| Error::Runtime(format!("EVERMOE_SECRET: {error}")))
+            .map_err(|error| Error::Internal(format!("EVERMOE_SECRET: {error}")))
     }
 
     /// HMAC-SHA-256 of some parts, for one purpose: tags of different purposes or parts differ.
@@ -46,7 +46,7 @@ impl Secret {
     /// assert!(secret.is_tag(&tag, "answer", &[b"ab", b"c"]));
     /// assert!(!secret.is_tag(&tag, "answer", &[b"a", b"bc"]) && !secret.is_tag(&tag, "knock", &[b"ab", b"c"]));
     /// assert!(!other.is_tag(&tag, "answer", &[b"ab", b"c"]));
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     #[must_use]
     pub fn tag(&self, purpose: &str, parts: &[&[u8]]) -> [u8; TAG_BYTES] {

@@ -1,6 +1,6 @@
 //! Arenas through the Rust face, without Python.
 
-use evermoe::error::Error;
+use evermoe::Error;
 use evermoe::snapshot::{Arena, digest};
 
 fn units() -> Vec<(String, usize)> {
@@ -80,7 +80,7 @@ fn a_buffer_of_another_version_than_it_is_said_to_be_is_not_there() {
     late(&arena);
     let error = arena.commit_received(0).unwrap_err();
     assert!(
-        matches!(&error, Error::Corrupt(why) if why.contains("expected version 6, received 5")),
+        matches!(&error, Error::Corrupt { problem, .. } if problem.contains("expected version 6, received 5")),
         "{error}"
     );
     assert_eq!(arena.versions(), [(1, 5)]);
@@ -97,7 +97,7 @@ fn what_is_no_file_is_no_arena() {
     std::fs::create_dir(&inner).unwrap();
     let _bound = std::os::unix::net::UnixListener::bind(&socket).unwrap();
     for path in [link, inner, socket] {
-        assert!(matches!(Arena::open(&path), Err(Error::Corrupt(_))), "{}", path.display());
+        assert!(matches!(Arena::open(&path), Err(Error::Corrupt { .. })), "{}", path.display());
     }
 }
 

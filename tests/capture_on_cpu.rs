@@ -139,7 +139,7 @@ impl Tokens {
     ///
     /// # Safety
     /// `self` stays until the stream has passed them.
-    unsafe fn launch(&mut self, launcher: &Launcher) -> evermoe::error::Result<()> {
+    unsafe fn launch(&mut self, launcher: &Launcher) -> evermoe::Result<()> {
         let layer = cuda::LayerIds { ids: at(&self.ids), wide_ids: false, num_slots: SLOTS };
         let plan = cuda::Plan {
             ids: at(&self.ids),

@@ -170,7 +170,7 @@ fn what_does_not_fit_is_refused() {
     assert!(ChunkLayout::new(&[isize::MAX as usize - 4096], 4096).is_err());
     let layout = ChunkLayout::new(&[10], 4096).unwrap();
     let (mut chunks, mut hashes) = (vec![0; 4096], vec![0; 1]);
-    let told = |result: evermoe::error::Result<()>| result.unwrap_err().to_string();
+    let told = |result: evermoe::Result<()>| result.unwrap_err().to_string();
     assert!(
         told(pack_chunks(&layout, 0, &[&[0; 9]], &mut chunks, &mut hashes, &Serial))
             .contains("sizes of the layout")

@@ -6,9 +6,9 @@
 use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM, finish};
+use evermoe::Result;
 use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
 use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, HostMemory, Launcher, PinnedBuffer, Span, Staging};
-use evermoe::error::Result;
 use evermoe::snapshot::{Arena, CopyEngine, Fetch, Lane, Part, Run, digest, digests_fetched};
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! The copying thread with real threads around it: what it publishes is whole, what is cancelled stays invisible.
 
-use evermoe::error::Error;
+use evermoe::Error;
 use evermoe::snapshot::{Arena, Capture, CaptureState, CopyEngine, Run, digest};
 use std::any::Any;
 use std::path::Path;
@@ -141,7 +141,7 @@ fn train(engine: &CopyEngine, path: &Path, seed: u64) -> [usize; 2] {
             CaptureState::Cancelled => {
                 assert!(cancels);
                 let refused = capture.wait(Some(0), None);
-                assert!(matches!(refused, Err(Error::Cancelled(_))), "{refused:?}");
+                assert!(matches!(refused, Err(Error::Cancelled { .. })), "{refused:?}");
                 assert_eq!(
                     versions.first(),
                     newest.as_ref(),
@@ -277,7 +277,7 @@ fn wrong_sources_begin_nothing() {
     runs[0][0].bytes = 99;
     // SAFETY: the sources are left alone.
     let refused = unsafe { engine.capture(&arena, 3, &runs, Box::new(())) }.unwrap_err();
-    assert!(matches!(&refused, Error::Invalid(_)) && refused.to_string().contains("unit 0"), "{refused}");
+    assert!(matches!(&refused, Error::Invalid { .. }) && refused.to_string().contains("unit 0"), "{refused}");
     assert_eq!(arena.versions(), [(1, 2), (0, 1)]);
     assert!(CopyEngine::new(0).is_err());
 }
@@ -304,7 +304,7 @@ fn sources_are_fetched_before_they_are_read() {
         let fetch = move |_: *mut u8| {
             let more = fetched..fetched + 2500;
             if more.end > limit {
-                return Err(Error::Runtime(format!("{limit} bytes and no more")));
+                return Err(Error::Internal(format!("{limit} bytes and no more")));
             }
             more.clone().for_each(|place| staged[place].store(from[place], Ordering::Relaxed));
             // What was there before has been copied.

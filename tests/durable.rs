@@ -1,7 +1,7 @@
 //! Files that are written past the page cache, through the Rust face.
 
+use evermoe::Error;
 use evermoe::durable::{Content, write, write_hashed};
-use evermoe::error::Error;
 use evermoe::snapshot::digest;
 use std::fs;
 use std::path::Path;

@@ -9,8 +9,8 @@ use cudarc::driver::sys::{self, CUresult};
 use driver::{Driver, EARLY, LATE, RANDOM};
 use evermoe::cpu::ChunkLayout;
 use evermoe::cuda::{ChunkCopier, Fetcher, HostMemory, LayerIds, PinnedBuffer, Staging};
-use evermoe::error::{Error, Result};
 use evermoe::snapshot::{Arena, CopyEngine, Lane, Part, Run, digest, digests_fetched};
+use evermoe::{Error, Result};
 use std::sync::Arc;
 
 #[path = "emulator/driver.rs"]
@@ -50,7 +50,17 @@ fn is_illegal_address<T: std::fmt::Debug>(result: std::result::Result<T, DriverE
 
 /// That evermoe says what the driver said; a capture is cancelled for it.
 fn is_typed<T: std::fmt::Debug>(result: Result<T>) -> bool {
-    matches!(&result, Err(Error::Runtime(why) | Error::Cancelled(why)) if why.contains("CUDA_ERROR_ILLEGAL_ADDRESS"))
+    match &result {
+        Err(error @ Error::Cuda { code, .. }) => {
+            *code == Some(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS as u32) && names_illegal_address(error)
+        }
+        Err(error @ Error::Cancelled { .. }) => names_illegal_address(error),
+        _ => false,
+    }
+}
+
+fn names_illegal_address(error: &Error) -> bool {
+    error.to_string().contains("CUDA_ERROR_ILLEGAL_ADDRESS")
 }
 
 /// A program that looks at results although a wait has failed finds stale ones; the other device knows nothing of it.
@@ -160,7 +170,7 @@ fn a_page_lock_is_refused(driver: &Driver) {
     let mut whole = (std::ptr::null_mut(), 0);
     let refused = arena.page_lock(|start, len| {
         whole = (start, len);
-        Err(Error::Runtime("not now".into()))
+        Err(Error::Internal("not now".into()))
     });
     assert!(refused.is_err() && !arena.is_page_locked());
     // SAFETY: a part of the arena's mapping, which lives longer.
@@ -254,7 +264,7 @@ fn nothing_is_read_after_a_refusal(driver: &Driver, launch: i32) {
     let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast()).unwrap() };
     driver.refuse_launch(launch);
     let failed = (0..SIZES.len() * 9).find_map(|_| fetcher.fetch().err());
-    assert!(matches!(failed, Some(Error::Runtime(_))));
+    assert!(matches!(failed, Some(Error::Cuda { .. })));
     assert!(driver.is_idle(), "on its way after the end, launch {launch}");
     tensors.tensors.iter_mut().for_each(|tensor| tensor.fill(0xcc));
     let chunks = launch as usize - 1;

@@ -1,7 +1,7 @@
 //! Simulated jobs: what must hold for all of them, a case with a closed form, and that the planners decide.
 
+use evermoe::Result;
 use evermoe::dispatch;
-use evermoe::error::Result;
 use evermoe::placement::{self, Placement, Policy};
 use evermoe::protection::Copying;
 use evermoe::schedule;
@@ -485,7 +485,7 @@ fn progress_grows_and_its_error_ends_the_simulation() {
     })
     .unwrap();
     assert!(told.is_sorted() && told.len() > 5 && told.iter().all(|part| (0.0..=1.0).contains(part)));
-    let stop = || Err(evermoe::error::Error::Cancelled("enough".into()));
+    let stop = || Err(evermoe::Error::cancelled("the simulation", "enough"));
     let error = simulate(&scenario(), &auto(), 1, &Product, &mut |_| stop()).unwrap_err();
-    assert_eq!(error.to_string(), "enough");
+    assert_eq!(error.to_string(), "the simulation was cancelled: enough");
 }

@@ -1,6 +1,6 @@
 //! The triple buffer, checked in every state that writer, persister, store, crashes and rewinds can reach.
 
-use evermoe::error::Result;
+use evermoe::Result;
 use evermoe::persist::{Event, Slot, TripleBuffer};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 

@@ -89,11 +89,11 @@ impl AdamWStep {
     /// let options = AdamWOptions { lr: 0.5, betas: [0.5, 0.75], eps: 0.25, weight_decay: 0.5, maximize: true };
     /// let step = AdamWStep::new(&options, 1, 8.0, 0.5)?;
     /// assert_eq!(step.to_array(), [0.0, 8.0, -0.5, 0.75, 0.5, 0.25, 0.75, 1.0, 0.5, 0.25]);
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] when a number is out of its range; it names it.
+    /// [`crate::Error::Invalid`] when a number is out of its range; it names it.
     pub fn new(options: &AdamWOptions, t: i64, loss_scale: f64, clip: f64) -> Result<Self> {
         Self::with_arithmetic(Arithmetic::Evermoe, options, t, None, loss_scale, clip)
     }
@@ -107,7 +107,7 @@ impl AdamWStep {
     /// let options = AdamWOptions { lr: 0.5, betas: [0.5, 0.75], eps: 0.25, weight_decay: 0.5, maximize: false };
     /// let step = AdamWStep::with_arithmetic(Arithmetic::TorchCudaFused, &options, 1, Some([0.5, 0.75]), 1.0, 1.0)?;
     /// assert_eq!(step.to_array(), [2.0, 1.0, 1.0, -0.25, 0.5, 0.25, 0.75, 1.0, 0.5, 0.25]);
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     ///
     /// # Errors
@@ -144,10 +144,10 @@ impl AdamWStep {
         };
         match (arithmetic, powers) {
             (Arithmetic::TorchCudaFused, Some(powers)) => step.with_powers(options, powers),
-            (Arithmetic::TorchCudaFused, None) => Err(Error::Invalid(
-                "powers: expected beta1**t and beta2**t in float32 from the trainer's GPU, got None".into(),
+            (Arithmetic::TorchCudaFused, None) => Err(Error::invalid(
+                "powers: expected beta1**t and beta2**t in float32 from the trainer's GPU, got None",
             )),
-            (_, Some(_)) => Err(Error::Invalid(format!(
+            (_, Some(_)) => Err(Error::invalid(format!(
                 "powers: expected None, as arithmetic {} computes them in double",
                 arithmetic.name()
             ))),
@@ -208,7 +208,7 @@ impl AdamWStep {
     /// The step of these numbers, in the order of the fields.
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] when the first one is not the number of an arithmetic.
+    /// [`crate::Error::Invalid`] when the first one is not the number of an arithmetic.
     pub fn from_array(numbers: [f32; Self::LEN]) -> Result<Self> {
         let [
             arithmetic,
@@ -251,7 +251,7 @@ impl AdamWStep {
 /// let (mut p, mut m, mut v) = ([4.0], [0.0], [0.0]);
 /// adamw(&mut p, &mut m, &mut v, &[(step, Gradient::F32(&[2.0]))], &Serial);
 /// assert_eq!((p, m, v), ([4.0 * 0.75 - 1.0 * 1.0 / (1.0 / 0.5)], [1.0], [1.0]));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Panics

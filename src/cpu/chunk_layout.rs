@@ -60,7 +60,7 @@ impl ChunkLayout {
             let next = next
                 .filter(|next| next.checked_add(chunk_bytes).is_some_and(|all| all <= isize::MAX as usize));
             let Some(next) = next else {
-                return Err(crate::error::Error::Invalid(format!(
+                return Err(crate::error::Error::invalid(format!(
                     "sizes: expected tensors that fit into memory, got {bytes} bytes for tensor {index}"
                 )));
             };

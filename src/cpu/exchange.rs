@@ -27,7 +27,7 @@ struct Segment {
 /// Example: `counts = [[1, 2], [3, 0]]`, rows `a | b c || d e f |` give `a d e f | b c`; the inverse gives them back.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for a negative count, and for counts that do not add up to the rows.
+/// [`Error::Invalid`](crate::Error::Invalid) for a negative count, and for counts that do not add up to the rows.
 pub fn regroup(
     rows: &[u8],
     counts: &[i64],

@@ -155,7 +155,7 @@ fn count_into<I: Id>(ids: &[I], counts: &mut [u32], tables: &mut [[u32; TABLES]]
 fn out_of_range<I: Id>(ids: &[I], num_experts: usize) -> Error {
     let slot = ids.iter().position(|id| id.bin() > num_experts).unwrap_or(0);
     let value = ids[slot].number();
-    Error::Invalid(format!(
+    Error::invalid(format!(
         "ids[{slot}] (counted over the flattened ids) = {value} is out of range: expected -1 (unrouted) or an \
          expert below num_experts = {num_experts}"
     ))

@@ -49,7 +49,7 @@ struct Segments<'a> {
 /// rank 1 = slot 1 (expert 0), slot 4 (expert 1): `row_ids = [0, 2, 1, 4, -1]`, `positions = [0, 2, 1, -1, 3]`.
 ///
 /// # Errors
-/// [`crate::error::Error::Invalid`] when an id is out of range, or the counts of an expert are negative or do
+/// [`crate::Error::Invalid`] when an id is out of range, or the counts of an expert are negative or do
 /// not add up to the number of its slots; it names the id or the expert.
 ///
 /// # Panics
@@ -129,16 +129,16 @@ fn wrong_counts<I: Id>(ids: &[I], send_counts: &[i64], num_experts: usize, pool:
     for (expert, slots) in slots_of.into_iter().enumerate() {
         let counts = &send_counts[expert * num_ranks..][..num_ranks];
         if let Some(negative) = counts.iter().find(|&&count| count < 0) {
-            return Error::Invalid(format!("send_counts[{expert}] holds {negative}: expected 0 or more"));
+            return Error::invalid(format!("send_counts[{expert}] holds {negative}: expected 0 or more"));
         }
         let sum: i128 = counts.iter().map(|&count| i128::from(count)).sum();
         if sum != i128::from(slots) {
-            return Error::Invalid(format!(
+            return Error::invalid(format!(
                 "send_counts of expert {expert} add up to {sum}: expected {slots}, the number of ids that name it"
             ));
         }
     }
-    Error::Runtime(
+    Error::Internal(
         "ids or send_counts changed while dispatch_plan ran: expected tensors that stay as they are".into(),
     )
 }
@@ -273,7 +273,7 @@ impl<'a> Segments<'a> {
 /// Example: `positions = [2, -1, 0]`, 3 rows: `row_ids = [2, -1, 0]`; 2 rows: `row_ids = [2, -1]`.
 ///
 /// # Errors
-/// [`crate::error::Error::Invalid`] when two slots name one row, or a slot's number does not fit.
+/// [`crate::Error::Invalid`] when two slots name one row, or a slot's number does not fit.
 pub fn invert_positions<I: Id>(positions: &[I], row_ids: &mut [I]) -> Result<()> {
     check_slots::<I>("positions", positions.len())?;
     row_ids.fill(I::NONE);

@@ -62,7 +62,7 @@ fn grain(width: usize) -> usize {
 /// Example: `x = [a, b]`, `top_k = 2`, `row_ids = [2, 0, 3, -1]`: `out = [b, a, b, 0]`.
 ///
 /// # Errors
-/// [`crate::error::Error::Invalid`] when a row id is neither -1 nor a slot; it names it.
+/// [`crate::Error::Invalid`] when a row id is neither -1 nor a slot; it names it.
 ///
 /// # Panics
 /// When the lengths do not match each other.
@@ -111,7 +111,7 @@ pub fn permute<F: Float, I: Id>(
 /// `out = [0.5 * 10 + 2 * 1, 0] = [7, 0]`.
 ///
 /// # Errors
-/// [`crate::error::Error::Invalid`] when a position is below -1, or past both the rows and the slots.
+/// [`crate::Error::Invalid`] when a position is below -1, or past both the rows and the slots.
 ///
 /// # Panics
 /// When the lengths do not match each other.
@@ -240,7 +240,7 @@ fn store_columns<F: Float>(values: &[f32; COLUMNS], start: usize, row: &mut [F],
 /// `grad_rows = [2 * 3, 0.5 * 3] = [6, 1.5]`, `grad_weights = [[3 * 10, 3 * 1]] = [[30, 3]]`.
 ///
 /// # Errors
-/// [`crate::error::Error::Invalid`] when a position is out of range, or two slots name one row.
+/// [`crate::Error::Invalid`] when a position is out of range, or two slots name one row.
 ///
 /// # Panics
 /// When the lengths do not match each other.

@@ -77,11 +77,11 @@ impl SgdStep {
     ///     SgdOptions { lr: 0.5, momentum: 0.75, dampening: 0.0, weight_decay: 0.25, nesterov: true, maximize: true };
     /// let step = SgdStep::new(Arithmetic::Evermoe, &options, true, 8.0, 0.5)?;
     /// assert_eq!(step.to_array(), [0.0, 8.0, -0.5, 0.25, 0.75, 1.0, 0.5, 1.0, 1.0]);
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] when a number is out of its range or the arithmetic is another optimizer's.
+    /// [`crate::Error::Invalid`] when a number is out of its range or the arithmetic is another optimizer's.
     pub fn new(
         arithmetic: Arithmetic,
         options: &SgdOptions,
@@ -144,7 +144,7 @@ impl SgdStep {
     /// The step of these numbers, in the order of the fields.
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] when the arithmetic is none of this optimizer, or a truth neither 0 nor 1.
+    /// [`crate::Error::Invalid`] when the arithmetic is none of this optimizer, or a truth neither 0 nor 1.
     pub fn from_array(numbers: [f32; Self::LEN]) -> Result<Self> {
         let [arithmetic, loss_scale, factor, decay, momentum, one_minus_dampening, lr, is_first, nesterov] =
             numbers;
@@ -183,11 +183,11 @@ impl SgdStep {
 /// let (mut p, mut buffer) = ([4.0], [6.0]);
 /// sgd(&mut p, Some(&mut buffer), &[(step, Gradient::F32(&[2.0]))], &Serial)?;
 /// assert_eq!((p, buffer), ([4.0 - 0.5 * 6.0], [2.0 + 0.25 * 4.0 + 0.5 * 6.0]));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`crate::error::Error::Invalid`] when a step has momentum and there is no buffer; nothing is changed then.
+/// [`crate::Error::Invalid`] when a step has momentum and there is no buffer; nothing is changed then.
 ///
 /// # Panics
 /// When the lengths do not match each other.
@@ -211,7 +211,7 @@ pub fn sgd(
 pub(crate) fn check_no_momentum<'a>(steps: impl IntoIterator<Item = &'a SgdStep>) -> Result<()> {
     match steps.into_iter().find(|step| step.momentum != 0.0) {
         None => Ok(()),
-        Some(step) => Err(Error::Invalid(format!(
+        Some(step) => Err(Error::invalid(format!(
             "buffer: expected one for a step with momentum {}, got None",
             step.momentum
         ))),

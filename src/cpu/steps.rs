@@ -56,7 +56,7 @@ impl Arithmetic {
     pub fn named(name: &str, among: &[Self]) -> Result<Self> {
         among.iter().copied().find(|arithmetic| arithmetic.name() == name).ok_or_else(|| {
             let names: Vec<_> = among.iter().map(|arithmetic| arithmetic.name()).collect();
-            Error::Invalid(format!("arithmetic: expected one of {}, got {name:?}", names.join(", ")))
+            Error::invalid(format!("arithmetic: expected one of {}, got {name:?}", names.join(", ")))
         })
     }
 
@@ -71,7 +71,7 @@ impl Arithmetic {
     /// [`Error::Invalid`] when none of them has the number.
     pub fn numbered(number: f32, among: &[Self]) -> Result<Self> {
         among.iter().copied().find(|arithmetic| arithmetic.number() == number).ok_or_else(|| {
-            Error::Invalid(format!(
+            Error::invalid(format!(
                 "steps: expected rows that begin with the number of an arithmetic of this optimizer, got {number}; \
                  rows come from the function of the optimizer's steps"
             ))

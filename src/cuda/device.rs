@@ -42,7 +42,12 @@ impl std::fmt::Debug for Launcher {
 }
 
 pub(super) fn driver<T>(result: std::result::Result<T, DriverError>, call: &str) -> Result<T> {
-    result.map_err(|error| Error::Runtime(format!("CUDA: {call} failed: {error}")))
+    result.map_err(|error| failed(&error, call, ""))
+}
+
+/// The error of a call, with advice.
+fn failed(error: &DriverError, call: &str, advice: &str) -> Error {
+    Error::Cuda { call: call.to_owned(), code: Some(error.0 as u32), problem: format!("{error}{advice}") }
 }
 
 impl Launcher {
@@ -148,7 +153,7 @@ impl Launcher {
         let function = self.device.function(name)?;
         let small = |value: usize| {
             u32::try_from(value).ok().filter(|&value| value <= i32::MAX as u32).ok_or_else(|| {
-                Error::Invalid(format!("{name}: {value} is more than a CUDA grid can have; split the batch"))
+                Error::invalid(format!("{name}: {value} is more than a CUDA grid can have; split the batch"))
             })
         };
         let config = LaunchConfig {
@@ -235,13 +240,18 @@ impl Device {
 
     fn open(index: usize) -> Result<Self> {
         if BINARIES.is_empty() {
-            return Err(Error::Runtime(
-                "this build of evermoe has no CUDA kernels: no nvcc was found when it was compiled".into(),
-            ));
+            return Err(Error::Unavailable {
+                what: "CUDA kernels",
+                problem: "this build of evermoe has no CUDA kernels: no nvcc was found when it was compiled"
+                    .into(),
+            });
         }
         // SAFETY: looks for the driver's library; its initialiser is NVIDIA's.
         if !unsafe { sys::is_culib_present() } {
-            return Err(Error::Runtime("libcuda.so.1, the NVIDIA driver, cannot be loaded".into()));
+            return Err(Error::Unavailable {
+                what: "CUDA driver",
+                problem: "libcuda.so.1, the NVIDIA driver, cannot be loaded".into(),
+            });
         }
         result::init().map_err(|error| not_started(&error))?;
         // The new context becomes the thread's; torch's comes back.
@@ -266,7 +276,7 @@ impl Device {
     }
 
     fn function(&self, name: &'static str) -> Result<&CudaFunction> {
-        self.functions.get(name).ok_or_else(|| Error::Runtime(format!("CUDA: no kernel named {name}")))
+        self.functions.get(name).ok_or_else(|| Error::Internal(format!("CUDA: no kernel named {name}")))
     }
 }
 
@@ -285,7 +295,7 @@ fn not_started(error: &DriverError) -> Error {
     } else {
         ""
     };
-    Error::Runtime(format!("CUDA: cuInit failed: {error}{advice}"))
+    failed(error, "cuInit", advice)
 }
 
 /// Why the kernels cannot be loaded.
@@ -305,7 +315,10 @@ fn refused(error: &dyn std::fmt::Display, version: i32, release: &str) -> Error 
     } else {
         String::new()
     };
-    Error::Runtime(format!("CUDA: evermoe's kernels cannot be loaded: {error}{advice}"))
+    Error::Unavailable {
+        what: "CUDA kernels",
+        problem: format!("CUDA: evermoe's kernels cannot be loaded: {error}{advice}"),
+    }
 }
 
 #[cfg(test)]

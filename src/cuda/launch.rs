@@ -380,7 +380,7 @@ impl Combine {
             (F16, F32) => Ok(kernels!("f16_f32")),
             (F16, F16) => Ok(kernels!("f16_f16")),
             (rows, weights) => {
-                Err(Error::Invalid(format!("no kernel for rows of {rows:?} with weights of {weights:?}")))
+                Err(Error::invalid(format!("no kernel for rows of {rows:?} with weights of {weights:?}")))
             }
         }
     }

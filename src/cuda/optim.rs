@@ -247,7 +247,7 @@ impl Launcher {
     /// Those of [`Launcher::adamw`], for what [`Sgd`] states.
     ///
     /// # Errors
-    /// The driver's; [`crate::error::Error::Invalid`] when a step has momentum and there is no buffer.
+    /// The driver's; [`crate::Error::Invalid`] when a step has momentum and there is no buffer.
     pub unsafe fn sgd(&self, tensors: &[Sgd<'_>]) -> Result<()> {
         for tensor in tensors.iter().filter(|tensor| tensor.buffer.is_none()) {
             check_no_momentum(tensor.steps.iter().map(|(step, _)| step))?;

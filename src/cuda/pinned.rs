@@ -36,7 +36,11 @@ impl PinnedBuffer {
         let start = unsafe { result::malloc_host(len.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) };
         let start = driver(start, &format!("cuMemHostAlloc of {len} bytes"))?;
         let Some(start) = NonNull::new(start.cast::<u8>()) else {
-            return Err(Error::Runtime(format!("CUDA: cuMemHostAlloc of {len} bytes gave no memory")));
+            return Err(Error::Cuda {
+                call: format!("cuMemHostAlloc of {len} bytes"),
+                code: None,
+                problem: "it gave no memory".into(),
+            });
         };
         // SAFETY: just allocated, of this length.
         unsafe { start.write_bytes(0, len) };
@@ -53,7 +57,7 @@ impl PinnedBuffer {
     pub unsafe fn register(device: usize, start: *mut u8, len: usize) -> Result<Self> {
         let device = Device::get(device)?;
         let Some(place) = NonNull::new(start).filter(|_| len > 0) else {
-            return Err(Error::Invalid("host memory: expected an address and 1 byte or more".into()));
+            return Err(Error::invalid("host memory: expected an address and 1 byte or more"));
         };
         let _current = device.make_current()?;
         let _beside = BesideCaptures::new()?;

@@ -1,7 +1,7 @@
 //! Streams and events of our own, and their order with torch's.
 
 use super::device::{BesideCaptures, Device, Launcher, driver};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use cudarc::driver::{DriverError, result, sys};
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -120,7 +120,7 @@ impl Event {
         match unsafe { result::event::query(self.event) } {
             Ok(()) => Ok(true),
             Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
-            Err(error) => Err(Error::Runtime(format!("CUDA: cuEventQuery failed: {error}"))),
+            Err(error) => driver(Err(error), "cuEventQuery"),
         }
     }
 

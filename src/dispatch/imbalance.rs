@@ -19,11 +19,11 @@ use crate::error::Result;
 /// assert_eq!(imbalance(&[1, 0, 1, 1], &[3.0, 1.0], 2, Policy::Even)?, 1.25);
 /// // Shared as it is best, 2 and 1 + 1.
 /// assert_eq!(imbalance(&[1, 0, 1, 1], &[3.0, 1.0], 2, Policy::Balanced)?, 1.0);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for no nodes, wrong sizes, a load that is negative or not finite,
+/// [`Error::Invalid`](crate::Error::Invalid) for no nodes, wrong sizes, a load that is negative or not finite,
 /// negative replicas, and an expert that has load and no replica.
 pub fn imbalance(matrix: &[i64], load: &[f64], nodes: usize, policy: Policy) -> Result<f64> {
     let experts = load.len();

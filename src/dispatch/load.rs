@@ -18,7 +18,7 @@ use crate::error::Result;
 /// assert_eq!(average.loads(), [8.0, 0.0]);
 /// average.add(&[2, 6])?; // (8 / 2 + 2) / (1 / 2 + 1) and 6 / (1 / 2 + 1)
 /// assert_eq!(average.loads(), [4.0, 4.0]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadAverage {
@@ -32,7 +32,7 @@ impl LoadAverage {
     /// An average of nothing yet, in which a step counts half of one `half_life` steps later.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) for a half-life that is below 1 or not finite, and for more numbers
+    /// [`Error::Invalid`](crate::Error::Invalid) for a half-life that is below 1 or not finite, and for more numbers
     /// than memory can hold.
     pub fn new(layers: usize, experts: usize, half_life: f64) -> Result<Self> {
         ensure!(
@@ -68,7 +68,7 @@ impl LoadAverage {
     /// Counts a step: tokens `[layers, experts]` of all ranks together.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) for another size and negative counts; the average is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) for another size and negative counts; the average is then as before.
     pub fn add(&mut self, tokens: &[i64]) -> Result<()> {
         let (experts, row) = (self.experts, self.experts + 1);
         let layers = self.state.len() / row;

@@ -45,6 +45,6 @@ impl FromStr for Policy {
 
     fn from_str(name: &str) -> Result<Self> {
         let known = [Self::Even, Self::Balanced].into_iter().find(|policy| policy.name() == name);
-        known.ok_or_else(|| Error::Invalid(format!("policy: expected even or balanced, got {name:?}")))
+        known.ok_or_else(|| Error::invalid(format!("policy: expected even or balanced, got {name:?}")))
     }
 }

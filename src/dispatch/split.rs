@@ -33,11 +33,11 @@ pub struct Split {
 /// // Another expert has 2 tokens and only rank 1: balanced, rank 0 keeps 3 and rank 1 computes 1 + 2.
 /// let split = split_tokens(&[4, 0, 2, 0], &[1, 0, 1, 1], 2, 2, 0, Policy::Balanced)?;
 /// assert_eq!(split.send, [3, 1, 0, 2]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative numbers, an expert that has tokens and no
+/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative numbers, an expert that has tokens and no
 /// replica, and numbers too large to be split exactly.
 pub fn split_tokens(
     tokens: &[i64],

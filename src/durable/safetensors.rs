@@ -26,7 +26,7 @@ pub struct Piece {
 /// [`Error::Invalid`] for types that there are not, sizes that are not those of the shapes, names that are there twice, and
 /// headers of more than 100 MB.
 pub fn header(pieces: &[Piece], metadata: Option<HashMap<String, String>>) -> Result<(Vec<u8>, Vec<usize>)> {
-    let invalid = |error: &dyn std::fmt::Display| Error::Invalid(format!("tensors: {error}"));
+    let invalid = |error: &dyn std::fmt::Display| Error::invalid(format!("tensors: {error}"));
     let mut dtypes = Vec::with_capacity(pieces.len());
     for piece in pieces {
         let dtype: Dtype =

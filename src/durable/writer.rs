@@ -25,7 +25,7 @@ const ALIGNMENT: usize = 4096;
 /// # Errors
 /// [`Error::Io`] when there is such a file already, or the system refuses; then no file is left, if it can be removed.
 pub fn write(path: &Path, content: &Content<'_>, threads: usize) -> Result<()> {
-    let doing = |error| Error::io(format!("writing {}", path.display()), error);
+    let doing = |error| Error::file("writing", path, error);
     let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).open(path);
     let file = file.map_err(doing)?;
     let written = fill(path, &file, content, threads).and_then(|()| file.sync_data());

@@ -127,13 +127,13 @@ impl Manifest {
     /// let unit = SavedUnit { name: "head".into(), file: "units-0.safetensors".into(), origin: None, digest: 7, part: None, tensors: vec!["bias".into()] };
     /// let manifest = Manifest { version: 3, step: 3, layout: "5e".into(), members: vec![], units: vec![unit] };
     /// assert_eq!(Manifest::from_json(manifest.to_json()?.as_bytes())?, manifest);
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     ///
     /// # Errors
     /// [`Error::Invalid`] when [`from_json`](Self::from_json) would refuse it.
     pub fn to_json(&self) -> Result<String> {
-        self.check().map_err(Error::Invalid)?;
+        self.check().map_err(Error::invalid)?;
         let mut fields = self.fields();
         fields.checksum = Some(hex(checksum(&fields)?));
         json(&fields)
@@ -144,24 +144,24 @@ impl Manifest {
     /// # Errors
     /// [`Error::Corrupt`] saying what is not as it should be.
     pub fn from_json(text: &[u8]) -> Result<Self> {
-        let unreadable = |error: serde_json::Error| Error::Corrupt(error.to_string());
+        let unreadable = |error: serde_json::Error| Error::corrupt(error.to_string());
         let Object(AnyFormat { format }) = serde_json::from_slice(text).map_err(unreadable)?;
         if ![MANIFEST_FORMAT, SHARING_FORMAT, PARTS_FORMAT].contains(&format) {
-            return Err(Error::Corrupt(format!("format {format}, expected {MANIFEST_FORMAT}")));
+            return Err(Error::corrupt(format!("format {format}, expected {MANIFEST_FORMAT}")));
         }
         let Object(mut fields): Object<Fields> = serde_json::from_slice(text).map_err(unreadable)?;
         let expected = fields.checksum.take();
         if expected != Some(hex(checksum(&fields)?)) {
-            return Err(Error::Corrupt("it does not match its checksum".into()));
+            return Err(Error::corrupt("it does not match its checksum"));
         }
-        let manifest = Self::from_fields(fields).map_err(Error::Corrupt)?;
+        let manifest = Self::from_fields(fields).map_err(Error::corrupt)?;
         if manifest.format() != format {
-            return Err(Error::Corrupt(format!(
+            return Err(Error::corrupt(format!(
                 "format {format}, but that of its units is {}",
                 manifest.format()
             )));
         }
-        manifest.check().map_err(Error::Corrupt)?;
+        manifest.check().map_err(Error::corrupt)?;
         Ok(manifest)
     }
 
@@ -255,7 +255,7 @@ fn checksum(fields: &Fields) -> Result<u64> {
 }
 
 fn json(fields: &Fields) -> Result<String> {
-    serde_json::to_string(fields).map_err(|error| Error::Invalid(error.to_string()))
+    serde_json::to_string(fields).map_err(|error| Error::invalid(error.to_string()))
 }
 
 fn hex(value: u64) -> String {
@@ -281,7 +281,7 @@ mod tests {
 
     fn refused(text: &str) -> String {
         match Manifest::from_json(text.as_bytes()) {
-            Err(Error::Corrupt(message)) => message,
+            Err(Error::Corrupt { problem, .. }) => problem,
             other => panic!("{text}: {other:?}"),
         }
     }
@@ -401,6 +401,6 @@ mod tests {
     #[test]
     fn what_could_not_be_read_is_not_written() {
         let empty = Manifest { units: vec![], ..manifest() };
-        assert!(matches!(empty.to_json(), Err(Error::Invalid(_))));
+        assert!(matches!(empty.to_json(), Err(Error::Invalid { .. })));
     }
 }

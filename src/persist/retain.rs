@@ -26,11 +26,11 @@ use std::collections::BTreeSet;
 /// let versions = [vec![4, 6], vec![4, 6, 8], vec![3, 5, 7]];
 /// let partial = [vec![8], vec![], vec![]];
 /// assert_eq!(retained(&versions, &partial, &[8], &[2], 1)?, [vec![6, 8], vec![6, 8], vec![5, 7]]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when a unit of `may_lag` is out of range, `spare` is 0, or `partial`
+/// [`Error::Invalid`](crate::Error::Invalid) when a unit of `may_lag` is out of range, `spare` is 0, or `partial`
 /// has neither no list nor one for each unit.
 pub fn retained(
     versions: &[Vec<u64>],

@@ -124,7 +124,7 @@ impl TripleBuffer {
     /// assert_eq!(buffer.slots, [Slot::Recovery(3), Slot::Persisting(4), Slot::Writing(6)]);
     /// // Only when 4 is durable does the slot of 3 become free.
     /// assert_eq!(buffer.next(Durable)?.slots, [Slot::Empty, Slot::Recovery(4), Slot::Writing(6)]);
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     ///
     /// # Errors
@@ -162,7 +162,7 @@ impl TripleBuffer {
             Event::Persist => "a snapshot, and none that is being persisted",
             _ => "a slot that is being persisted",
         };
-        Error::Invalid(format!("{event:?}: expected {expected}, got {:?}", self.slots))
+        Error::invalid(format!("{event:?}: expected {expected}, got {:?}", self.slots))
     }
 
     fn begin(mut self, version: u64) -> Result<Self> {

@@ -18,11 +18,11 @@ use crate::error::Result;
 /// assert_eq!(evermoe::placement::allocate(&[10.0, 20.0, 40.0, 10.0], 4, 2, 2)?, [2, 2, 2, 2]);
 /// // 2 nodes × 3 slots: the last expert has 4 replicas, two on each node.
 /// assert_eq!(evermoe::placement::allocate(&[10.0, 10.0, 80.0], 2, 3, 1)?, [1, 1, 4]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when there are fewer slots than experts, or a load is negative or
+/// [`Error::Invalid`](crate::Error::Invalid) when there are fewer slots than experts, or a load is negative or
 /// not finite.
 pub fn allocate(load: &[f64], nodes: usize, slots: usize, min_replicas: usize) -> Result<Vec<i64>> {
     let places = nodes.saturating_mul(slots);

@@ -28,7 +28,7 @@ impl FromStr for CopyPolicy {
             "group" => Ok(Self::Group),
             "ring" => Ok(Self::Ring),
             "previous" => Ok(Self::Previous),
-            _ => Err(Error::Invalid(format!(
+            _ => Err(Error::invalid(format!(
                 "policy: expected \"mixed\", \"group\", \"ring\" or \"previous\", got {name:?}"
             ))),
         }
@@ -52,11 +52,11 @@ impl FromStr for CopyPolicy {
 /// assert_eq!(holders, [vec![0, 1], vec![1, 0], vec![2, 3], vec![3, 4], vec![4, 2]]);
 /// let holders = copy_holders(&["a", "b", "c", "d", "e"], 2, CopyPolicy::Ring)?;
 /// assert_eq!(holders, [vec![0, 1], vec![1, 2], vec![2, 3], vec![3, 4], vec![4, 0]]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0, or with [`CopyPolicy::Group`] does not divide
+/// [`Error::Invalid`](crate::Error::Invalid) when `copies` is 0, or with [`CopyPolicy::Group`] does not divide
 /// the number of nodes.
 pub fn copy_holders<S: Ord>(nodes: &[S], copies: usize, policy: CopyPolicy) -> Result<Vec<Vec<usize>>> {
     ensure!(copies > 0, "copies: expected 1 (the rank itself) or more, got 0");
@@ -105,11 +105,11 @@ fn circle(domain: usize, count: usize, copies: usize, policy: CopyPolicy) -> (us
 /// // The unit of 5 bytes goes to rank 0, so the next two go to rank 1: 5 bytes against 4.
 /// let primaries = evermoe::placement::primaries(&[vec![0, 1], vec![0, 1], vec![0, 1]], &[2, 5, 2], 2)?;
 /// assert_eq!(primaries, [1, 0, 1]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when the lists differ in length, a unit has no holder, or a holder
+/// [`Error::Invalid`](crate::Error::Invalid) when the lists differ in length, a unit has no holder, or a holder
 /// is not a rank.
 pub fn primaries(holders: &[Vec<usize>], bytes: &[u64], ranks: usize) -> Result<Vec<usize>> {
     ensure!(

@@ -53,11 +53,11 @@ pub struct Migration {
 /// assert_eq!(migration.nbytes, 144);
 /// let first = ExpertTransfer { expert: 1, source: 1, destination: 2, nbytes: 80 };
 /// assert_eq!(migration.transfers, [first, ExpertTransfer { expert: 0, source: 0, destination: 2, nbytes: 64 }]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative numbers, more positions than nodes,
+/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative numbers, more positions than nodes,
 /// fewer with `domains`, domains that overlap, and an expert that `new` needs and no node of `old` holds.
 pub fn migrate(
     old: &[i64],

@@ -17,13 +17,13 @@ const REBALANCE_GAIN: f64 = 0.1;
 /// use evermoe::placement::session_slots;
 /// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 1)?, 3);
 /// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 2)?, 4);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// Without ranks it is 0.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for more experts, ranks or slots than [`place`](super::place) has
+/// [`Error::Invalid`](crate::Error::Invalid) for more experts, ranks or slots than [`place`](super::place) has
 /// room for.
 pub fn session_slots(
     experts: usize,
@@ -66,7 +66,7 @@ pub fn session_slots(
 /// use evermoe::placement::keep_in_place;
 /// let kept = keep_in_place(&[0, 1, 1, 0], &[1, 0, 0, 1], &[8, 8], &[vec![0], vec![1]])?;
 /// assert_eq!(kept, [0, 1, 1, 0]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
@@ -91,7 +91,7 @@ pub fn keep_in_place(
 /// ```
 /// use evermoe::placement::ranks_in_place;
 /// assert_eq!(ranks_in_place(&[0, 1, 1, 0], &[1, 0, 0, 1], &[8, 8], &[vec![0], vec![1]])?, [1, 0]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors

@@ -58,7 +58,7 @@ impl FromStr for Policy {
     fn from_str(name: &str) -> Result<Self> {
         let known = Self::ALL.into_iter().find(|policy| policy.name() == name);
         known.ok_or_else(|| {
-            Error::Invalid(format!(
+            Error::invalid(format!(
                 "policy: expected one of mro, spread, compact, safest, balanced, got {name:?}"
             ))
         })
@@ -102,7 +102,7 @@ pub struct Request<'a> {
 /// let placement = place(&Request { previous: Some(&previous), ..request })?;
 /// assert_eq!(placement.matrix, [1, 1, 0,  1, 0, 1,  1, 1, 0]);
 /// assert_eq!(placement.reason.moved, Some(2));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// With every policy each node gets exactly `slots` replicas. With `safest` and `balanced` every expert is on at least
@@ -113,7 +113,7 @@ pub struct Request<'a> {
 /// one with the fewest replicas that are new since `previous`.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when the replicas do not sum to `nodes · slots`, an expert has
+/// [`Error::Invalid`](crate::Error::Invalid) when the replicas do not sum to `nodes · slots`, an expert has
 /// none, a load is negative or not finite, `previous` has another size, domains overlap, or `failures` is 0 or more than
 /// there are domains.
 pub fn place(request: &Request<'_>) -> Result<Placement> {

@@ -22,11 +22,11 @@ const TOLERATED: (u128, u128) = (21, 19);
 /// assert_eq!(reallocate(&[21.0, 19.0, 20.0], 4, 2, 1, &[2, 3, 3])?, [2, 3, 3]);
 /// // Where the first has more, it gets replicas one by one: 30 over 2 is too much, and 20 over 2 is not.
 /// assert_eq!(reallocate(&[30.0, 20.0, 20.0], 4, 2, 1, &[2, 3, 3])?, [3, 2, 3]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// Those of [`allocate`]; [`Error::Invalid`](crate::error::Error::Invalid) when `previous` has another length than the
+/// Those of [`allocate`]; [`Error::Invalid`](crate::Error::Invalid) when `previous` has another length than the
 /// loads, or a negative number.
 pub fn reallocate(
     load: &[f64],

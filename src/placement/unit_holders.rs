@@ -14,11 +14,11 @@ use std::collections::BTreeMap;
 /// let nodes = ["a", "b", "c", "d"];
 /// let holders = evermoe::placement::unit_copy_holders(&[2, 0], &[vec![2, 3], vec![0]], &nodes, 2)?;
 /// assert_eq!(holders, [vec![2, 0], vec![0, 1]]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0, the lists differ in length, or a rank is none.
+/// [`Error::Invalid`](crate::Error::Invalid) when `copies` is 0, the lists differ in length, or a rank is none.
 pub fn unit_copy_holders<S: Ord>(
     primaries: &[usize],
     active: &[Vec<usize>],

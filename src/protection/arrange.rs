@@ -161,11 +161,11 @@ pub struct SessionRequest<'a> {
 /// assert_eq!((&found.units[0].holders[..], &found.units[1].holders[..]), (&[1][..], &[0][..]));
 /// assert_eq!(found.units[2].kind, CopyKind::Active);
 /// assert_eq!((&found.units[0].own[..], &found.units[2].own[..]), (&[0][..], &[0, 1][..]));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) as of [`choose_copies`] and
+/// [`Error::Invalid`](crate::Error::Invalid) as of [`choose_copies`] and
 /// [`unit_copy_holders`](crate::placement::unit_copy_holders).
 pub fn arrange(request: &SessionRequest<'_>) -> Result<Arrangement> {
     let mut found = match request.copying {

@@ -55,11 +55,11 @@ use std::collections::BinaryHeap;
 /// let slow = [CopyNode { network_seconds: 0.08, ..node(0) }, CopyNode { network_seconds: 0.08, ..node(1) }, node(2), node(3)];
 /// let plan = choose_copies(&CopyRequest { nodes: &slow, ..request })?;
 /// assert_eq!(plan.units[3].kind, CopyKind::Snapshot { period: 2 });
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) naming the field, the unit or the node.
+/// [`Error::Invalid`](crate::Error::Invalid) naming the field, the unit or the node.
 pub fn choose_copies(request: &CopyRequest<'_>) -> Result<CopyPlan> {
     request.check()?;
     let by_saving = {

@@ -82,7 +82,7 @@ enum Phase {
 /// member.handle(Event::Counted)?;
 /// let commands = member.handle(Event::Protected { is_whole: true })?;
 /// assert!(matches!(commands[..], [Command::Resume { .. }, Command::Inquire { .. }, Command::Step { number: 0 }]));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Protocol {
@@ -254,7 +254,7 @@ impl Protocol {
             (Phase::Settling, Event::Settled { is_whole }) => self.settled(is_whole),
             (Phase::Parting, Event::Parted) => self.close(),
             (phase, event) => {
-                return Err(Error::Invalid(format!(
+                return Err(Error::invalid(format!(
                     "protocol: {event:?} does not answer what is under way: {phase:?}"
                 )));
             }

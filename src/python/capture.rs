@@ -296,7 +296,7 @@ fn deadline(seconds: f64) -> Result<Option<Instant>, Error> {
     match Duration::try_from_secs_f64(seconds) {
         Ok(timeout) => Ok(Instant::now().checked_add(timeout)),
         Err(_) if seconds.is_nan() || seconds < 0.0 => {
-            Err(Error::Invalid(format!("timeout: expected seconds, 0 or more, got {seconds}")))
+            Err(Error::invalid(format!("timeout: expected seconds, 0 or more, got {seconds}")))
         }
         Err(_) => Ok(None),
     }

@@ -55,7 +55,7 @@ impl ChunkCopier {
         let layout = ChunkLayout::new(&sizes, chunk_bytes)?;
         let host = host.filter(|host| host.len() > 0).map(|host| {
             if !host.is_contiguous() {
-                return Err(Error::Invalid("host: expected contiguous bytes".into()));
+                return Err(Error::invalid("host: expected contiguous bytes"));
             }
             // SAFETY: that many bytes, which `kept` keeps as long as the copier.
             unsafe { cuda::PinnedBuffer::register(device, host.data(), host.len()) }

@@ -8,15 +8,17 @@ impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         let message = error.to_string();
         match error {
-            Error::Invalid(_) => PyValueError::new_err(message),
+            Error::Invalid { .. } => PyValueError::new_err(message),
             // With the number of the error Python picks the subclass: FileNotFoundError, FileExistsError, …
             Error::Io { source, .. } => match source.raw_os_error() {
                 Some(code) => PyOSError::new_err((code, message)),
                 None => PyOSError::new_err(message),
             },
-            Error::Corrupt(_) => own("CorruptCopy", message),
-            Error::Cancelled(_) => own("CaptureCancelled", message),
-            Error::Runtime(_) => PyRuntimeError::new_err(message),
+            Error::Corrupt { .. } => own("CorruptCopy", message),
+            Error::Cancelled { .. } => own("CaptureCancelled", message),
+            Error::Unavailable { .. } | Error::Cuda { .. } | Error::Torch { .. } | Error::Internal(_) => {
+                PyRuntimeError::new_err(message)
+            }
         }
     }
 }

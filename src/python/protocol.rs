@@ -36,21 +36,21 @@ fn generation_of(version: u64) -> u64 {
 #[pyfunction]
 #[pyo3(signature = (id, job, message, secret=None))]
 fn tell(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult<String> {
-    let wrong = |why: String| Error::Invalid(format!("what this member tells others: {why}"));
+    let wrong = |why: String| Error::invalid(format!("what this member tells others: {why}"));
     Ok(protocol::tell(id, job, &read(message)?, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]
 #[pyo3(signature = (id, job, generation=None, secret=None))]
 fn promote(id: &str, job: &str, generation: Option<u64>, secret: Option<&Secret>) -> PyResult<String> {
-    let wrong = |why: String| Error::Runtime(format!("what an operator tells members: {why}"));
+    let wrong = |why: String| Error::Internal(format!("what an operator tells members: {why}"));
     Ok(protocol::promote(id, job, generation, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]
 #[pyo3(signature = (id, job, member, secret=None))]
 fn tell_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> PyResult<String> {
-    let wrong = |why: String| Error::Runtime(format!("what this member tells of another: {why}"));
+    let wrong = |why: String| Error::Internal(format!("what this member tells of another: {why}"));
     Ok(protocol::tell_ended(id, job, member, secret.map(Secret::get)).map_err(wrong)?)
 }
 
@@ -58,7 +58,7 @@ fn tell_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> PyR
 #[pyo3(signature = (id, text, secret=None))]
 fn hear(id: &str, text: &str, secret: Option<&Secret>) -> PyResult<String> {
     let heard = protocol::hear(id, text, secret.map(Secret::get));
-    serde_json::to_string(&heard).map_err(|error| Error::Runtime(format!("protocol: {error}")).into())
+    serde_json::to_string(&heard).map_err(|error| Error::Internal(format!("protocol: {error}")).into())
 }
 
 /// The state machine of one member.
@@ -73,7 +73,7 @@ impl Protocol {
 }
 
 fn read<'a, T: serde::Deserialize<'a>>(text: &'a str) -> PyResult<T> {
-    Ok(serde_json::from_str(text).map_err(|error| Error::Invalid(format!("protocol: {error} in {text}")))?)
+    Ok(serde_json::from_str(text).map_err(|error| Error::invalid(format!("protocol: {error} in {text}")))?)
 }
 
 #[pymethods]
@@ -85,7 +85,7 @@ impl Protocol {
 
     fn handle(&self, event: &str) -> PyResult<String> {
         let commands = self.lock().handle(read::<Event>(event)?)?;
-        serde_json::to_string(&commands).map_err(|error| Error::Runtime(format!("protocol: {error}")).into())
+        serde_json::to_string(&commands).map_err(|error| Error::Internal(format!("protocol: {error}")).into())
     }
 
     #[getter]

@@ -23,7 +23,7 @@ impl Door {
     #[pyo3(signature = (member, address=None, secret=None))]
     fn new(py: Python<'_>, member: &str, address: Option<&str>, secret: Option<&Secret>) -> PyResult<Self> {
         let wrong =
-            |error| Error::Invalid(format!("Door: expected a numeric address, got {address:?}: {error}"));
+            |error| Error::invalid(format!("Door: expected a numeric address, got {address:?}: {error}"));
         let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
         let secret = secret.map(Secret::get);
         Ok(Self(py.detach(|| reach::Door::open(member, address, secret))?))

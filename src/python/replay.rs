@@ -28,7 +28,7 @@ type Payload = (u8, usize, u64);
 
 /// The bytes of an array that is written or read in place.
 fn contiguous() -> Error {
-    Error::Invalid("expected contiguous memory".into())
+    Error::invalid("expected contiguous memory")
 }
 
 /// A gradient: float32, or the bits of bfloat16.
@@ -68,7 +68,7 @@ fn encode_gradient(
     let bytes = record.as_slice_mut().map_err(|_| contiguous())?;
     let payload = bytes.get_mut(HEADER_BYTES..).filter(|rest| rest.len() >= replay::most_payload_bytes(len));
     let payload = payload.ok_or_else(|| {
-        Error::Invalid(format!("record: expected {HEADER_BYTES} bytes and {} more", 4 * len))
+        Error::invalid(format!("record: expected {HEADER_BYTES} bytes and {} more", 4 * len))
     })?;
     let any_zero = replay::ignores_sign_of_zero(&rule(&numbers)?);
     let Encoded { encoding, payload_bytes, digest } =
@@ -113,7 +113,7 @@ fn fill_frame(
 
 fn rule(numbers: &[f32]) -> Result<Rule> {
     Rule::from_slice(numbers)
-        .ok_or_else(|| Error::Invalid(format!("numbers: expected 0, 9 or 10, got {}", numbers.len())))
+        .ok_or_else(|| Error::invalid(format!("numbers: expected 0, 9 or 10, got {}", numbers.len())))
 }
 
 /// Writes the header of a record whose payload is there, of `encode_gradient` (with its result), or as it is.
@@ -137,18 +137,18 @@ fn seal_record(
         "skip_all" => Kind::SkipAll,
         "full_state" => Kind::FullState,
         "proof" => Kind::Proof,
-        _ => return Err(Error::Invalid(format!("kind: got {kind:?}")).into()),
+        _ => return Err(Error::invalid(format!("kind: got {kind:?}")).into()),
     };
     let bytes = record.as_slice_mut().map_err(|_| contiguous())?;
     if bytes.len() < HEADER_BYTES {
-        return Err(Error::Invalid(format!("record: expected {HEADER_BYTES} bytes or more")).into());
+        return Err(Error::invalid(format!("record: expected {HEADER_BYTES} bytes or more")).into());
     }
     let (head, rest) = bytes.split_at_mut(HEADER_BYTES);
     let (encoding, payload_bytes, digest) =
         payload.unwrap_or_else(|| (0, rest.len(), py.detach(|| Header::digest(rest, &TorchPool))));
     let encoding = replay::Encoding::numbered(encoding)
         .filter(|_| payload_bytes <= rest.len())
-        .ok_or_else(|| Error::Invalid("payload: expected what encode_gradient returned".into()))?;
+        .ok_or_else(|| Error::invalid("payload: expected what encode_gradient returned"))?;
     let rule = rule(&numbers)?;
     let header = Header { kind, encoding, rule, unit: id(name), step, t, elements, payload_bytes };
     head.copy_from_slice(&header.seal(digest));
@@ -220,7 +220,7 @@ impl ReplayLog {
             (unit < units).then(|| act(&mut log)).ok_or(units)
         });
         found.map_err(|units| {
-            Error::Invalid(format!("unit: expected the place of one of {units} units, got {unit}")).into()
+            Error::invalid(format!("unit: expected the place of one of {units} units, got {unit}")).into()
         })
     }
 }
@@ -255,7 +255,7 @@ impl ReplayLog {
         let (expected, got) =
             (sizes.iter().fold(0, |sum: usize, &size| sum.saturating_add(size)), rest.len());
         if expected != got {
-            return Err(Error::Invalid(format!("records: expected {expected} bytes, got {got}")).into());
+            return Err(Error::invalid(format!("records: expected {expected} bytes, got {got}")).into());
         }
         let (held, other) = py.detach(|| {
             let mut log = self.lock();

@@ -31,7 +31,7 @@ fn simulate(
         });
         told.map_err(|error| {
             raised = Some(error);
-            Error::Cancelled("the simulation was ended".into())
+            Error::cancelled("the simulation", "its progress function raised")
         })
     };
     let outcome =
@@ -55,9 +55,9 @@ fn read_skypilot(texts: Vec<String>) -> PyResult<String> {
 }
 
 fn read<T: DeserializeOwned>(what: &str, text: &str) -> Result<T> {
-    serde_json::from_str(text).map_err(|error| Error::Invalid(format!("{what}: {error}")))
+    serde_json::from_str(text).map_err(|error| Error::invalid(format!("{what}: {error}")))
 }
 
 fn to_json<T: Serialize>(value: &T) -> PyResult<String> {
-    serde_json::to_string(value).map_err(|error| Error::Runtime(format!("simulate: {error}")).into())
+    serde_json::to_string(value).map_err(|error| Error::Internal(format!("simulate: {error}")).into())
 }

@@ -132,9 +132,9 @@ impl Arena {
 }
 
 pub(super) fn bytes_of<'a>(array: &'a PyReadonlyArray1<'_, u8>) -> PyResult<&'a [u8]> {
-    Ok(array.as_slice().map_err(|_| {
-        Error::Invalid("array: expected contiguous bytes; use numpy.ascontiguousarray".into())
-    })?)
+    Ok(array
+        .as_slice()
+        .map_err(|_| Error::invalid("array: expected contiguous bytes; use numpy.ascontiguousarray"))?)
 }
 
 #[pyfunction]

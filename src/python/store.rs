@@ -26,7 +26,7 @@ impl ObjectPlace {
         download_limit: Option<f64>,
     ) -> PyResult<Self> {
         let patience = Duration::try_from_secs_f64(patience)
-            .map_err(|_| Error::Invalid(format!("patience: expected seconds, got {patience}")))?;
+            .map_err(|_| Error::invalid(format!("patience: expected seconds, got {patience}")))?;
         let address = Address::parse(url)?;
         let options = Options { patience, upload_limit, download_limit };
         Ok(Self(py.detach(|| Place::open(&address, options))?))

@@ -24,7 +24,7 @@ impl Port {
     #[pyo3(signature = (address=None, secret=None, ucx=None))]
     fn new(address: Option<&str>, secret: Option<&Secret>, ucx: Option<Vec<String>>) -> PyResult<Self> {
         let wrong =
-            |error| Error::Invalid(format!("Port: expected a numeric address, got {address:?}: {error}"));
+            |error| Error::invalid(format!("Port: expected a numeric address, got {address:?}: {error}"));
         let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
         let carrier = ucx.map_or(transport::Carrier::Tcp, |libraries| transport::Carrier::Ucx { libraries });
         Ok(Self(transport::Port::open(address, secret.map(Secret::get), &carrier)?))
@@ -103,7 +103,7 @@ impl Address {
 
 fn bytes(data: &Bound<'_, PyArray1<u8>>) -> PyResult<(Address, usize)> {
     if !data.is_contiguous() {
-        return Err(Error::Invalid("data: expected contiguous bytes".into()).into());
+        return Err(Error::invalid("data: expected contiguous bytes").into());
     }
     Ok((Address(data.data()), data.len()))
 }

@@ -33,7 +33,7 @@ pub enum Answer {
 /// let members = [("a".to_owned(), address.clone()), ("b".to_owned(), address)]; // that port is not b's
 /// let limit = Duration::from_secs(5);
 /// assert_eq!(ask_all(&members, limit, None), [Answer::Said(Said::default()), Answer::Nothing]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 pub fn ask_all(members: &[(String, String)], limit: Duration, secret: Option<&Secret>) -> Vec<Answer> {
     let deadline = Instant::now() + limit;

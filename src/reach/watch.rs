@@ -97,7 +97,7 @@ impl Watch {
     /// let watch = Watch::start(vec![("a".into(), format!("127.0.0.1:{}", door.port()))], 1, Duration::from_secs(1), None);
     /// drop(door);
     /// assert_eq!(watch.wait().silent, ["a"]);
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     pub fn wait(&self) -> Seen {
         let mut state = self.0.lock();

@@ -99,11 +99,11 @@ pub struct Plan {
 /// let plan = plan(&[64, 64], &[vec![held(0, 5)], vec![held(0, 5), held(1, 5)], vec![]], &[vec![0], vec![0], vec![1]])?;
 /// assert_eq!((plan.version, plan.reason), (Some(5), Reason::Newest));
 /// assert_eq!(plan.transfers, [Transfer { unit: 1, source: 1, destination: 2, kind: Kind::Active }]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when a unit is out of range or the lists differ in length.
+/// [`Error::Invalid`](crate::Error::Invalid) when a unit is out of range or the lists differ in length.
 pub fn plan(bytes: &[u64], holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> Result<Plan> {
     plan_lagging(bytes, holdings, needs, &[])
 }
@@ -126,11 +126,11 @@ pub fn plan(bytes: &[u64], holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> R
 /// let plan = plan_lagging(&[64, 64], &[survivor], &[vec![0, 1]], &[1])?;
 /// assert_eq!((plan.version, plan.stale, plan.reason), (Some(9), vec![(1, 6)], Reason::Lagging { units: 1 }));
 /// assert_eq!(plan.transfers, [Transfer { unit: 1, source: 0, destination: 0, kind: Kind::Persisted }]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when a unit is out of range or the lists differ in length.
+/// [`Error::Invalid`](crate::Error::Invalid) when a unit is out of range or the lists differ in length.
 pub fn plan_lagging(
     bytes: &[u64],
     holdings: &[Vec<Holding>],
@@ -155,11 +155,11 @@ pub fn plan_lagging(
 /// let plan = plan_on_nodes(&[64, 64], &[vec![held(0), held(1)], vec![], vec![]], &needs, &[], &[0, 1, 1])?;
 /// let found: Vec<_> = plan.transfers.iter().map(|each| (each.unit, each.source, each.destination)).collect();
 /// assert_eq!(found, [(0, 0, 1), (0, 1, 2), (1, 0, 2), (1, 2, 1)]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when a unit is out of range or the lists differ in length.
+/// [`Error::Invalid`](crate::Error::Invalid) when a unit is out of range or the lists differ in length.
 pub fn plan_on_nodes(
     bytes: &[u64],
     holdings: &[Vec<Holding>],

@@ -98,7 +98,7 @@ impl Outgoing<'_> {
 /// let (mut frame, mut tail) = ([0; 8 + 2 * 8 + 4], [0; 8]);
 /// assert_eq!(fill_frame(&mut frame, 2, &records, &mut tail, &Serial)?, (8 + 2 * 8 + 3, 5));
 /// assert_eq!((frame[8], frame[16], &frame[24..27], &tail[..5]), (3, 5, &[1; 3][..], &[2; 5][..]));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 pub fn fill_frame(
     frame: &mut [u8],

@@ -74,7 +74,7 @@ impl fmt::Display for Change {
 /// such change is returned.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) without steps, for times that are none, and for a `tolerance` below 0.
+/// [`Error::Invalid`](crate::Error::Invalid) without steps, for times that are none, and for a `tolerance` below 0.
 pub fn has_changed(windows: &Windows, steps: &[StepProfile], tolerance: f64) -> Result<Option<Change>> {
     check(steps)?;
     ensure!(!steps.is_empty(), "steps: expected at least 1, got none");

@@ -31,7 +31,7 @@ pub struct Period {
 /// use evermoe::schedule::copy_period;
 /// let period = copy_period(1.0, 0.3, 1.0, 1.0, 1e-4, 64)?;
 /// assert_eq!((period.steps, period.delay, period.wasted), (4, 0.0, 7.0));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
@@ -53,11 +53,11 @@ pub fn copy_period(
     ];
     for (name, value) in times {
         if !value.is_finite() || value < 0.0 {
-            return Err(Error::Invalid(format!("{name}: expected a number >= 0, got {value}")));
+            return Err(Error::invalid(format!("{name}: expected a number >= 0, got {value}")));
         }
     }
     if step == 0.0 || !(1..=MAX_STEPS).contains(&most) {
-        return Err(Error::Invalid(format!(
+        return Err(Error::invalid(format!(
             "expected step_seconds > 0 and most of 1 to {MAX_STEPS}, got {step} and {most}"
         )));
     }

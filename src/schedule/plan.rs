@@ -119,7 +119,7 @@ pub struct ChunkPlan {
 /// assert_eq!((plan.reason.delay_seconds, plan.reason.steps_per_version), (0.0, 2));
 /// let plan = plan_chunks(&Request { version_steps: 2, ..request })?;
 /// assert_eq!(plan.chunks.iter().map(|chunk| (chunk.step, chunk.bytes)).collect::<Vec<_>>(), [(0, 20), (0, 20), (1, 10)]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
@@ -172,7 +172,7 @@ impl Filled {
 ///     policy: Policy::Gemini, max_steps: 1, version_steps: 1,
 /// }, most);
 /// assert_eq!((steps(40, 8)?, steps(50, 8)?, steps(130, 8)?, steps(400, 8)?), (1, 2, 4, 8));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
@@ -339,7 +339,7 @@ impl ChunkPlan {
     /// numbers that are none.
     pub fn from_json(text: &str) -> Result<Self> {
         let plan: Self = serde_json::from_str(text)
-            .map_err(|error| Error::Invalid(format!("text: expected the JSON of a chunk plan: {error}")))?;
+            .map_err(|error| Error::invalid(format!("text: expected the JSON of a chunk plan: {error}")))?;
         let Self { units, chunks, reason } = &plan;
         let steps = reason.steps_per_version;
         ensure!(

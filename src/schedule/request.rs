@@ -103,7 +103,7 @@ impl FromStr for Policy {
     fn from_str(name: &str) -> Result<Self> {
         let known = Self::ALL.into_iter().find(|policy| policy.name() == name);
         known.ok_or_else(|| {
-            Error::Invalid(format!("policy: expected one of gemini, baft, moetion, auto, got {name:?}"))
+            Error::invalid(format!("policy: expected one of gemini, baft, moetion, auto, got {name:?}"))
         })
     }
 }

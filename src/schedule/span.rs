@@ -84,7 +84,7 @@ impl FromStr for Resource {
     fn from_str(name: &str) -> Result<Self> {
         let known = Self::ALL.into_iter().find(|resource| resource.name() == name);
         known.ok_or_else(|| {
-            Error::Invalid(format!("resource: expected one of compute, network, host_link, got {name:?}"))
+            Error::invalid(format!("resource: expected one of compute, network, host_link, got {name:?}"))
         })
     }
 }
@@ -96,7 +96,7 @@ impl FromStr for Kind {
         let known = Self::ALL.into_iter().find(|kind| kind.name() == name);
         known.ok_or_else(|| {
             let names = Self::ALL.map(Self::name).join(", ");
-            Error::Invalid(format!("kind: expected one of {names}, got {name:?}"))
+            Error::invalid(format!("kind: expected one of {names}, got {name:?}"))
         })
     }
 }

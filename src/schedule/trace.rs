@@ -210,7 +210,7 @@ pub fn merge_traces(traces: &[String]) -> Result<String> {
     let mut from: BTreeMap<u64, usize> = BTreeMap::new();
     for (number, text) in traces.iter().enumerate() {
         let wrong =
-            |what: String| Error::Invalid(format!("traces: number {number} is no trace of a rank: {what}"));
+            |what: String| Error::invalid(format!("traces: number {number} is no trace of a rank: {what}"));
         let mut trace: Value = serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
         let events = trace.get_mut("traceEvents").and_then(Value::as_array_mut).map(std::mem::take);
         for event in events.ok_or_else(|| wrong("traceEvents is missing".into()))? {

@@ -166,8 +166,8 @@ impl Windows {
     /// [`Error::Invalid`] unless it is that, with windows in order.
     pub fn from_json(text: &str) -> Result<Self> {
         let found: Self = serde_json::from_str(text)
-            .map_err(|error| Error::Invalid(format!("text: expected the JSON of windows: {error}")))?;
-        found.options.check().map_err(|error| Error::Invalid(format!("text: {error}")))?;
+            .map_err(|error| Error::invalid(format!("text: expected the JSON of windows: {error}")))?;
+        found.options.check().map_err(|error| Error::invalid(format!("text: {error}")))?;
         ensure!(
             found.step_seconds.is_finite() && found.step_seconds > 0.0,
             "text: step_seconds: expected a finite number above 0, got {}",
@@ -211,7 +211,7 @@ impl Windows {
 /// assert_eq!(network[0].anchor, Anchor::After { name: "send".into(), occurrence: 0 });
 /// assert_eq!((network[0].start, network[0].expected, network[0].jitter, network[0].seconds), (1.0, 3.0, 1.0, 1.5));
 /// assert_eq!((network[1].expected, network[1].jitter), (2.0, 0.0));
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors

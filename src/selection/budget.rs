@@ -19,11 +19,11 @@ use std::cmp::Reverse;
 /// use evermoe::selection::budget;
 /// // 12 and 6 tokens: 3 × 12/18 = 2 experts of layer 0, 3 × 6/18 = 1 of layer 1.
 /// assert_eq!(budget(&[7, 2, 3, /* layer 1 */ 1, 5, 0], [2, 3], 3)?, [vec![0, 2], vec![1]]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, also 0 layers or experts, and negative numbers.
+/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, also 0 layers or experts, and negative numbers.
 pub fn budget(tokens: &[i64], shape: [usize; 2], capacity: u64) -> Result<Selection> {
     let [layers, experts] = shape;
     check(tokens, shape)?;

@@ -17,10 +17,10 @@ impl TokenLedger {
     /// [`Error::Invalid`] unless it is one, whole and consistent.
     pub fn from_json(text: &str) -> Result<Self> {
         let ledger: Self = serde_json::from_str(text)
-            .map_err(|error| Error::Invalid(format!("text: expected the JSON of a token ledger: {error}")))?;
+            .map_err(|error| Error::invalid(format!("text: expected the JSON of a token ledger: {error}")))?;
         ensure!(ledger.version == VERSION, "text: expected layout {VERSION}, got {}", ledger.version);
         Self::new(ledger.layers, ledger.experts, ledger.experts_per_layer, ledger.max_lost_token_fraction)
-            .map_err(|error| Error::Invalid(format!("text: {error}")))?;
+            .map_err(|error| Error::invalid(format!("text: {error}")))?;
         ensure!(
             ledger.experts_per_layer <= ledger.experts,
             "text: experts_per_layer is {} of {} experts",

@@ -33,7 +33,7 @@ pub(super) const VERSION: u32 = 1;
 /// assert_eq!(ledger.at_risk(), [0, 30, 10, 0]);
 /// assert_eq!(ledger.lose(&[vec![2, 3]], None)?, 0.1); // 10 of 100 tokens, more than 0.05
 /// assert_eq!(ledger.experts_per_layer(), 2);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -69,7 +69,7 @@ impl TokenLedger {
     /// A ledger that has seen nothing. K starts at `experts_per_layer`; a `max_lost_token_fraction` of 1 leaves it there.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) when a number is 0, layers × experts is more than 2^24, or the limit is not from 0 to 1.
+    /// [`Error::Invalid`](crate::Error::Invalid) when a number is 0, layers × experts is more than 2^24, or the limit is not from 0 to 1.
     pub fn new(
         layers: usize,
         experts: usize,
@@ -161,7 +161,7 @@ impl TokenLedger {
     /// Counts the tokens of a step, `[layers, experts]`, all ranks together.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative counts and sums beyond 2^63; the ledger is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative counts and sums beyond 2^63; the ledger is then as before.
     pub fn add(&mut self, counts: &[i64]) -> Result<()> {
         ensure!(
             counts.len() == self.seen.len(),
@@ -192,7 +192,7 @@ impl TokenLedger {
     /// Notes a checkpoint that copied these experts as they are now; every checkpoint is noted, also an empty one.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) unless there is one list for each layer, of experts that exist.
+    /// [`Error::Invalid`](crate::Error::Invalid) unless there is one list for each layer, of experts that exist.
     pub fn copied(&mut self, selection: &[Vec<usize>]) -> Result<()> {
         self.copied_without(selection, &vec![0; self.at_risk.len()])
     }
@@ -200,7 +200,7 @@ impl TokenLedger {
     /// Notes a checkpoint whose copies lack the newest tokens of their experts: `newer`, `[layers, experts]`, stay at risk.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, experts that do not exist, and more tokens of a
+    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, experts that do not exist, and more tokens of a
     /// chosen expert than are at risk; the ledger is then as before.
     pub fn copied_without(&mut self, selection: &[Vec<usize>], newer: &[i64]) -> Result<()> {
         let chosen = self.cells("selection", selection)?;
@@ -233,7 +233,7 @@ impl TokenLedger {
     /// Notes that copies which were `copied` never came to be: of `tokens`, `[layers, experts]`, there is no copy.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, and for more tokens at risk than were seen; the ledger is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, and for more tokens at risk than were seen; the ledger is then as before.
     pub fn put_back(&mut self, tokens: &[i64]) -> Result<()> {
         ensure!(
             tokens.len() == self.at_risk.len(),
@@ -263,7 +263,7 @@ impl TokenLedger {
     /// taken; without it all that was at risk. None of it is at risk from then on.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) unless there is one list for each layer, of experts that exist, or
+    /// [`Error::Invalid`](crate::Error::Invalid) unless there is one list for each layer, of experts that exist, or
     /// if more tokens are lost than were seen; the ledger is then as before.
     pub fn lose(&mut self, experts: &[Vec<usize>], tokens: Option<&[i64]>) -> Result<f64> {
         let cells = self.cells("experts", experts)?;

@@ -42,11 +42,11 @@ use std::cmp::Reverse;
 /// assert_eq!(load_aware(&tokens, Some(&[0, 0, 6, 0, 0, 0]), None, [2, 3], 1, 6)?, [[2], [2]]);
 /// // Expert 0 of layer 0 and expert 2 of layer 1 are on one rank, whose share is one expert.
 /// assert_eq!(load_aware(&tokens, None, Some(&[0, 1, 1, 1, 0, 0]), [2, 3], 1, 0)?, [[0], [0]]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, also 0 layers or experts, negative numbers, and a K
+/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, also 0 layers or experts, negative numbers, and a K
 /// of 0.
 pub fn load_aware(
     tokens: &[i64],

@@ -19,7 +19,7 @@ const SLACK: u128 = 10;
 /// use evermoe::selection::place_owners;
 /// let owners = place_owners(&[30, 20, 10], &[vec![0], vec![0], vec![0]], &[vec![1], vec![], vec![]], &[0, 0])?;
 /// assert_eq!(owners, [0, 1, 1]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
@@ -65,5 +65,5 @@ pub fn place_owners(
         settle(unit, &mut (0..loads.len()), u128::MAX);
     }
     let owners: Option<Vec<usize>> = owners.into_iter().collect();
-    owners.ok_or_else(|| Error::Runtime("owners: a unit has none".into()))
+    owners.ok_or_else(|| Error::Internal("owners: a unit has none".into()))
 }

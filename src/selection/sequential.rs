@@ -14,11 +14,11 @@ use crate::error::Result;
 /// use evermoe::selection::sequential;
 /// assert_eq!(sequential(2, 4, 3, 0)?, [[0, 1, 2], [0, 1, 3]]); // layer 1 starts at 3: experts 3, 0 and 1
 /// assert_eq!(sequential(2, 4, 3, 1)?, [[0, 1, 3], [0, 2, 3]]); // and resumes at 2: experts 2, 3 and 0
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when a number is 0, or layers × experts is more than 2^24.
+/// [`Error::Invalid`](crate::Error::Invalid) when a number is 0, or layers × experts is more than 2^24.
 pub fn sequential(
     layers: usize,
     experts: usize,

@@ -27,11 +27,11 @@ pub struct Part {
 /// let parts = shard_modules(&[40, 110], &[0, 50], 4)?;
 /// assert_eq!(parts[0], [Part { module: 0, bytes: 0..40 }, Part { module: 1, bytes: 0..60 }]);
 /// assert_eq!(parts[1], [Part { module: 1, bytes: 60..110 }]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when there is no rank, or `alignment` is 0.
+/// [`Error::Invalid`](crate::Error::Invalid) when there is no rank, or `alignment` is 0.
 pub fn shard_modules(bytes: &[u64], expert_bytes: &[u64], alignment: u64) -> Result<Vec<Vec<Part>>> {
     ensure!(!expert_bytes.is_empty(), "ranks: expected 1 or more, got 0");
     ensure!(alignment > 0, "alignment: expected 1 or more bytes, got 0");

@@ -57,7 +57,7 @@ impl Costs {
     /// Refuses what costs nothing can be.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) with the field, what was expected and what came.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the field, what was expected and what came.
     pub(super) fn check(&self) -> Result<()> {
         for (name, seconds) in [
             ("costs.detect_seconds", self.detect_seconds),

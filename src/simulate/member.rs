@@ -104,7 +104,7 @@ impl Members {
         if is_same {
             return Ok(());
         }
-        Err(Error::Runtime(format!(
+        Err(Error::Internal(format!(
             "simulate: newcomers are at version {}, the others at {}, after the same recovery",
             new.version(),
             self.old.version()
@@ -146,5 +146,5 @@ fn asked(newcomer: &mut Protocol) -> Result<Standing> {
         Command::Ask { standing, .. } => Some(standing),
         _ => None,
     });
-    standing.ok_or_else(|| Error::Runtime("simulate: a process that has started asks nobody".into()))
+    standing.ok_or_else(|| Error::Internal("simulate: a process that has started asks nobody".into()))
 }

@@ -51,7 +51,7 @@ use failures::changes;
 /// Simulates a scheme; the same for a seed, which decides what fails when and how the load drifts: alike for all schemes.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for a scenario that is none, with the field, what was expected and what
+/// [`Error::Invalid`](crate::Error::Invalid) for a scenario that is none, with the field, what was expected and what
 /// came; what a planner refuses; and what `progress` returns.
 pub fn simulate(
     scenario: &Scenario,

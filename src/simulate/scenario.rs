@@ -256,7 +256,7 @@ impl Scenario {
     /// Refuses what cannot be simulated.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) with the field, what was expected and what came.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the field, what was expected and what came.
     pub fn check(&self) -> Result<()> {
         let Cluster { nodes, spares, .. } = self.cluster;
         ensure!(nodes >= 1, "cluster.nodes: expected 1 or more, got 0");
@@ -387,7 +387,7 @@ impl Scheme {
     /// Refuses what cannot be simulated.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) with the field, what was expected and what came.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the field, what was expected and what came.
     pub fn check(&self, scenario: &Scenario) -> Result<()> {
         match self {
             Self::Preset(preset) => {

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// let source = read_bamboo("0,add,a\n0,add,b\n1500,remove,a\n2000,add,c\n")?;
 /// let Source::Trace { events } = source else { panic!() };
 /// assert_eq!(events, [(0.0, true, vec![0, 1]), (1.5, false, vec![0]), (2.0, true, vec![0])]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
@@ -28,7 +28,7 @@ pub fn read_bamboo(text: &str) -> Result<Source> {
     let mut last = 0;
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let wrong = |why: &str| {
-            Error::Invalid(format!(
+            Error::invalid(format!(
                 "line {}: expected milliseconds,add|remove,node, got {line:?}{why}",
                 number + 1
             ))
@@ -85,7 +85,7 @@ struct SpotMetadata {
 /// let node = r#"{"metadata": {"gap_seconds": 600}, "data": [0, 1, 0]}"#;
 /// let Source::Trace { events } = read_skypilot(&[node])? else { panic!() };
 /// assert_eq!(events, [(0.0, true, vec![0]), (600.0, false, vec![0]), (1200.0, true, vec![0])]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
@@ -95,7 +95,7 @@ pub fn read_skypilot<S: AsRef<str>>(nodes: &[S]) -> Result<Source> {
     let mut events: Vec<(f64, bool, Vec<usize>)> = Vec::new();
     for (node, text) in nodes.iter().enumerate() {
         let trace: SpotTrace = serde_json::from_str(text.as_ref()).map_err(|error| {
-            Error::Invalid(format!(
+            Error::invalid(format!(
                 "file {node}: expected {{\"metadata\": {{\"gap_seconds\": …}}, \"data\": […]}}: {error}"
             ))
         })?;

@@ -192,19 +192,24 @@ impl Arena {
     pub fn commit_received(&self, index: usize) -> Result<()> {
         let (version, received) = (self.check_begun(index)?, self.named(index));
         if received != version {
-            return Err(Error::Corrupt(format!(
-                "{}: expected version {version}, received {received}; fetch it again from another holder",
-                self.path.display()
-            )));
+            let problem = format!(
+                "expected version {version}, received {received}; fetch it again from another holder"
+            );
+            return Err(Error::corrupt(problem).of_object(self.path.display().to_string()));
         }
         let wrong = self.mismatches(index);
         if !wrong.is_empty() {
-            let (path, units, all) = (self.path.display(), wrong.join(", "), self.layout.units().len());
-            return Err(Error::Corrupt(format!(
-                "{path}: {} of {all} received units do not match their digests: {units}; fetch them again from another \
-                 holder",
-                wrong.len()
-            )));
+            let problem = format!(
+                "{} of {} received units do not match their digests: {}; fetch them again from another holder",
+                wrong.len(),
+                self.layout.units().len(),
+                wrong.join(", ")
+            );
+            return Err(Error::Corrupt {
+                object: Some(self.path.display().to_string()),
+                units: wrong,
+                problem,
+            });
         }
         self.state(index).publish();
         Ok(())
@@ -243,7 +248,7 @@ impl Arena {
     pub fn unlink(&self) -> Result<()> {
         match std::fs::remove_file(&self.path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(Error::io(format!("removing the arena {}", self.path.display()), error))
+                Err(Error::file("removing the arena", &self.path, error))
             }
             _ => Ok(()),
         }
@@ -294,7 +299,7 @@ impl Arena {
     fn check_begun(&self, index: usize) -> Result<u64> {
         ensure!(index < 2, "index: expected 0 or 1, got {index}");
         self.state(index).writing().ok_or_else(|| {
-            Error::Invalid(format!("index: buffer {index} is not being written; call begin first"))
+            Error::invalid(format!("index: buffer {index} is not being written; call begin first"))
         })
     }
 

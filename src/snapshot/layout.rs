@@ -42,7 +42,7 @@ pub struct Unit {
 /// let layout = Layout::new("{}", &[("a".into(), 65), ("b".into(), 1)])?;
 /// assert_eq!((layout.units()[0].offset, layout.units()[1].offset), (64, 192));
 /// assert_eq!(layout.payload_bytes(), 256);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -74,7 +74,7 @@ impl Layout {
             descriptor.len()
         );
         Self::compute(meta, units, descriptor)
-            .ok_or_else(|| Error::Invalid("units: the sizes overflow the address space".into()))
+            .ok_or_else(|| Error::invalid("units: the sizes overflow the address space"))
     }
 
     fn compute(meta: &str, units: &[(String, usize)], descriptor: Vec<u8>) -> Option<Self> {
@@ -134,7 +134,7 @@ impl Layout {
     /// # Errors
     /// [`Error::Corrupt`] saying what is not as it should be.
     pub(super) fn decode(bytes: &[u8], file_bytes: usize) -> Result<Self> {
-        let wrong = |what: String| Error::Corrupt(format!("not a whole arena: {what}"));
+        let wrong = |what: String| Error::corrupt(format!("not a whole arena: {what}"));
         let field = |index| field(bytes, index);
         if bytes.len() < HEADER {
             return Err(wrong(format!("expected at least {HEADER} bytes, got {}", bytes.len())));
@@ -264,7 +264,7 @@ mod tests {
                 let mut bytes = bytes.clone();
                 bytes[at] ^= 1 << bit;
                 let result = Layout::decode(&bytes, layout.file_bytes());
-                assert!(matches!(result, Err(Error::Corrupt(_))), "byte {at}, bit {bit}: {result:?}");
+                assert!(matches!(result, Err(Error::Corrupt { .. })), "byte {at}, bit {bit}: {result:?}");
             }
         }
     }

@@ -19,32 +19,34 @@ pub(super) fn create(
     later: bool,
     room: Option<&Path>,
 ) -> Result<(MmapRaw, Option<Space>)> {
-    let doing = || format!("creating the arena {}", path.display());
+    let failed = |error| Error::file("creating the arena", path, error);
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(parent);
-        made.map_err(|error| Error::io(format!("creating the folder {}", parent.display()), error))?;
+        made.map_err(|error| Error::file("creating the folder", parent, error))?;
     }
     if path.symlink_metadata().is_ok() {
         let exists = io::Error::from_raw_os_error(libc::EEXIST);
-        return Err(Error::io(format!("{}: it exists; open it, or unlink it first", doing()), exists));
+        let context =
+            format!("creating the arena {}: it exists; open it, or unlink it first", path.display());
+        return Err(Error::Io { context, path: Some(path.to_owned()), source: exists });
     }
     let temporary = Temporary::new(path)?;
-    let file = open_new(&temporary.0, room).map_err(|error| Error::io(doing(), error))?;
+    let file = open_new(&temporary.0, room).map_err(failed)?;
     let mut space = Space { file, bytes: layout.file_bytes(), taken: 0, ready: 0 };
-    space.shrink().map_err(|error| Error::io(doing(), error))?;
+    space.shrink().map_err(failed)?;
     space.check(path)?;
     if later {
-        space.file.set_len(space.bytes as u64).map_err(|error| Error::io(doing(), error))?;
+        space.file.set_len(space.bytes as u64).map_err(failed)?;
     } else {
         space.reserve(path, space.bytes)?;
     }
-    space.file.write_all_at(&layout.encode(), 0).map_err(|error| Error::io(doing(), error))?;
+    space.file.write_all_at(&layout.encode(), 0).map_err(failed)?;
     let mapping = map(&space.file, path)?;
     if !later {
         populate(&mapping, 0, space.bytes);
     }
     // A hard link, unlike a rename, never replaces a file that another process has made meanwhile.
-    fs::hard_link(&temporary.0, path).map_err(|error| Error::io(doing(), error))?;
+    fs::hard_link(&temporary.0, path).map_err(failed)?;
     Ok((mapping, later.then_some(space)))
 }
 
@@ -63,9 +65,9 @@ fn open_new(path: &Path, room: Option<&Path>) -> io::Result<File> {
 
 /// Opens and checks a file that [`create`] made.
 pub(super) fn open(path: &Path) -> Result<(MmapRaw, Layout)> {
-    let doing = |error| Error::io(format!("opening the arena {}", path.display()), error);
+    let doing = |error| Error::file("opening the arena", path, error);
     let no_file =
-        || Error::Corrupt(format!("{}: not a whole arena: it is empty, or no file", path.display()));
+        || Error::corrupt("not a whole arena: it is empty, or no file").of_object(path.display().to_string());
     let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path);
     let file = file.map_err(|error| match error.raw_os_error() {
         Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => no_file(), // a link, a folder, a socket
@@ -77,10 +79,8 @@ pub(super) fn open(path: &Path) -> Result<(MmapRaw, Layout)> {
     }
     let mapping = map(&file, path)?;
     let bytes = head(&file, mapping.len()).map_err(doing)?;
-    let layout = Layout::decode(&bytes, mapping.len()).map_err(|error| match error {
-        Error::Corrupt(what) => Error::Corrupt(format!("{}: {what}", path.display())),
-        other => other,
-    })?;
+    let layout =
+        Layout::decode(&bytes, mapping.len()).map_err(|error| error.of_object(path.display().to_string()))?;
     Ok((mapping, layout))
 }
 
@@ -94,7 +94,7 @@ fn head(file: &File, file_bytes: usize) -> io::Result<Vec<u8>> {
 }
 
 fn map(file: &File, path: &Path) -> Result<MmapRaw> {
-    MmapRaw::map_raw(file).map_err(|error| Error::io(format!("mapping the arena {}", path.display()), error))
+    MmapRaw::map_raw(file).map_err(|error| Error::file("mapping the arena", path, error))
 }
 
 /// Takes the page faults here rather than in the first copies of a training step. A kernel before 5.14 refuses, and then
@@ -176,10 +176,11 @@ impl Space {
         let (bytes, free) = (self.bytes, free_bytes(&self.file));
         let needs =
             format!("reserving the arena {}: it needs {bytes} bytes and {free} are free", path.display());
-        Error::io(
-            format!("{needs}; use a smaller arena or a larger folder"),
-            io::Error::from_raw_os_error(code),
-        )
+        Error::Io {
+            context: format!("{needs}; use a smaller arena or a larger folder"),
+            path: Some(path.to_owned()),
+            source: io::Error::from_raw_os_error(code),
+        }
     }
 }
 
@@ -205,7 +206,7 @@ impl Temporary {
         let temporary = Self(name.into());
         match fs::remove_file(&temporary.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(Error::io(format!("removing {}", temporary.0.display()), error))
+                Err(Error::file("removing", &temporary.0, error))
             }
             _ => Ok(temporary),
         }

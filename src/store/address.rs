@@ -35,21 +35,21 @@ impl Address {
     /// use evermoe::store::{Address, Scheme};
     /// assert_eq!(Address::parse("s3://bucket/run")?.scheme, Scheme::S3);
     /// assert!(Address::parse("ftp://host/run").is_err());
-    /// # Ok::<(), evermoe::error::Error>(())
+    /// # Ok::<(), evermoe::Error>(())
     /// ```
     ///
     /// # Errors
     /// [`Error::Invalid`] where it is none, of no scheme that is known, or has credentials; the message never has those.
     pub fn parse(text: &str) -> Result<Self> {
         let url = Url::parse(text)
-            .map_err(|error| Error::Invalid(format!("a URL cannot be read: {error}; {EXPECTED}")))?;
+            .map_err(|error| Error::invalid(format!("a URL cannot be read: {error}; {EXPECTED}")))?;
         let scheme = match url.scheme() {
             "s3" | "s3a" => Scheme::S3,
             "gs" => Scheme::Gcs,
             "az" | "azure" | "adl" | "abfs" | "abfss" => Scheme::Azure,
             "http" | "https" => Scheme::Http,
             other => {
-                return Err(Error::Invalid(format!("{other}:// is not known; {EXPECTED}")));
+                return Err(Error::invalid(format!("{other}:// is not known; {EXPECTED}")));
             }
         };
         let has_user = !url.username().is_empty() && scheme != Scheme::Azure;

@@ -99,11 +99,11 @@ impl Place {
             return Err(problem::failed(&address.to_string(), libc::EACCES, &told));
         }
         let path = Path::from_url_path(address.url.path())
-            .map_err(|error| Error::Invalid(format!("{address} has no path of objects: {error}")))?;
+            .map_err(|error| Error::invalid(format!("{address} has no path of objects: {error}")))?;
         // Encrypts with ring; where another part of the process has chosen something else, that stays.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let store = build(address, &options).map_err(|error| {
-            Error::Invalid(format!("{address} cannot be opened: {}", problem::told(&error)))
+            Error::invalid(format!("{address} cannot be opened: {}", problem::told(&error)))
         })?;
         Ok(Self {
             store,
@@ -223,7 +223,8 @@ impl Place {
             Ok(Some(Some(found.bytes().await?.to_vec())))
         })?;
         read.ok_or_else(|| {
-            Error::Corrupt(format!("{}/{name}: expected at most {most_bytes} bytes", self.shown))
+            Error::corrupt(format!("expected at most {most_bytes} bytes"))
+                .of_object(format!("{}/{name}", self.shown))
         })
     }
 
@@ -324,7 +325,7 @@ impl Place {
     fn path(&self, name: &str) -> Result<Path> {
         let whole = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
         Path::parse(whole.trim_start_matches('/'))
-            .map_err(|error| Error::Invalid(format!("{name:?} is no name of an object: {error}")))
+            .map_err(|error| Error::invalid(format!("{name:?} is no name of an object: {error}")))
     }
 
     fn name(&self, path: &Path) -> Option<String> {
@@ -360,7 +361,7 @@ impl Place {
     /// Waits for the end of what is done with an object.
     fn run<T>(&self, name: &str, work: impl Future<Output = object_store::Result<T>>) -> Result<T> {
         if self.process != std::process::id() {
-            return Err(Error::Runtime(format!(
+            return Err(Error::Internal(format!(
                 "{} was opened by the process that forked this one",
                 self.shown
             )));

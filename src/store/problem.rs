@@ -56,7 +56,7 @@ pub(super) fn problem(what: &str, error: &object_store::Error) -> Error {
 
 /// An error of the operating system's with a message of its own.
 pub(super) fn failed(what: &str, code: i32, told: &str) -> Error {
-    Error::Io { context: format!("{what}: {told}"), source: io::Error::from_raw_os_error(code) }
+    Error::io(format!("{what}: {told}"), io::Error::from_raw_os_error(code))
 }
 
 /// The text of an error of which nothing else is known.
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn messages_have_the_reason_and_no_secret() {
         let denied = E::PermissionDenied { path: "k".into(), source: ANSWER.into() };
-        let Error::Io { context, source } = problem("az://c/k", &denied) else { panic!() };
+        let Error::Io { context, source, .. } = problem("az://c/k", &denied) else { panic!() };
         assert_eq!(source.raw_os_error(), Some(libc::EACCES));
         for part in ["az://c/k", "403 Forbidden", "InvalidAccessKeyId", "The key is not known"] {
             assert!(context.contains(part), "{context}");
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn what_took_too_long_is_no_refused_connection() {
         let late = Sending(io::Error::other("operation timed out"));
-        let Error::Io { context, source } =
+        let Error::Io { context, source, .. } =
             problem("s3://b/k", &E::Generic { store: "S3", source: late.into() })
         else {
             panic!()

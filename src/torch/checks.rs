@@ -12,7 +12,7 @@ macro_rules! on_cuda {
         #[cfg(not(feature = "cuda"))]
         let result = {
             $(let _ = &$argument;)*
-            Err($crate::error::Error::Runtime("this build of evermoe has no CUDA".into()))
+            Err($crate::Error::Unavailable { what: "CUDA", problem: "this build of evermoe has no CUDA".into() })
         };
         result
     }};
@@ -24,7 +24,7 @@ macro_rules! with_dtype {
     ($dtype:expr, $T:ident in [$($variant:ident = $type:ty),*] => $body:expr) => {
         match $dtype {
             $($crate::torch::tensor::Dtype::$variant => { type $T = $type; $body })*
-            other => Err($crate::error::Error::Invalid(format!("no kernel for {other}"))),
+            other => Err($crate::Error::invalid(format!("no kernel for {other}"))),
         }
     };
 }
@@ -50,7 +50,7 @@ pub(super) use with_rows;
 
 pub(super) fn shape<const DIM: usize>(name: &str, expected: &str, tensor: &Tensor) -> Result<[i64; DIM]> {
     let sizes = tensor.sizes();
-    sizes.try_into().map_err(|_| Error::Invalid(format!("{name}: expected shape {expected}, got {sizes:?}")))
+    sizes.try_into().map_err(|_| Error::invalid(format!("{name}: expected shape {expected}, got {sizes:?}")))
 }
 
 pub(super) fn check_ids(name: &str, tensor: &Tensor) -> Result<()> {

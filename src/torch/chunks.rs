@@ -86,7 +86,7 @@ fn check_layout(
     let all = layout.num_chunks();
     let first = usize::try_from(first_chunk).ok().filter(|&first| first <= all && num_chunks <= all - first);
     let Some(first) = first else {
-        return Err(Error::Invalid(format!(
+        return Err(Error::invalid(format!(
             "chunks: these tensors take {all} chunks of {chunk_bytes} bytes, expected a part of them, got {num_chunks} \
              from {first_chunk} on"
         )));

@@ -91,10 +91,13 @@ macro_rules! symbols {
                 let aoti_torch_check = require(c"aoti_torch_check");
                 let operator_delete = require(c"_ZdlPv");
                 if !missing.is_empty() {
-                    return Err(Error::Runtime(format!(
-                        "evermoe needs PyTorch 2.10 or newer: the libtorch in this process lacks {}",
-                        missing.join(", ")
-                    )));
+                    return Err(Error::Unavailable {
+                        what: "libtorch",
+                        problem: format!(
+                            "evermoe needs PyTorch 2.10 or newer: the libtorch in this process lacks {}",
+                            missing.join(", ")
+                        ),
+                    });
                 }
                 // SAFETY: each address is that of the C function of this name, whose signature is the field's type
                 // (see the headers named above); none of the required ones is null.
@@ -178,8 +181,9 @@ pub(super) fn load() -> Result<&'static Symbols> {
     if let Some(symbols) = SYMBOLS.get() {
         return Ok(symbols);
     }
-    let torch = Loaded::find(c"libtorch_cpu.so").ok_or_else(|| {
-        Error::Runtime("libtorch_cpu.so is not loaded in this process: `import torch` comes first".into())
+    let torch = Loaded::find(c"libtorch_cpu.so").ok_or_else(|| Error::Unavailable {
+        what: "libtorch",
+        problem: "libtorch_cpu.so is not loaded in this process: `import torch` comes first".into(),
     })?;
     let symbols = Symbols::resolve(&torch, Loaded::find(c"libtorch_cuda.so").as_ref())?;
     Ok(SYMBOLS.get_or_init(|| symbols))
@@ -209,5 +213,5 @@ fn failure(call: &str) -> Error {
         (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     });
     let reason = reason.unwrap_or_else(|| "torch gave the reason on stderr".into());
-    Error::Runtime(format!("{call} failed: {reason}"))
+    Error::Torch { call: call.to_owned(), reason }
 }

@@ -40,10 +40,7 @@ fn check_experts(num_experts: i64) -> Result<()> {
 }
 
 fn at_layer(layer: usize, error: Error) -> Error {
-    match error {
-        Error::Invalid(text) => Error::Invalid(format!("layer {layer}: {text}")),
-        other => other,
-    }
+    error.within(&format!("layer {layer}"))
 }
 
 /// Fills `counts`, a row for each layer; `name` tells in an error which layer it was.

@@ -33,11 +33,12 @@ impl Drop for DeviceGuard {
 /// Calls `body` with a launcher on torch's current stream of the tensor's device.
 fn launch(tensor: &Tensor, body: impl FnOnce(&Launcher) -> Result<()>) -> Result<()> {
     let Device::Cuda(index) = tensor.device() else {
-        return Err(Error::Invalid(format!("expected a CPU or CUDA tensor, got one on {}", tensor.device())));
+        return Err(Error::invalid(format!("expected a CPU or CUDA tensor, got one on {}", tensor.device())));
     };
-    let current_stream = symbols()
-        .aoti_torch_get_current_cuda_stream
-        .ok_or_else(|| Error::Runtime("this torch was built without CUDA".into()))?;
+    let current_stream = symbols().aoti_torch_get_current_cuda_stream.ok_or_else(|| Error::Unavailable {
+        what: "CUDA",
+        problem: "this torch was built without CUDA".into(),
+    })?;
     let _guard = DeviceGuard::new(index)?;
     let mut stream = std::ptr::null_mut();
     // SAFETY: a place for the stream.

@@ -101,7 +101,7 @@ fn table() -> [Op; 22] {
 pub fn register_ops() -> Result<()> {
     static REGISTERED: Mutex<bool> = Mutex::new(false);
     let mut registered =
-        REGISTERED.lock().map_err(|_| Error::Runtime("an earlier registration panicked".into()))?;
+        REGISTERED.lock().map_err(|_| Error::Internal("an earlier registration panicked".into()))?;
     let symbols = ffi::load()?;
     if !*registered {
         let ops = table();

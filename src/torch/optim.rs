@@ -6,7 +6,7 @@ use super::stepped::Stepped;
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, Gradient, SgdStep, adamw, check_no_momentum, sgd};
 use crate::ensure;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// An optimizer, by its step.
 pub(super) trait Step: Sized {
@@ -138,10 +138,8 @@ fn check_all<S: Step>(
 ) -> Result<Vec<Stepped<S>>> {
     let each = state.zip(gradients).zip(steps).enumerate();
     each.map(|(index, ((state, gradient), step))| {
-        Stepped::new(state, vec![gradient], vec![step]).map_err(|error| match error {
-            Error::Invalid(text) => Error::Invalid(format!("parameter {index}: {text}")),
-            other => other,
-        })
+        Stepped::new(state, vec![gradient], vec![step])
+            .map_err(|error| error.within(&format!("parameter {index}")))
     })
     .collect()
 }

@@ -42,7 +42,7 @@ pub struct Peers {
 /// };
 /// assert_eq!((sent.wait(limit), came.wait(limit)), (Some(Ok(5)), Some(Ok(5))));
 /// assert_eq!(&room[..5], b"hello");
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Links {
@@ -63,7 +63,7 @@ impl Links {
     /// The links of a new group; those of the one before no longer get connections. They are made when they are needed.
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] for a rank that is none, or no stream.
+    /// [`crate::Error::Invalid`] for a rank that is none, or no stream.
     pub fn begin(port: &Port, peers: Peers) -> Result<Self> {
         let Peers { group, rank, addresses, streams, limit } = peers;
         let size = addresses.len();
@@ -82,7 +82,7 @@ impl Links {
     /// The memory holds the message, unchanged, until the transfer is over or dropped.
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] for a rank that is none of the others'.
+    /// [`crate::Error::Invalid`] for a rank that is none of the others'.
     pub unsafe fn send(&self, address: *mut u8, nbytes: usize, peer: usize, tag: u64) -> Result<Transfer> {
         let item = self.table.item(address, nbytes, peer)?;
         let number = self.table.offer(item.clone(), tag);
@@ -95,7 +95,7 @@ impl Links {
     /// Nothing else reads or writes the memory until the transfer is over or dropped.
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] for a rank that is none of the others'.
+    /// [`crate::Error::Invalid`] for a rank that is none of the others'.
     pub unsafe fn receive(&self, address: *mut u8, nbytes: usize, peer: usize, tag: u64) -> Result<Transfer> {
         let item = self.table.item(address, nbytes, peer)?;
         let (number, request) = self.table.expect(item.clone(), tag);

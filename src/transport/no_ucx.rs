@@ -14,7 +14,7 @@ pub(crate) struct Ucx(Infallible);
 
 impl Ucx {
     pub(crate) fn open(_libraries: &[String]) -> Result<&'static Self> {
-        Err(Error::Invalid(
+        Err(Error::invalid(
             "transport: \"ucx\" needs a build with the feature `ucx`, and this one has none: build with it, or use \
              transport \"tcp\""
                 .into(),

@@ -97,7 +97,7 @@ impl Table {
     /// A message at this end.
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] for a rank that is none of the others'.
+    /// [`crate::Error::Invalid`] for a rank that is none of the others'.
     pub(super) fn item(&self, address: *mut u8, nbytes: usize, peer: usize) -> Result<Arc<Item>> {
         let (rank, size) = (self.rank, self.addresses.len());
         ensure!(

@@ -3,7 +3,7 @@
 use crate::Outcome;
 use crate::harm::{Draw, harm, overwrite};
 use crate::memory::within;
-use evermoe::error::Error;
+use evermoe::Error;
 use evermoe::snapshot::{Arena, Layout};
 use std::collections::BTreeMap;
 use std::fs;
@@ -86,7 +86,7 @@ fn makes(folder: &Path) -> Vec<Made> {
 fn open(path: &Path, most_bytes: usize) -> Option<Arena> {
     match within(most_bytes, || Arena::open(path)) {
         Ok(arena) => Some(arena),
-        Err(Error::Corrupt(why)) if why.contains("not a whole arena") => None,
+        Err(Error::Corrupt { problem, .. }) if problem.contains("not a whole arena") => None,
         Err(other) => panic!("expected it to be corrupt, got {other:?}"),
     }
 }

@@ -3,7 +3,7 @@
 use crate::Outcome;
 use crate::harm::{Draw, Harmed, harm, harm_json};
 use crate::memory::within;
-use evermoe::error::Error;
+use evermoe::Error;
 use evermoe::persist::{Manifest, SavedUnit};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -52,7 +52,7 @@ fn manifest(draw: &mut Draw) -> Manifest {
 fn read(text: &[u8]) -> Option<Manifest> {
     match within(64 * text.len() + 10_000, || Manifest::from_json(text)) {
         Ok(manifest) => Some(manifest),
-        Err(Error::Corrupt(why)) if !why.is_empty() => None,
+        Err(Error::Corrupt { problem, .. }) if !problem.is_empty() => None,
         Err(other) => panic!("expected it to be corrupt, got {other:?}"),
     }
 }

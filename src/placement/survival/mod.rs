@@ -73,11 +73,11 @@ pub struct Survival {
 /// // The same by 1000 samples.
 /// let sampled = survival(16, &pairs, 2, Some(1000), 7)?;
 /// assert!((sampled.probability - found.probability).abs() < sampled.error);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when there are more than 2^20 nodes or fewer than `failures`, a
+/// [`Error::Invalid`](crate::Error::Invalid) when there are more than 2^20 nodes or fewer than `failures`, a
 /// holder is not a node, or `samples` is 0 or more than 2^32.
 pub fn survival(
     nodes: usize,

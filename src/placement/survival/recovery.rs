@@ -22,11 +22,11 @@ use std::collections::BTreeMap;
 /// let shared = [vec![0, 1]];
 /// let found = recovery_probability(&matrix, 3, 3, 1, Some(&shared), None, 0)?;
 /// assert!((found.probability - 0.5).abs() < 1e-12);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when the matrix has another size or a negative number, a domain is
+/// [`Error::Invalid`](crate::Error::Invalid) when the matrix has another size or a negative number, a domain is
 /// empty, names a node that is none or that another has, and what [`survival`] refuses.
 pub fn recovery_probability(
     matrix: &[i64],
@@ -91,11 +91,11 @@ pub(crate) fn recovery_until(
 ///     let found = copy_recovery_probability(&holders, 2, Some(&nodes), None, 0)?;
 ///     assert!((found.probability - expected).abs() < 1e-12);
 /// }
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when a holder is not a rank, and what [`survival`] refuses.
+/// [`Error::Invalid`](crate::Error::Invalid) when a holder is not a rank, and what [`survival`] refuses.
 pub fn copy_recovery_probability<S: AsRef<str>>(
     holders: &[Vec<usize>],
     failures: usize,

@@ -37,11 +37,11 @@ pub struct TrainingHolders {
 /// // Peers have the parameters; their optimizer states are parts (ZeRO 1) and go to the next node.
 /// assert_eq!(found.parameters, [vec![0, 1], vec![1, 0], vec![2, 3], vec![3, 2]]);
 /// assert_eq!(found.optimizer, [vec![0, 1], vec![1, 2], vec![2, 3], vec![3, 0]]);
-/// # Ok::<(), evermoe::error::Error>(())
+/// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when the lists differ in length, two ranks share coordinate and
+/// [`Error::Invalid`](crate::Error::Invalid) when the lists differ in length, two ranks share coordinate and
 /// stage, `copies` is 0 or more than there are ranks, or `zero_stage` is more than 3.
 pub fn training_copy_holders<S: Ord>(
     nodes: &[S],

@@ -41,5 +41,5 @@ fn to_matrix(py: Python<'_>, numbers: Vec<i64>, shape: [usize; 2]) -> PyResult<M
 }
 
 fn shape_error(what: String) -> PyErr {
-    Error::Invalid(what).into()
+    Error::invalid(what).into()
 }

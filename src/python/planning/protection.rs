@@ -39,7 +39,7 @@ fn arrange(
 ) -> PyResult<(Vec<KeptRow>, String)> {
     let named: Result<protection::Copying, serde::de::value::Error> =
         protection::Copying::deserialize(copying.into_deserializer());
-    let copying = named.map_err(|error| Error::Invalid(format!("copying: {error}")))?;
+    let copying = named.map_err(|error| Error::invalid(format!("copying: {error}")))?;
     let unit = |(state_bytes, gradient_bytes, active, tokens, replayable, may_lag)| protection::SessionUnit {
         state_bytes,
         gradient_bytes,

@@ -89,7 +89,7 @@ fn kind_name(kind: Kind) -> &'static str {
 fn kind(name: &str) -> PyResult<Kind> {
     let found = KINDS.iter().find(|(known, _)| *known == name);
     let kinds = KINDS.map(|(known, _)| format!("{known:?}")).join(", ");
-    Ok(found.ok_or_else(|| Error::Invalid(format!("holdings: expected kind {kinds}, got {name:?}")))?.1)
+    Ok(found.ok_or_else(|| Error::invalid(format!("holdings: expected kind {kinds}, got {name:?}")))?.1)
 }
 
 #[pyfunction]
@@ -105,10 +105,10 @@ fn recovery_plan(
     let index: HashMap<&str, usize> =
         names.iter().enumerate().map(|(unit, name)| (name.as_str(), unit)).collect();
     if index.len() != names.len() {
-        return Err(Error::Invalid("units: a name is there twice; names must be unique".into()).into());
+        return Err(Error::invalid("units: a name is there twice; names must be unique").into());
     }
     let find = |name: &str, whose: &dyn Fn() -> String| -> PyResult<usize> {
-        let unknown = || Error::Invalid(format!("{} names {name:?}, which is not one of units", whose()));
+        let unknown = || Error::invalid(format!("{} names {name:?}, which is not one of units", whose()));
         Ok(*index.get(name).ok_or_else(unknown)?)
     };
     let mut held = vec![Vec::new(); holdings.len()];

@@ -30,7 +30,7 @@ fn interruptible(
     let proceed = || {
         Python::attach(|py| py.check_signals()).map_err(|error| {
             *raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            Error::Cancelled("a signal has ended the draws".into())
+            Error::cancelled("the draws", "a signal came")
         })
     };
     let found = py.detach(|| find(Draws { samples, seed, proceed: &proceed }));

@@ -86,7 +86,7 @@ impl Hashing {
         self.jobs = None;
         while self.waiting > 0 {
             let Ok((unit, digest)) = self.found.recv() else {
-                return Err(Error::Invalid(format!("digests: {} units were not hashed", self.waiting)));
+                return Err(Error::invalid(format!("digests: {} units were not hashed", self.waiting)));
             };
             digests[unit] = digest;
             self.waiting -= 1;

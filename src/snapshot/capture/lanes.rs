@@ -169,7 +169,7 @@ mod tests {
         let mut fetch = failing.fetch;
         failing.fetch = Box::new(move |buffer| {
             calls += 1;
-            if calls == 3 { Err(Error::Runtime("the link is gone".into())) } else { fetch(buffer) }
+            if calls == 3 { Err(Error::Internal("the link is gone".into())) } else { fetch(buffer) }
         });
         let lanes = vec![lane(bytes(9000, 2), &here, second), failing];
         // SAFETY: as above.

@@ -110,7 +110,7 @@ impl CopyEngine {
             taken.map_or(0, |entry| entry.record.version)
         );
         let Some(id) = state.queue.push(work.total_bytes()) else {
-            return Err(Error::Invalid("the engine was shut down; make another".into()));
+            return Err(Error::invalid("the engine was shut down; make another"));
         };
         let index = arena.begin(version);
         work.begin(arena.buffer(index)?);

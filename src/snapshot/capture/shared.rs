@@ -209,7 +209,7 @@ pub(super) fn answer(progress: &Progress, version: u64, bytes: Option<usize>) ->
         CaptureState::Whole => Some(Ok(progress.done_bytes)),
         CaptureState::Cancelled => {
             let why = &progress.why;
-            Some(Err(Error::Cancelled(format!("the capture of version {version} was cancelled: {why}"))))
+            Some(Err(Error::cancelled(format!("the capture of version {version}"), why)))
         }
         _ => bytes.filter(|&bytes| progress.done_bytes >= bytes).map(|_| Ok(progress.done_bytes)),
     }

@@ -88,7 +88,7 @@ impl Work {
     /// brings all to its place.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) naming the unit whose runs are not as many bytes as it has.
+    /// [`Error::Invalid`](crate::Error::Invalid) naming the unit whose runs are not as many bytes as it has.
     pub(super) fn new(
         layout: &Layout,
         sources: Option<&[Vec<Run>]>,
@@ -120,7 +120,7 @@ impl Work {
     /// The digests of units alone, from their parts; of all parts that `fetch` brings, in their order.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) for runs that are no memory.
+    /// [`Error::Invalid`](crate::Error::Invalid) for runs that are no memory.
     pub(super) fn hashed(units: &[Vec<Part<'_>>], fetch: Fetch) -> Result<Self> {
         let mut pieces = Vec::with_capacity(units.len());
         for (index, parts) in units.iter().enumerate() {
@@ -267,7 +267,7 @@ impl Work {
 /// returns when all is there.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for runs that do not add up to their units.
+/// [`Error::Invalid`](crate::Error::Invalid) for runs that do not add up to their units.
 ///
 /// # Safety
 /// The runs are readable, apart from `outs`, and no other code writes them meanwhile.

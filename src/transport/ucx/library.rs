@@ -54,7 +54,7 @@ impl Ucx {
             }
         }
         let (major, minor) = OLDEST;
-        Err(Error::Invalid(format!(
+        Err(Error::invalid(format!(
             "transport: \"ucx\" needs UCX {major}.{minor} or newer, and found none ({}): install the system's \
              (libucx0, ucx), or the package libucx-cu12, or use transport \"tcp\"",
             found.join("; ")
