@@ -2,7 +2,7 @@
 
 /// Makes the calling thread one that gives way: on Linux a batch job with a nice value 5 higher than before. Best effort: a
 /// system that refuses leaves it as important as the others.
-pub fn give_way() {
+pub(crate) fn give_way() {
     #[cfg(target_os = "linux")]
     // SAFETY: plain calls; on Linux both are about the calling thread alone.
     unsafe {

@@ -2,16 +2,16 @@
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 #[derive(Clone, Debug)]
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
     /// The numbers of a seed.
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
     /// The numbers of a part of what a seed decides: those of two parts have nothing to do with each other.
-    pub fn of_part(seed: u64, part: u64) -> Self {
+    pub(crate) fn of_part(seed: u64, part: u64) -> Self {
         let mut random = Self(seed);
         let first = random.next_u64();
         random.0 = first ^ part.wrapping_mul(0xd6e8_feb8_6659_fd93);
@@ -19,7 +19,7 @@ impl Random {
     }
 
     /// 64 random bits.
-    pub fn next_u64(&mut self) -> u64 {
+    pub(crate) fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -27,22 +27,22 @@ impl Random {
     }
 
     /// 0 to `bound − 1`; of 2²⁰ numbers none is preferred by more than 2⁻⁴⁴.
-    pub fn below(&mut self, bound: usize) -> usize {
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }
 
     /// 0 to 1, without 1.
-    pub fn uniform(&mut self) -> f64 {
+    pub(crate) fn uniform(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
     /// Exponentially distributed, with this mean: the time to the next event of a Poisson process.
-    pub fn exponential(&mut self, mean: f64) -> f64 {
+    pub(crate) fn exponential(&mut self, mean: f64) -> f64 {
         -(1.0 - self.uniform()).ln() * mean
     }
 
     /// Standard normally distributed (Box and Muller 1958).
-    pub fn normal(&mut self) -> f64 {
+    pub(crate) fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.uniform()).cos()
     }
