@@ -133,7 +133,7 @@ def test_checkpointing_around_a_compiled_model():
     compare(model, lambda x: checkpoint(compiled, x, use_reentrant=False), make_inputs(8), **SAME)
 
 
-def test_layers_alike_share_a_graph():
+def test_equal_layers_share_a_graph():
     layers = [MoE(WIDTH, 32, EXPERTS) for _ in range(12)]
     counter = CompileCounter()
     for layer in layers:
@@ -192,5 +192,5 @@ def lose_a_peer(group):
 
 
 @pytest.mark.long
-def test_a_lost_peer_is_told_as_without_compile(tmp_path):
+def test_a_lost_peer_raises_the_same_error_as_without_compile(tmp_path):
     assert run_ranks(tmp_path, 2, lose_a_peer) == [2, 2]

@@ -135,7 +135,7 @@ def test_python_blocks_of_pages_run(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_listeners_hear_all_events_and_text_names_what_is_there(tmp_path):
+def test_listeners_get_all_events_and_text_names_attributes_that_exist(tmp_path):
     with pytest.raises(AttributeError, match="'ConnectionLost' object has no attribute 'sources'"):
         hear(lambda event: event.sources if event.name == "connection_lost" else None)
     page = tmp_path / "page.md"
@@ -205,7 +205,7 @@ def shown_by(text: str) -> list[tuple[Path, list[str]]]:
 @pytest.mark.parametrize(
     ("page", "what", "least"), [("papers.md", "mechanism", 60), ("development/habits.md", "habit", 45)]
 )
-def test_every_mechanism_and_habit_names_tests_that_are_there(page, what, least):
+def test_every_mechanism_and_habit_names_tests_that_exist(page, what, least):
     rows = shown(ROOT / "docs" / page, what)
     assert len(rows) > least
     for mechanism, text in rows:

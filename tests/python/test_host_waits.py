@@ -201,7 +201,7 @@ def test_what_makes_the_host_wait_is_noticed(name):
     assert len(gpu.waits) >= 1
 
 
-def test_what_was_not_waited_for_is_not_there():
+def test_values_that_were_not_waited_for_are_not_visible():
     with PaperGpu() as gpu:
         x = gpu.tensor(torch.arange(3))
         to = torch.empty(3, dtype=torch.int64, pin_memory=True)
@@ -213,7 +213,7 @@ def test_what_was_not_waited_for_is_not_there():
 
 
 @pytest.mark.gpu
-def test_what_the_host_has_read_is_there():
+def test_values_that_the_host_has_read_are_visible():
     memory, place = HostMemory(), 0
     for numbers in (torch.arange(6).view(2, 3), torch.arange(7, 11), torch.rand(3)):
         read = memory.read(numbers.cuda())

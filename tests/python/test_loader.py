@@ -50,7 +50,7 @@ def test_shares_are_the_batch(kind):
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_new_process_goes_on_where_the_state_was_taken(kind):
+def test_a_new_process_continues_where_the_state_was_taken(kind):
     """Over the ends of epochs, whatever torch's generator has drawn before."""
     expected = take(ElasticLoader(LOADERS[kind]()), 14)
     for steps in range(12):
@@ -67,7 +67,7 @@ def test_a_new_process_goes_on_where_the_state_was_taken(kind):
         assert take(second, 1) == expected[steps : steps + 1], "and back again"
 
 
-def test_epochs_are_shuffled_anew_and_by_the_seed():
+def test_each_epoch_is_shuffled_by_the_seed():
     batches = take(ElasticLoader(LOADERS["shuffled"]()), 10)
     assert batches[0] != batches[5]
     assert sorted(itertools.chain(*batches[:5])) == sorted(itertools.chain(*batches[5:])) == sorted(DATA.tolist())
@@ -82,7 +82,7 @@ def test_torchs_generator_is_left_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_sampler_of_the_loader_is_told_the_epoch():
+def test_sampler_of_the_loader_gets_the_epoch():
     epochs = []
 
     class Told(IterableDataset):

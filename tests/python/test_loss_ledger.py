@@ -163,7 +163,7 @@ def count_after_a_recovery_that_failed(group):
     return {"lost": lost, "ledger": ledger.to_bytes().decode()}
 
 
-def test_all_go_on_with_the_ledger_of_who_knows_most(tmp_path):
+def test_all_continue_with_the_ledger_of_the_member_that_knows_most(tmp_path):
     first, second = run_ranks(tmp_path, 2, count_after_a_recovery_that_failed)
     assert first == second
     assert first["lost"] == {FIRST: 0}
@@ -297,7 +297,7 @@ def count_with_a_replica_node(group):
     return ledger.plt
 
 
-def test_a_replica_node_tells_the_same_portion(tmp_path):
+def test_a_replica_node_reports_the_same_portion(tmp_path):
     assert run_ranks(tmp_path, 2, count_with_a_replica_node) == [0.1, 0.1]
 
 

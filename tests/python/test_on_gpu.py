@@ -81,7 +81,7 @@ def test_the_counters_of_kernels_are_read_by_op(monkeypatch):
     ]
 
 
-def test_without_counters_ops_are_timed_beside_a_copy(monkeypatch, tmp_path):
+def test_without_counters_ops_are_timed_relative_to_a_copy(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benches")
     bench_kernels = importlib.import_module("bench_kernels")
     least = {op.name: op.least for op in bench_kernels.OPS}

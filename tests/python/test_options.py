@@ -56,7 +56,7 @@ def test_message_says_what_was_expected_and_what_came():
         evermoe.SessionConfig(on_nonfinite="no")
 
 
-def test_numbers_of_numpy_and_whole_floats_compare_as_what_they_are():
+def test_numbers_of_numpy_and_integral_floats_compare_by_value():
     one = evermoe.SessionConfig(copies=np.int64(3), copy_budget=1, checkpoint_dir=Path("x"))
     other = evermoe.SessionConfig(copies=3, copy_budget=np.float32(1.0))
     assert one.shared() == other.shared()

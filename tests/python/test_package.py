@@ -57,7 +57,7 @@ def test_session_imports_torchft_on_first_use_and_quietly():
     assert told["environment"] == {"RUST_LOG": "warn"}
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     for name in evermoe.__all__:
         assert getattr(evermoe, name).__name__.endswith(name.rpartition(".")[2])
     assert set(evermoe.__all__) < set(dir(evermoe))

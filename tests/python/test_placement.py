@@ -67,7 +67,7 @@ def sizes():
 
 
 @pytest.mark.parametrize("loads", [[0, 0, 0, 0], [500, 0, 100, 200]])
-def test_owners_fill_all_ranks_alike(sizes, loads):
+def test_owners_fill_all_ranks_equally(sizes, loads):
     owners = place_owners(sizes, [range(4)] * 60, [[]] * 60, loads)
     even = (sum(sizes) + sum(loads)) / 4
     assert max(spread(sizes, owners, 4, loads)) <= even + max(sizes) / 2

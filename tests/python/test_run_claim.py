@@ -123,7 +123,7 @@ def test_damaged_names_are_replaced_and_links_refused(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_where_there_are_no_locks_the_next_run_takes_over_and_the_previous_one_finds_that(tmp_path, monkeypatch):
+def test_without_locks_the_next_run_takes_over_and_the_previous_one_finds_that(tmp_path, monkeypatch):
     def no_locks(file, kind):
         raise OSError(errno.ENOLCK, "no locks")
 

@@ -76,7 +76,7 @@ def test_a_batch_stays_until_it_is_counted_as_consumed():
     assert not torch.equal(sampler.batch(), first)
 
 
-def test_epochs_are_shuffled_anew_and_by_the_seed():
+def test_each_epoch_is_shuffled_by_the_seed():
     def epochs(seed):
         used = consume(ElasticSampler(40, 40, seed=seed), [1, 1])
         return used[:40], used[40:]
@@ -105,7 +105,7 @@ def test_state_is_plain_and_goes_through_json():
     assert torch.equal(again.batch(), sampler.batch())
 
 
-def test_another_batch_size_goes_on_with_the_next_sample():
+def test_another_batch_size_continues_with_the_next_sample():
     sampler = ElasticSampler(10, 4)
     used = consume(sampler, [1])
     larger = ElasticSampler(10, 6)

@@ -38,7 +38,7 @@ def test_the_same_numbers_draw_the_same_in_all_generators(device):
         assert draw(device) != before
 
 
-def test_generators_go_on_where_they_were(device):
+def test_generators_continue_where_they_were(device):
     torch.zeros(1, device=device)
     with seeded(1):
         expected = [draw(device) for _ in range(3)]

@@ -74,7 +74,7 @@ def test_a_checkpoint_at_a_url_is_exported(spot, capsys, tmp_path):
     assert (tmp_path / "out" / ".metadata").exists()
 
 
-def test_what_cannot_be_is_told_in_one_line(spot, capsys):
+def test_impossible_input_is_an_error_of_one_line(spot, capsys):
     for arguments, message in [
         (["list", "ftp://host/run"], "ftp:// is not known"),
         (["show", f"{URL}/step-00000009"], "is no manifest of a checkpoint: it is not there"),

@@ -95,7 +95,7 @@ def test_each_preset_reports(capsys, monkeypatch):
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --trace none.csv", "No such file"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_flag(flags, message, tmp_path):
+def test_wrong_values_are_named_with_their_flag(flags, message, tmp_path):
     done = evermoe("simulate", *flags.split(), folder=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr, done.stderr

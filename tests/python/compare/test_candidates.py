@@ -85,7 +85,7 @@ def test_restart_loses_exactly_the_steps_since_the_checkpoint(tmp_path):
 
 
 @pytest.mark.long
-def test_group_that_loses_a_worker_is_dropped_whole(tmp_path):
+def test_group_that_loses_a_worker_is_dropped_completely(tmp_path):
     found = compare(tmp_path, "--candidate", "ds-ft", "--steps", "40", "--kill", "2@15")["ds-ft"]
     check_figures(found, tmp_path, 40)
     assert (found["outcome"]["kills"], found["outcome"]["lost_steps"]) == (1, 0)

@@ -11,7 +11,7 @@ def job(workers=4, size=2, step=30, saved=0):
     return [Holding(worker, step, worker % size, f"1/{worker // size}", saved) for worker in range(workers)]
 
 
-def test_group_that_loses_a_worker_is_dropped_and_the_other_goes_on():
+def test_group_that_loses_a_worker_is_dropped_and_the_other_continues():
     seating = seat(job()[:3], 2)
     assert (seating.ranks, seating.idle, seating.step) == ((0, 1), (2,), 30)
     assert not seating.sources and not seating.from_checkpoint

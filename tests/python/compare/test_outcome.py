@@ -36,7 +36,7 @@ def test_longest_stall_ends_with_a_step_that_is_new():
     assert figures(restarted()).longest_stall == 8.0  # from step 5 at 15.0 to step 6 at 23.0
 
 
-def test_tokens_of_experts_that_went_back_count_once_whoever_tells():
+def test_tokens_of_experts_that_went_back_count_once_whoever_reports_them():
     told = {"event": "recovered", "step": 5, "lost_tokens": {"a.experts.1": 30, "a.experts.2": 12}, "plt": 0.02}
     events = {0: [taken(4, 1.0), told | {"time": 2.0}, taken(5, 3.0)], 1: [told | {"time": 2.1}]}
     outcome = figures(events, began=0.0)

@@ -35,7 +35,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
-def test_family_has_children_of_other_sessions_counts_their_memory_and_dies_whole():
+def test_family_has_children_of_other_sessions_counts_their_memory_and_dies_completely():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "held\n"
     child = int(parent.stdout.readline())

@@ -72,7 +72,7 @@ def test_a_later_process_finds_what_was_left_and_goes_on(spot):
     assert all_whole(spot) == [3, 2]
 
 
-def test_a_step_is_written_again_beside_what_is_there(spot):
+def test_a_step_is_written_again_next_to_its_first_version(spot):
     (first,) = write(spot, 1)
     (again,) = write(spot, 1, generation=4)
     assert find(spot.locate()) == {3 << 40 | 1: first, 4 << 40 | 1: again}

@@ -163,7 +163,7 @@ def test_lines_are_events_again(tmp_path):
     assert read_line('{"event": "begin", "pid": 1, "time": 2, "step": 3, "more": 4}') == (1, 2.0, Begin(3))
 
 
-def test_lines_of_several_threads_and_writers_stay_whole(tmp_path):
+def test_lines_of_several_threads_and_writers_are_not_mixed(tmp_path):
     path = tmp_path / "events.jsonl"
     writers = [JsonLines(path), JsonLines(path, without=(Begin,))]
     with ThreadPoolExecutor(4) as pool:

@@ -81,7 +81,7 @@ def test_bytes_that_were_sent_are_those_that_the_threads_have_sent(start_job):
         assert full <= last <= sum(event["total"] for event in chunks if event["sent"] == event["total"])
 
 
-def test_losses_that_would_be_survived_are_told_before_and_after_the_copies_are_made(start_job):
+def test_losses_that_would_be_survived_are_reported_before_and_after_the_copies_are_made(start_job):
     job = start_job(3, **FEWEST)
     workers = a, _, c = job.start_all({"b": [Fault("forward", 5)]}, steps=10)
     assert [each.join() for each in workers] == [0, -9, 0]

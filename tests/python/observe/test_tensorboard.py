@@ -120,7 +120,7 @@ def test_a_full_disk_is_one_warning(tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_the_end_of_a_process_writes_what_was_told(tmp_path):
+def test_the_end_of_a_process_writes_all_values(tmp_path):
     subprocess.run([sys.executable, "-c", LEFT, str(tmp_path)], timeout=180, check=True)
     assert len(curves(tmp_path)["loss"]) == 1000
 

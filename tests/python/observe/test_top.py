@@ -92,7 +92,7 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     assert f"2.25 s (agree 250 ms, fetch 2 s); {said}" in out
 
 
-def test_members_of_one_node_are_told_apart_on_a_narrow_terminal(capsys, monkeypatch):
+def test_members_of_one_node_differ_on_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     ports = [free_port() for _ in range(3)]
     for rank, port in enumerate(ports):

@@ -189,7 +189,7 @@ def test_compiled_step(device):
     assert all(same_bits(one, two) for one, two in zip(eager, traced, strict=True))
 
 
-def test_autograd_is_told(device):
+def test_autograd_learns_that_the_buffer_changed(device):
     state = fresh_state(torch.ones(4, device=device))
     versions = [tensor._version for tensor in state]
     ops.adamw_(*state, [None], numbers(STEP, [1]))

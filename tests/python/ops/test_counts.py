@@ -152,7 +152,7 @@ def test_the_gradient_goes_back(inverse, device):
     assert torch.autograd.gradgradcheck(lambda rows: ops.regroup(rows, counts, inverse) ** 2, (rows,))
 
 
-def test_regroup_out_fills_the_buffer_and_tells_autograd(device):
+def test_regroup_out_fills_the_buffer_and_autograd_learns_of_it(device):
     counts, rows = torch.tensor(COUNTS[0], device=device), torch.randn(6, 3, device=device)
     out = torch.empty_like(rows)
     before = out._version
@@ -212,7 +212,7 @@ def test_opcheck(name, device):
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_compiles_whole_with_dynamic_shapes(device):
+def test_compiles_to_one_graph_with_dynamic_shapes(device):
     def exchange(rows, ids, counts, replicas):
         ordered = ops.regroup(rows * 2, counts)
         send, receive = ops.split_tokens(ops.expert_histograms([ids, ids], 3).t().contiguous(), replicas, 1)
@@ -247,7 +247,7 @@ def test_the_average_is_right_from_the_first_step():
     np.testing.assert_allclose(average.loads, [[5, 0, 1], [2, 2, 2]], rtol=1e-14)
 
 
-def test_the_state_goes_on_elsewhere_with_the_same_bits():
+def test_training_continues_elsewhere_with_the_same_bits():
     random = np.random.default_rng(0)
     first = planning.LoadAverage(3, 5, half_life=2.5)
     for step in range(30):

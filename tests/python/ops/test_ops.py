@@ -204,7 +204,7 @@ def test_opcheck(name, device):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_compiles_whole_with_dynamic_shapes(device, backend):
+def test_compiles_to_one_graph_with_dynamic_shapes(device, backend):
     def layer(x, ids, weights):
         counts = ops.expert_histogram(ids, 5)
         row_ids, positions = ops.dispatch_plan(ids, counts[:, None])
@@ -239,7 +239,7 @@ def test_compiled_out_variant(device, backend):
     assert torch.equal(out, ops.permute(x, row_ids, positions))
 
 
-def test_out_variants_fill_the_buffer_and_tell_autograd(device):
+def test_out_variants_fill_the_buffer_and_autograd_learns_of_it(device):
     x, row_ids, positions, weights = case((7, 3, 5, 13, 2), torch.bfloat16, device)
     rows, back = torch.empty(21, 13, dtype=x.dtype, device=device), torch.empty_like(x)
     before = rows._version, back._version

@@ -112,7 +112,7 @@ def test_compiled_step(device):
     assert all(same_bits(one, two) for one, two in zip(eager, traced, strict=True))
 
 
-def test_autograd_is_told(device):
+def test_autograd_learns_that_the_buffer_changed(device):
     state = parameters(3, 3, device)
     versions = [tensor._version for array in state for tensor in array]
     ops.adamw_all_(*state, [None] * 3, rows("adamw", 3))

@@ -52,7 +52,7 @@ def test_gradients_go_to_the_chosen_probabilities(device):
     assert torch.equal(probabilities.grad, routing_map.double())
 
 
-def test_a_layer_of_a_map_compiles_whole_with_dynamic_shapes(device):
+def test_a_layer_of_a_map_compiles_to_one_graph_with_dynamic_shapes(device):
     """As Megatron-Core has it: probabilities on the rows, a plain sum, counts on the device."""
 
     def layer(x, routing_map, probabilities):

@@ -54,7 +54,7 @@ def test_a_capture(second, tmp_path):
     engine.shutdown()
 
 
-def test_digests_of_units_here_and_there(second):
+def test_digests_of_units_on_the_host_and_on_the_device(second):
     tensors = [torch.randn(20_001, device=torch.device("cuda", place)) for place in (0, 1, 0, 1)]
     units = [*([tensor, torch.tensor(1.0)] for tensor in tensors), tensors[:2]]
     tensors[1].mul_(2)

@@ -140,7 +140,7 @@ def test_opcheck(with_buffer, device):
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_autograd_is_told(device):
+def test_autograd_learns_that_the_buffer_changed(device):
     p, buffer = fresh_state(torch.ones(4, device=device), SETTINGS["momentum"])
     versions = p._version, buffer._version
     ops.sgd_(p, buffer, [None], numbers(SETTINGS["momentum"], [True]))

@@ -61,7 +61,7 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert (manifest["format"], manifest["step"], len(manifest["units"])) == (2, 2, len(state.catalog.units))
 
 
-def test_a_step_is_written_again_beside_what_is_there(tmp_path):
+def test_a_step_is_written_again_next_to_its_first_version(tmp_path):
     model, optimizer, state = make("sgd")
     first = write(tmp_path, state, 1)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_a_step_is_written_again_beside_what_is_there(tmp_path):
     assert optimizer.param_groups
 
 
-def test_a_stopped_writer_that_goes_on_replaces_and_removes_nothing(tmp_path):
+def test_a_stopped_writer_that_continues_replaces_and_removes_nothing(tmp_path):
     """Its members were left behind in generation 3; those of generation 4 have written the same step and later ones."""
     _, _, state = make("sgd")
     stopped = CheckpointFolder(tmp_path, Owner("job", state.catalog.layout), "stopped")
@@ -160,7 +160,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_checkpoint_beside_a_good_one_is_passed_over_with_one_warning(tmp_path, case):
+def test_a_bad_checkpoint_is_passed_over_for_a_good_one_with_one_warning(tmp_path, case):
     _, _, state = make("sgd")
     good, bad = write(tmp_path, state, 1), write(tmp_path, state, 2)
     harm, message = BAD[case]
@@ -303,7 +303,7 @@ def recovered_steps(events):
     return [event.step for event in events if isinstance(event, Recovered)]
 
 
-def test_session_writes_when_due_and_at_the_end(tmp_path):
+def test_session_writes_when_scheduled_and_at_the_end(tmp_path):
     (tmp_path / "memory").mkdir()
     _, events = run(tmp_path, "due", 7, checkpoint_interval=2)
     assert [event.step for event in events if isinstance(event, Checkpoint)] == [2, 4, 6, 7]

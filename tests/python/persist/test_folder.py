@@ -111,7 +111,7 @@ def test_models_in_one_folder_do_not_meet(tmp_path, join):
     assert (versions(tmp_path, "L"), versions(tmp_path, "M")) == ({"a": [5]}, {})
 
 
-def test_nothing_is_found_in_a_folder_that_is_not_there(tmp_path):
+def test_nothing_is_found_in_a_missing_folder(tmp_path):
     assert find_persisted(tmp_path / "missing", "L") == []
 
 
@@ -136,7 +136,7 @@ def test_a_damaged_manifest_is_passed_over(tmp_path, join, spoil):
     assert len(told) == 1
 
 
-def test_a_member_that_comes_back_goes_on_after_what_it_left(tmp_path, join):
+def test_a_member_that_comes_back_continues_after_its_last_save(tmp_path, join):
     first = join("same")
     first.persist(1, ["a"])
     first.persist(2, ["b"])
@@ -222,7 +222,7 @@ def test_members_persist_and_prune_at_the_same_time(tmp_path, join):
     assert {unit: found[0] for unit, found in versions(tmp_path).items()} == newest
 
 
-def test_a_folder_or_file_that_somebody_has_put_there_is_left(tmp_path, join):
+def test_folders_and_files_of_others_are_left(tmp_path, join):
     member = join()
     member.persist(1, ["a"])
     (folder,) = tmp_path.glob("persisted-*")

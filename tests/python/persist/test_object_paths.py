@@ -54,7 +54,7 @@ def test_paths_and_file_urls_are_folders(tmp_path):
         (Path("s3://bucket/run"), "expected a URL as a text, got a path"),
     ],
 )
-def test_what_is_no_place_is_refused_and_no_credential_is_told(where, message):
+def test_a_url_of_no_store_is_refused_and_no_credential_is_shown(where, message):
     with pytest.raises(ValueError, match=message) as told:
         locate(where)
     assert "hidden" not in str(told.value)
@@ -64,7 +64,7 @@ def test_what_is_no_place_is_refused_and_no_credential_is_told(where, message):
     ("url", "variable"),
     [("s3://bucket/run", "AWS_METADATA_ENDPOINT"), ("az://bucket/run", "AZURE_MSI_ENDPOINT")],
 )
-def test_missing_credentials_are_told_at_once(monkeypatch, url, variable):
+def test_missing_credentials_are_an_error_at_once(monkeypatch, url, variable):
     for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv(variable, f"http://127.0.0.1:{free_port()}")

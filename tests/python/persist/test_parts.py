@@ -29,7 +29,7 @@ def two_members(join):
     return save
 
 
-def test_a_unit_is_there_once_all_its_parts_are(tmp_path, two_members):
+def test_a_unit_is_visible_once_all_its_parts_are(tmp_path, two_members):
     two_members(2, second=False)
     assert versions(tmp_path) == {"a": [2]}
     two_members(2, first=False)
@@ -74,7 +74,7 @@ def test_versions_of_which_parts_are_still_to_come_stay_until_a_newer_one_is_com
     assert {int(name.split("-")[1]) for name in os.listdir(tmp_path)} == {7, 8}
 
 
-def test_a_part_needs_the_digest_of_the_whole_unit(join):
+def test_a_part_needs_the_digest_of_the_complete_unit(join):
     member = join()
     view = member.persister.begin(1, {"x": Part(0, CUT, NBYTES)}, BOTH)["x"]
     assert view.shape == (CUT,)

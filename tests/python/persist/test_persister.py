@@ -141,7 +141,7 @@ def no_folder(folder):
 
 @pytest.mark.parametrize("persisted", ["folder"], indirect=True)
 @pytest.mark.parametrize("kind", ["full", "gone"])
-def test_a_folder_that_fails_is_told_once_and_training_goes_on(tmp_path, join, kind):
+def test_a_folder_that_fails_is_one_warning_and_training_continues(tmp_path, join, kind):
     place = tmp_path / "folder"
     member = join(where=place)
     member.persist(1, ["a"])
@@ -200,7 +200,7 @@ def test_a_callback_that_fails_takes_nothing_back(persisted):
 
 
 # ---- rewound
-def test_what_is_newer_than_the_version_to_go_on_from_is_removed(persisted, join):
+def test_versions_newer_than_the_one_to_resume_from_are_removed(persisted, join):
     one, two = join("one"), join("two")
     one.persist(1, ["a"])
     two.persist(2, ["b"])

@@ -55,7 +55,7 @@ def test_dtypes_that_files_have_not_are_refused_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_there_is_not_replaced(tmp_path):
+def test_an_existing_file_is_not_replaced(tmp_path):
     (tmp_path / "file").write_text("old")
     with pytest.raises(FileExistsError, match=r"writing .*file"):
         write_tensors(tmp_path / "file", {"a": torch.zeros(1)})

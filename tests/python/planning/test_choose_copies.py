@@ -82,7 +82,7 @@ def test_errors_name_their_argument(call, message):
         call()
 
 
-def test_presets_name_planners_that_there_are():
+def test_presets_name_existing_planners():
     assert tuple(planning.PRESETS) == planning.PRESET_NAMES
     hints = typing.get_type_hints(planning.Preset)
 

@@ -41,7 +41,7 @@ def test_even_is_the_default():
     assert planning.imbalance(matrix_NE, load_E) == planning.imbalance(matrix_NE, load_E, "even")
 
 
-def test_imbalance_takes_whole_numbers_and_no_load():
+def test_imbalance_takes_integers_and_no_load():
     assert planning.imbalance([[1], [0]], np.array([7])) == 2.0
     assert planning.imbalance([[0, 0]] * 3, [0, 0]) == 1.0
     assert planning.imbalance(np.zeros((3, 0), np.int64), [], policy="balanced") == 1.0

@@ -85,7 +85,7 @@ def test_a_log_is_bounded_and_what_does_not_fit_becomes_snapshots():
     assert sum(use.snapshots for use in step.uses) >= 2 * (2 * others)
 
 
-def test_a_recovery_has_the_copies_of_before_until_the_new_ones_are_there():
+def test_a_recovery_has_the_previous_copies_until_the_new_ones_are_complete():
     old = footprint(SMALL, replace(FOUR, preset="gemini"))
     *_, arriving, protecting = old.moments
     three = footprint(SMALL, replace(FOUR, preset="gemini", workers=3))
@@ -156,7 +156,7 @@ def test_shapes_that_are_none(sizes, message):
 # ---- models
 
 
-def test_the_shape_of_a_model_that_is_there():
+def test_the_shape_of_an_existing_model():
     with torch.device("meta"):
         layers = [evermoe.MoE(16, 32, num_experts=4) for _ in range(2)]
         model = torch.nn.Sequential(torch.nn.Embedding(50, 16), *layers, torch.nn.Linear(16, 50))

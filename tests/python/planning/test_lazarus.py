@@ -24,7 +24,7 @@ def placed(sizes, experts, copies, load, **options):
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("experts", [1, 2, 3, 5, 6, 8])
 @pytest.mark.few(8)
-def test_every_expert_is_on_as_many_nodes_as_there_are_to_be_copies(experts, copies):
+def test_every_expert_is_on_as_many_nodes_as_copies_are_asked_for(experts, copies):
     random = np.random.default_rng(experts * 10 + copies)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

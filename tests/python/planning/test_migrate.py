@@ -13,7 +13,7 @@ def placed(load_E, ranks, slots, previous=None):
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_a_new_placement_arrives_whole(order):
+def test_a_new_placement_arrives_completely(order):
     rng = np.random.default_rng(3)
     old_NE = placed(rng.random(16), ranks=8, slots=6)
     old_NE = np.asarray(np.vstack([old_NE, np.zeros((2, 16), np.int64)]), order=order)  # two nodes join

@@ -12,7 +12,7 @@ def test_allocate_takes_lists_and_integers():
     assert replicas.tolist() == [1, 2, 4, 1]
 
 
-def test_place_keeps_what_is_there():
+def test_placement_keeps_experts_where_they_are():
     replicas = planning.allocate([5, 1, 1, 1], nodes=3, slots=3, min_replicas=2)
     before = planning.place(replicas, 3, 3).matrix
     assert before.shape == (3, 4)

@@ -32,7 +32,7 @@ def experts(number, ranks):
 
 
 @pytest.mark.parametrize("link", [None, (5e-5, 1e9)])
-def test_what_a_rank_tells_the_others_is_planned_with(link):
+def test_the_plan_uses_what_ranks_report(link):
     (rank,) = members(1, link=link)
     told = RankInfo.from_json(json.loads(json.dumps(asdict(rank))))
     assert told == rank
@@ -51,7 +51,7 @@ def test_each_copy_is_on_another_rank(preset, copies, replicas):
 
 
 @pytest.mark.parametrize("trainers, copies, is_sharded", list(itertools.product([2, 3, 4, 5], [2, 3], [False, True])))
-def test_moetion_copies_what_peers_lack_to_all_of_them_alike(trainers, copies, is_sharded):
+def test_moetion_copies_what_peers_lack_to_all_of_them(trainers, copies, is_sharded):
     """As ZeRO has it: parts of the state that one rank alone has, or what all have anyway."""
     everyone = tuple(range(trainers))
     units = [
@@ -153,7 +153,7 @@ def test_auto_computes_with_the_slowest_measured_host_link():
 
 
 @pytest.mark.parametrize("replayable", [False, True])
-def test_what_one_rank_has_and_nothing_goes_on_without_is_copied_whatever_it_costs(replayable):
+def test_state_of_one_rank_that_training_needs_is_copied_whatever_it_costs(replayable):
     """An owner's unit: an expert in its place would be left without a copy where there is no time for any."""
     slow = {"step_seconds": 1e-3, "network_seconds": 1e-9, "link": (1e-3, 1e3)}
     nbytes = 3 * GRADIENT_BYTES

@@ -33,7 +33,7 @@ def test_a_tensor_of_any_size_is_usable(nbytes):
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no large pages")
-def test_the_kernel_is_asked_for_whole_large_pages_alone():
+def test_the_kernel_is_asked_for_complete_large_pages_only():
     plain, asked = (torch.empty(64 * HUGE_PAGE_BYTES, dtype=torch.uint8) for _ in range(2))
     in_huge_pages(asked)
     assert is_asked_for(asked.data_ptr() + asked.nbytes // 2)

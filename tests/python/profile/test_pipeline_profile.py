@@ -139,7 +139,7 @@ def run(request, tmp_path_factory):
     return kind, size, found
 
 
-def test_every_microbatch_of_every_stage_is_there_once(run):
+def test_every_microbatch_of_every_stage_occurs_once(run):
     kind, size, found = run
     kinds = ["backward input", "backward weight"] if "ZeroBubble" in kind else ["backward"]
     for rank, one in enumerate(found):

@@ -74,7 +74,7 @@ def test_a_model_that_is_used_in_parts():
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_compiled_models_stay_whole_graphs(in_place):
+def test_compiled_models_stay_single_graphs(in_place):
     from evermoe.profile import network
 
     class Casting(nn.Linear):

@@ -157,6 +157,6 @@ def lend_some(group):
     return read, {unit: data.tolist() for unit, data in (local | remote).items()}
 
 
-def test_what_is_lent_whole_is_not_read(tmp_path):
+def test_memory_that_is_lent_is_not_read(tmp_path):
     expected = {unit: bytes_of(Transfer(unit, 0, 0, "replayed")).tolist() for unit in "cd"}
     assert run_ranks(tmp_path, 2, lend_some) == [(["d", "d"], expected), ([], expected)]

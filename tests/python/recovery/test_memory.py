@@ -228,7 +228,7 @@ def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_pat
         assert survivor.events("done")[0]["consumed"] == 10 * 12
 
 
-def test_new_job_goes_on_from_the_checkpoint_of_an_earlier_one(start_job, tmp_path):
+def test_new_job_resumes_from_the_checkpoint_of_an_earlier_one(start_job, tmp_path):
     options = {"checkpoint_dir": str(tmp_path / "saved")}
     first = start_job(2, **options)
     before = first.start_all({}, "ab", steps=6)
@@ -283,7 +283,7 @@ def test_lost_units_can_still_come_back_with_their_node(start_job):
     check_history(again)
 
 
-def test_states_recorded_by_the_tests_are_whole(start_job):
+def test_states_recorded_by_the_tests_are_complete(start_job):
     job = start_job()
     workers = job.start_all({}, steps=3)
     assert [each.join() for each in workers] == [0, 0, 0]

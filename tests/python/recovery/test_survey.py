@@ -114,7 +114,7 @@ def awaiting(*awaited):
     return found
 
 
-def test_what_is_awaited_has_the_digest_that_those_who_train_it_tell():
+def test_awaited_state_has_the_digest_that_its_trainers_report():
     now, before = ACTIVE.version, OLDER.version
     keeper = awaiting(("x", now, "replayed"), ("y", now, "replayed"), ("x", before, "replayed"))
     assert Inventory.from_bytes(keeper.to_bytes()) == keeper

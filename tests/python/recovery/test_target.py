@@ -100,7 +100,7 @@ def test_fewer_bytes_come_from_peers_and_a_node_costs_what_it_did(state, ranks_o
     assert with_copies < without
 
 
-def test_all_ranks_place_alike(state):
+def test_all_ranks_compute_the_same_placement(state):
     config = SessionConfig()
     for inventories, nodes in settings(2, config):
         found = []

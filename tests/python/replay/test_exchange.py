@@ -139,7 +139,7 @@ def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_pa
 
 
 @pytest.mark.parametrize("keeps_previous", [False, True])
-def test_copies_that_nobody_needs_are_told_at_the_steps_that_they_can_be_brought_to(tmp_path, keeps_previous):
+def test_copies_that_nobody_needs_are_reported_at_the_steps_that_they_can_reach(tmp_path, keeps_previous):
     for result in run_ranks(tmp_path, 2, train, 1 << 20, "cpu", keeps_previous):
         begun, trained = result["unread"]["begun"], result["unread"]["trained"]
         assert [(step, value) for _, step, value in begun] == [(0, None)] * 3, "there is no step before"

@@ -472,7 +472,7 @@ def test_a_state_stays_in_the_memory_of_its_message_if_that_may_be_kept():
         check(replica, trainer)
 
 
-def test_digests_that_were_found_beside_count_until_the_unit_is_written():
+def test_digests_from_the_background_count_until_the_unit_is_written():
     trainer = Trainer(adamw)
 
     def step_and_expected():

@@ -74,7 +74,7 @@ def nodes():
         node.kill()
 
 
-def test_killed_replica_asks_for_the_full_state_and_goes_on(nodes):
+def test_killed_replica_asks_for_the_full_state_and_continues(nodes):
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(3001))
     optimizer = optim.AdamW([p])

@@ -85,7 +85,7 @@ def test_nothing_noted_is_a_step_that_changes_nothing():
     assert torch.equal(copy, before)
 
 
-def test_a_step_whose_numbers_cannot_be_told_is_taken_and_not_repeated():
+def test_a_step_whose_numbers_are_unknown_is_taken_and_not_repeated():
     trainer = Trainer("torch's AdamW")
     trainer.step()
     trainer.optimizer.param_groups[0]["lr"] = -1e-12  # a schedule's rounding

@@ -228,7 +228,7 @@ def capture_and_die(path, nbytes):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 999, 1001, 150_000, UNIT_BYTES - 1, UNIT_BYTES])
-def test_a_kill_in_mid_capture_leaves_the_last_whole_version(path, nbytes):
+def test_a_kill_in_mid_capture_leaves_the_last_complete_version(path, nbytes):
     child = SERVER.Process(target=capture_and_die, args=(path, nbytes))
     child.start()
     child.join(60)
@@ -254,7 +254,7 @@ def capture_for_ever(path):
         capture.wait()
 
 
-def test_a_kill_at_any_moment_leaves_only_whole_versions(path):
+def test_a_kill_at_any_moment_leaves_only_complete_versions(path):
     rng = random.Random(11)
     for _ in range(6):
         child = SERVER.Process(target=capture_for_ever, args=(path,), daemon=True)

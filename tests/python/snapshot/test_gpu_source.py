@@ -71,7 +71,7 @@ def test_each_capture_has_the_bytes_of_the_units(tmp_path, device, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_lies_beside_is_captured_though_training_goes_on(tmp_path, device, name):
+def test_buffers_outside_the_optimizer_are_captured_while_training_continues(tmp_path, device, name):
     """Nothing is copied to the host until the state has changed."""
     training = Training(tmp_path, device, name)
     source = GpuSource(training.tensors, training.device, is_beside=True)

@@ -70,7 +70,7 @@ def test_a_member_locks_no_more_than_its_share():
     assert arenas[2].devices == []
 
 
-def test_a_refusal_is_told_once_with_its_reason_and_a_cure():
+def test_a_refusal_is_logged_once_with_its_reason_and_a_cure():
     locks = PageLocks()
     with pytest.warns(UserWarning, match=r"cuMemHostRegister of 1000 bytes failed: no.*ulimit -l.*memlock=-1") as told:
         for _ in range(2):

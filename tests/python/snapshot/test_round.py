@@ -67,7 +67,7 @@ def exchange(group, folder):
     return seen
 
 
-def test_each_bundle_is_visible_as_soon_as_it_is_whole_also_while_others_are_sent(tmp_path):
+def test_each_bundle_is_visible_as_soon_as_it_is_complete_also_while_others_are_sent(tmp_path):
     _, seen = run_ranks(tmp_path, 2, exchange, str(tmp_path))
     (_, first), (_, both) = [each for each in seen if each[0] == "published"]
     assert len(first) == 1

@@ -119,7 +119,7 @@ def steps_of_a_job(kept, steps, last):
 
 @pytest.mark.parametrize("steps", PLACES)
 @pytest.mark.parametrize("lost", [(), (0,), (1,), (0, 1), (2,), (2, 3), (0, 3), (1, 2)], ids=str)
-def test_a_whole_window_is_left_wherever_ranks_are_lost(tmp_path, steps, lost):
+def test_a_complete_window_is_left_wherever_ranks_are_lost(tmp_path, steps, lost):
     """One rank, both of the stage, or both that keep its copies; or one of each, for different units."""
     kept, used = Kept(tmp_path, steps), set()
     for taken in steps_of_a_job(kept, steps, 5 * steps):

@@ -41,7 +41,7 @@ def rows(windows):
     return {place: (number, pytest.approx(seconds)) for place, (number, seconds) in places_of(windows).items()}
 
 
-def test_what_follows_the_vote_is_no_window_where_versions_must_be_whole_before_it():
+def test_time_after_the_vote_is_no_window_where_versions_must_be_complete_before_it():
     until_vote = find_windows(as_steps([timed()] * 3, True), gamma=1.0)
     assert until_vote.step_seconds == pytest.approx(0.127)
     assert places_of(until_vote) == rows(until_vote)
@@ -134,7 +134,7 @@ def test_a_copy_to_the_host_that_is_quicker_than_the_network_changes_no_plan():
 
 
 @pytest.mark.parametrize("factor", [0.2, 0.6, 1.0, 2.5])
-def test_a_message_that_takes_less_than_half_as_long_is_planned_anew(factor):
+def test_a_message_that_takes_less_than_half_as_long_is_planned_again(factor):
     before = replace(reports()[0], link=(0.0, 1e6))
     said = replace(before, link=(0.0, 1e6 / factor)).new_pace(before, 4000)
     assert bool(said) == (factor == 0.2)
@@ -160,7 +160,7 @@ def test_a_link_is_measured_from_messages_that_travel_side_by_side():
     assert measure_link(sent[:7], LINK) == LINK
 
 
-def test_messages_of_one_size_tell_no_latency():
+def test_messages_of_one_size_do_not_show_the_latency():
     link = measure_link([message(100 * number, 3, 2 * 10**6) for number in range(10)], LINK)
     assert link == pytest.approx(Link(1e-3, 1e9))
     link = measure_link([message(100 * number, 1, 10**6) for number in range(10)], LINK)

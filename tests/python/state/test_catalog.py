@@ -29,7 +29,7 @@ def seat_of(stage, catalog):
     return Seat(stage, catalog.layout, catalog.sizes())
 
 
-def test_layout_tells_names_shapes_and_types_apart():
+def test_layout_distinguishes_names_shapes_and_types():
     layouts = [
         catalog_of(0, [2, 4]).layout,
         catalog_of(1, [2, 4]).layout,

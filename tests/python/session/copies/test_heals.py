@@ -15,7 +15,7 @@ BUSY = 60
 """Multiplications in a step, during which the network is idle."""
 
 
-def test_a_damaged_replica_gets_its_state_anew_in_windows(start_job):
+def test_a_damaged_replica_gets_its_state_again_in_windows(start_job):
     """Of the units that were flipped, and of no others, full states travel once; then they serve a recovery."""
     job = start_job(2, preset="auto", **FEWEST, rebalance_interval=0, join_interval=50, profile_steps=4)
     faults = {"a": [Fault("vote", FLIPPED, "flip")], "b": [Fault("vote", KILLED)]}

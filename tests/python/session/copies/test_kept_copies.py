@@ -75,7 +75,7 @@ def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
 
 
 @pytest.mark.long
-def test_copies_that_come_damaged_beside_training_are_made_anew_while_it_waits(start_job):
+def test_copies_that_arrive_damaged_during_training_are_made_again_while_it_waits(start_job):
     """A copy that its holder has from before goes bad between the survey and its use."""
     job = start_job(4, preset="gemini", join_interval=50)
     flip = Fault("phase verify", action="flip", nth=2, where="arena")

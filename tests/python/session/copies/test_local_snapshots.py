@@ -22,7 +22,7 @@ def generations(job, node):
 
 
 @pytest.mark.parametrize(("step", "left"), [(FAULT + 1, 2), (FAULT + 2, 1)], ids=["one step later", "two steps later"])
-def test_those_of_before_stay_until_all_members_have_new_ones(start_job, step, left):
+def test_previous_snapshots_stay_until_all_members_have_new_ones(start_job, step, left):
     job, workers = start_three(start_job, Fault("reduce", step, action="hang"))
     a, _, c = workers
     a.wait_for("fault", point="reduce")

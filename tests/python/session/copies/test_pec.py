@@ -178,7 +178,7 @@ def test_owners_go_back_and_lose_what_the_report_says(start_job, tmp_path):
 
 
 @pytest.mark.long
-def test_moetion_counts_alike(start_job, tmp_path):
+def test_moetion_counts_the_same_way(start_job, tmp_path):
     job = start(start_job, tmp_path, preset="moetion", remote_bytes_per_step=30_000, local_bytes_per_step=60_000)
     found = run(job, [Blow(22, "b"), Blow(40)], 48)
     assert sum(bool(each.state.lost_now) for each in found) == 2

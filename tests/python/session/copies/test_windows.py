@@ -68,7 +68,7 @@ def test_bytes_travel_in_windows(start_job, preset, size):
 
 
 @pytest.mark.long
-def test_baft_sends_whole_units_in_windows(start_job):
+def test_baft_sends_complete_units_in_windows(start_job):
     """Each message is all of a unit, or the table of a bundle's digests."""
     job = start_job(3, preset="baft", **PROFILE)
     workers = [job.start(name, kind=OutgoingWorker, steps=20, work=BUSY, trace=True) for name in "abc"]
@@ -84,7 +84,7 @@ def test_baft_sends_whole_units_in_windows(start_job):
 
 
 @pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "beside")])
-def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_beside_compute(start_job, share, when):
+def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_during_compute(start_job, share, when):
     """A worker sends the state of what it owns, where the optimizer's steps cannot be repeated."""
     session = {"dense": "sharded", "window_share": share}
     workers, traces = run(start_job, "moetion", 3, steps=20, session=session, optimizer="masters")
@@ -111,7 +111,7 @@ def test_messages_are_under_way_at_a_time_as_there_are_buffers(start_job, buffer
         assert buffers == 1 or most_at_once(trace) > 2, "more than the two of the default"
 
 
-def test_a_buffer_for_a_whole_bundle_and_one_alone_is_one_message_for_each(start_job):
+def test_one_buffer_of_the_size_of_a_bundle_gives_one_message_for_each(start_job):
     """Gemini's naive interleaving: what is copied is not cut, and nothing else is under way with it."""
     job = start_job(2, preset="gemini", profile_steps=0, copy_buffer_bytes=1 << 28, copy_buffers=1)
     workers = job.start_all({}, "ab", steps=8)
@@ -165,7 +165,7 @@ def plans(worker):
 
 
 @pytest.mark.long
-def test_steps_that_slow_down_and_speed_up_are_planned_anew_by_all_at_once(start_job):
+def test_steps_that_slow_down_and_speed_up_are_planned_again_by_all_at_once(start_job):
     workers, traces = run(start_job, "gemini", steps=44, forwards=[[12, 3], [28, 1]])
     a, b = [plans(worker) for worker in workers]
     assert a == b  # at the same steps, with the same words
@@ -212,7 +212,7 @@ def test_no_profile_where_none_is_wanted(start_job):
 
 
 @pytest.mark.long
-def test_the_users_profiler_sees_the_copies_beside_training(start_job):
+def test_the_users_profiler_sees_the_copies_during_training(start_job):
     workers, traces = run(start_job, "gemini", steps=20)
     for worker, trace in zip(workers, traces, strict=True):
         user = (Path(worker.options.folder) / f"{worker.name}.user.json").read_text()
@@ -245,7 +245,7 @@ CHOSEN = {"preset": "moetion", "remote_bytes_per_step": 60_000, "rebalance_inter
 
 
 @pytest.mark.long
-def test_states_of_experts_that_are_chosen_anew_travel_in_windows(start_job):
+def test_states_of_newly_chosen_experts_travel_in_windows(start_job):
     job = start_job(2, **CHOSEN, **PROFILE)
     workers = [job.start(name, kind=EarlyStatesWorker, steps=30, work=BUSY, trace=True) for name in "ab"]
     assert [each.join() for each in workers] == [0, 0], workers[0].log()

@@ -69,19 +69,19 @@ def leftovers(folder):
 # ---- at the start
 
 
-def test_a_file_in_place_of_the_folder_is_told_at_the_start(tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error_at_the_start(tmp_path):
     (tmp_path / "saved").touch()
     with pytest.raises(OSError, match=r"checkpoint_dir .*/saved cannot be written to: .* or give another folder"):
         run(tmp_path, tmp_path / "saved", 2)
 
 
-def test_a_read_only_folder_is_told_at_the_start(tmp_path, small_disk):
+def test_a_read_only_folder_is_an_error_at_the_start(tmp_path, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(OSError, match="cannot be written to: Read-only file system"):
         run(tmp_path, small_disk, 2)
 
 
-def test_a_full_disk_is_told_at_the_start_and_leaves_nothing(tmp_path, small_disk):
+def test_a_full_disk_is_an_error_at_the_start_and_leaves_nothing(tmp_path, small_disk):
     fill(small_disk)
     with pytest.raises(OSError, match="cannot be written to: No space left"):
         run(tmp_path, small_disk, 2)

@@ -28,7 +28,7 @@ def names_between(worker, first, last):
 
 
 @pytest.mark.parametrize("session", [{}, {"preset": "gemini"}, {"dense": "sharded"}], ids=str)
-def test_a_newcomer_computes_before_optimizer_state_is_there(start_job, session):
+def test_a_newcomer_computes_before_its_optimizer_state_arrives(start_job, session):
     job, workers = with_newcomer(start_job, [Fault("late state", action="hang")], hang_timeout=60.0, **session)
     a, b, c = workers
     a.wait_for("fault", point="late state")

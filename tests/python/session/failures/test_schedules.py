@@ -28,7 +28,7 @@ def test_schedule(tmp_path, seed):
         pytest.skip(str(missing))
 
 
-def test_these_are_of_each_preset_and_of_each_kind_beside_deaths():
+def test_seeds_cover_each_preset_and_each_kind_of_failure_besides_deaths():
     plans = {preset: schedules.plan(seed) for preset, seed in SEEDS.items()}
     assert all(plan.preset == preset for preset, plan in plans.items())
     told = [each for plan in plans.values() for each in plan.told]

@@ -97,7 +97,7 @@ def test_second_death_during_the_recovery(start_job, point):
 
 
 @pytest.mark.quick("a node is lost with its memory")
-def test_node_of_two_processes_dies_whole(start_job):
+def test_both_processes_of_a_node_die(start_job):
     """Copies lie on another node, not in another process of the same one."""
     job = start_job(4, join_interval=50, slots=1)
     nodes = {"a": "left", "b": "right", "c": "left", "d": "right"}

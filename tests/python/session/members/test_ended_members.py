@@ -232,7 +232,7 @@ def test_the_next_members_in_the_order_of_ranks_speak():
     assert speakers("f", members, set(members)) == []
 
 
-def test_a_lighthouse_that_is_away_is_not_told(caplog):
+def test_a_lighthouse_that_is_away_gets_no_report(caplog):
     caplog.set_level("INFO", "evermoe.comm.ended_members")
     with Job().speaking("http://127.0.0.1:9", "b", "abc"):
         wait_until(lambda: all(f"the name {each}:" in caplog.text for each in ("b", "ended-b")), "both threads say so")

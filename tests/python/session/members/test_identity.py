@@ -37,7 +37,7 @@ def run_alone(layer, optimizer, until, **options):
     return session
 
 
-def test_versions_grow_when_a_new_job_goes_on_from_an_old_checkpoint(tmp_path, monkeypatch):
+def test_versions_grow_when_a_new_job_resumes_from_an_old_checkpoint(tmp_path, monkeypatch):
     options = {"memory_dir": str(tmp_path), "checkpoint_dir": tmp_path / "saved"}
     with monkeypatch.context() as patched:
         patched.setattr(SnapshotStore, "newest_generation", lambda store: 7)  # as after many changes of membership
@@ -186,7 +186,7 @@ def test_one_job_runs_once_on_a_machine(tmp_path):
         pass
 
 
-def test_evaluation_ends_early_when_a_peer_is_lost_and_training_goes_on(tmp_path):
+def test_evaluation_ends_early_when_a_peer_is_lost_and_training_continues(tmp_path):
     layer, optimizer = make_layer()
     session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
     seen = []

@@ -145,7 +145,7 @@ def test_torchrun_starts_all_again_and_nothing_is_lost(start, lighthouse, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.timeout(220)
-def test_workers_of_another_torchrun_go_on_when_one_ends(start, lighthouse, tmp_path):
+def test_workers_of_another_torchrun_continue_when_one_ends(start, lighthouse, tmp_path):
     """Two machines with a torchrun each; without restarts the death of a worker ends its own torchrun alone."""
     names = {"EVERMOE_JOB": f"job-{uuid.uuid4().hex[:8]}", "EVERMOE_MEMBERS": "3"}
     folders = {name: tmp_path / name for name in ("first", "second")}

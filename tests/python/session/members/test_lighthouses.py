@@ -57,7 +57,7 @@ def addresses(lighthouses):
 
 
 @pytest.mark.quick("one of several Lighthouses is gone, and members are lost meanwhile")
-def test_majority_goes_on_with_the_next_lighthouse(start_job, two):
+def test_majority_continues_with_the_next_lighthouse(start_job, two):
     job = start_job(lighthouse=addresses(two), **FEWEST)
     job.open_gate(5)
     workers = job.start_all({"b": [Fault("vote", 7)]}, gated=True, steps=20)
@@ -135,7 +135,7 @@ def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monke
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_one_of_two_leaves_and_the_other_goes_on(start_job, two, leaver):
+def test_one_of_two_leaves_and_the_other_continues(start_job, two, leaver):
     job = start_job(lighthouse=addresses(two), members=2)
     job.open_gate(5)
     workers = [job.start(name, gated=True, steps=20) for name in "ab"]
@@ -149,7 +149,7 @@ def test_one_of_two_leaves_and_the_other_goes_on(start_job, two, leaver):
 
 
 @pytest.mark.long
-def test_members_that_have_heard_a_promotion_and_ask_no_more_have_gone_on(two):
+def test_members_that_have_heard_a_promotion_and_ask_no_more_have_resumed(two):
     """A short job may be over before the operator's command asks again."""
     messages = Messages("a", Identity("job", "layout"), two[0].address, None)
     client = torchft().coordination.LighthouseClient(two[0].address, timedelta(seconds=5))

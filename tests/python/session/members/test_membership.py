@@ -198,7 +198,7 @@ def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
         ({"steps": 40}, "this worker's loop is session.steps(40), that of a-"),
     ],
 )
-def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_job, tmp_path, other, message):
+def test_worker_that_differs_from_the_job_is_refused_with_the_difference(start_job, tmp_path, other, message):
     if "metadata" in other:
         (tmp_path / "evermoe-99.0.dist-info").mkdir()
         (tmp_path / "evermoe-99.0.dist-info" / "METADATA").write_text("Name: evermoe\nVersion: 99.0\n")

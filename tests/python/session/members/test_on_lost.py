@@ -139,7 +139,7 @@ def test_a_hook_that_fails_costs_a_warning(start_job, hook, why):
     check_history([a, b, c])
 
 
-def test_a_member_that_leaves_on_notice_and_one_that_is_stopped_are_told_apart(start_job):
+def test_leaving_on_notice_and_being_stopped_are_distinguished(start_job):
     job, (a, b, c) = start(start_job, "abc", {"c": [Fault("forward", 12, "stop")]}, heartbeat_timeout=1.0, copies=3)
     for each in (a, b, c):
         each.wait_for("gate", step=8)
@@ -154,7 +154,7 @@ def test_a_member_that_leaves_on_notice_and_one_that_is_stopped_are_told_apart(s
     assert [event["failure"] for event in a.events("recovered")] == ["", "left", "hung"]
 
 
-def test_what_a_process_leaves_on_its_host_is_found_there_and_what_no_host_has_in_the_checkpoint(start_job, tmp_path):
+def test_state_that_a_process_leaves_is_found_on_its_host_and_the_rest_in_the_checkpoint(start_job, tmp_path):
     session = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_interval": 4, "rejoin_timeout": 0.0, **FEWEST}
     job, (a, b, c) = start(start_job, "abc", **session)
     for each in (a, b, c):
@@ -218,7 +218,7 @@ def call_in_generations(group, lighthouse, folder, alone):
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_loss_that_was_called_for_is_remembered_for_so_many_generations(tmp_path, forgets):
+def test_a_loss_that_was_called_for_is_remembered_for_some_generations(tmp_path, forgets):
     server, address = start_local_lighthouse(heartbeat_timeout=2.0, join_timeout=1.0)
     try:
         alone = 1 + REMEMBERED + forgets

@@ -37,7 +37,7 @@ def test_job_with_a_secret_survives_a_death(start_job):
 
 @pytest.mark.parametrize("secret", [WRONG, None], ids=["wrong", "none"])
 @pytest.mark.long
-def test_worker_without_the_secret_is_ignored_and_told_why(start_job, secret):
+def test_worker_without_the_secret_is_ignored_and_its_log_says_why(start_job, secret):
     job = start_job(2)
     workers = job.start_all({}, "ab", steps=100_000, secret=RIGHT)
     workers[0].wait_for("commit", step=6)
@@ -57,7 +57,7 @@ def test_worker_without_the_secret_is_ignored_and_told_why(start_job, secret):
     check_history(workers)
 
 
-def test_new_job_starts_beside_fewer_without_its_secret(start_job):
+def test_new_job_starts_despite_fewer_workers_without_its_secret(start_job):
     job = start_job(2)
     outside = job.start("0", secret=WRONG)
     outside.wait_for("phase", phase="agree")

@@ -113,7 +113,7 @@ def test_member_of_another_protocol_is_refused_on_its_own_side(start_job, strang
     )
 
 
-def test_running_job_goes_on_beside_a_member_of_another_protocol(start_job, stranger):
+def test_running_job_ignores_a_member_of_another_protocol(start_job, stranger):
     job = start_job(2)
     job.open_gate(4)
     workers = job.start_all({}, "ab", gated=True, steps=20)

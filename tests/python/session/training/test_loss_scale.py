@@ -40,6 +40,6 @@ def test_without_a_scaler_there_is_no_scale(scaler):
     assert (scale.value, scale.state_dict(), scale.settings()) == (1.0, {}, {})
 
 
-def test_settings_are_those_that_all_members_have_alike():
+def test_settings_are_those_that_all_members_share():
     found = LossScale(torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)).settings()
     assert found == {"scaler": "growth_factor 2.0, backoff_factor 0.5, growth_interval 5"}

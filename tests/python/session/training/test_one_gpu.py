@@ -17,7 +17,7 @@ SLOW = 120.0
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
-def test_survivors_of_a_kill_go_on_from_copies(start_job, device, preset):
+def test_survivors_of_a_kill_resume_from_copies(start_job, device, preset):
     job = start_job(3, preset=preset, hang_timeout=30.0, **FEWEST)
     workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=10)
     assert workers[1].join(SLOW) == -9
@@ -105,7 +105,7 @@ def test_replicas_repeat_the_steps_on_their_device(start_job, device):
 
 
 @pytest.mark.timeout(300)
-def test_survivors_go_on_from_replicas_between_which_the_gpu_splits_the_tokens(start_job, device):
+def test_survivors_resume_from_replicas_between_which_the_gpu_splits_the_tokens(start_job, device):
     job = start_job(3, preset="lazarus", hang_timeout=30.0)
     workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=8)
     assert workers[1].join(SLOW) == -9

@@ -16,7 +16,7 @@ SLOW = 120.0
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
 @pytest.mark.parametrize("point", ["forward", "reduce"])
-def test_survivors_of_a_kill_go_on(start_job, own_gpus, preset, point):
+def test_survivors_of_a_kill_resume(start_job, own_gpus, preset, point):
     """The GPU of a survivor waits for the lost one until its communicator is aborted."""
     job = start_job(3, preset=preset, hang_timeout=60.0, **FEWEST)
     faults = {"b": [Fault(point, 4)]}

@@ -194,7 +194,7 @@ def test_members_that_differ_do_not_train_together(start_job):
 
 @pytest.mark.parametrize("point", ["vote", "update"])
 @pytest.mark.long
-def test_an_owner_is_killed_beside_a_replica_node(start_job, point):
+def test_an_owner_is_killed_in_a_job_with_a_replica_node(start_job, point):
     job = start_job(2, dense="sharded", **FEWEST)
     replica = job.start("y", session={"role": "replica"})
     replica.wait_for("phase", phase="agree")
