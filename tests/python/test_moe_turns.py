@@ -57,7 +57,9 @@ def evaluate(group, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * kind.startswith("compiled")) for kind in KINDS]
+)
 def test_layers_serve_forwards_that_others_run_alone(tmp_path, kind):
     expected = call(kind, make(kind).eval())
     for rank in run_ranks(tmp_path, 2, evaluate, kind):

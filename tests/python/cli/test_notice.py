@@ -39,6 +39,7 @@ def test_the_notice_before_a_time_limit_ends_a_job_that_resumes_at_its_newest_st
     again.wait_for(f"continues from step {step}$")
 
 
+@pytest.mark.long
 def test_a_notice_to_workers_that_do_not_listen_yet_asks_to_requeue(start, tmp_path):
     (tmp_path / "slow.py").write_text("import os, time\nprint('up', flush=True)\ntime.sleep(600)\n")
     command = start("--workers", "2", "--restarts", "1", "slow.py")

@@ -125,6 +125,7 @@ def test_loop_that_all_leave_early_keeps_the_memory_until_the_job_is_finished(st
     ("line", "how", "code"),
     [("os.kill(os.getpid(), 9)", "was killed by signal 9", 137), ("sys.exit(3)", "ended with 3", 3)],
 )
+@pytest.mark.few(1)
 def test_worker_that_fails_before_the_job_begins_ends_it_at_once(start, tmp_path, line, how, code):
     (tmp_path / "train.py").write_text(f"import os, sys\nif os.environ['LOCAL_RANK'] == '1': {line}\n{SCRIPT}")
     found, said = start("--workers", "2", "train.py", "8", "10").end()
@@ -163,6 +164,7 @@ def test_control_c_lets_all_workers_leave_after_their_step(start, tmp_path):
     assert 1 <= len(find(saved)) <= 2  # the workers may leave at two steps, one after the other
 
 
+@pytest.mark.long
 def test_second_control_c_kills(start, tmp_path):
     sleep = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('here', flush=True)\nsignal.pause()\n"
     (tmp_path / "train.py").write_text(sleep)
@@ -192,6 +194,7 @@ def test_worker_is_added_by_the_command_that_is_printed(start, tmp_path):
     assert command.end()[0] == 0
 
 
+@pytest.mark.long
 def test_processors_are_divided_among_workers(start, tmp_path):
     told = (
         "import os, pathlib, sys, time\n"

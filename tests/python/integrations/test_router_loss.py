@@ -107,6 +107,7 @@ def on_rank(group, name, bounds, weighted_by, checkpointing):
         ("gpt-oss", "one without samples", "samples", None),
     ],
 )
+@pytest.mark.few(2)
 def test_three_members_train_as_one_process_does(tmp_path, name, bounds, weighted_by, checkpointing):
     model = make(name)
     model.set_experts_implementation("eager")

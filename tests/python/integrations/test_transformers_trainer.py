@@ -124,6 +124,7 @@ def test_fine_tuning_through_deaths_is_that_of_a_plain_trainer(tmp_path, workers
     assert not list(memory.iterdir())  # the workers that are left have ended the job, though no script did
 
 
+@pytest.mark.long
 def test_a_death_in_end_leaves_it_to_the_others_to_end_the_job(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)

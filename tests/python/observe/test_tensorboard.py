@@ -110,6 +110,7 @@ def test_the_table_of_curves_names_all(tmp_path):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_a_full_disk_is_one_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], text=True, capture_output=True, timeout=180, check=True

@@ -121,7 +121,7 @@ def as_step(row):
 
 KINDS = [
     ("Schedule1F1B", 2),
-    ("Schedule1F1B", 4),
+    pytest.param(("Schedule1F1B", 4), marks=pytest.mark.long),
     ("ScheduleInterleaved1F1B", 2),
     ("ScheduleInterleavedZeroBubble", 2),
 ]

@@ -84,6 +84,7 @@ def test_baft_sends_complete_units_in_windows(start_job):
 
 
 @pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "beside")])
+@pytest.mark.long
 def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_during_compute(start_job, share, when):
     """A worker sends the state of what it owns, where the optimizer's steps cannot be repeated."""
     session = {"dense": "sharded", "window_share": share}

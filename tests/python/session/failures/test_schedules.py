@@ -40,6 +40,7 @@ def test_seeds_draw_all_that_there_is():
     assert drawn == {mishaps for several in MISHAPS for mishaps in several}
 
 
+@pytest.mark.long
 def test_without_rights_nothing_passes_unless_another_schedule_is_allowed():
     need_namespaces()
     if shutil.which("setpriv") is None:

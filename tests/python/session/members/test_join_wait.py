@@ -57,6 +57,7 @@ def test_newcomers_of_some_seconds_come_in_together(start_job):
     check_history([a, b, c, d])
 
 
+@pytest.mark.long
 def test_a_loss_lets_newcomers_in_at_once(start_job):
     job, (a, b, c) = start(start_job, "abc", copies=3)
     job.take_in(d := job.start("d", steps=400), until=13)

@@ -245,6 +245,7 @@ def test_evermoe_run_sets_what_torchrun_sets(start, tmp_path):
     "variables", [{"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, {"JOB_COMPLETION_INDEX": "0"}]
 )
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_evermoe_run_on_several_machines_needs_a_lighthouse(start, tmp_path, variables):
     (tmp_path / "reports.py").write_text(REPORTS)
     code, said = ended(start(evermoe_run(tmp_path, "reports.py"), variables))

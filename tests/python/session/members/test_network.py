@@ -127,6 +127,7 @@ def test_split_that_the_lighthouse_does_not_see(start_hosts):
     check_history(workers.values(), away="cd")
 
 
+@pytest.mark.long
 def test_split_in_which_no_part_has_all_units(start_hosts):
     """It lasts longer than members wait for holders that may have ended: these live, and the network comes back."""
     limit = 1.0

@@ -50,7 +50,6 @@ def test_evaluation_divides_uneven_batches_without_a_recovery(start_job):
     assert sorted(batches) == [1, 2, 2]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("point", "step"), [("forward", 3), ("evaluated", 3), ("forward", STEPS)])
 def test_evaluation_is_repeated_when_a_member_dies_in_it(start_job, point, step):
     job = start_job()
@@ -123,7 +122,6 @@ def test_death_in_long_work_is_noticed_at_once(start_job):
     assert survivor.events("done")[-1]["step"] == STEPS
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "step"), [("stop_all", 4), ("stop_one", 5), ("stop_inside", 4)])
 def test_job_stops_on_all_members_at_one_step(start_job, tmp_path, name, step):
     job = start_job(2, checkpoint_dir=str(tmp_path / "saved"))
