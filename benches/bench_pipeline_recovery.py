@@ -20,7 +20,6 @@ import uuid
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
@@ -49,48 +48,37 @@ class Stage(nn.Module):
         return x
 
 
-def train(rank, stages, session, folder, is_victim):
+def train(rank, stages, options, folder, is_victim):
     """One rank, from its start to the end of the job."""
     torch.set_num_threads(1)
-    module = Stage(rank)
+    module, found = Stage(rank), {}
+
+    def build_schedule(session):
+        example = torch.zeros(ROWS, WIDTH, requires_grad=True)
+        part = pipelining.PipelineStage(
+            module, rank, stages, torch.device("cpu"), input_args=(example,), output_args=(example,)
+        )
+        found["connected"] = time.perf_counter()
+        return pipelining.Schedule1F1B(part, MICROBATCHES, loss_fn=session.loss_function(nn.functional.mse_loss))
+
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
     place = {"stage": rank, "stages": stages, "data_parallel": 0, "data_parallel_size": 1, "node": f"n{rank}"}
-    copies = evermoe.PipelineSession(module, optimizer, **place, **session)
-    step, schedule, found = 0, None, {}
-    while step < STEPS:
-        try:
-            if schedule is None:
-                step = copies.recover()
-                with copies.connecting():
-                    example = torch.zeros(ROWS, WIDTH, requires_grad=True)
-                    part = pipelining.PipelineStage(
-                        module, rank, stages, torch.device("cpu"), input_args=(example,), output_args=(example,)
-                    )
-                    loss = copies.loss_function(nn.functional.mse_loss)
-                    schedule = pipelining.Schedule1F1B(part, MICROBATCHES, loss_fn=loss)
-                found["connected"] = time.perf_counter()
-            before, begun = module.forwards, time.perf_counter()
-            with copies.begin() as attempt:
-                inputs, target = torch.randn(
-                    2, ROWS * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)
-                )
-                own = {"target": target} if rank == stages - 1 else {}
-                attempt.run(schedule, *([inputs] if rank == 0 else []), **own)
-                if is_victim and step == DIES_IN:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            if step == DIES_IN - 1:
-                found["step"] = time.perf_counter() - begun
-            if step == DIES_IN:
+    for step in evermoe.PipelineSession(module, optimizer, build_schedule, **place, **options).steps(STEPS):
+        before, begun = module.forwards, time.perf_counter()
+        with step:
+            generator = torch.Generator().manual_seed(step.number)
+            inputs, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator)
+            step.run(inputs, target=target)
+            if is_victim and step.number == DIES_IN:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if step.number == DIES_IN - 1:
+            found["step"] = time.perf_counter() - begun
+        elif step.number == DIES_IN:
+            found["passes"] = found.get("passes", 0) + module.forwards - before
+            if step.committed:
                 found["again"] = time.perf_counter() - begun
-                found["passes"] = found.get("passes", 0) + module.forwards - before
-            step = copies.step
-        except (evermoe.PeerLost, RuntimeError):
-            if step == DIES_IN and "lost" not in found:
+            else:
                 found["lost"] = time.perf_counter()
-                found["passes"] = module.forwards - before
-            schedule = None
-    copies.close()
-    dist.destroy_process_group()
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
 
 
@@ -101,10 +89,10 @@ def measure(stages, localised):
     lighthouse = start_lighthouse(heartbeat_timeout=1.0, join_timeout=5.0)
     with tempfile.TemporaryDirectory(prefix="evermoe-bench-") as folder:
         memory = {"memory_dir": folder, "lighthouse": lighthouse.address(), "job": f"b{uuid.uuid4().hex[:8]}"}
-        session = memory | {"localised": localised, "hang_timeout": 60.0, "quorum_timeout": 120.0}
+        options = memory | {"localised": localised, "hang_timeout": 60.0, "quorum_timeout": 120.0}
 
         def start(rank, is_victim=False):
-            made = context.Process(target=train, args=(rank, stages, session, folder, is_victim), daemon=True)
+            made = context.Process(target=train, args=(rank, stages, options, folder, is_victim), daemon=True)
             made.start()
             return made
 

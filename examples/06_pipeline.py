@@ -15,11 +15,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import evermoe
+from evermoe import events
 
 STEPS, DIES_IN, ROWS, MICROBATCHES, WIDTH = 15, 6, 8, 4, 32
 
@@ -39,27 +39,33 @@ class Stage(nn.Module):
         return x
 
 
-def build_schedule(stage, module, session):
-    """torch's schedule over this rank's stage; made anew after each failure."""
+def build_schedule(session, module, stage):
+    """torch's schedule over this rank's stage: made at the start, and again after each failure."""
     example = torch.zeros(ROWS, WIDTH, requires_grad=True)  # by which torch 2.15 knows that gradients are sent
     part = PipelineStage(
-        module, stage, 2, torch.device("cpu"), input_args=(example,), output_args=(example,), group=dist.group.WORLD
+        module,
+        stage,
+        2,
+        torch.device("cpu"),
+        input_args=(example,),
+        output_args=(example,),
+        group=session.pipeline_group,
     )
     return Schedule1F1B(part, MICROBATCHES, loss_fn=session.loss_function(nn.functional.mse_loss))
 
 
-def run_step(step, schedule, stage):
-    """The gradients of one step. The data depend on the step alone."""
-    generator = torch.Generator().manual_seed(step.number)
-    inputs, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator)
-    if stage == 0:
-        step.run(schedule, inputs)
-    else:
-        step.run(schedule, target=target)
+def report(event, stage):
+    """Print what happens to the job."""
+    if isinstance(event, events.ConnectionLost):
+        print(f"stage {stage} lost its peer in step {event.step}: {event.reason[:60]}", flush=True)
+    elif isinstance(event, events.Recovered):
+        print(f"stage {stage} is ready at step {event.step}", flush=True)
+    elif isinstance(event, events.Verified) and stage == 0:
+        print(f"{event.digests_checked} digests of states and copies compared, {event.digests_mismatched} differ")
 
 
 def train():
-    """What each process runs."""
+    """Train one stage."""
     torch.set_num_threads(1)
     stage = int(os.environ["LOCAL_RANK"])
     died = Path(os.environ["EVERMOE_MEMORY_DIR"]) / "died"
@@ -68,6 +74,7 @@ def train():
     session = evermoe.PipelineSession(
         module,
         optimizer,
+        lambda session: build_schedule(session, module, stage),
         stage=stage,
         stages=2,
         data_parallel=0,
@@ -76,35 +83,22 @@ def train():
         job=os.environ["EVERMOE_JOB"],
         node=f"node-{stage}",  # as if each stage had a machine of its own
         memory_dir=os.environ["EVERMOE_MEMORY_DIR"],
+        on_event=lambda event: report(event, stage),
     )
-    step, schedule = 0, None
-    while step < STEPS:
-        try:
-            if schedule is None:  # at the start, and after a failure
-                step = session.recover()
-                with session.connecting():
-                    schedule = build_schedule(stage, module, session)
-                print(f"stage {stage} is ready at step {step}", flush=True)
-            with session.begin() as attempt:  # leaving the block votes, then takes optimizer.step()
-                run_step(attempt, schedule, stage)
-                if stage == 1 and step == DIES_IN and not died.exists():
-                    died.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-            step = session.step
-            if stage == 1 and step % 5 == 0:
-                print(f"step {step}: loss {session.loss:.3f}", flush=True)
-        except (evermoe.PeerLost, RuntimeError) as error:  # RuntimeError is what gloo raises
-            print(f"stage {stage} lost its peer in step {step}: {str(error)[:60]}", flush=True)
-            schedule = None
-    compared, different = session.verify()
-    if stage == 0:
-        print(f"{step} steps; {compared} digests of states and copies compared, {len(different)} differ")
-    session.close()
-    dist.destroy_process_group()
+    for step in session.steps(STEPS):
+        generator = torch.Generator().manual_seed(step.number)  # the data depend on the step alone
+        inputs, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator)
+        with step:
+            step.run(inputs, target=target)
+            if stage == 1 and step.number == DIES_IN and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if step.committed and session.is_main and session.step % 5 == 0:
+            print(f"step {session.step}: loss {session.loss:.3f}", flush=True)
 
 
 def main():
-    """Starts both stages; the one that dies is started again."""
+    """Start both stages; the one that dies is started again."""
     with tempfile.TemporaryDirectory() as memory:
         command = [sys.executable, "-m", "evermoe", "run", "--workers", "2", "--restarts", "1"]
         subprocess.run([*command, "--memory-dir", memory, __file__], check=True)

@@ -89,7 +89,7 @@ def test_unknown_option_is_named_with_the_one_that_was_meant():
     with pytest.raises(ValueError, match="unknown option 'x'; expected one of address, quorum_timeout, "):
         evermoe.Session(*given, x=5)
     with pytest.raises(ValueError, match="unknown option 'stagess'; did you mean 'stages'"):
-        evermoe.PipelineSession(layer, given[1], stagess=2)
+        evermoe.PipelineSession(layer, given[1], lambda session: None, stagess=2)
 
 
 def test_blocking_copies_of_a_version_take_one_step():

@@ -161,6 +161,18 @@ def close_batches() -> None:
         del c10d._world.pg_coalesce_state[group]
 
 
+def is_group_error(error: BaseException | None) -> bool:
+    """Whether a group of `torch.distributed` has failed with an error, or with one that it was raised from.
+
+    Gloo raises a plain RuntimeError that names its source file.
+    """
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def has_nccl_failed() -> bool:
     """Whether NCCL has failed in some group of `torch.distributed`."""
     return any(map(has_given_up, _nccl_groups()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,13 +16,25 @@ import torch.distributed as dist
 from evermoe.comm.courier import UNLIMITED, Courier
 from evermoe.comm.group import leave_failures_to_us, share_a_gpu
 from evermoe.comm.membership import MembershipManager
+from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
-from evermoe.comm.torch_groups import WatchedStore, has_nccl_failed, interrupt_torch_groups, quick_groups
+from evermoe.comm.torch_groups import (
+    WatchedStore,
+    has_nccl_failed,
+    interrupt_torch_groups,
+    is_group_error,
+    quick_groups,
+)
 from evermoe.errors import PeerLost
 from evermoe.experts import Experts
 
 logger = logging.getLogger(__name__)
+
+NOTICE_MARGIN = 1.0
+"""Seconds after the heartbeat's limit within which a lost rank is noticed."""
+LOOK_SECONDS = 0.01
+"""Pause between two looks whether a rank is lost."""
 
 
 class TorchConnections:
@@ -30,25 +43,33 @@ class TorchConnections:
     Stages on GPUs exchange over NCCL; where ranks share a GPU, which NCCL refuses, over gloo, through host memory.
 
     Args:
-        membership: all ranks, agreed and connected. What waits in torch's groups ends when its group is dropped.
+        membership: all ranks, agreed and connected. Waits in torch's groups end when its group is dropped.
+        shape: this rank's stage, the number of stages, and the number of ranks of each.
         rank: of the pipeline.
-        size: number of ranks.
-        hang_timeout: seconds that a wait may last.
+        limits: of waits.
         device: of this rank's stage.
     """
 
     def __init__(
         self,
         membership: MembershipManager,
+        shape: tuple[int, int, int],
         rank: int,
-        size: int,
-        hang_timeout: float,
+        limits: MembershipOptions,
         device: torch.device,
     ) -> None:
         self._membership, self._group = membership, membership.trainer_group
         self._courier = Courier(membership.transport, None, "evermoe-connections")
         """Waits for the next rank's message meanwhile; copies may be on their way in the other one."""
-        self._rank, self._size, self._hang_timeout, self._device = rank, size, hang_timeout, device
+        self._stage, self._stages, self._peers = shape
+        self._rank, self._size, self._device = rank, self._stages * self._peers, device
+        self._hang_timeout = limits.hang_timeout
+        self._notice_seconds = limits.heartbeat_timeout + NOTICE_MARGIN
+        """Time within which a lost rank is noticed."""
+        self.pipeline_group: dist.ProcessGroup | None = None
+        """The ranks of one data-parallel coordinate, stage by stage; None before the first connection."""
+        self.data_parallel_group: dist.ProcessGroup | None = None
+        """The ranks of this stage; None where it has one rank."""
         self.uses_host = False
         """Whether what stages exchange goes through host memory."""
         self._is_dropped = False
@@ -67,21 +88,54 @@ class TorchConnections:
         return self._device.type == "cuda" and not self.uses_host
 
     @contextmanager
-    def made(self) -> Iterator[None]:
-        """See `PipelineSession.connecting`."""
+    def connected(self) -> Iterator[None]:
+        """Makes torch's default group and those of the pipeline; the caller makes its own inside. Collective.
+
+        The default group is of gloo; for stages on GPUs, of NCCL as well. Groups that are given no time limit have
+        `hang_timeout`. Once a rank is lost, no rank waits for it any more.
+
+        Raises:
+            PeerLost: a rank is lost, or was late. RuntimeError: of torch, for the same reason.
+        """
         lost, limit = threading.Event(), timedelta(seconds=self._hang_timeout)
         self._lost = lost
         backend = self._backend()
         watch = self._watching = self._courier.submit(functools.partial(self._watch, lost))
         self._store = WatchedStore(self._membership.store, lost, limit)
-        try:
-            with quick_groups(limit):
-                dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._size)
-                yield
-            self._all_connected(watch)
-        except BaseException as error:
-            self._group.drop(f"torch's groups were not made: {error}")  # which the others see at once
-            raise
+        with quick_groups(limit):
+            dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._size)
+            self._divide()
+            yield
+        self._all_connected(watch)
+
+    def _divide(self) -> None:
+        """Makes the groups of each stage's ranks, and of each data-parallel coordinate's."""
+        self.pipeline_group, self.data_parallel_group = dist.group.WORLD, None
+        if self._peers == 1:
+            return
+        of_stages = [
+            dist.new_group([*range(first, first + self._peers)]) for first in range(0, self._size, self._peers)
+        ]
+        of_peers = [dist.new_group([*range(peer, self._size, self._peers)]) for peer in range(self._peers)]
+        self.data_parallel_group, self.pipeline_group = of_stages[self._stage], of_peers[self._rank % self._peers]
+
+    def is_connection_loss(self, error: BaseException) -> bool:
+        """Whether an error is the consequence of a lost rank, and not the script's own.
+
+        That is an error of torch's groups, or a RuntimeError soon after which this session notices a lost rank: code of
+        the script, or a kernel, may fail for data that never came. An error that torch's groups raise in each attempt
+        ends the job after `MAX_RECOVERIES` of the protocol.
+        """
+        if isinstance(error, PeerLost) or (isinstance(error, Exception) and is_group_error(error)):
+            return True
+        if not isinstance(error, RuntimeError):
+            return False
+        deadline = time.monotonic() + self._notice_seconds
+        while self._group.broken is None and self._membership.transport.broken is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_SECONDS)
+        return True
 
     def _backend(self) -> str:
         """Name of torch's backends, the same on all ranks; collective."""
@@ -119,23 +173,18 @@ class TorchConnections:
             linked.remove(self)
         self._courier.close()
 
-    def connect_peers(self, layers: Iterable[Experts], stage: int, peers: int) -> None:
-        """Connects this rank with the others of its stage, between which the tokens of MoE layers travel.
-
-        Args:
-            layers: of the stage.
-            stage: its number.
-            peers: its ranks.
+    def connect_peers(self, layers: Iterable[Experts]) -> None:
+        """Connects this rank with the others of its stage, between which the tokens of its MoE layers travel.
 
         Raises:
             PeerLost: one is gone.
         """
         group, limit = self._membership.side_group, timedelta(seconds=self._hang_timeout)
-        store = dist.PrefixStore(f"stage {stage}", self._membership.store)
+        store = dist.PrefixStore(f"stage {self._stage}", self._membership.store)
         try:
-            group.rebuild(store, self._rank - stage * peers, peers, self._device, limit)
+            group.rebuild(store, self._rank % self._peers, self._peers, self._device, limit)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
-            reason = f"the ranks of stage {stage} were not connected: {error}"
+            reason = f"the ranks of stage {self._stage} were not connected: {error}"
             self._group.drop(reason)
             raise PeerLost(reason) from None
         for layer in layers:

@@ -1,32 +1,30 @@
-"""Protects a pipeline of `torch.distributed.pipelining`: copies in its bubbles, and the way back after a failure.
+"""The session of a pipeline of `torch.distributed.pipelining`: copies in its bubbles, and recovery after a failure.
 
-    step n   schedule ─ reduce over data-parallel peers ─ commit: copies of n whole? ─ VOTE ─ update ─ n + 1 is copied
-    failure  PeerLost or torch's own error ─ recover: torch's groups end ─ all seats taken again ─ newest whole version
+    step n   schedule ─ sum over data-parallel ranks ─ copies of n complete? ─ VOTE ─ update ─ n + 1 is copied
+    failure  torch's groups are aborted ─ all ranks meet ─ newest complete version ─ torch's groups and the schedule
 
-Version n is kept until version n + 1 is whole on all nodes, so after any loss one of the two can be assembled again.
+Version n is kept until version n + 1 is complete on all nodes, so after any loss one of the two can be assembled again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
-from evermoe.comm.torch_groups import end_torch_groups
-from evermoe.errors import PeerLost, UnsupportedState
-from evermoe.events import Listener, Protocol
-from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
-from evermoe.observe import combined
+from evermoe.errors import UnsupportedState
+from evermoe.events import Listener, Protocol, Recovered
+from evermoe.memory_folder import job_folder, node_name
+from evermoe.observe import combined, from_environment
 from evermoe.options import check_known
-from evermoe.recovery.report import Outcome
-from evermoe.seeds import seeded
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.lr_schedule import class_name
 from evermoe.train.border_log import Forwards
@@ -34,8 +32,8 @@ from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
+from evermoe.train.pipeline_loop import PipelineLoop
 from evermoe.train.pipeline_step import LossFunction, PipelineStep
-from evermoe.train.protocol import CommitProtocol
 from evermoe.train.stages import StageState
 from evermoe.train.training_inputs import (
     check_types,
@@ -46,58 +44,50 @@ from evermoe.train.training_inputs import (
     versions,
 )
 
-ENDLESS = (1 << 40) - 1
-"""Steps of a job that its script ends."""
+logger = logging.getLogger(__name__)
 
 
 class PipelineSession:
-    """Copies of a pipeline stage's units on other nodes, made in the bubbles of the schedule.
+    """Trains a pipeline with all its ranks; when a rank dies, another process takes its place.
 
-        copies = evermoe.PipelineSession(module, optimizer, stage=s, stages=2, data_parallel=d, data_parallel_size=2,
-                                        preset="baft", lighthouse=address, job="big")
-        step, schedule = 0, None
-        while step < steps:
-            try:
-                if schedule is None:                   # at the start, and after a failure
-                    step = copies.recover()            # waits for all ranks
-                    with copies.connecting():          # torch's groups: the default one, and those made here
-                        schedule = build_schedule(module, loss_fn=copies.loss_function(mse_loss))
-                with copies.begin() as attempt:        # leaving the block commits, instead of optimizer.step()
-                    attempt.run(schedule, *batch(step))
-                    attempt.reduce(peers)              # over the data-parallel peers
-                step = copies.step
-            except (evermoe.PeerLost, RuntimeError):
-                schedule = None
-        copies.close()
+        def build_schedule(session):                  # at the start, and again after each failure
+            part = PipelineStage(module, stage, 2, device, group=session.pipeline_group, ...)
+            return Schedule1F1B(part, microbatches, loss_fn=session.loss_function(mse_loss))
 
-    Every rank holds its stage's modules with their optimizer state; ranks of one stage hold the same and share the work
-    of copying it. With several virtual stages on each rank (interleaved schedules), the stage is an `nn.ModuleList` of
-    them, and its number the rank's place in the pipeline. A process that died is replaced by another one with the same
-    `stage` and `data_parallel`. While it lives, it has the process's one `evermoe.profile.Profiler`.
+        session = evermoe.PipelineSession(module, optimizer, build_schedule, stage=stage, stages=2, data_parallel=peer,
+                                          data_parallel_size=2, lighthouse=address, job="big")
+        for step in session.steps(1000):
+            with step:
+                step.run(inputs, target=target)       # this data-parallel rank's batch of step.number
 
-    A script that averages gradients itself calls `begin()`, `schedule.step(…)` and `commit()`; then the session knows
-    no losses, and has no scaler. A RuntimeError of the script itself is repeated for ever.
+    Each stage's units are copied to other nodes in the bubbles of the schedule. All ranks of a stage hold the same
+    modules and optimizer state, and share the work of copying them. The session makes torch's default group, in which
+    this process has rank `rank` of `size`; it uses the process's one `evermoe.profile.Profiler`.
 
     Args:
-        stage_module: this rank's stage, the same on all its ranks, on the CPU or on one GPU.
-        optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
+        stage_module: this rank's stage, the same on all its ranks, on the CPU or on one GPU. With several virtual
+            stages on each rank (interleaved schedules), an `nn.ModuleList` of them.
+        optimizer: elementwise, over the parameters of the stage alone. The session steps it after each vote.
+        build_schedule: called with the session whenever torch's groups were made; returns the schedule. Its groups and
+            device meshes must be made here, the same on all ranks.
         scheduler: of the optimizer's learning rate, of the same class on all ranks. The session steps it after each
             step, and a newcomer resumes it.
-        scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
-            out steps that overflow, and updates the scale; its methods are not to be called.
-        on_event: as of `Session`; told of `ChunkSent`, `Damaged`, `MemberLost`, `Protocol` and `SnapshotReceived`.
+        scaler: a `torch.amp.GradScaler`, the same on all ranks. The session scales losses and gradients, leaves out
+            steps that overflow, and updates the scale; the script calls none of its methods.
+        on_event: called with each event, as of `Session`.
         options: fields of `PipelineConfig`.
 
     Raises:
         ValueError: an argument that is out of range or of another type.
         UnsupportedState: the optimizer keeps state that cannot be divided into units; parameters are divided among
-            tensor-parallel or other ranks; or there is a scaler, and parameters are in float16.
+            tensor-parallel or other ranks; or parameters are in float16 and there is a scaler.
     """
 
     def __init__(
         self,
         stage_module: nn.Module,
         optimizer: torch.optim.Optimizer,
+        build_schedule: Callable[[PipelineSession], Any],
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -105,9 +95,11 @@ class PipelineSession:
         **options: Any,
     ) -> None:
         check_known(options, PipelineConfig.names())
-        emit = combined(on_event)
+        emit = combined(on_event, from_environment())
         self.config = PipelineConfig(**options)
         check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
+        if not callable(build_schedule):
+            raise ValueError(f"expected build_schedule to be a function of the session, got {build_schedule!r}")
         refuse_tensor_parallel(stage_module)
         refuse_balanced(stage_module)
         refuse_divided(stage_module, optimizer)
@@ -122,53 +114,80 @@ class PipelineSession:
         self._state = StageState(
             stage_module, optimizer, stage, loop, peers, place, slices, has_tokens, may_cut=may_cut
         )
-        self._current: PipelineStep | None = None
-        self._random = ExitStack()
-        """Restores the random generators after a step."""
         self._has_seen_loss = False
-        self._guard = optimizer.register_step_pre_hook(self._refuse_step)
         self._membership = _new_membership(self.config, self._loss_scale, scheduler)
-        node = self._membership.node
-        folder = job_folder(self.config.memory_dir, self.config.job) / node
-        self._store = SnapshotStore(folder, self._state, self.config.preset)
-        self._group = self._membership.trainer_group
+        folder = job_folder(self.config.memory_dir, self.config.job) / self._membership.node
+        store = SnapshotStore(folder, self._state, self.config.preset)
         self._driver = PipelineDriver(
-            self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership, emit
+            self.config, optimizer, self._state, loop, self._loss_scale, store, self._membership, emit
         )
-        self._connections = self._driver.connections
-        self._protocol = CommitProtocol(
+        self._loop = PipelineLoop(
+            self.config,
+            self._state,
             self._driver,
             self._membership,
-            members=self.size,
-            is_fixed=True,
-            generation=self._store.newest_generation(),
-            on_record=lambda said, commands: emit(Protocol(said, commands)),
+            store.newest_generation(),
+            lambda: build_schedule(self),
+            lambda said, commands: emit(Protocol(said, commands)),
         )
 
     @property
+    def has_left(self) -> bool:
+        """Whether the session has left its job."""
+        return self._loop.has_left
+
+    @property
     def step(self) -> int:
-        """Steps that were taken."""
-        return self._protocol.step
+        """Steps that the state has taken."""
+        return self._loop.protocol.step
 
     @property
     def version(self) -> int:
         """Version of the state: see `evermoe.state.version`."""
-        return self._protocol.version
+        return self._loop.protocol.version
+
+    @property
+    def generation(self) -> int:
+        """Number of the membership: it grows when ranks are replaced."""
+        return self._membership.generation
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is rank 0: the one that logs for all."""
+        return self.rank == 0
 
     @property
     def loss(self) -> float:
-        """Mean loss of the latest step, over all microbatches and peers, on all ranks; NaN where it is not known."""
+        """Mean loss of the latest step over all microbatches and data-parallel ranks, the same on all ranks.
+
+        NaN before the first step of this process.
+        """
         return self._driver.loss
 
     @property
+    def grad_norm(self) -> float:
+        """Norm of the latest step's gradient over all stages, before clipping; NaN before the first step."""
+        return self._driver.grad_norm
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the optimizer's first group, for the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by in the next step; 1 without a scaler."""
+        """Factor of the losses in the next step; 1 without a scaler."""
         return self._loss_scale.value
 
     @property
-    def outcome(self) -> Outcome:
-        """What the latest recovery did."""
-        return self._driver.outcome
+    def skipped(self) -> int:
+        """Steps whose update all ranks have left out, since this process began; see `on_nonfinite`."""
+        return self._driver.skipped
+
+    @property
+    def reports(self) -> list[Recovered]:
+        """Recoveries so far, as this rank saw them."""
+        return self._driver.reports
 
     @property
     def forwards(self) -> Forwards:
@@ -178,19 +197,75 @@ class PipelineSession:
         """
         return replace(self._driver.localised.log.forwards)
 
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """Torch's group of the ranks with this rank's data-parallel coordinate, stage by stage; None until it is made.
+
+        Groups are remade after each failure.
+        """
+        return self._driver.connections.pipeline_group
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Torch's group of the ranks of this stage; None if the stage has one rank. Remade after each failure."""
+        return self._driver.connections.data_parallel_group
+
+    # ---- the loop
+
+    def steps(self, until: int) -> Iterator[PipelineStep]:
+        """Yields steps until `until` are taken, and again the one that a failure interrupted.
+
+            for step in session.steps(1000):
+                with step:
+                    step.run(inputs, target=target)
+
+        Before the first step and after each failure it waits until all ranks have a process, brings them to one
+        version, makes torch's groups and calls `build_schedule`. It ends all groups of `torch.distributed` in this
+        process: first those of the script, and at the end those that it has made. SIGTERM, SIGUSR1 and SIGUSR2 make
+        this rank leave after its step, and end the process.
+
+        Raises:
+            JoinTimeout: some rank did not come within `quorum_timeout` seconds.
+            LostExperts: no copy of some units is left.
+            FolderInUse: living processes of another run of the job use the job's memory folder.
+            NonFiniteLoss: a loss or gradient is infinite or not a number on some rank; raised on all of them.
+            UnequalForwards: ranks ran different numbers of schedules in the step that failed.
+            UnsupportedState: losses are not known on ranks of the last stage.
+            ValueError: ranks of a stage differ in their model or optimizer, or in what they were started with; or some
+                ranks gave counts, and others did not.
+            SystemExit: this rank has left on a signal, or the job was over when it came.
+        """
+        return self._loop.steps(until)
+
+    def leave(self) -> None:
+        """Leaves the job after the step in progress: the loop of `steps` ends on this rank.
+
+        No step has to be repeated, but the others wait until another process has this rank's place. Does nothing in
+        the last step. Any thread may call it, and a signal handler.
+        """
+        self._loop.leave()
+
+    def stop(self) -> None:
+        """Ends the job on all ranks after the step in progress, as if that were the last one of `steps`.
+
+        One rank is enough, and any thread may call it. Between two steps it counts from the next step on.
+        """
+        self._driver.asks_to_stop = True
+
     # ---- a step
 
     def loss_function(self, compute: LossFunction) -> LossFunction:
-        """Makes the `loss_fn` of a schedule that is run by `step.run`.
+        """Makes the `loss_fn` of the schedule.
 
         Args:
-            compute: of a microbatch's output and target, the mean loss; or its sum, where `step.run` is given a count.
+            compute: returns the mean loss of a microbatch, given its output and target; or the sum of its losses, if
+                `step.run` is given a count.
         """
 
         def weighed(output: Any, target: Any) -> Tensor:
-            if self._current is None:
-                raise UnsupportedState("a loss was computed outside of a step: call session.begin() first")
-            return self._current.weigh(checked, output, target)
+            if self._loop.current is None:
+                raise UnsupportedState("a loss was computed outside of a step: call step.run inside `with step:`")
+            return self._loop.current.weigh(checked, output, target)
 
         def checked(output: Any, target: Any) -> Tensor:
             loss = compute(output, target)
@@ -201,133 +276,15 @@ class PipelineSession:
 
         return weighed
 
-    def begin(self) -> PipelineStep:
-        """A step begins: no gradients are left of the one before."""
-        self.optimizer.zero_grad(set_to_none=True)
-        past = self._driver.localised.begin(self.version)
-        self._driver.pacer.begin_forward()
-        seeds = self.config.seed, self.config.data_parallel
-        self._random.close()
-        self._random.enter_context(seeded(*seeds, self.step, self.config.stage))
-        self._current = self._driver.attempt = PipelineStep(
-            self.step,
-            self._state.parameters()[0],
-            peers=self.config.data_parallel_size,
-            scale=self._loss_scale.value,
-            generation=self._membership.generation,
-            commit=self.commit,
-            past=past,
-            is_repeated=self._driver.localised.is_repeated(self.step),
-            seeds=seeds,
-            uses_host=self._connections.uses_host,
-        )
-        return self._current
+    # ---- the end
 
-    def _refuse_step(self, *_: object) -> None:
-        if self._current is not None and self._current.is_open:
-            raise UnsupportedState(
-                "optimizer.step() was called inside `with session.begin():`, but the session steps the optimizer "
-                "itself, once all ranks have voted: leave the call out. A torch.amp.GradScaler, whose step() calls it, "
-                "goes to the session: PipelineSession(scaler=...)"
-            )
-
-    def commit(self) -> int:
-        """Votes on the step, takes `optimizer.step()`, and begins to copy the new version; gradients must be complete.
-
-        The end of `with session.begin():` calls it.
+    def _verify(self) -> tuple[int, list[str]]:
+        """Compares all ranks' units and copies of this version by digest, once they are complete. Collective.
 
         Returns:
-            The steps taken: the number of the next one.
-
-        Raises:
-            NonFiniteLoss: a loss or gradient is infinite or not a number on some rank; raised on all of them.
-            PeerLost: a rank is gone. The step may have been taken or not, which `recover` finds out: leave the
-                gradients as they are until then.
-            UnsupportedState: gradients were not reduced, or losses are not known on ranks of the last stage.
-            ValueError: some ranks gave counts, and others did not.
+            The number of comparisons, and the units of which some differ.
         """
-        self._random.close()
-        step, before = self._current, self._driver.taken
-        if step is not None:
-            step.end()
-        try:
-            is_whole = self._driver.begin_vote(self.step + 1)
-            if self._protocol.is_ready:
-                self._protocol.vote(self._driver.ballot(is_whole))
-        finally:
-            self._driver.end_vote()
-        if self._driver.taken == before:
-            raise PeerLost(f"step {self.step} was not taken: {self._group.broken}")
-        if step is not None:
-            step.committed = True
-        self._driver.pace(self.step)
-        if self._group.broken is None:
-            self._protocol.look(ENDLESS)
-        return self.step
-
-    # ---- failures
-
-    def recover(self) -> int:
-        """Waits until there is a process for every stage and coordinate, and brings all to one version. Collective.
-
-        Ends all groups of `torch.distributed` in this process; make them anew afterwards, in `connecting`.
-
-        Returns:
-            The step to resume from, the same on all ranks.
-
-        Raises:
-            JoinTimeout: some rank did not come within `quorum_timeout` seconds.
-            LostExperts: of some units no copy is left.
-            FolderInUse: living processes of another run of the job use the job's memory folder.
-            UnequalForwards: ranks ran different numbers of schedules in the step that failed.
-            ValueError: ranks of a stage differ in their model or optimizer, or in what they were started with.
-        """
-        end_torch_groups()
-        if self._current is not None:
-            self._current.is_open = False
-        self._protocol.lose("this rank recovers")
-        if self._connections.uses_nccl:  # the host ran ahead of kernels that may have ended with half of their work
-            self._driver.localised.log.drop_unfinished()
-        self._driver.localised.log.interrupt()
-        self._driver.interrupt()
-        while not self._protocol.is_ready:
-            self._protocol.look(ENDLESS)
-            if not self._protocol.is_ready:
-                self._driver.interrupt()
-        mark(BEGUN)
-        return self.step
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Makes the default group of `torch.distributed`; make all other groups inside. Collective.
-
-        It is of gloo; for tensors on GPUs, of NCCL. Where ranks share a GPU all is gloo's, and what stages exchange in
-        `step.run` goes through host memory.
-
-        Global ranks are `rank` of `size`. Groups that are given no time limit have `hang_timeout`. Once a rank is lost
-        no rank waits for it any more, nor two seconds after its process was stopped or its host fell silent; for one
-        that hangs and answers, as long as `hang_timeout`.
-
-        Raises:
-            PeerLost: a rank is gone, or did not get here in time: `recover`.
-            RuntimeError: of torch, for the same reason.
-            ValueError: there was no `recover` before.
-        """
-        if not self._driver.seats:
-            raise ValueError("PipelineSession: connecting() is for after recover(), as ranks meet there")
-        with self._connections.made():
-            yield
-
-    def verify(self) -> tuple[int, list[str]]:
-        """Compares all ranks' units and copies of this version, once they are whole, by digest. Collective.
-
-        Returns:
-            How many were compared, and the units of which some differ.
-
-        Raises:
-            PeerLost: a rank is gone.
-        """
-        self._driver.interrupt(self.version)
+        self._driver.finish_copies(self.version)
         return self._driver.recovery(self.version, established=True).verify()
 
     def write_trace(self, path: str | Path) -> None:
@@ -339,17 +296,12 @@ class PipelineSession:
         self._driver.bubbles.write_trace(path, list(self._driver.courier.sent))
 
     def close(self) -> None:
-        """The job is over here: waits until the copies of the last step are whole, and leaves."""
-        self._driver.interrupt(self.version)
-        with suppress(PeerLost):
-            self._group.all_reduce(torch.zeros(1))
-        self._connections.leave()
-        self._guard.remove()
-        self._driver.replay.end()
-        self._membership.close()
-        self._driver.end()
-        self._driver.run.leave()
-        self._store.close(self._membership.id)
+        """Leaves the job and removes this rank's shared memory.
+
+        `steps` does this when all steps are done. A loop that is left early, by `break` or an error, only leaves the
+        job: its memory stays for the processes that resume with it, until this is called.
+        """
+        self._loop.close()
 
 
 def _check_devices(module: nn.Module) -> None:

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from evermoe.comm.gather import gather_json
@@ -21,6 +20,9 @@ from evermoe.train.host_borders import through_host
 from evermoe.train.logged_stages import OtherData, compare, digest_of, logged, stages_of
 from evermoe.train.peer_sums import sum_again, sum_over
 from evermoe.train.step import check_count, check_loss, detached
+
+if TYPE_CHECKING:
+    from evermoe.train.connections import TorchConnections
 
 LossFunction = Callable[[Any, Any], Tensor]
 """Of a microbatch's output and target: one number."""
@@ -44,123 +46,138 @@ class PipelineMicroBatch:
         size = len(batch) // self.parts
         return batch[self.number * size : (self.number + 1) * size]
 
-    def run(self, schedule: Any, *inputs: Any, count: float | Tensor | None = None, **options: Any) -> Any:
-        """Runs the schedule for this part: as `PipelineStep.run` does."""
-        return self._step.run(schedule, *inputs, count=count, **options)
+    def run(
+        self, *inputs: Any, target: Any = None, count: float | Tensor | None = None, **keywords: Any
+    ) -> list[Tensor]:
+        """Runs the schedule for this part: see `PipelineStep.run`."""
+        return self._step.run(*inputs, target=target, count=count, **keywords)
+
+
+class StepHooks(Protocol):
+    """What a pipeline's session does at the ends of a step's block."""
+
+    def begin_step(self, step: PipelineStep) -> None:
+        """The block is entered."""
+
+    def commit_step(self, step: PipelineStep) -> None:
+        """The block has ended without an error: reduce, vote and update. May raise what `fail_step` handles."""
+
+    def fail_step(self, step: PipelineStep, error: BaseException) -> bool:
+        """An error has ended the block or the commit. Returns whether a lost rank explains it, so that it is over."""
 
 
 class PipelineStep:
-    """One attempt at a step. Inside `with session.begin() as step:` call `step.run(schedule, …)` and `step.reduce(…)`.
+    """One attempt at a step: call `step.run(...)` inside `with step:`.
 
-    Leaving the block commits. What is raised inside, PeerLost and torch's RuntimeError too, leaves it uncommitted, and
-    the loop recovers.
+    Leaving the block sums the gradients over the stage's ranks, votes, steps the optimizer and begins to copy the new
+    version. If a rank is lost, the block ends early without an exception, and the session's next step is the same one.
 
     Args:
         number: steps committed before this one.
-        parameters: of this rank's stage.
-        peers: ranks of the stage.
-        scale: what losses are multiplied by.
+        schedule: of `torch.distributed.pipelining`.
+        parameters: of this rank's stage, which all its ranks hold.
+        connections: torch's groups.
         generation: of the group that computes it.
-        commit: called when the block is left.
-        past: what was computed of it before a failure, and is computed now; None to log nothing.
-        is_repeated: whether some ranks may have computed a part of it before; the same on all ranks.
-        seeds: numbers from which, with the step and the microbatch, random numbers are drawn.
-        uses_host: whether what stages exchange goes through host memory.
+        hooks: of the session.
     """
 
     def __init__(
         self,
         number: int,
+        schedule: Any,
         parameters: Sequence[nn.Parameter],
-        *,
-        peers: int,
-        scale: float,
+        connections: TorchConnections,
         generation: int,
-        commit: Callable[[], object],
-        past: LoggedStep | None = None,
-        is_repeated: bool = False,
-        seeds: tuple[int, ...] = (0,),
-        uses_host: bool = False,
+        hooks: StepHooks,
     ) -> None:
         self.number = number
         """Steps committed before this one."""
         self.committed = False
-        """Whether all ranks have agreed on the step and taken it."""
+        """Whether all ranks have agreed on the step and applied it."""
         self.loss: Tensor | None = None
         """Sum of this rank's losses; None before the first, and on ranks that compute none."""
         self.count: float | Tensor | None = None
-        """What this rank has counted; None where losses are means."""
+        """Sum of this rank's counts; None where losses are means."""
         self.losses = 0
         """Microbatches whose loss this rank has computed."""
         self.runs = 0
         """Runs of schedules that this rank has begun."""
-        self.is_open = False
-        """Whether the script is inside `with`."""
-        self._parameters, self._peers, self._scale = parameters, peers, scale
-        self._generation, self._commit = generation, commit
-        self.past, self._is_repeated, self._seeds = past, is_repeated, seeds
-        self._uses_host = uses_host
+        self.is_open = self.was_entered = False
+        """Whether the script is inside `with step:`, and whether it ever was."""
+        self.past: LoggedStep | None = None
+        """What this rank computes in the step, also before a failure; None to log nothing."""
+        self._schedule, self._parameters, self._connections = schedule, parameters, connections
+        self._generation, self._hooks = generation, hooks
+        self._scale, self._is_repeated = 1.0, False
+        self._seeds: tuple[int, ...] = (0,)
         self._losses_before = 0
-        """Losses of the runs before the one that is under way."""
-        self._is_running = self._is_reduced = self._has_ended = False
+        """Losses of the previous runs."""
+        self._is_running = self._has_ended = False
+
+    def prepare(self, past: LoggedStep | None, *, is_repeated: bool, scale: float, seeds: tuple[int, ...]) -> None:
+        """Sets what the step is computed with, as its block is entered.
+
+        Args:
+            past: record of what this rank computes in it.
+            is_repeated: whether some ranks may have computed a part of it before; the same on all ranks.
+            scale: factor of the losses.
+            seeds: numbers from which, with the step and the microbatch, random numbers are drawn.
+        """
+        self.past, self._is_repeated, self._scale, self._seeds = past, is_repeated, scale, seeds
 
     # ---- what the script calls
 
     def run(
-        self,
-        schedule: Any,
-        *inputs: Any,
-        count: float | Tensor | None = None,
-        losses: list[Tensor] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Runs `schedule.step(*inputs, losses=losses, **options)`, whose gradients are added to those that are there.
+        self, *inputs: Any, target: Any = None, count: float | Tensor | None = None, **keywords: Any
+    ) -> list[Tensor]:
+        """Runs the schedule: forwards and backwards of all microbatches, whose gradients add up over the step's runs.
 
-        The step's gradient is that of the mean of all microbatches' losses, of all runs and data-parallel peers;
-        whether the schedule has `scale_grads` says nothing here.
+        The step's gradient is that of the mean of all microbatches' losses, over all runs and data-parallel peers,
+        whether or not the schedule has `scale_grads`.
 
         Args:
-            schedule: of `torch.distributed.pipelining`, with a loss function made by `PipelineSession.loss_function`.
-            inputs: of the first stage.
-            count: over how much the losses of this run are sums, all microbatches together, 0 or more: tokens that are
-                not padding, for example. The step's gradient is then that of the sum of all losses divided by the
-                sum of all counts. To be given on ranks that compute the loss, of all peers or none.
-            losses: is filled with the losses as the script's function has returned them, detached.
-            options: `target=` on the last stage.
+            inputs: of the first stage; other ranks may give them, too, and do not read them.
+            target: of the last stage; other ranks may give it, too.
+            count: number over which the losses of this run are sums, all microbatches together, 0 or more: tokens that
+                are not padding, for example. The step's gradient is then that of the sum of all losses divided by the
+                sum of all counts. The ranks that compute the loss give it: on all peers or none.
+            keywords: keyword inputs of each stage's module.
 
         Returns:
-            What the schedule returns.
+            The loss of each microbatch as the script's function returned it, detached; empty on ranks without the
+            last stage.
 
         Raises:
-            ValueError: no schedule; a count that is no number, of a rank that computes no loss, or of some runs alone.
-            UnsupportedState: the loss is scaled already.
+            ValueError: a count that is no number, or of a rank that computes no loss, or in some runs only.
+            UnsupportedState: the loss is scaled already, or this is outside of `with step:`.
         """
-        if not (hasattr(schedule, "scale_grads") and hasattr(schedule, "step")):
-            kind = type(schedule).__name__
-            raise ValueError(f"step.run: expected a schedule of torch.distributed.pipelining, got {kind}")
+        if not self.is_open:
+            raise UnsupportedState("step.run was called outside of `with step:`")
         check_count(count)
+        schedule = self._schedule
         self.runs += 1
-        before, own = self.losses, None if losses is None else list[Tensor]()
+        before, losses = self.losses, list[Tensor]()
         self._losses_before = before
         divides, schedule.scale_grads = schedule.scale_grads, False  # the session divides, by what all ranks have
         self._is_running = True
         try:
             stages = stages_of(schedule)
+            own = inputs if not stages or any(stage.is_first for stage in stages) else ()
+            if target is not None and any(stage.is_last for stage in stages):
+                keywords["target"] = target
             with ExitStack() as stack:
                 stack.enter_context(logged(stages, self.past, self.runs - 1, self._draw))
-                if self._uses_host:
+                if self._connections.uses_host:
                     stack.enter_context(through_host(stages))
-                output = schedule.step(*inputs, losses=own, **options)
+                schedule.step(*own, losses=losses, return_outputs=False, **keywords)
         except OtherData:
             assert self.past is not None
             self.past.is_distrusted = True
             raise
         finally:
             schedule.scale_grads, self._is_running = divides, False
-        if losses is not None and own is not None:
-            losses[:] = [loss.detach() / self._scale for loss in own]
         self._add_count(count, before)
-        return output
+        return [loss.detach() / self._scale for loss in losses]
 
     def _add_count(self, count: float | Tensor | None, losses_before: int) -> None:
         if self.losses == losses_before:
@@ -177,7 +194,7 @@ class PipelineStep:
         """The n parts of a step whose gradients are accumulated: a run of the schedule for each.
 
             for part in step.micro_batches(4):
-                part.run(schedule, part.of(inputs))
+                part.run(part.of(inputs), target=part.of(target))
 
         All ranks need the same n: stages exchange in each run.
 
@@ -187,30 +204,6 @@ class PipelineStep:
         checked("n", n, int, least=1)
         return (PipelineMicroBatch(self, number, n) for number in range(n))
 
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Sums the gradients over the ranks of this stage, in place of averaging them. Collective among these.
-
-        A parameter without a gradient on all of them is left without.
-
-        Args:
-            group: of torch, the ranks of this stage.
-
-        Raises:
-            ValueError: it has another size. RuntimeError: of torch, a peer is gone.
-        """
-        self._has_ended = True
-        found = dist.get_world_size(group) if group is not None or self._peers > 1 else 1
-        if found != self._peers:
-            raise ValueError(f"step.reduce: expected the group of the stage's {self._peers} ranks, got one of {found}")
-        was_taken = self.past is not None and self.past.is_taken  # then by all of them, and no gradients are left
-        if self._peers > 1 and self._is_repeated and not was_taken:
-            sum_again(self._parameters, group, is_summed=self.past is not None and self.past.is_reduced)
-        elif self._peers > 1 and not was_taken:
-            sum_over(self._parameters, group)
-        self._is_reduced = True
-        if self.past is not None:
-            self.past.is_reduced = True
-
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         """Refuses: the schedule runs the backward.
 
@@ -219,19 +212,26 @@ class PipelineStep:
         """
         raise UnsupportedState(
             "step.backward: a pipeline's schedule runs the backward passes of its microbatches itself. Give the "
-            "schedule loss_fn=session.loss_function(...) and call step.run(schedule, ..., count=...)"
+            "schedule loss_fn=session.loss_function(...) and call step.run(...)"
         )
 
     def __enter__(self) -> PipelineStep:
-        self.is_open = True
+        self.is_open = self.was_entered = True
+        self._hooks.begin_step(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None and not self.committed:
-            self._commit()
-        self.is_open = False
+    ) -> bool:
+        if error is not None:
+            self.is_open = False
+            return self._hooks.fail_step(self, error)
+        try:
+            self._hooks.commit_step(self)
+        except BaseException as failure:
+            if not self._hooks.fail_step(self, failure):
+                raise
+        return False
 
     # ---- what the session calls
 
@@ -249,8 +249,8 @@ class PipelineStep:
         """
         if not self._is_running:
             raise UnsupportedState(
-                "a loss of session.loss_function was computed outside of step.run: call step.run(schedule, ...) in "
-                "place of schedule.step(...), which would divide the gradients once more"
+                "a loss of session.loss_function was computed outside of step.run: call step.run(...) in place of "
+                "schedule.step(...), which would divide the gradients once more"
             )
         loss = self._loss(compute, output, target)
         self.losses += 1
@@ -274,17 +274,24 @@ class PipelineStep:
         seed_all(*self._seeds, self.number, run, stage, microbatch)
 
     def end(self) -> None:
-        """The script has computed all gradients.
+        """The script has computed all gradients: sums them over the stage's ranks. Collective among these.
+
+        A parameter that has no gradient on any of them keeps none.
 
         Raises:
-            UnsupportedState: they were not summed over the stage's ranks.
+            UnsupportedState: the script has run no schedule. RuntimeError: of torch, a peer is lost.
         """
         self.is_open, self._has_ended = False, True
-        if self.runs and self._peers > 1 and not self._is_reduced:
-            raise UnsupportedState(
-                f"step.reduce(group) was not called, but a stage has {self._peers} data-parallel ranks: call it after "
-                "the last step.run, with the group of the stage's ranks, in place of averaging the gradients"
-            )
+        if not self.runs:
+            raise UnsupportedState("step.run(...) was not called inside `with step:`")
+        group, past = self._connections.data_parallel_group, self.past
+        was_applied = past is not None and past.is_taken  # then by all of them, and no gradients are left
+        if group is not None and self._is_repeated and not was_applied:
+            sum_again(self._parameters, group, is_summed=past is not None and past.is_reduced)
+        elif group is not None and not was_applied:
+            sum_over(self._parameters, group)
+        if past is not None:
+            past.is_reduced = True
 
     def attempt(self) -> dict[str, Any]:
         """What this rank has begun of the step."""

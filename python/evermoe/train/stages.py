@@ -64,6 +64,8 @@ class StageRank:
     """What is known of the slices of a version, where their number is chosen."""
     repeated: list[Any] = field(default_factory=list)
     """Units of its stage whose steps can be repeated, and their tensors: see `train.stage_replay`."""
+    stops_at: int | None = None
+    """Steps after which the job ends because a rank has asked for it; None while it knows of none."""
 
     def to_bytes(self) -> bytes:
         """JSON."""

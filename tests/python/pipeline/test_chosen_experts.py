@@ -132,7 +132,7 @@ def test_a_lost_rank_loses_what_its_experts_have_learnt_since_their_copies(start
     reports = [each.events("recovered")[-1] for each in now]
     assert len({repr([each[what] for what in ("step", "stale", "lost_tokens", "plt")]) for each in reports}) == 1
     first = reports[0]
-    assert (first["step"], first["undone"]) in ([(6, 0)] if shape.peers > 1 else [(6, 0), (5, 1)])
+    assert (first["step"], first["steps_undone"]) in ([(6, 0)] if shape.peers > 1 else [(6, 0), (5, 1)])
     units = {shape.name(3, expert) for expert in shape.own(3)}
     assert first["stale"], "with room for 3 experts, some are older"
     assert first["stale"].keys() <= units

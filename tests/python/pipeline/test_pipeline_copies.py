@@ -29,7 +29,7 @@ def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, prese
     done = pipeline.finish()
     again = started[0].events("recovered")[-1]["step"]
     assert again in (4, 7)
-    assert {each.events("recovered")[-1]["undone"] for each in started[:2]} == {8 - again}
+    assert {each.events("recovered")[-1]["steps_undone"] for each in started[:2]} == {8 - again}
     assert begun(started[0])[:3] == [1, 4, 7]
     assert [each["different"] for each in done] == [[]] * RANKS
     losses = pipeline.losses()
@@ -144,7 +144,7 @@ def test_what_the_ranks_of_a_stage_lack_crosses_to_their_node_once(start_job):
     done = pipeline.finish()
     assert [each["different"] for each in done] == [[]] * RANKS
     recovered = [each.events("recovered")[0] for each in newcomers]
-    assert {each["fetched"] for each in recovered} == {len(done[2]["digests"])}
+    assert {each["fetched_units"] for each in recovered} == {len(done[2]["digests"])}
     far = [each["far_bytes"] for each in recovered]
     assert sum(far) == done[2]["state_bytes"]
     assert min(far) > 0.4 * sum(far)  # they share the fetching, too

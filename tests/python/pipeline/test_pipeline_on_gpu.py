@@ -69,7 +69,7 @@ def test_experts_that_a_budget_leaves_out_lose_tokens_that_are_counted(start_job
     pipeline.start(RANKS - 1)
     done = pipeline.finish()
     recovered = started[0].events("recovered")[-1]
-    assert (recovered["step"], recovered["undone"]) == (4, 0)
+    assert (recovered["step"], recovered["steps_undone"]) == (4, 0)
     assert recovered["stale"].keys() == recovered["lost_tokens"].keys() <= {f"stage1.0.moe.experts.{e}" for e in (2, 3)}
     assert any(recovered["lost_tokens"].values())
     assert [done[rank]["tokens"] for rank in (0, 2)] == [done[rank]["tokens"] for rank in (1, 3)]

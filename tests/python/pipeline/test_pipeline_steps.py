@@ -1,4 +1,4 @@
-"""`with session.begin()` on 2 stages of 2 ranks: the losses of one process, through deaths; mistakes are named."""
+"""Steps of a pipeline on 2 stages of 2 ranks: the losses of one process, through deaths; mistakes are named."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_a_step_is_that_of_one_process_through_two_deaths(start_job, way):
 MISTAKES = {
     "schedule.step": "UnsupportedState: a loss of session.loss_function was computed outside of step.run",
     "no loss function": "UnsupportedState: step 0: 0 ranks have computed a loss that the session knows, expected 2",
-    "no reduce": "UnsupportedState: step.reduce(group) was not called, but a stage has 2 data-parallel ranks",
+    "no run": "UnsupportedState: step.run(...) was not called inside `with step:`",
     "count without loss": "ValueError: step.run: count was given on a rank that has computed no loss",
     "some counts": "ValueError: 1 of 2 members gave count, the others did not",
-    "optimizer.step": "UnsupportedState: optimizer.step() was called inside `with session.begin():`",
+    "optimizer.step": "UnsupportedState: optimizer.step() was called inside `with step:`",
     "unequal runs": "UnequalForwards: step 0: rank 0 of the pipeline ran 2 schedules, rank 2 ran 1",
 }
 
@@ -114,9 +114,17 @@ PLACE = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 1, "
 @pytest.fixture
 def session():
     module = nn.Linear(2, 2)
-    made = evermoe.PipelineSession(module, torch.optim.SGD(module.parameters()), **PLACE, job="x")
+    made = evermoe.PipelineSession(module, torch.optim.SGD(module.parameters()), lambda session: None, **PLACE, job="x")
     yield made
     made.close()
+
+
+def begin(session, schedule=None):
+    """A step of a session that is not connected."""
+    loop = session._loop
+    loop.schedule = schedule
+    loop.current = loop.new_step()
+    return loop.current.__enter__()
 
 
 class Schedule:
@@ -127,64 +135,67 @@ class Schedule:
     def __init__(self, compute, outputs):
         self.compute, self.outputs = compute, outputs
 
-    def step(self, losses=None):
+    def step(self, losses, return_outputs):
         assert not self.scale_grads
+        assert not return_outputs
         found = [self.compute(output, None) for output in self.outputs]
         for loss in found:
             loss.backward()
+        losses += found
 
 
 def test_what_a_schedule_does_itself_is_refused_by_name(session):
-    step = session.begin()
+    step = begin(session)
     with pytest.raises(evermoe.UnsupportedState, match="schedule runs the backward passes of its microbatches itself"):
         step.backward(torch.ones(1, requires_grad=True))
-    with pytest.raises(ValueError, match=r"expected a schedule of torch.distributed.pipelining, got Linear"):
-        step.run(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="expected n to be a whole number, >= 1, got 0"):
         step.micro_batches(0)
     (part,) = step.micro_batches(1)
     with pytest.raises(ValueError, match="expected count to be a number of 0 or more"):
-        part.run(Schedule(None, []), count=-1)
+        part.run(count=-1)
     with pytest.raises(ValueError, match="expected rows that 3 parts divide evenly, got 4"):
         next(step.micro_batches(3)).of(torch.zeros(4, 2))
     assert [part.of(torch.arange(4)).tolist() for part in step.micro_batches(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(evermoe.UnsupportedState, match="outside of `with step:`"):
+        session._loop.new_step().run()
 
 
 def test_losses_that_cannot_be_weighed_are_refused(session):
     weight = torch.ones(1, requires_grad=True)
     compute = session.loss_function(lambda output, target: output)
-    with pytest.raises(evermoe.UnsupportedState, match=r"call session.begin\(\) first"):
+    with pytest.raises(evermoe.UnsupportedState, match="a loss was computed outside of a step"):
         compute(weight * 2, None)
-    step = session.begin()
+    schedule = Schedule(compute, [torch.ones(1)])
+    step = begin(session, schedule)
     for wrong, found in ((torch.ones(1), "without a gradient"), (torch.ones(2, requires_grad=True), r"shape \[2\]")):
+        schedule.outputs = [wrong]
         with pytest.raises(ValueError, match=rf"loss_function: expected the loss, .* {found}"):
-            step.run(Schedule(compute, [wrong]))
-    schedule = Schedule(compute, [weight * 2, weight * 3])
-    step.run(schedule, count=4)
+            step.run()
+    schedule.outputs = [weight * 2, weight * 3]
+    assert step.run(count=4) == [2, 3]
     assert schedule.scale_grads
     assert (weight.grad.item(), step.loss.item(), step.count, step.losses) == (5, 5, 4, 2)
+    schedule.outputs = [weight * 1]
     with pytest.raises(ValueError, match="count was given in some runs of this step"):
-        step.run(Schedule(compute, [weight * 1]))
+        step.run()
 
 
 def test_a_loss_that_a_scaler_has_scaled_is_refused(session):
     weight, scaler = torch.ones(1, requires_grad=True), torch.amp.GradScaler("cpu")
     compute = session.loss_function(lambda output, target: scaler.scale(output))
     with pytest.raises(evermoe.UnsupportedState, match=r"scaled by a torch.amp.GradScaler"):
-        session.begin().run(Schedule(compute, [weight * 2]))
+        begin(session, Schedule(compute, [weight * 2])).run()
 
 
 def test_a_scaler_for_parameters_in_float16_is_refused():
     module = nn.Linear(2, 2, dtype=torch.float16)
     with pytest.raises(evermoe.UnsupportedState, match="cannot scale back gradients in float16"):
-        evermoe.PipelineSession(
-            module, torch.optim.SGD(module.parameters()), **PLACE, job="x", scaler=torch.amp.GradScaler("cpu")
-        )
+        refused(module, scaler=torch.amp.GradScaler("cpu"))
 
 
 def refused(module, optimizer=None, **options):
     optimizer = optimizer or torch.optim.SGD(module.parameters())
-    return evermoe.PipelineSession(module, optimizer, **PLACE | options, job="x")
+    return evermoe.PipelineSession(module, optimizer, lambda session: None, **PLACE | options, job="x")
 
 
 def test_routers_that_follow_the_load_are_refused_by_name():

@@ -342,5 +342,12 @@ def test_what_sparse_versions_need_is_named(wrong, words):
     place = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 1}
     with pytest.raises(ValueError, match=words):
         evermoe.PipelineSession(
-            module, torch.optim.SGD(module.parameters()), **place, lighthouse="", job="x", sparse=True, **wrong
+            module,
+            torch.optim.SGD(module.parameters()),
+            lambda session: None,
+            **place,
+            lighthouse="",
+            job="x",
+            sparse=True,
+            **wrong,
         )

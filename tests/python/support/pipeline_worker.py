@@ -81,8 +81,12 @@ class Options:
     trace: bool = False
     verifies: bool = False
     """Whether all copies are compared after each recovery; then they are whole."""
-    attempts: str | None = None
-    """How steps are written in `with session.begin()`: `means` or `counts`, or a mistake; None for begin and commit."""
+    attempts: str = "means"
+    """How steps are written: `means` or `counts`, or a mistake."""
+    raises: int | None = None
+    """Its script raises a RuntimeError of its own in this step, once."""
+    stops: int | None = None
+    """It calls `session.stop()` in this step."""
     device: str = "cpu"
     """Of the stage."""
     rate: float = 1e-2
@@ -154,7 +158,7 @@ def reach(options: Options, point: str) -> None:
 
 def connected(options: Options, copies: evermoe.PipelineSession) -> None:
     if options.verifies:
-        copies.verify()
+        copies._verify()
     reach(options, "connected")
 
 
@@ -175,19 +179,18 @@ def reach_in_store(options: Options) -> None:
     WatchedStore.set = tell_and_reach  # type: ignore[method-assign]
 
 
-def connect(options: Options, chunks: nn.ModuleList, loss: Any) -> tuple[Any, Any]:
-    """torch's own groups of this epoch, and the schedule; the group of the data-parallel peers."""
+def build_schedule(
+    options: Options, chunks: nn.ModuleList, kept: dict[str, Any], copies: evermoe.PipelineSession
+) -> Any:
+    """The schedule, over groups that the script makes itself."""
     reach(options, "default group")
-    peers = [
-        dist.new_group([stage * options.peers + peer for peer in range(options.peers)])
-        for stage in range(options.stages)
-    ]
-    reach(options, "peers")
+    size, (_, peer) = options.stages * options.peers, divmod(options.rank, options.peers)
+    assert dist.get_process_group_ranks(copies.pipeline_group) == [*range(peer, size, options.peers)]
     chains = [
         dist.new_group([stage * options.peers + peer for stage in range(options.stages)])
         for peer in range(options.peers)
     ]
-    stage, peer = divmod(options.rank, options.peers)
+    reach(options, "peers")
     example = torch.zeros(
         ROWS, options.width, device=options.device, requires_grad=True
     )  # else torch 2.15 would send no gradients
@@ -205,8 +208,11 @@ def connect(options: Options, chunks: nn.ModuleList, loss: Any) -> tuple[Any, An
     ]
     kind = options.schedule or ("Schedule1F1B" if len(parts) == 1 else "ScheduleInterleaved1F1B")
     is_single = issubclass(getattr(pipelining.schedules, kind), pipelining.schedules.PipelineScheduleSingle)
+    loss = loss_function(options, copies)
     made = getattr(pipelining.schedules, kind)(parts[0] if is_single else parts, options.microbatches, loss_fn=loss)
-    return made, peers[stage]
+    reach(options, "all groups")
+    kept |= {"schedule": made, "is_connected": True}
+    return made
 
 
 def stage_numbers(options: Options) -> list[int]:
@@ -223,26 +229,6 @@ def batch(step: int, peer: int, width: int, parts: int = 1, microbatches: int = 
     return torch.randn(2, parts * ROWS * microbatches, width, generator=generator)
 
 
-def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList, step: int) -> float:
-    """Forward, backward and the reduction over the data-parallel peers; the mean loss, on the last stage."""
-    stage, peer = divmod(options.rank, options.peers)
-    inputs, target = batch(step, peer, options.width).to(options.device)
-    losses: list[torch.Tensor] = []
-    if stage == 0:
-        schedule.step(inputs)
-    elif stage < options.stages - 1:
-        schedule.step()
-    else:
-        schedule.step(target=target, losses=losses)
-    gradients = torch.cat([p.grad.flatten() for p in chunks.parameters()])
-    dist.all_reduce(gradients, group=peers)
-    start = 0
-    for parameter in chunks.parameters():
-        parameter.grad.copy_(gradients[start : start + parameter.numel()].view_as(parameter) / options.peers)
-        start += parameter.numel()
-    return float(torch.stack(losses).mean().detach()) if losses else 0.0
-
-
 def counted_rows(target: torch.Tensor) -> torch.Tensor:
     """Rows `[n]` that are not padding: other numbers of them on each peer."""
     return target[:, 0] > 0.3
@@ -253,36 +239,47 @@ def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target)[counted_rows(target)].square().mean(1).sum()
 
 
-def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any, peers: Any) -> None:
-    """All runs of a step, with the step's own reduction."""
+def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any) -> None:
+    """All runs of a step."""
     stage, peer = divmod(options.rank, options.peers)
     is_last = options.stages * options.chunks - 1 in stage_numbers(options)
     inputs, target = batch(attempt.number, peer, options.width, options.parts, options.microbatches).to(options.device)
     inputs += options.noise
+    reach(options, "step")
     die_if(options, attempt.number == options.kill_begun, attempt.number)
-    parts = options.parts + (options.attempts == "unequal runs" and stage == 0)
-    for part in attempt.micro_batches(parts):
+    if attempt.number == options.raises:
+        raise RuntimeError("the script itself has failed")
+    for part in attempt.micro_batches(options.parts + (options.attempts == "unequal runs" and stage == 0)):
         number = min(part.number, options.parts - 1)
         rows = slice(number * ROWS * options.microbatches, (number + 1) * ROWS * options.microbatches)
+        if options.attempts == "no run":
+            continue
         if options.attempts == "schedule.step":
             schedule.step(*([inputs[rows]] if stage == 0 else []), **({"target": target[rows]} if is_last else {}))
-        elif stage == 0 and not is_last:
-            part.run(schedule, inputs[rows], count=4 if options.attempts == "count without loss" else None)
-        elif not is_last:
-            part.run(schedule)
-        else:
-            is_counted = options.attempts == "counts" or (options.attempts == "some counts" and peer == 0)
-            losses: list[torch.Tensor] = []
-            count = counted_rows(target[rows]).sum() if is_counted else None
-            own = [inputs[rows]] if stage == 0 else []
-            part.run(schedule, *own, target=target[rows], count=count, losses=losses)
-            assert len(losses) == options.microbatches
+            continue
+        is_counted = options.attempts == "counts" or (options.attempts == "some counts" and peer == 0)
+        count = counted_rows(target[rows]).sum() if is_counted and is_last else None
+        if options.attempts == "count without loss" and not is_last:
+            count = 4
+        losses = part.run(inputs[rows], target=target[rows], count=count)
+        assert len(losses) == options.microbatches * is_last
+        if is_last:
             write(options, "losses", step=attempt.number, losses=[float(each) for each in losses])
-    if options.attempts != "no reduce":
-        attempt.reduce(peers)
-    die_if(options, attempt.number == options.kill_reduced, attempt.number)
     if options.attempts == "optimizer.step":
         options.optimizer.step()  # type: ignore[attr-defined]
+
+
+def reach_reduction(options: Options, chunks: nn.ModuleList) -> None:
+    """Dies once gradients are summed over the peers, or makes one of them infinite, if the options say so."""
+    end = evermoe.PipelineStep.end
+
+    def end_and_reach(step: evermoe.PipelineStep) -> None:
+        end(step)
+        die_if(options, step.number == options.kill_reduced, step.number)
+        if step.number == options.poison:
+            next(chunks.parameters()).grad[0] = float("inf")
+
+    evermoe.PipelineStep.end = end_and_reach  # type: ignore[method-assign]
 
 
 def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
@@ -296,7 +293,7 @@ def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
 
 def loss_function(options: Options, copies: evermoe.PipelineSession) -> Any:
     """What the schedule computes losses by."""
-    if options.attempts in (None, "no loss function"):
+    if options.attempts == "no loss function":
         return nn.functional.mse_loss
     compute = sum_loss if options.attempts == "counts" else nn.functional.mse_loss
     return copies.loss_function(lambda output, target: compute(output, target) * options.factor)
@@ -334,7 +331,7 @@ def count_tokens(chunks: nn.ModuleList, kept: dict[str, Any]) -> Tokens:
 def about_experts(copies: evermoe.PipelineSession, tokens: Tokens) -> dict[str, Any]:
     """Tokens in the step that is over; steps of the versions of experts in the memory of this node; digests."""
     stored: dict[str, list[int]] = {}
-    for each in copies._driver._store.stored():
+    for each in copies._driver.store.stored():
         if "experts" in each.unit:
             stored.setdefault(each.unit, []).append(step_of(each.version))
     counted = tokens[copies.step - 1]
@@ -355,8 +352,14 @@ def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) ->
         kept.setdefault("sent", {})[event.step] = event.sent
         if event.sent < event.total:
             return
-    if not isinstance(event, evermoe.events.SnapshotReceived):
+    if isinstance(event, evermoe.events.Recovered):
+        tell_recovery(options, kept, event)
+    elif not isinstance(event, evermoe.events.SnapshotReceived):
         write(options, event.name, **event.fields())
+    if isinstance(event, evermoe.events.ConnectionLost):
+        linger(options)
+    if isinstance(event, evermoe.events.Verified):
+        kept |= {"compared": event.digests_checked, "different": event.units}
     if isinstance(event, evermoe.events.Protocol):
         if "sums" in (said := json.loads(event.said)):
             kept["squares"] = Ballot.from_bits(said["sums"]).squares
@@ -365,23 +368,14 @@ def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) ->
                 reach(options, f"{command['command']} {step_of(command['version'])}")
 
 
-def tell_recovery(options: Options, copies: evermoe.PipelineSession, kept: dict[str, Any], tokens: Tokens) -> None:
-    """Writes what the latest recovery did."""
-    outcome = copies.outcome
-    if outcome.stale:  # all that follows is computed again, and is other
-        tokens.clear()
-    write(
-        options,
-        "recovered",
-        step=copies.step,
-        fetched=outcome.fetched_units,
-        sources=dict(outcome.sources),
-        undone=outcome.steps_undone,
-        far_bytes=outcome.far_bytes,
-        stale={unit: step_of(version) for unit, version in outcome.stale.items()},
-        **{name: getattr(outcome, name) for name in ("lost_tokens", "plt", "mtl")},
-        **({"digests": digests(copies)} if options.tells_experts else {}),
-    )
+def tell_recovery(options: Options, kept: dict[str, Any], event: evermoe.events.Recovered) -> None:
+    """Writes what the latest recovery did. The worker may die then, before torch connects."""
+    copies, kept["first chunk"].calls = kept["session"], 0
+    if event.stale and options.tells_experts:  # all that follows is computed again, and is other
+        kept["tokens"].clear()
+    more = {"digests": digests(copies)} if options.tells_experts else {}
+    write(options, event.name, **event.fields(), far_bytes=copies._driver.outcome.far_bytes, **more)
+    reach(options, "recovered")
 
 
 def train(options: Options) -> None:
@@ -392,9 +386,11 @@ def train(options: Options) -> None:
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if options.schedules_rate else None
     options.optimizer = optimizer  # type: ignore[attr-defined]
-    copies = evermoe.PipelineSession(
+    kept: dict[str, Any] = {"first chunk": chunks[0]}
+    kept["session"] = copies = evermoe.PipelineSession(
         chunks,
         optimizer,
+        functools.partial(build_schedule, options, chunks, kept),
         stage=stage,
         stages=options.stages,
         data_parallel=peer,
@@ -402,72 +398,37 @@ def train(options: Options) -> None:
         lighthouse=options.lighthouse,
         scheduler=scheduler,
         scaler=torch.amp.GradScaler(torch.device(options.device).type, **options.scaler) if options.scaler else None,
-        on_event=functools.partial(note, options, kept := {}),
+        on_event=functools.partial(note, options, kept),
         **options.copies,
     )
     watch_copies(options, copies)
-    tokens = count_tokens(chunks, kept) if options.tells_experts else {}
+    kept["tokens"] = count_tokens(chunks, kept) if options.tells_experts else {}
 
     def die_in_step(module: nn.Module, inputs: Any) -> None:
-        die_if(
-            options,
-            step == options.kill_in_step and module.calls % options.microbatches == options.kill_microbatch,
-            step,
-        )
+        is_here = module.calls % options.microbatches == options.kill_microbatch
+        die_if(options, kept["attempt"] == options.kill_in_step and is_here, kept["attempt"])
 
     reach_in_store(options)
+    reach_reduction(options, chunks)
     chunks[0].register_forward_pre_hook(die_in_step)
-    step, schedule, peers = -1, None, None
-    while step < options.steps:
-        if schedule is None:
-            step = copies.recover()
-            tell_recovery(options, copies, kept, tokens)
-            chunks[0].calls = 0
-        try:
-            if schedule is None:
-                reach(options, "recovered")
-                with copies.connecting():
-                    schedule, peers = connect(options, chunks, loss_function(options, copies))
-                    reach(options, "all groups")
+    for attempt in copies.steps(options.steps):
+        kept["attempt"] = attempt.number
+        if attempt.number == options.stops:
+            copies.stop()
+        with attempt:
+            if kept.pop("is_connected", False):
                 connected(options, copies)
-            if options.attempts:
-                kept["attempt"] = copies.step
-                with copies.begin() as attempt:
-                    run_attempt(options, attempt, schedule, peers)
-                step, loss = copies.step, copies.loss / options.factor
-            else:
-                copies.begin()
-                reach(options, "step")
-                loss = run_step(options, schedule, peers, chunks, step)
-                if step == options.poison:
-                    next(chunks.parameters()).grad[0] = float("inf")
-                step = copies.commit()
-            write(
-                options,
-                "step",
-                step=step,
-                loss=loss,
-                squares=kept["squares"],
-                logged=copies._driver.localised.log.nbytes,
-                plans=copies._driver.window_planner.plans,
-                summary=copies._driver.window_planner.summary,
-                copied=copies._driver.snapshot_schedule.begun,
-                sent=Counter(each.when for each in list(copies._driver.courier.sent)),
-                **(about_experts(copies, tokens) if options.tells_experts else {}),
-            )
-        except (evermoe.PeerLost, RuntimeError) as error:
-            write(options, "connection_lost", step=step, reason=str(error)[:300])
-            schedule = peers = None
-            linger(options)
-    compared, different = copies.verify()
+            run_attempt(options, attempt, kept["schedule"])
+        if attempt.committed:
+            tell_step(options, copies, kept)
     if options.trace:
         copies.write_trace(Path(options.folder) / f"{options.rank}.json")
     write(
         options,
         "done",
-        step=step,
-        compared=compared,
-        different=different,
+        step=copies.step,
+        compared=kept.get("compared", 0),
+        different=kept.get("different", []),
         digests=digests(copies),
         weights=[parameter.double().sum().item() for parameter in chunks.parameters()],
         scale=copies.loss_scale,
@@ -482,8 +443,24 @@ def train(options: Options) -> None:
         expert_bytes=max((unit.nbytes for unit in copies._state.own.units if unit.layer is not None), default=0),
         state_bytes=sum(unit.nbytes for unit in copies._state.own.units),
     )
-    copies.close()
-    dist.destroy_process_group()
+
+
+def tell_step(options: Options, copies: evermoe.PipelineSession, kept: dict[str, Any]) -> None:
+    """Writes what the step was, which is taken."""
+    write(
+        options,
+        "step",
+        step=copies.step,
+        loss=copies.loss / options.factor,
+        squares=kept["squares"],
+        norm=copies.grad_norm,
+        logged=copies._driver.localised.log.nbytes,
+        plans=copies._driver.window_planner.plans,
+        summary=copies._driver.window_planner.summary,
+        copied=copies._driver.snapshot_schedule.begun,
+        sent=Counter(each.when for each in list(copies._driver.courier.sent)),
+        **(about_experts(copies, kept["tokens"]) if options.tells_experts else {}),
+    )
 
 
 def main(options: Options) -> None:
