@@ -42,6 +42,7 @@ def test_the_table_has_what_the_json_has(tmp_path):
     assert f"yes: {found['needed'] / 1e9:.1f} GB" in text
 
 
+@pytest.mark.full
 def test_the_fewest_nodes_are_those_that_a_search_of_all_finds():
     for flags in ([], ["--dense", "sharded"], ["--workers-per-node", "2"], ["--slots", "1"]):
         asked = setting("--model", "gpt-l-moe", "--nodes", "4", "--memory", "9GB", *flags)

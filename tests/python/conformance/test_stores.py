@@ -171,6 +171,7 @@ def test_a_changed_byte_of_a_unit_is_refused_and_the_version_before_is_there(sto
 @pytest.mark.filterwarnings("ignore:.* passed over")
 @stores()
 @pytest.mark.few(1)
+@pytest.mark.full
 def test_a_changed_byte_anywhere_else_shows_no_unit_under_a_wrong_version(store, folder):
     write(store, folder, *LONG)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

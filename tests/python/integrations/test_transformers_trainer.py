@@ -137,6 +137,7 @@ def test_a_death_in_end_leaves_it_to_the_others_to_end_the_job(tmp_path):
     assert not list(memory.iterdir())
 
 
+@pytest.mark.full
 def test_after_training_a_trainer_evaluates_predicts_and_saves_as_transformers_does(tmp_path):
     more = {"callbacks": []}
     expected = plain(tmp_path, more=more, num_train_epochs=1.5, save_strategy="no", logging_steps=4)
@@ -167,6 +168,7 @@ def test_after_training_a_trainer_evaluates_predicts_and_saves_as_transformers_d
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_step_begin"])
+@pytest.mark.full
 def test_a_callback_that_stops_ends_the_job_where_transformers_does(tmp_path, event):
     steps = []
     for make in (lambda more: plain(tmp_path, more=more), lambda more: elastic(tmp_path, more=more)):
@@ -189,6 +191,7 @@ class Crash(Exception):
 
 
 @pytest.mark.parametrize(("event", "step"), [("on_step_begin", 9), ("on_evaluate", 8)])
+@pytest.mark.full
 def test_a_job_that_is_started_again_keeps_its_patience_best_metric_and_run(tmp_path, event, step):
     expected = plain(tmp_path)
 
@@ -212,6 +215,7 @@ def test_a_job_that_is_started_again_keeps_its_patience_best_metric_and_run(tmp_
     again.end()
 
 
+@pytest.mark.full
 def test_a_collator_draws_the_same_numbers_in_a_step_that_is_repeated(tmp_path):
     drawn = [[], []]
     for found, seed in zip(drawn, (1, 2), strict=True):
@@ -237,6 +241,7 @@ def test_a_collator_draws_the_same_numbers_in_a_step_that_is_repeated(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.full
 def test_a_routers_loss_is_added_once_for_each_part_as_transformers_does(tmp_path, parts):
     models = [build("qwen3", output_router_logits=True, router_aux_loss_coef=0.1) for _ in range(2)]
     options = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 4, "metric_for_best_model": None}

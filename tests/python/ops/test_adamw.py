@@ -65,6 +65,7 @@ def test_equals_torch_bit_for_bit(settings, kind, arithmetic, sizes, device):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.few(2)
+@pytest.mark.full
 def test_equals_torch_over_a_thousand_steps(settings, device):
     """With a learning rate that changes, and batches of five steps, some of them without a gradient's bytes."""
     random = torch.Generator().manual_seed(1)

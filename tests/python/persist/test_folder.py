@@ -183,6 +183,7 @@ def needed(version, units, files):
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.full
 def test_what_stays_whatever_happens(tmp_path, join, seed):
     draw = random.Random(seed)
     members = {name: join(name) for name in ("one", "two", "three")}

@@ -113,6 +113,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.few(3)
+@pytest.mark.full
 def test_replica_equals_trainer_after_many_steps(name):
     trainer = Trainer(OPTIMIZERS[name])
     with warnings.catch_warnings():

@@ -45,6 +45,7 @@ def test_what_is_not_computed_says_so():
             assert "ot stated in our copy" in figure.note or "no time of a checkpoint" in figure.note, figure.id
 
 
+@pytest.mark.full
 def test_every_row_has_numbers_a_way_and_a_reason(computed):
     for figure, rows in computed.values():
         assert rows or figure.rows is list, figure.id
@@ -63,6 +64,7 @@ def test_simulations_repeat_to_the_digit():
         assert one and one == other, figure.id
 
 
+@pytest.mark.full
 def test_every_quoted_number_says_where_it_stands(computed):
     place = re.compile(r"(sections? \d|abstract|appendix [A-Z]|experiment setup)")
     for figure, rows in computed.values():
@@ -122,6 +124,7 @@ def test_differences_and_repeated_reasons_read_well():
     assert reasons([row(1), row(2), row(3, why="else")]) == ["because", "likewise", "else"]
 
 
+@pytest.mark.full
 def test_json_has_every_number_and_no_infinity(computed):
     found = json.loads(json.dumps(as_json(computed), allow_nan=False))
     assert [part["id"] for part in found] == list(QUICK)
@@ -137,6 +140,7 @@ def sections(page: str) -> dict[str, str]:
     return {name: text.strip() for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
+@pytest.mark.full
 def test_the_page_is_what_the_command_writes(computed):
     """Words to the letter, numbers to a percent: processors round differently."""
     published = sections(EVIDENCE.read_text(encoding="utf-8"))
@@ -168,6 +172,7 @@ def test_the_page_counts_its_rows():
     assert counted == written
 
 
+@pytest.mark.full
 def test_the_page_names_its_command_and_counts_rows(computed):
     page = markdown(computed, "evermoe reproduce all --markdown page.md")
     assert page.startswith("# Evidence\n") and "\n    evermoe reproduce all --markdown page.md\n" in page

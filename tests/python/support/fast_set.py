@@ -56,7 +56,7 @@ def _keep_few(cases: list[Any]) -> None:
 
 
 def starts_processes(item: Any) -> bool:
-    """Return whether a collected test, or one of its fixtures, reaches code that starts a process."""
+    """Return whether a collected test, or one of its fixtures, starts a process or compiles."""
     function = getattr(item, "function", None)
     if function is None:  # a doctest
         return False
@@ -66,7 +66,7 @@ def starts_processes(item: Any) -> bool:
 
 
 def reaches_a_start(function: Any) -> bool:
-    """Return whether a function, or one of `tests/python` that it uses, starts a process."""
+    """Return whether a function, or one of `tests/python` that it uses, starts a process or compiles."""
     seen: set[Any] = set()
     found = _reaches(function, seen)
     if not found:
@@ -78,7 +78,7 @@ _known: dict[Any, bool] = {}
 
 
 def _reaches(value: Any, seen: set[Any]) -> bool:
-    """Return whether a function, class or module that code names leads to a process that is started.
+    """Return whether a function, class or module that code names leads to a new process, or to `torch.compile`.
 
     `seen` has what is on the way to an answer: functions that call each other.
     """
@@ -113,7 +113,7 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 
 def _names_a_starter(function: types.FunctionType, seen: set[Any]) -> bool:
     names = set(_names(function.__code__))
-    if names & {"fork", "getfixturevalue"}:  # which fixture that is nobody knows yet: those of servers are
+    if names & {"fork", "getfixturevalue"} or names >= {"torch", "compile"}:  # fixtures by name are those of servers
         return True
     found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     found += [function.__globals__[name] for name in names if name in function.__globals__]

@@ -30,6 +30,7 @@ def tokens_of_steps(workers, unit):
 
 @pytest.mark.parametrize("preset", PARTIAL)
 @pytest.mark.few(1)
+@pytest.mark.quick("moetion")
 def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
     job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_interval=0, join_interval=50)
     workers = job.start_all({"b": [Fault("vote", 8)]}, "abcd", steps=14)
