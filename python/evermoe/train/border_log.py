@@ -1,7 +1,7 @@
-"""What a rank has computed at its stages' borders: activations and gradients that it sent, by step and microbatch.
+"""The log of a rank: activations and gradients that it sent to other stages, by step and microbatch.
 
-The log is in host memory; what a GPU has computed goes there once nothing on the GPU needs it any more. After a failure
-the rank sends from it again, in place of computing: see `train.localised`.
+The log is in host memory. A GPU's tensors are copied to it once nothing on the GPU needs them any more. After a failure
+the rank sends from the log instead of computing: see `train.localised`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class Forward(NamedTuple):
     """The forward of a microbatch."""
 
     returned: Any
-    """What the stage's module returned; None where it is not returned to the script."""
+    """Return value of the stage's module; None unless the script gets it."""
     outputs: tuple[Any, ...]
-    """The same as a tuple: what is sent to the next stage."""
+    """The same as a tuple, as it is sent to the next stage."""
     inputs: list[Any]
-    """Tensors whose gradients the backward makes; empty once it has."""
+    """Tensors whose gradients the backward computes; empty after it."""
     digest: BorderDigest
-    """Of what came from the stage before, or from the script."""
+    """Digest of the input from the previous stage or the script."""
 
 
 class Backward(NamedTuple):
     """The backward of a microbatch."""
 
     gradients: tuple[Tensor | HostCopy | None, ...]
-    """Of the inputs: what is sent to the stage before."""
+    """Gradients of the inputs, which are sent to the previous stage."""
     digest: BorderDigest
-    """Of what came from the next stage."""
+    """Digest of the gradients from the next stage."""
 
 
 class WeightsLeft(NamedTuple):
-    """The part of a backward that makes the gradients of weights, where a schedule runs it later."""
+    """The part of a backward that computes the gradients of weights, if a schedule runs it later."""
 
     state: Any
     runner: Any
@@ -53,23 +53,23 @@ class Loss(NamedTuple):
     value: Tensor
     """As the script's function returned it, detached."""
     scaled: Tensor
-    """What the schedule computes gradients of."""
+    """The value whose gradients the schedule computes."""
     digest: BorderDigest
-    """Of the target."""
+    """Digest of the target."""
 
 
 @dataclass
 class LoggedChunk:
-    """What is known of one microbatch at one stage."""
+    """Record of one microbatch at one stage."""
 
     forward: Forward | None = None
     backward: Backward | None = None
     weights_left: WeightsLeft | None = None
     has_weights: bool = False
-    """Whether the gradients of weights are made."""
+    """Whether the gradients of weights are computed."""
 
     def strip(self) -> None:
-        """Lets go of the graph, and of a GPU's memory: no backward is left to be computed."""
+        """Frees the graph and the GPU's memory after the last backward."""
         if self.forward is not None:
             returned, outputs = to_host((self.forward.returned, self.forward.outputs))
             self.forward = Forward(returned, outputs, [], self.forward.digest)
@@ -78,7 +78,7 @@ class LoggedChunk:
         self.weights_left = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it keeps for others."""
+        """Tensors that it keeps for other stages."""
         kept = (*self.forward.outputs,) if self.forward is not None else ()
         kept += self.backward.gradients if self.backward is not None else ()
         data = (each.data if isinstance(each, HostCopy) else each for each in kept)
@@ -87,40 +87,41 @@ class LoggedChunk:
 
 @dataclass
 class Forwards:
-    """How many forwards of microbatches a process has made."""
+    """Numbers of forwards of microbatches in a process."""
 
     computed: int = 0
+    """Forwards that were computed."""
     resent: int = 0
-    """Whose outputs were sent again from the log."""
+    """Forwards whose outputs were sent again from the log."""
 
 
 @dataclass
 class LoggedStep:
-    """What this rank has computed of one step."""
+    """Record of one step on this rank."""
 
     before: int
-    """Version of the state that it begins with."""
+    """Version of the state with which it begins."""
     forwards: Forwards
     chunks: dict[tuple[int, int, int], LoggedChunk] = field(default_factory=dict)
-    """By run of a schedule, stage and microbatch."""
+    """Records by run of a schedule, stage and microbatch."""
     losses: dict[tuple[int, int], Loss] = field(default_factory=dict)
-    """By run and number in it, on ranks of the last stage."""
+    """Losses by run and number in it, on ranks of the last stage."""
     gradients: list[Tensor | None] | None = None
-    """Of the parameters, while another step uses these; None otherwise."""
+    """Gradients of the parameters, while another step uses these; None otherwise."""
     ballot: Ballot | None = None
-    """This rank's, once it has voted."""
+    """Vote of this rank, once it has voted."""
     is_reduced: bool = False
     """Whether the gradients are the sums over the stage's ranks."""
     is_taken: bool = False
-    """Whether the vote has passed, and the update was made."""
+    """Whether the vote has passed and the update is applied."""
     is_torn: bool = False
-    """Whether a backward was begun and not ended: some gradients have a part of it."""
+    """Whether a backward began and did not end, so that some gradients have a part of it."""
     is_distrusted: bool = False
-    """Whether what others sent again had other bits than before."""
+    """Whether another stage sent other bits than before."""
     counts: Sequence[TokenCount] = ()
-    """Tokens of the stage's experts, as its layers count them."""
+    """Token counts of the stage's experts in its layers."""
     counted: list[TokenCount] = field(default_factory=list)
-    """The same as they were when the latest forward was whole; empty before the first one."""
+    """The same counts at the end of the latest forward; empty before the first one."""
 
     @property
     def number(self) -> int:
@@ -132,19 +133,19 @@ class LoggedStep:
         return self.chunks.setdefault((run, stage, number), LoggedChunk())
 
     def count_on(self) -> None:
-        """A forward begins: tokens are counted on from those that are whole, without any that were cut short."""
+        """Continues the token counts from the latest complete forward, without those of an interrupted one."""
         for count in self.counts:
             count.forget()
         for count, kept in zip(self.counts, self.counted, strict=False):
             count.resume(kept)
 
     def note_forward(self) -> None:
-        """A forward was computed."""
+        """Counts a computed forward."""
         self.forwards.computed += 1
         self.counted = [count.copy() for count in self.counts]
 
     def take(self) -> None:
-        """The step was taken: all that is left of it is what is sent again."""
+        """Marks the step as taken, and keeps only what may be sent again."""
         self.is_taken, self.gradients = True, None
         for chunk in self.chunks.values():
             chunk.strip()
@@ -154,41 +155,41 @@ class LoggedStep:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of activations and gradients that are kept."""
+        """Bytes of the logged activations and gradients."""
         found = {each.data_ptr(): each.nbytes for chunk in self.chunks.values() for each in chunk.tensors()}
         return sum(found.values())
 
 
 class BorderLog:
-    """The steps that this rank may have to send again: those since the newest version whose copies are complete.
+    """Steps that this rank may have to send again: those since the newest version with complete copies.
 
     Args:
         parameters: of this rank's stage.
-        counts: tokens of its experts, as its layers count them.
+        counts: token counts of its experts in its layers.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], counts: Sequence[TokenCount] = ()) -> None:
         self._parameters, self._counts = parameters, counts
         self.steps: list[LoggedStep] = []
-        """In order, without a gap; the last one is under way, or was taken last."""
+        """Records in order, without a gap; the last step is in progress, or was taken last."""
         self.forwards = Forwards()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of activations and gradients that are kept."""
+        """Bytes of the logged activations and gradients."""
         return sum(step.nbytes for step in self.steps)
 
-    def of(self, number: int) -> LoggedStep | None:
+    def find_step(self, number: int) -> LoggedStep | None:
         """The record of a step."""
         return next((step for step in self.steps if step.number == number), None)
 
-    def begin(self, version: int) -> LoggedStep:
-        """The record of the step that begins with a version: a new one, unless some of it was computed before.
+    def begin_step(self, version: int) -> LoggedStep:
+        """The record of the step that begins with a version: a new one, unless a part of it was computed before.
 
-        The parameters' gradients become those that were made in it, and tokens are counted on from its forwards.
+        Sets the parameters' gradients to those of the record, and continues the token counts from its forwards.
         """
-        step = self.of(step_of(version))
-        if step is not None and not step.is_taken and step.gradients is None:  # begun anew, without a recovery
+        step = self.find_step(step_of(version))
+        if step is not None and not step.is_taken and step.gradients is None:  # it begins again without a recovery
             self.steps.remove(step)
             step = None
         if step is None:
@@ -200,7 +201,7 @@ class BorderLog:
         return step
 
     def interrupt(self) -> None:
-        """The step that is under way failed: what is whole of it is kept, its gradients included."""
+        """Keeps what is complete of the step in progress, which has failed, and its gradients."""
         if not self.steps:
             return
         step = self.steps[-1]
@@ -210,7 +211,7 @@ class BorderLog:
             step.gradients = [parameter.grad for parameter in self._parameters]
 
     def computed(self) -> list[Any]:
-        """What is whole of the step that is under way, as JSON can hold it; empty if none is."""
+        """Complete records of the step in progress, for JSON; empty if there are none."""
         step = self.steps[-1] if self.steps else None
         if step is None or step.is_taken:
             return []
@@ -221,27 +222,27 @@ class BorderLog:
         return [step.before, *sorted(chunks)]
 
     def drop_unfinished(self) -> None:
-        """Forgets the step that is under way."""
+        """Forgets the step in progress."""
         if self.steps and not self.steps[-1].is_taken:
             self.steps.pop()
 
-    def taken(self, after: int) -> None:
-        """The vote on the step before a version has passed, and its update was made."""
+    def mark_taken(self, after: int) -> None:
+        """Marks the step that leads to a version as taken."""
         for step in self.steps:
             if step.number + 1 == step_of(after) and not step.is_taken:
                 step.take()
-            elif step.number == step_of(after):  # computed before, in a group whose versions had other names
+            elif step.number == step_of(after):  # computed in a previous group, whose versions have other numbers
                 step.before = after
 
-    def release(self, version: int) -> None:
-        """Forgets the steps before a version: its copies are complete."""
+    def release_before(self, version: int) -> None:
+        """Forgets the steps before a version whose copies are complete."""
         self.steps = [step for step in self.steps if step.number >= step_of(version)]
 
     def keep_from(self, version: int) -> None:
-        """Keeps the steps from a version on, which all ranks have agreed on; none if it is of another history."""
+        """Keeps the steps from the version on that all ranks have agreed on; none if this rank has never had it."""
         places = [place for place, step in enumerate(self.steps) if step.before == version]
         self.steps = self.steps[places[0] :] if places else []
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all steps."""
         self.steps = []

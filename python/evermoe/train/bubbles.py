@@ -1,4 +1,4 @@
-"""The bubbles of a pipeline's schedule: what is recorded of its steps, and the pacer that learns of its transfers."""
+"""The bubbles of a pipeline's schedule: a profile of its steps, and notices of its transfers to the pacer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Bubbles:
 
     Args:
         window_planner: finds windows in it.
-        pacer: is told of the schedule's transfers.
+        pacer: is notified of the schedule's transfers.
         rank: of the pipeline.
-        steps: how many are kept.
+        steps: number of steps that are kept.
         device: of the rank's stage.
     """
 
@@ -36,8 +36,10 @@ class Bubbles:
         self.profiler = self._new_profiler()
 
     def restart(self, step: int) -> None:
-        """Every recovery begins a new profile, as all ranks must have recorded the same steps; until then windows are
-        those of before."""
+        """Begins a new profile after a recovery, since all ranks must record the same steps.
+
+        Until it is complete the previous windows are used.
+        """
         self.profiler.detach()
         self.profiler = self._new_profiler()
         self.profiler.attach()
@@ -45,7 +47,7 @@ class Bubbles:
         self._pacer.begin_step(self.profiler.began)
 
     def begin_step(self) -> None:
-        """A step is over, and the next one begins: at the same time for what is recorded and for what is sent."""
+        """Begins a step in the profile and in the pacer, at the same time."""
         self.profiler.step()
         self._pacer.begin_step(self.profiler.began)
 

@@ -1,13 +1,13 @@
-"""Which experts each version of a pipeline's copies has on other nodes, and what recoveries lose by that (MoEtion).
+"""Chooses the experts that each version sends to other nodes, and counts the tokens that recoveries lose (MoEtion).
 
     version v   at risk of all stages ─ gather ─ most_at_risk ─┬─ chosen: captured, sent to their holders
                                                                └─ the others: captured by their own ranks alone
-    failure     all units of one version are left: all go back to it, nothing is lost
-                else the newest version of what is no expert; lost experts at their newest copies, tokens are counted
+    failure     all units of one version are left: all ranks go back to it, and lose nothing
+                else they take the newest version of all other units, and lost experts from their newest copies
 
-All ranks of a stage count the same tokens, as the dispatcher gathers them; they are a unit of the stage
-(`train.kept_tokens`), so that they go back and forth with its state. Survivors have their own experts: as they are
-where none goes back, else in their own memory, which has all of each version.
+All ranks of a stage count the same tokens, since the dispatcher gathers them. The counts are a unit of the stage
+(`train.kept_tokens`), so that they are restored with its state. Survivors take their own experts: as they are if no
+rank goes back, else from their own memory, which has all experts of each version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def one_by_one(planned: Sequence[Bundle], experts: Collection[str]) -> list[Bundle]:
-    """Gives each expert a bundle of its own, after one of all else that had the same holders; none is without units.
+    """Gives each expert a bundle of its own, after a bundle of all other units with the same holders. None is empty.
 
         >>> [bundle.units for bundle in one_by_one([Bundle((0, 1), ("a", "e.0", "e.1")), Bundle((1, 0), ("e.2",))],
         ...                                        {"e.0", "e.1", "e.2"})]
@@ -61,7 +61,7 @@ class ChosenExperts:
         options: of the pipeline.
         state: of the stage.
         membership: all ranks.
-        planner: is told what does not travel, and knows what does in a step.
+        planner: plans without the experts that stay, and knows how much a step can send.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class ChosenExperts:
         self._numbers: dict[str, int] = {}
         """By expert of all stages that others keep copies of, the number of its bundle."""
         self._expert_bytes = self._all_bytes = self._other_bytes = 0
-        """What the copies of the largest expert, of all experts and of all else take on their way in a version."""
+        """Bytes that a version sends of the largest expert, of all experts, and of all other units."""
 
     @property
     def lagging(self) -> Lagging:
-        """Whether a recovery may take experts at older versions: where no version has all units."""
+        """Whether a recovery may take older versions of experts: only if no version has all units."""
         return "if needed" if self._are_chosen else "never"
 
     def arrange(self, planned: Sequence[Bundle]) -> list[Bundle]:
-        """The bundles of a plan with one for each expert; all without a choice stays as it is planned."""
+        """Divides the bundles of a plan, one for each expert; without a choice the plan stays."""
         return one_by_one(planned, self._state.catalog.experts()) if self._are_chosen else list(planned)
 
     def keep(self, kept: Sequence[Bundle]) -> None:
-        """Chooses from now on among the experts that have room elsewhere.
+        """Chooses from now on among the experts that have room on other nodes.
 
         Args:
             kept: bundles, as `SnapshotStore.replace_arenas` returns them.
@@ -105,9 +105,11 @@ class ChosenExperts:
         self._planner.optional = frozenset(self._numbers.values())
 
     def taken(self, step: int, *, is_repeated: bool) -> None:
-        """So many steps are taken: counts the tokens of the last one.
+        """Counts the tokens of the latest step.
 
-        `is_repeated`: it was taken before, and is only sent again: its tokens come with the state that follows.
+        Args:
+            step: steps taken.
+            is_repeated: whether this rank took it before and only sends again. Its tokens come with the state.
         """
         if not self._are_chosen:
             return
@@ -117,10 +119,13 @@ class ChosenExperts:
             self._ledger.resume(step, {}, is_new=True)
 
     def choose(self, version: int) -> Collection[int]:
-        """Numbers of the bundles that stay with their primaries in a version, which begins now. Collective.
+        """Chooses the bundles that stay with their primaries in a version, which begins now. Collective.
+
+        Returns:
+            Their numbers.
 
         Raises:
-            PeerLost: a rank is gone.
+            PeerLost: a rank is lost.
         """
         if not self._numbers:
             return ()
@@ -128,11 +133,11 @@ class ChosenExperts:
         rows = [] if ledger is None else ledger.at_risk.tolist()
         mine = {path: row[: layer.num_experts] for row, (path, layer) in zip(rows, layers.items(), strict=True)}
         at_risk: dict[str, list[int]] = {}
-        for told in gather_json(self._membership.trainer_group, mine):
-            at_risk |= told
+        for of_rank in gather_json(self._membership.trainer_group, mine):
+            at_risk |= of_rank
         budget = self._budget()
         chosen = {*self._numbers}
-        if budget < self._all_bytes:  # else all of them: what got no token has other bits, too, after an update
+        if budget < self._all_bytes:  # else all: an update also changes experts without tokens
             chosen = most_at_risk(at_risk, budget, self._expert_bytes)
         self._note(chosen, version)
         stays = frozenset(number for unit, number in self._numbers.items() if unit not in chosen)
@@ -140,7 +145,7 @@ class ChosenExperts:
         return stays
 
     def protected(self, version: int) -> None:
-        """All copies of a recovery's plan are whole, as of this version."""
+        """Notes that all copies of a recovery's plan are complete; they have this version."""
         if self._are_chosen:
             self._note(self._numbers, version)
 
@@ -152,7 +157,7 @@ class ChosenExperts:
     def _budget(self) -> int:
         """Bytes that experts may take in a version: bandwidth × time of its steps (MoEtion, Algorithm 1).
 
-        As measured, without what is no expert; but always room for one. Before that, as `budgets` has it.
+        Measured, less the bytes of other units, and enough for one expert. Before a measurement see `budgets`.
         """
         steps, given = self._planner.version_steps, self._options.remote_bytes_per_step
         if given is not None:
@@ -162,16 +167,16 @@ class ChosenExperts:
             return budgets.remote_bytes_per_step(self._expert_bytes, self._all_bytes) * steps
         return max(self._expert_bytes, measured * steps - self._other_bytes)
 
-    def count_losses(self, seats: Sequence[StageRank], outcome: Outcome, before: int | None) -> None:
+    def count_losses(self, layout: Sequence[StageRank], outcome: Outcome, before: int | None) -> None:
         """Counts in an outcome the tokens that its stale experts have lost. Collective.
 
         Args:
-            seats: by rank.
-            outcome: of the recovery that is under way.
-            before: version of this rank's state before it; None where that was of no running job.
+            layout: by rank.
+            outcome: of the recovery in progress.
+            before: version of this rank's state before it; None if this rank was not part of the running job.
 
         Raises:
-            PeerLost: a rank is gone.
+            PeerLost: a rank is lost.
         """
         if not self._are_chosen:
             return
@@ -180,9 +185,9 @@ class ChosenExperts:
             stale = {unit: at for unit, at in outcome.stale.items() if unit in self._state.own.by_name}
             lost = ledger.agree_on_lost(self._membership.side_group, stale, outcome.version, before)
         portions_L = (ledger.lost_LE.sum(1) / np.maximum(ledger.total_LE.sum(1), 1)).tolist()
-        told = gather_json(self._membership.trainer_group, [lost, portions_L])
-        firsts = {seat.stage: rank for rank, seat in reversed(list(enumerate(seats)))}
-        of_stages = [told[rank] for _, rank in sorted(firsts.items())]
+        reports = gather_json(self._membership.trainer_group, [lost, portions_L])
+        firsts = {stage_rank.stage: rank for rank, stage_rank in reversed(list(enumerate(layout)))}
+        of_stages = [reports[rank] for _, rank in sorted(firsts.items())]
         outcome.lost_tokens = {unit: tokens for found, _ in of_stages for unit, tokens in found.items()}
         portions = [portion for _, found in of_stages for portion in found]
         outcome.mtl = float(sum(portions))

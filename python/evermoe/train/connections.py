@@ -1,4 +1,4 @@
-"""The groups of a pipeline, which no rank waits for in vain: torch's own, and that of a stage's ranks."""
+"""The groups of a pipeline, whose waits end when a rank is lost: torch's own, and that of a stage's ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ LOOK_SECONDS = 0.01
 
 
 class TorchConnections:
-    """Makes the groups anew after each recovery.
+    """Makes the groups again after each recovery.
 
-    Stages on GPUs exchange over NCCL; where ranks share a GPU, which NCCL refuses, over gloo, through host memory.
+    Stages on GPUs exchange over NCCL; if ranks share a GPU, which NCCL refuses, over gloo through host memory.
 
     Args:
         membership: all ranks, agreed and connected. Waits in torch's groups end when its group is dropped.
@@ -60,7 +60,7 @@ class TorchConnections:
     ) -> None:
         self._membership, self._group = membership, membership.trainer_group
         self._courier = Courier(membership.transport, None, "evermoe-connections")
-        """Waits for the next rank's message meanwhile; copies may be on their way in the other one."""
+        """Waits for the next rank's message; the other courier may be sending copies."""
         self._stage, self._stages, self._peers = shape
         self._rank, self._size, self._device = rank, self._stages * self._peers, device
         self._hang_timeout = limits.hang_timeout
@@ -71,20 +71,20 @@ class TorchConnections:
         self.data_parallel_group: dist.ProcessGroup | None = None
         """The ranks of this stage; None where it has one rank."""
         self.uses_host = False
-        """Whether what stages exchange goes through host memory."""
+        """Whether stages exchange through host memory."""
         self._is_dropped = False
         self._lost = threading.Event()
-        """Whether nobody is to wait for a rank in the store of torch's groups."""
+        """Set once a rank is lost, so that waits in the store of torch's groups end."""
         self._links = self._group.linked, membership.side_group.linked
         for linked in self._links:
             linked.append(self)
         self._watching: Task[None] | None = None
-        """Whether the next rank lives while torch connects its groups."""
+        """Watches the next rank while torch connects its groups."""
         self._store: WatchedStore | None = None
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether what stages exchange travels over NCCL, for whose failures no call on the host waits."""
+        """Whether stages exchange over NCCL, whose failures no call on the host waits for."""
         return self._device.type == "cuda" and not self.uses_host
 
     @contextmanager
@@ -146,19 +146,19 @@ class TorchConnections:
         self.uses_host = share_a_gpu(self._group, self._device)
         if self.uses_host:
             if self._rank == 0:
-                logger.warning("several ranks share a GPU: stages exchange through host memory, as NCCL refuses that")
+                logger.warning("several ranks share a GPU, which NCCL refuses: stages exchange through host memory")
             return "gloo"
         leave_failures_to_us()
         return "cpu:gloo,cuda:nccl"
 
     def drop_alone(self, reason: str) -> None:
-        """A rank is lost: ends all waits in torch's groups; in any thread."""
+        """Ends all waits in torch's groups, since a rank is lost; in any thread."""
         self._lost.set()
         self._is_dropped = dist.is_initialized()
         interrupt_torch_groups()
 
     def check(self) -> None:
-        """To be called when the host has read what this rank has computed: of a lost rank it had nothing.
+        """Checks that no kernel continued without a lost rank's data, once the host has read this rank's gradients.
 
         Raises:
             PeerLost: NCCL has given up since these groups were made.
@@ -168,7 +168,7 @@ class TorchConnections:
             raise PeerLost(f"a step among {self._size} ranks failed: {self._group.broken}")
 
     def leave(self) -> None:
-        """Leaves torch's groups to the script."""
+        """Ends the watch of torch's groups."""
         for linked in self._links:
             linked.remove(self)
         self._courier.close()
@@ -177,7 +177,7 @@ class TorchConnections:
         """Connects this rank with the others of its stage, between which the tokens of its MoE layers travel.
 
         Raises:
-            PeerLost: one is gone.
+            PeerLost: one is lost.
         """
         group, limit = self._membership.side_group, timedelta(seconds=self._hang_timeout)
         store = dist.PrefixStore(f"stage {self._stage}", self._membership.store)
@@ -191,13 +191,13 @@ class TorchConnections:
             layer.group = group
 
     def interrupt(self) -> None:
-        """Waits until nothing is under way, which is at once in a dropped group."""
+        """Waits until the watch has ended, which is at once in a dropped group."""
         if self._watching is not None:
             self._courier.wait(self._watching, self._group)
             self._watching = None
 
     def _watch(self, lost: threading.Event) -> None:
-        """Ends with the next rank's message, or when that rank is lost or has dropped its groups. For the courier."""
+        """Waits for the next rank's message, until that rank is lost or has dropped its groups. For the courier."""
         try:
             message = self._membership.transport.receive(torch.empty(1), (self._rank + 1) % self._size, CONNECTED)
             message.wait(UNLIMITED)
@@ -206,7 +206,7 @@ class TorchConnections:
             raise
 
     def _all_connected(self, watch: Task[None]) -> None:
-        """The vote that torch's groups are there, on all ranks."""
+        """Agrees with all ranks that torch's groups are connected."""
         transport = self._membership.transport
         if transport.broken is not None:
             raise PeerLost(f"a rank was lost while torch's groups were made: {transport.broken}")

@@ -1,4 +1,4 @@
-"""Borders of stages that exchange through host memory, where gloo connects ranks on GPUs: it sends from CPUs alone."""
+"""Exchange between stages on GPUs through host memory, for gloo, which sends from CPU memory only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 SENDS = ("get_fwd_send_ops", "get_bwd_send_ops", "_get_init_p2p_neighbors_ops")
 READ_BY = {"get_fwd_recv_ops": "forward_one_chunk", "get_bwd_recv_ops": "backward_one_chunk"}
-"""By method of a stage that says what it receives for a microbatch, the one that computes with it."""
+"""By method that returns what a stage receives for a microbatch, the method that computes with it."""
 
 
 @contextmanager
 def through_host(stages: Sequence[Any]) -> Iterator[None]:
-    """What stages of `torch.distributed.pipelining` send and receive meanwhile goes through host memory.
+    """Routes the messages of stages of `torch.distributed.pipelining` through host memory for a block.
 
-    A stage that sends waits for its GPU. What was received goes to the GPU when the stage is to compute with it.
+    A stage that sends waits for its GPU. Received tensors go to the GPU when the stage computes with them.
     """
     with ExitStack() as stack:
         for stage in stages:
@@ -48,10 +48,10 @@ class _HostBorder:
     def __init__(self, stage: Any) -> None:
         self._stage = stage
         self._arriving: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
-        """By method that computes with them and microbatch: tensors on the GPU, and those that take their place."""
+        """By method that computes with them and by microbatch: tensors on the GPU, and those that replace them."""
 
     def wrapped(self, name: str) -> Callable[..., Any]:
-        """A method that takes the place of the stage's."""
+        """The replacement of a method of the stage."""
         original = getattr(self._stage, name)
         if name in SENDS:
             return lambda *args: [_on_host(each) for each in original(*args)]
@@ -65,13 +65,13 @@ class _HostBorder:
         return found
 
     def _read(self, name: str, original: Callable[..., Any], number: int, *args: Any, **options: Any) -> Any:
-        for there, here in self._arriving.pop((name, number), ()):
-            there.detach().copy_(here)
+        for on_gpu, on_host in self._arriving.pop((name, number), ()):
+            on_gpu.detach().copy_(on_host)
         return original(number, *args, **options)
 
 
 def _on_host(each: dist.P2POp) -> dist.P2POp:
     """The same message, of a tensor in host memory."""
     is_sent = each.op is dist.isend
-    here = each.tensor.detach().cpu() if is_sent else torch.empty_like(each.tensor, device="cpu")
-    return dist.P2POp(each.op, here, each.peer, each.group, each.tag)
+    on_host = each.tensor.detach().cpu() if is_sent else torch.empty_like(each.tensor, device="cpu")
+    return dist.P2POp(each.op, on_host, each.peer, each.group, each.tag)

@@ -1,4 +1,4 @@
-"""Copies in host memory of what a pipeline's stages sent from a GPU, and digests of it without a wait for the GPU."""
+"""Copies in host memory of the tensors that stages sent from a GPU, and their digests, without a wait for the GPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from evermoe.state.unit import digests_of
 
 
 class HostCopy:
-    """A GPU's tensor in page-locked memory of the host, whose memory on the GPU is free for others.
+    """A copy of a GPU's tensor in page-locked memory of the host, so that its memory on the GPU can be reused.
 
-    It is copied beside what follows on the GPU; the host waits for nothing.
+    The copy overlaps with the kernels that follow on the GPU, and the host does not wait for it.
 
     Args:
-        tensor: as torch's current stream will have left it; nobody writes it afterwards.
+        tensor: as torch's current stream leaves it; it must not be written afterwards.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
         self.data = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        """Whole once the copy is over, for which nobody waits."""
+        """Complete once the copy is over, which the host does not wait for."""
         stream = _copy_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
@@ -47,30 +47,30 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def to_host(values: Any) -> Any:
-    """Nested values with tensors that are part of no graph: those of a GPU as `HostCopy`."""
+    """Nested values with their tensors detached from graphs; those of a GPU become a `HostCopy`."""
     return tree_map_only(Tensor, lambda each: HostCopy(each.detach()) if each.is_cuda else each.detach(), values)
 
 
 def on_device(values: Any) -> Any:
-    """The inverse of `to_host`; what is no copy stays."""
+    """The inverse of `to_host`; other values stay."""
     return tree_map_only(HostCopy, HostCopy.on_device, values)
 
 
 class BorderDigest:
-    """Digests of tensors, which tell whether two have the same bits. Those of a GPU's are made there and stay there.
+    """Digests of tensors, to compare their bits.
 
-    So nobody waits for them unless they are compared.
+    Digests of a GPU's tensors are computed and kept on the GPU, so that the host waits for them only to compare.
 
     Args:
         tensors: on the CPU or on GPUs.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        is_hashed_there = ops.has_cuda_kernels()
-        there = [each for each in tensors if each.is_cuda and is_hashed_there]
-        here = [each for each in tensors if not (each.is_cuda and is_hashed_there)]
-        self._number = digests_of([here], beside_steps=True)[0]
-        self._hashes = [_block_hashes(each) for each in there]
+        has_kernels = ops.has_cuda_kernels()
+        on_gpu = [each for each in tensors if each.is_cuda and has_kernels]
+        on_host = [each for each in tensors if not (each.is_cuda and has_kernels)]
+        self._number = digests_of([on_host], beside_steps=True)[0]
+        self._hashes = [_block_hashes(each) for each in on_gpu]
 
     def __eq__(self, other: object) -> bool:
         """Whether the tensors had the same bits; waits for GPUs."""
@@ -84,15 +84,15 @@ class BorderDigest:
 
 
 def _block_hashes(tensor: Tensor) -> Tensor:
-    """Hashes of a GPU's tensor, int64 `[1, n]`, one for each 4 KiB; the last of them is filled up with zeros."""
+    """Hashes of a GPU's tensor, int64 `[1, n]`, one for each 4 KiB; the last block is padded with zeros."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     if data.data_ptr() % ops.chunks.ALIGNMENT:
         data = data.clone()
-    whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
-    parts = [data[:whole].view(1, whole)] * bool(whole)
-    if whole < len(data):
+    end = len(data) // BLOCK_BYTES * BLOCK_BYTES
+    parts = [data[:end].view(1, end)] * bool(end)
+    if end < len(data):
         rest = data.new_zeros(1, BLOCK_BYTES)
-        rest[0, : len(data) - whole] = data[whole:]
+        rest[0, : len(data) - end] = data[end:]
         parts.append(rest)
     hashes = [torch.empty(1, part.shape[1] // BLOCK_BYTES, dtype=torch.int64, device=data.device) for part in parts]
     for part, found in zip(parts, hashes, strict=True):

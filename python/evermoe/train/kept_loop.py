@@ -14,7 +14,7 @@ class KeptLoop(nn.Module):
 
     Args:
         optimizer: of the stage.
-        scheduler: of its learning rate, if there is one.
+        scheduler: of its learning rate; None for none.
         loss_scale: of the job.
     """
 
@@ -30,11 +30,11 @@ class KeptLoop(nn.Module):
         self._note()
 
     def advance(self, loss: float, *, has_overflowed: bool) -> None:
-        """A step was taken, or left out: the loss scale and the scheduler follow, and the buffer.
+        """Advances the loss scale, the scheduler and the buffer after a step.
 
         Args:
             loss: of the step.
-            has_overflowed: whether it was left out.
+            has_overflowed: whether its update was left out.
         """
         self._loss_scale.update(has_overflowed=has_overflowed)
         loop_state.advance(self._parts.scheduler, loss)
@@ -44,5 +44,5 @@ class KeptLoop(nn.Module):
         self._loop.store(loop_state.collect(self._parts))
 
     def restore(self) -> None:
-        """The buffer has changed: all follow."""
+        """Restores the optimizer's settings, the scheduler and the loss scale from the buffer, which has changed."""
         loop_state.restore(self._loop.load(), self._parts)

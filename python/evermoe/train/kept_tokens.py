@@ -1,4 +1,4 @@
-"""The tokens that a stage's experts got, as buffers, so that they are copied and recovered with its units."""
+"""Token counts of a stage's experts as buffers, so that they are copied and recovered with its units."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evermoe.state.expert_load import ExpertLoad
 
 
 class KeptTokens(nn.Module):
-    """Tokens of each expert, and what it had processed in its latest copies, in the memory of an `ExpertLoad`.
+    """Tokens of each expert in total and at its latest copies, in the memory of an `ExpertLoad`.
 
     Args:
         load: of the stage.

@@ -1,7 +1,7 @@
-"""The stages of a schedule of `torch.distributed.pipelining`, whose microbatches are logged, and not computed twice.
+"""Logs what the stages of a schedule of `torch.distributed.pipelining` compute, so that nothing is computed twice.
 
-A schedule calls its stages' `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk`. While a step's
-run lasts, each of them first asks the log: what it has was computed before a failure, and is only sent again.
+A schedule calls its stages' `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk`. During a run of
+a step each of them first looks in the log: a recorded microbatch was computed before a failure, and is sent again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OtherData(PeerLost):
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages of this rank in a schedule; none in one that keeps them elsewhere than torch's own."""
+    """The stages of this rank in a schedule; none if it does not keep them as torch's own schedules do."""
     found = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     return [stage for stage in found if stage is not None]
 
@@ -43,12 +43,12 @@ def compare(found: BorderDigest, logged: BorderDigest, what: str) -> None:
     if found != logged:
         raise OtherData(
             f"{what} has other bits than before the failure. Batches, targets and all that a stage computes must "
-            "depend on the step alone; the step is computed anew by all ranks"
+            "depend on the step alone; all ranks compute the step again"
         )
 
 
 def forwards_of(stage: Any) -> dict[int, Any]:
-    """What a stage keeps of forwards until their backward, by microbatch."""
+    """Values that a stage keeps of forwards until their backward, by microbatch."""
     return stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states  # the latter: torch 2.15
 
 
@@ -59,13 +59,13 @@ def cached_forward(stage: Any, number: int) -> tuple[tuple[Any, ...], list[Any]]
 
 
 def cache_forward(stage: Any, number: int, forward: Forward) -> None:
-    """Makes a stage as if it had just computed a forward."""
+    """Puts a stage into the state in which it is after a forward."""
     make = getattr(stage, "_make_forward_chunk_state", lambda *parts: parts)
     forwards_of(stage)[number] = make(forward.outputs, forward.inputs)
 
 
 def drain(received: Sequence[Any]) -> None:
-    """Takes what has come for a stage out of its buffers: torch 2.15 wants them empty before it receives again."""
+    """Empties the buffers in which a stage has received: torch 2.15 requires this before it receives again."""
     for info in received:
         if hasattr(info, "take_buffer"):
             info.buffer = None
@@ -73,13 +73,13 @@ def drain(received: Sequence[Any]) -> None:
 
 @contextmanager
 def logged(stages: Sequence[Any], step: LoggedStep | None, run: int, seed: Callable[..., None]) -> Iterator[None]:
-    """Logs what stages compute meanwhile, and answers from the log what it has.
+    """Logs what stages compute during the block, and answers from the log if it has a record.
 
     Args:
         stages: of `torch.distributed.pipelining`.
         step: record of the step; None to log nothing.
         run: number of the schedule's run in the step.
-        seed: called before each forward that is computed, with the run, the stage's number and the microbatch's.
+        seed: called before each computed forward with the numbers of the run, the stage and the microbatch.
     """
     with ExitStack() as stack:
         for stage in stages:
@@ -91,7 +91,7 @@ def logged(stages: Sequence[Any], step: LoggedStep | None, run: int, seed: Calla
 
 
 class _SeededStage:
-    """A stage that draws the same random numbers whenever a microbatch is computed."""
+    """A stage that draws the same random numbers each time a microbatch is computed."""
 
     names: Iterable[str] = ("forward_one_chunk", "_get_init_p2p_neighbors_ops")
 
@@ -105,13 +105,16 @@ class _SeededStage:
         return self._forward(number, *args, **options)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """First messages between neighbours. In a V, torch 2.11 has a rank send some to itself, which gloo refuses."""
+        """First messages between neighbours, without those of a rank to itself, which gloo refuses.
+
+        In a V torch 2.11 sends such messages.
+        """
         found = self._greetings() if self._greetings is not None else []
         return [each for each in found if each.peer != dist.get_rank()]
 
 
 class _LoggedStage(_SeededStage):
-    """Stands in for three methods of a stage."""
+    """Replaces three methods of a stage."""
 
     names = (*_SeededStage.names, "backward_one_chunk", "backward_weight_one_chunk")
 

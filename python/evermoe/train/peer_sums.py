@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 
 def sum_over(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Adds up gradients over a group; a parameter without one on all ranks is left without. Collective.
+    """Adds up gradients over a group; a parameter that has none on any rank keeps none. Collective.
 
-    All of them change, or none: an error leaves them as they are.
+    An error leaves all gradients unchanged.
 
     Raises:
-        RuntimeError: of torch, a rank is gone.
+        RuntimeError: of torch, a rank is lost.
     """
     _exchange(parameters, lambda flat: dist.all_reduce(flat, group=group))
 
 
 def sum_again(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, is_summed: bool) -> None:
-    """As `sum_over`, where some ranks may have the sums already: the first of them sends them to the others.
+    """Adds up gradients, some of which may be sums already: then the first rank that has the sums broadcasts them.
 
     Args:
         parameters: of the stage.
         group: the stage's ranks.
-        is_summed: whether the gradients here are the sums.
+        is_summed: whether the gradients of this rank are the sums.
     """
     have = torch.zeros(dist.get_world_size(group))
     have[dist.get_rank(group)] = float(is_summed)

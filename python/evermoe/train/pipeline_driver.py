@@ -1,4 +1,4 @@
-"""What a pipeline's session does when the commit protocol asks for it: votes, updates, copies and the end of a job."""
+"""The driver of a pipeline's session: votes, updates, copies and the end of a job, as the commit protocol asks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PipelineDriver(PipelineRecovery):
         """The script begins to compute a step."""
         self.attempt = step
         self.optimizer.zero_grad(set_to_none=True)
-        past = self.localised.begin(self._version)
+        past = self.localised.begin_step(self._version)
         self.pacer.begin_forward()
         seeds = self._options.seed, self._options.data_parallel
         step.prepare(
@@ -107,7 +107,7 @@ class PipelineDriver(PipelineRecovery):
         if self._waits:
             self.pacer.hurry()
         self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
-        is_complete = not self._waits or self.copies.wait()
+        is_complete = not self._waits or self.copies.wait_sent()
         if is_complete and self._waits:
             self._emit(Confirm(after))
         self._emit(Vote(step.number))
@@ -187,9 +187,9 @@ class PipelineDriver(PipelineRecovery):
         is_due = self.snapshot_schedule.is_due(step_of(after))
         self.copies.wait_captured()
         if is_due:  # all have voted: its copies are complete
-            self.copies.arrived()
+            self.copies.drop_previous()
             if self.copies.version is not None:
-                self.localised.log.release(self.copies.version)
+                self.localised.log.release_before(self.copies.version)
                 self.committed = max(self.committed, step_of(self.copies.version))
         sums, self._version = _of_mean(sums), after
         self.loss, self.grad_norm = sums.mean_loss, sums.norm
@@ -204,7 +204,7 @@ class PipelineDriver(PipelineRecovery):
             self._update(sums)
         self.experts.taken(step_of(after), is_repeated=is_repeated)
         self.windows.advance(step_of(after))
-        self.localised.log.taken(after)
+        self.localised.log.mark_taken(after)
         self._note_commit(before, after)
         if is_recalled:
             return
@@ -223,11 +223,11 @@ class PipelineDriver(PipelineRecovery):
         if self._group.broken is not None:
             return
         if is_due:
-            self.copies.forget()
+            self.copies.forget_version()
             if self.localised.needs_copies(after):
                 self._begin_version(after)
         elif self.windows.are_used:
-            self.copies.proceed(after)
+            self.copies.copy_slice(after)
 
     def _measure(self, step: int) -> None:
         now = time.monotonic()

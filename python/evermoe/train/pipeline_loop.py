@@ -49,7 +49,7 @@ class PipelineLoop:
             driver, membership, members=options.size, is_fixed=True, generation=generation, on_record=on_record
         )
         self.schedule: Any = None
-        """Made with the groups that are connected now; None while there are none."""
+        """Schedule of the connected groups; None while there are none."""
         self.current: PipelineStep | None = None
         """The latest attempt at a step."""
         self.has_left = False
@@ -104,7 +104,7 @@ class PipelineLoop:
         return PipelineStep(number, self.schedule, parameters, self._connections, generation, self)
 
     def _connect(self) -> bool:
-        """Makes torch's groups and the schedule, unless they are there. Returns False if a rank was lost meanwhile."""
+        """Makes torch's groups and the schedule if there are none. Returns False if a rank was lost meanwhile."""
         if self.schedule is not None:
             return True
         try:

@@ -86,7 +86,7 @@ class PipelineRecovery(Driver):
             membership, (options.stage, options.stages, options.data_parallel_size), options.rank, limits, state.device
         )
         self.layout: list[StageRank] = []
-        """What each rank holds, by rank; empty before the first recovery."""
+        """Report of each rank about itself, by rank; empty before the first recovery."""
         self.attempt: PipelineStep | None = None
         """The latest attempt at a step."""
         self.reports: list[Recovered] = []
@@ -149,8 +149,8 @@ class PipelineRecovery(Driver):
         """Waits for transfers in progress. Returns whether the copies are complete on this rank."""
         self.pacer.hurry("recovery")
         self.copies.wait_captured()
-        is_complete = self.copies.wait()
-        self.copies.forget()
+        is_complete = self.copies.wait_sent()
+        self.copies.forget_version()
         self.connections.interrupt()
         return is_complete
 
@@ -172,7 +172,7 @@ class PipelineRecovery(Driver):
     def _begin_version(self, version: int) -> None:
         """Begins to copy the state, which has this version. If a rank is lost, the next vote notices it."""
         try:
-            self.copies.begin(version)
+            self.copies.begin_version(version)
         except PeerLost as lost:
             self._group.drop(str(lost))
             return
@@ -191,8 +191,8 @@ class PipelineRecovery(Driver):
             own.sizes(),
             own=self._state.alone(),
             weights=self.windows.weights(),
-            slices=choice.told(),
-            repeated=self.replay.told(),
+            slices=choice.report(),
+            repeated=self.replay.report(),
             stops_at=self.stopped,
         )
         self.layout = _layout(self._group, mine, options.data_parallel_size, options.size)
@@ -217,19 +217,19 @@ class PipelineRecovery(Driver):
         report.reason = self.lost.note(step_of(version), report.reason, self._leaving, 0)
         self._leaving = 0
         refuse_unequal_runs(self.attempt, self._group)
-        self.localised.tell(self._group, version)
-        self.windows.look(self._group, version)
+        self.localised.exchange_logs(self._group, version)
+        self.windows.choose_way(self._group, version)
         while True:
             try:
                 report.outcome = self.outcome = self.recovery(version, established=established).run(self._clock.enter)
                 break
             except LostExperts as lost:
-                if not self.windows.turn():
+                if not self.windows.turn_back():
                     self._lost_units = lost
                     return {"event": "unrecoverable"}
         is_stale = bool(self.outcome.stale)
         if is_stale:
-            self.localised.begin_anew()
+            self.localised.begin_again()
         self._loop.restore()
         self._version = self.outcome.version
         return {"event": "restored", "version": self.outcome.version, "is_stale": is_stale}
@@ -292,7 +292,7 @@ class PipelineRecovery(Driver):
 
 
 def _layout(group: Group, mine: StageRank, peers: int, size: int) -> list[StageRank]:
-    """What each rank reports about itself, by rank; collective."""
+    """Gathers the reports of all ranks about themselves, by rank; collective."""
     layout = [StageRank.from_bytes(each) for each in group.all_gather_bytes(mine.to_bytes())]
     taken = [rank.stage * peers + rank.data_parallel for rank in layout]
     if taken != list(range(size)):

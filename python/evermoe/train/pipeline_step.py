@@ -54,7 +54,7 @@ class PipelineMicroBatch:
 
 
 class StepHooks(Protocol):
-    """What a pipeline's session does at the ends of a step's block."""
+    """Callbacks of a pipeline's session at the ends of a step's block."""
 
     def begin_step(self, step: PipelineStep) -> None:
         """The block is entered."""
@@ -105,7 +105,7 @@ class PipelineStep:
         self.is_open = self.was_entered = False
         """Whether the script is inside `with step:`, and whether it ever was."""
         self.past: LoggedStep | None = None
-        """What this rank computes in the step, also before a failure; None to log nothing."""
+        """Record of what this rank computes in the step, also before a failure; None to log nothing."""
         self._schedule, self._parameters, self._connections = schedule, parameters, connections
         self._generation, self._hooks = generation, hooks
         self._scale, self._is_repeated = 1.0, False
@@ -270,7 +270,7 @@ class PipelineStep:
         return known[place]
 
     def _draw(self, run: int, stage: int, microbatch: int) -> None:
-        """Seeds the random numbers of a microbatch, so that it can be computed anew alone."""
+        """Seeds the random numbers of a microbatch, so that it can be computed again alone."""
         seed_all(*self._seeds, self.number, run, stage, microbatch)
 
     def end(self) -> None:
@@ -294,7 +294,7 @@ class PipelineStep:
             past.is_reduced = True
 
     def attempt(self) -> dict[str, Any]:
-        """What this rank has begun of the step."""
+        """Summary of what this rank has begun of the step."""
         return {
             "step": self.number,
             "generation": self._generation,
@@ -304,9 +304,9 @@ class PipelineStep:
 
 
 def refuse_unequal_runs(mine: PipelineStep | None, group: Group) -> None:
-    """Compares what all ranks had begun when they were interrupted; collective.
+    """Compares the runs that all ranks had begun when they were interrupted; collective.
 
-    One that ended its step after fewer runs than another has begun would never have met it.
+    A rank that ended its step after fewer runs than another has begun would never have met it.
 
     Raises:
         UnequalForwards: names the ranks, and what they have run.

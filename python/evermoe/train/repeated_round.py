@@ -1,10 +1,10 @@
-"""A version of a pipeline's stages on its way, of which some bundles travel as the step that leads to them.
+"""Sends a version of a pipeline's stages, some bundles of it as the step that leads to them.
 
-    primary   captures the bundle in its own arena, as any; sends the step, then the table of its digests
-    holder    copies the version before into the new one's place, repeats the step, and compares digests
-              they differ, or it has no version before: it asks, and the primary sends the state that it has captured
+    primary   captures the bundle in its own arena; sends the table of its digests and the step
+    holder    copies the previous version to the place of the new one, repeats the step, and compares digests;
+              if they differ, or the previous version is missing, it asks for the state that the primary has captured
 
-So a version is whole when it is, whichever way it has come, and a failure finds it as any other.
+A complete version is therefore the same, whichever way it was sent, and a recovery uses it like any other.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ logger = logging.getLogger(__name__)
 
 
 class RepeatedRound(SnapshotRound):
-    """One version on its way; without steps a `SnapshotRound`.
+    """Sends one version; without steps a `SnapshotRound`.
 
     Args:
         args, options: of a `SnapshotRound`.
-        sent: what travels as steps.
+        sent: bundles that are sent as steps.
     """
 
     def __init__(self, *args: Any, sent: SentSteps, **options: Any) -> None:
         self._repeated, self._steps = sent.bundles, dict(sent.steps)
         self._data: dict[int, Tensor] = {}
-        """By number of a bundle, the table of its digests and the step."""
+        """Table of digests and step of each bundle, by its number."""
         self._asked: list[BundleArena] = []
-        """What the state is needed of."""
+        """Bundles whose state is needed."""
         super().__init__(*args, **options)
         self._mine = {kept.number: kept for kept in self._own if kept.number in self._repeated}
-        """By number, what travels from this rank as steps."""
+        """Bundles that this rank sends as steps, by number."""
 
-    # ---- what travels
+    # ---- sending
 
     def _even_segments(self, copies: KeptCopies) -> Segments:
         return Segments(*([*self._as_steps(each)] for each in super()._even_segments(copies)))
 
     def _as_steps(self, segments: Iterable[Segment]) -> Iterator[Segment]:
-        """Segments of steps in place of those of states, each bundle's where its first one is."""
+        """Replaces the segments of states by those of steps, each at the place of its bundle's first segment."""
         tables = {kept.number: _table_bytes(kept) for kept in (*self._store.own, *self._store.peers)}
         for segment in segments:
             known = self._repeated.get(segment.bundle)
@@ -89,7 +89,7 @@ class RepeatedRound(SnapshotRound):
             super()._make_ready(segment._replace(offset=0), capture)
             self._data[segment.bundle][:first] = super()._bytes_of(kept)[:first]
 
-    # ---- what comes
+    # ---- receiving
 
     def _is_whole(self, kept: BundleArena) -> bool:
         known = self._repeated.get(kept.number)
@@ -101,16 +101,16 @@ class RepeatedRound(SnapshotRound):
         self._asked.append(kept)
         for unit in [kept.bundle.units[0]] if problem else _differing(kept):
             why = problem or "its digest is not that of its trainer"
-            reason = f"{unit}: the step to version {step_of(self.version)} was not repeated exactly; {why}"
-            logger.warning("a copy here waits for its full state, which comes next: %s", reason)
+            reason = f"{unit}: the step to version {step_of(self.version)} was not repeated exactly: {why}"
+            logger.warning("a copy on this rank is replaced by its full state, which is sent next: %s", reason)
             self._emit(Damaged(unit, step_of(self.version), reason))
         return True
 
     def _repeat(self, kept: BundleArena, known: Repeated) -> str:
-        """Makes the version from the one before; why that cannot be, or nothing."""
+        """Makes the version from the previous one. Returns the problem, empty if there is none."""
         before = {version: index for index, version in kept.arena.versions()}.get(known.base)
         if before is None:
-            return f"version {step_of(known.base)} is not there"
+            return f"version {step_of(known.base)} is missing"
         data, out, first = self._data[kept.number], super()._bytes_of(kept), _table_bytes(kept)
         out.copy_(torch.from_numpy(kept.arena.buffer(before)))
         out[:first] = data[:first]
@@ -124,13 +124,13 @@ class RepeatedRound(SnapshotRound):
         return ""
 
     def _exchange(self) -> bool:
-        is_whole = super()._exchange()
+        is_complete = super()._exchange()
         is_healed = self._heal()
         self._data, self._steps = {}, {}
-        return is_whole and is_healed
+        return is_complete and is_healed
 
     def _heal(self) -> bool:
-        """Tells the primaries of which steps the state is needed, and sends the state of those that others need."""
+        """Asks the primaries for the state of damaged bundles, and sends the state of those that others ask for."""
         courier, asked = self._courier, {kept.number for kept in self._asked}
         sent = self._by_peer((peer, kept) for kept in self._mine.values() for peer in kept.bundle.holders[1:])
         answers = {peer: torch.zeros(len(some), dtype=torch.uint8) for peer, some in sent.items()}
@@ -164,7 +164,7 @@ class RepeatedRound(SnapshotRound):
         return all([super(RepeatedRound, self)._is_whole(kept) for kept in self._asked])
 
     def _by_peer(self, pairs: Iterable[tuple[int, BundleArena]]) -> dict[int, list[BundleArena]]:
-        """What travels as steps to or from each peer, in the order of its numbers, which both ends know."""
+        """Bundles that are sent as steps to or from each peer, in the order of their numbers, which both ends know."""
         found: dict[int, list[BundleArena]] = {}
         for peer, kept in sorted(pairs, key=lambda each: each[1].number):
             if kept.number in self._repeated:
@@ -178,7 +178,7 @@ class RepeatedRound(SnapshotRound):
 
 
 def _table_bytes(kept: BundleArena) -> int:
-    """Bytes of the table of a bundle's digests, with which its bytes begin."""
+    """Bytes of the table of digests with which a bundle's bytes begin."""
     return kept.arena.units()[0][1]
 
 
@@ -192,7 +192,7 @@ def _tag(kept: BundleArena) -> int:
 
 
 def _differing(kept: BundleArena) -> list[str]:
-    """Units of a bundle whose bytes here have other digests than its table; if none, its first, for a damaged table."""
+    """Units of a bundle whose digests differ from its table; if none, its first unit, since the table is damaged."""
     data = kept.arena.buffer(kept.index)
     digests = data[: _table_bytes(kept)].view(np.uint64)[1:].tolist()
     units = zip(kept.arena.units(), digests, strict=False)

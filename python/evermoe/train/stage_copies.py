@@ -1,4 +1,4 @@
-"""Copies of a pipeline's stages on other ranks: one version at a time on its way."""
+"""Copies of a pipeline's stages on other ranks: one version at a time is sent."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from evermoe.train.stages import StageRank, stage_bundles
 
 
 class StageCopies:
-    """Makes them, in the courier's thread.
+    """Makes copies, in the courier's thread.
 
     Args:
         options: of the pipeline.
         store: this node's arenas.
         membership: all ranks.
         windows: of sparse versions.
-        experts: says which of them are copied.
-        replay: says what travels as steps.
+        experts: chooses those that are copied.
+        replay: chooses the bundles that are sent as steps.
         courier: sends and receives.
         emit: of the session.
     """
@@ -56,72 +56,71 @@ class StageCopies:
         self._page_locks = PageLocks()
         self._round: SnapshotRound | None = None
         self.version: int | None = None
-        """The version that is on its way, or has come last; of a sparse one that of its first slice. None: there is
-        none."""
+        """The version that is being sent, or was sent last; of a sparse one the version of its first slice."""
         self._before: tuple[KeptCopies, int, int] | None = None
-        """Copies of before a recovery, until its own are whole; the generation of these, and their version."""
+        """Copies from before a recovery until its own are complete; generation and version of the latter."""
         self._failed = False
-        """Whether copies came damaged or found no room, and have not been whole since."""
+        """Whether copies arrived damaged or found no room, and have not been complete since."""
         self._stays: Collection[int] = ()
         """Numbers of the bundles that stay with their primaries in that version."""
 
     def protect(
-        self, seats: Sequence[StageRank], version: int, generation: int, copies: KeptCopies, *, waits: bool
+        self, layout: Sequence[StageRank], version: int, generation: int, copies: KeptCopies, *, waits: bool
     ) -> bool:
-        """Copies all units as of `version` to holders that lack them; says whether the copies are whole on return.
+        """Copies all units of `version` to holders that lack them. Returns whether the copies are complete. Collective.
 
-        Else they are on their way beside the next step, whose vote waits for them, and those of before stay until it
-        has passed; the same on all ranks. Training waits where there is no room for both, where copies came damaged
-        before, and for sparse versions. Collective. Ranks of a running job that have too little memory keep what has
-        room, and warn.
+        Otherwise they are sent in the background of the next step, whose vote waits for them, and the previous copies
+        stay until that vote has passed; the same on all ranks. Training waits if there is no room for both, if the
+        latest copies arrived damaged, and for sparse versions. Ranks of a running job with too little memory keep the
+        copies that have room, and warn.
 
         Args:
-            seats: by rank.
+            layout: by rank.
             version: of the state now.
             generation: of the ranks.
-            copies: those that holders have already, which are forgotten once the new ones are whole.
-            waits: whether they must be whole on return.
+            copies: copies that holders have already, which are dropped once the new ones are complete.
+            waits: whether they must be complete on return.
 
         Raises:
             PeerLost: a rank was lost meanwhile.
             CorruptCopy: copies did not match their digests several times in a row.
         """
-        self._drop_before()
-        self._windows.change(seats)
-        planned = stage_bundles(self._options.preset, seats, self._options.copies)
-        bundles = self._windows.arrange(self._replay.arrange(self._experts.arrange(planned), seats))
+        self._drop_held()
+        self._windows.apply_choice(layout)
+        planned = stage_bundles(self._options.preset, layout, self._options.copies)
+        bundles = self._windows.arrange(self._replay.arrange(self._experts.arrange(planned), layout))
         must_wait = waits or self._windows.are_used or self._failed
-        is_beside = not self._group.all_reduce(torch.tensor([int(must_wait)]))
+        is_background = not self._group.all_reduce(torch.tensor([int(must_wait)]))
         self._before = copies, generation, version
         is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
-        reserves = is_on_gpu or not is_beside  # the driver page-locks what is there
+        reserves = is_on_gpu or not is_background  # the driver page-locks existing memory
         kept = self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
         self._experts.keep(kept)
         self._replay.keep(kept, self._group.rank, version)
         self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
-        if is_beside and copies:
+        if is_background and copies:
             self.version, self._stays = version, ()
             self._round = SnapshotRound(self._store, version, self._courier, None, self._emit, copies).start()
             return False
         for at, due in self._windows.first_copies(version):
             self._make(at, due, copies)
-        self.forget()
+        self.forget_version()
         self._windows.protected()
-        self.arrived()
+        self.drop_previous()
         return True
 
-    def arrived(self) -> None:
-        """The copies that are due are whole everywhere, as all have said: those of before the recovery are dropped."""
+    def drop_previous(self) -> None:
+        """Drops the copies from before the recovery: all ranks have reported that the new ones are complete."""
         self._failed = False
         if self._before is not None:
             _, generation, version = self._before
             self._experts.protected(version)
             self._windows.choice.settle()
-            self._drop_before()
+            self._drop_held()
             self._store.prune(generation)
 
-    def _drop_before(self) -> None:
-        """Forgets what holders have had already; its memory is free once the arenas of before are gone."""
+    def _drop_held(self) -> None:
+        """Drops the copies that holders had already; their memory is free once the previous arenas are deleted."""
         if self._before is not None:
             self._before[0].forget()
             self._before = None
@@ -131,24 +130,24 @@ class StageCopies:
             self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, copies).start()
             if not self._courier.wait(self._round.task, self._group):
                 raise PeerLost(self._round.task.lost or "the group was dropped")
-            is_whole = float(bool(self._round.task.result))
-            if float(self._group.all_reduce(torch.tensor([is_whole]))) == self._options.size:
+            is_complete = float(bool(self._round.task.result))
+            if float(self._group.all_reduce(torch.tensor([is_complete]))) == self._options.size:
                 return
-            copies.forget()  # those of before may be what is damaged
+            copies.forget()  # the existing copies may be damaged
         raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
 
-    def begin(self, version: int) -> None:
-        """Begins to copy the state, which is that of `version`; of a sparse version the first slice. Collective.
+    def begin_version(self, version: int) -> None:
+        """Begins to copy the state, which has this version; of a sparse version the first slice. Collective.
 
         Raises:
-            PeerLost: a rank is gone.
+            PeerLost: a rank is lost.
         """
         self._stays = self._experts.choose(version)
         self.version = version
-        self.proceed(version)
+        self.copy_slice(version)
 
-    def proceed(self, version: int) -> None:
-        """Begins to copy what is due of the state after one more step, which is that of `version`: the next slice."""
+    def copy_slice(self, version: int) -> None:
+        """Begins to copy the next slice of the state, which has this version after one more step."""
         if self.version is None:
             return
         due = self._windows.due(version - self.version)
@@ -157,8 +156,8 @@ class StageCopies:
             self._store, version, self._courier, due, self._emit, stays=self._stays, sent=sent
         ).start()
 
-    def wait(self) -> bool:
-        """Waits for the version that is on its way; whether it is whole here."""
+    def wait_sent(self) -> bool:
+        """Waits for the version that is being sent. Returns whether it is complete on this rank."""
         if self._round is None:
             return not self._failed
         is_done = self._courier.wait(self._round.task, self._group)
@@ -167,14 +166,14 @@ class StageCopies:
 
     @property
     def host_speed(self) -> float:
-        """Bytes per second at which the latest version, or slice of one, was captured; 0 before it is."""
+        """Bytes per second at which the latest version, or slice of one, was captured; 0 before the first."""
         return 0.0 if self._round is None else self._round.host_speed
 
     def wait_captured(self) -> None:
-        """Waits until the state may be changed."""
+        """Waits until the version is captured, so that the state may change."""
         if self._round is not None:
             self._round.wait_captured()
 
-    def forget(self) -> None:
-        """No version is on its way any more."""
+    def forget_version(self) -> None:
+        """Forgets the version that was sent."""
         self._round = self.version = None

@@ -1,11 +1,11 @@
-"""What travels of a pipeline's versions as the steps that lead to them, not as state (MoEtion's Algorithm 3).
+"""Chooses the bundles of a version that are sent as the step that leads to it, not as state (MoEtion's Algorithm 3).
 
-    version v      its keepers have version v − 1: the gradients of step v − 1; they repeat the optimizer's step
-                   they have not: its state
-    which have it  those that got the version before; all ranks know them alike, as all know what is sent in each
+    holders have version v − 1     they get the gradients of step v − 1, and repeat the optimizer's step
+    they do not                    they get the state of version v
 
-A bundle has either units whose steps can be repeated, or none of them: the state of the training loop, tokens, modules
-with buffers.
+Holders have a version if they got it; all ranks know this, since all know the bundles that each version sends. A bundle
+has either only units whose steps can be repeated, or none: the state of the training loop, token counts, modules with
+buffers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Repeated:
-    """A bundle that travels as a step."""
+    """A bundle that is sent as a step."""
 
     base: int
-    """The version that the step leads on, which its holders have."""
+    """The version before the step, which its holders have."""
     units: Sequence[Unit]
-    """With their tensors, in the order of the bundle."""
+    """Its units with their tensors, in its order."""
 
     @property
     def nbytes(self) -> int:
@@ -52,12 +52,12 @@ class Repeated:
 
 @dataclass(frozen=True)
 class SentSteps:
-    """What of a version travels as a step."""
+    """Bundles of a version that are sent as a step."""
 
     bundles: Mapping[int, Repeated]
-    """By number."""
+    """Bundles by number."""
     steps: UnitSteps
-    """Of this rank's units, the step."""
+    """The step of this rank's units."""
 
 
 class StageReplay:
@@ -67,7 +67,7 @@ class StageReplay:
         options: of the pipeline.
         state: of the stage.
         localised: knows steps that are only sent again.
-        planner: is told how much travels.
+        planner: plans for the bytes that are sent.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StageReplay:
         self._state, self._localised, self._planner = state, localised, planner
         self._arithmetic = find_arithmetic(state.optimizer) if options.replay else None
         self._units: dict[str, Unit] = {}
-        """Of all stages, those whose steps can be repeated."""
+        """Units of all stages whose steps can be repeated."""
         self._bundles: dict[int, list[Unit]] = {}
         """By number, those of these units that others keep."""
         self._bases: dict[int, int] = {}
@@ -90,8 +90,8 @@ class StageReplay:
             refuse_foreign_code(foreign_code(self._state.optimizer))
             self._notes.note()
 
-    def told(self) -> list[Any]:
-        """What this rank tells of its stage: lists of tensors, each with the names of the units that have them."""
+    def report(self) -> list[Any]:
+        """Reports repeatable units of the stage: lists of tensors, each with the names of the units that have them."""
         if self._arithmetic is None:
             return []
         kinds: dict[tuple[TensorSpec, ...], list[str]] = {}
@@ -100,26 +100,29 @@ class StageReplay:
                 kinds.setdefault(unit.specs, []).append(unit.name)
             elif unit.layer is not None and not self._has_warned:
                 self._has_warned = True
-                logger.warning("copies of %s and others get the state, as its steps cannot be repeated", unit.name)
+                logger.warning(
+                    "%s and other units are copied as state, since their steps cannot be repeated", unit.name
+                )
         return [
             [[(spec.name, spec.shape, str(spec.dtype).rpartition(".")[2]) for spec in specs], names]
             for specs, names in kinds.items()
         ]
 
-    def arrange(self, planned: Sequence[Bundle], seats: Sequence[StageRank]) -> list[Bundle]:
-        """The bundles of a plan; those that others keep are divided, as all units of one travel alike.
+    def arrange(self, planned: Sequence[Bundle], layout: Sequence[StageRank]) -> list[Bundle]:
+        """Divides the bundles of a plan, since all units of a bundle are sent the same way.
 
         Args:
             planned: all bundles.
-            seats: by rank.
+            layout: by rank.
         """
-        told = [each for seat in seats for each in seat.repeated]
-        by_ranks, width = Counter(name for _, names in told for name in names), sum(seat.stage == 0 for seat in seats)
+        reports = [each for stage_rank in layout for each in stage_rank.repeated]
+        by_ranks = Counter(name for _, names in reports for name in names)
+        width = sum(stage_rank.stage == 0 for stage_rank in layout)
         self._units = {
             name: Unit(name, tuple(_spec(*each) for each in specs))
-            for specs, names in told
+            for specs, names in reports
             for name in names
-            if by_ranks[name] == width  # else some rank of its stage cannot
+            if by_ranks[name] == width  # else some rank of its stage cannot repeat it
         }
         found = []
         for bundle in planned:
@@ -129,12 +132,12 @@ class StageReplay:
         return found
 
     def keep(self, kept: Sequence[Bundle], rank: int, version: int) -> None:
-        """Chooses from now on among these bundles, of which holders will have a version before the next one.
+        """Chooses among these bundles from now on. Their holders have a version before the next one begins.
 
         Args:
             kept: as `SnapshotStore.replace_arenas` returns them.
             rank: of this member.
-            version: that all holders of a bundle get, or have.
+            version: of the copies that all holders have or get.
         """
         repeated = {
             number: [self._units[unit] for unit in bundle.units]
@@ -155,11 +158,11 @@ class StageReplay:
             self._notes = StepNotes(self._state.optimizer, self._arithmetic, rows)
 
     def begin(self, version: int, stays: Collection[int]) -> SentSteps:
-        """What of a version travels as a step; the version begins now.
+        """Chooses the bundles of a version, which begins now, that are sent as a step.
 
         Args:
             version: of the state.
-            stays: numbers of the bundles that do not travel.
+            stays: numbers of the bundles that are not sent.
         """
         steps = {} if self._notes is None else self._notes.take()
         travels = [number for number in self._bundles if number not in stays]
@@ -174,7 +177,7 @@ class StageReplay:
         return SentSteps(found, steps)
 
     def end(self) -> None:
-        """The optimizer is the script's again."""
+        """Leaves the optimizer to the script."""
         if self._hook is not None:
             self._hook.remove()
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline are to hold after a recovery."""
+"""Units that each rank of a pipeline must hold after a recovery."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from evermoe.train.stages import StageRank
 
 
 class Adopter(Protocol):
-    """What a recovery's units are told to, and who says which of them are needed."""
+    """Decides which units a recovery fetches, and takes them over."""
 
     def needed(self, units: list[str]) -> list[str]:
-        """What a rank fetches that is to hold units."""
+        """Units that a rank fetches so that it can hold these."""
 
     def adopt(self, version: int, fetched: dict[str, Tensor]) -> None:
-        """Takes over what was fetched, of the version that all are to have; `fetched` is empty then."""
+        """Takes over the fetched units, which have the version of all ranks; empties `fetched`."""
 
 
 class StageTarget:
-    """Each rank holds the units of its stage, or its part of the experts; nothing ever moves.
+    """Each rank holds the units of its stage, or its part of the experts; no unit ever moves.
 
     Args:
-        seats: by rank.
+        layout: by rank.
         adopter: takes the units over.
     """
 
@@ -34,41 +34,42 @@ class StageTarget:
     checkpoints = None
     has_late_state = False
 
-    def __init__(self, seats: Sequence[StageRank], adopter: Adopter) -> None:
-        self._seats, self._adopter = seats, adopter
+    def __init__(self, layout: Sequence[StageRank], adopter: Adopter) -> None:
+        self._layout, self._adopter = layout, adopter
         self._version = 0
 
     def nodes(self, size: int) -> list[str]:
         """The node of each rank."""
-        return [seat.node for seat in self._seats]
+        return [stage_rank.node for stage_rank in self._layout]
 
     def known(self, inventories: Sequence[Inventory]) -> tuple[list[list[float]], dict[str, list[list[int]]]]:
-        """Empty: a rank has its place by its number."""
+        """Nothing: the number of a rank decides what it holds."""
         return [], {}
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
-        """Empty: no layer is spread over ranks."""
+        """Nothing: no layer is spread over the ranks of all stages."""
         self._version = version
         return {}
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
-        """The units of the rank's stage, without the experts of its peers."""
-        mine = self._seats[rank]
-        elsewhere = {unit for seat in self._seats if seat.stage == mine.stage for unit in seat.own} - {*mine.own}
+        """Units of the rank's stage, without the experts of its peers."""
+        mine = self._layout[rank]
+        peers = [each for each in self._layout if each.stage == mine.stage]
+        elsewhere = {unit for each in peers for unit in each.own} - {*mine.own}
         return self._adopter.needed([name for name, _ in mine.units if name not in elsewhere])
 
     def begin(self, placement: LayerPlacements) -> None:
         """Does nothing: no stage is deferred."""
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
-        """Takes over what was fetched."""
+        """Takes over the fetched units."""
         self._adopter.adopt(self._version, fetched)
 
     def lost_message(self, lost: Sequence[str], unfit: str) -> str:
-        """Names the units."""
+        """Error message that names the lost units."""
         return (
             f"no {'usable ' if unfit else ''}copy is left of {len(lost)} units ({', '.join(lost[:8])}) in memory of "
-            f"{len(self._seats)} ranks. "
+            f"{len(self._layout)} ranks. "
             + (unfit or "Too many nodes failed at once: use more copies; load a checkpoint of your own to start again")
             + "."
         )

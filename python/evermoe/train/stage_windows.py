@@ -1,4 +1,4 @@
-"""When the copies of a pipeline's stages travel: in windows of what the profilers of all ranks have seen."""
+"""Plans when the copies of a pipeline's stages travel: in windows that the profilers of all ranks have found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evermoe.snapshot.window_plan import WARM_UP, WindowOptions, WindowPlanner
 
 
 class _Known(NamedTuple):
-    """What all ranks know of one."""
+    """Knowledge of all ranks about one of them."""
 
     windows: str
     """`Windows.to_json`; empty where nothing is known."""
@@ -33,10 +33,10 @@ _UNKNOWN = _Known("", 0.0)
 
 
 class StageWindowPlanner(WindowPlanner):
-    """Finds windows in what the profiler of a pipeline has seen of all ranks.
+    """Finds windows in the profiles of all ranks of a pipeline.
 
-    A rank that waits for a peer has an idle network: a transfer keeps it busy from when both ends had begun until it is
-    known here to be over, as that is when the pacer learns of it.
+    The network of a rank that waits for a peer is idle. A transfer keeps it busy from the time when both ends have
+    begun until this rank learns that it is over, since the pacer learns of it then.
 
     Args:
         pacer, courier, store, membership, options, policy, fixed_steps: as of `WindowPlanner`.
@@ -45,12 +45,12 @@ class StageWindowPlanner(WindowPlanner):
 
     profiler: Profiler
     bubbles: BubbleTime | None = None
-    """Of the rank that has the most of them, by the latest profile; the same on all ranks."""
+    """Bubbles of the rank that has the most, by the latest profile; the same on all ranks."""
     step_bytes: Mapping[int, int] = MappingProxyType({})
-    """Of bundles that the latest version has as steps (see `train.repeated_round`), the bytes of these; the same on all
-    ranks."""
+    """Bytes of the steps of each bundle that the latest version sends as a step (see `train.repeated_round`); the same
+    on all ranks."""
     _known: Sequence[_Known] = ()
-    """What the latest plan was made of, by rank; empty on a newcomer. The same on all others."""
+    """Input of the latest plan, by rank; empty on a newcomer, the same on all others."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StageWindowPlanner(WindowPlanner):
 
     @property
     def bubble_bytes(self) -> int:
-        """Of what this member sends in a version, all bundles, the bytes that a step's windows have room for."""
+        """Bytes of a version's bundles that this rank can send in the windows of one step."""
         mine = self._reports[self._group.rank] if self._reports else None
         if self._policy is None or mine is None or not mine.windows:
             return 0
@@ -76,7 +76,7 @@ class StageWindowPlanner(WindowPlanner):
         return sum(chunk.bytes for chunk in plan.chunks if chunk.window is not None)
 
     def cut(self, numbers: Sequence[int], steps: int) -> None:
-        """From the next `restart` on versions are of slices.
+        """Divides versions into slices from the next `restart` on.
 
         Args:
             numbers: as `WindowPlanner.numbers`.
@@ -87,7 +87,7 @@ class StageWindowPlanner(WindowPlanner):
         self.numbers = numbers
 
     def send_steps(self, step_bytes: Mapping[int, int]) -> None:
-        """The next version has some bundles as steps, of so many bytes: plans for these."""
+        """Plans for a next version that sends some bundles as steps; `step_bytes` has their bytes."""
         if step_bytes != self.step_bytes:
             self.step_bytes = step_bytes
             if self._reports and self._policy is not None:
@@ -102,9 +102,9 @@ class StageWindowPlanner(WindowPlanner):
         return bundle if nbytes is None else bundle._replace(parts=[(bundle.parts[0][0], nbytes)])
 
     def _carry_over(self, policy: ChunkPolicy) -> None:
-        """Plans by the windows of before; a newcomer takes those of its predecessor, which all others remember.
+        """Plans with the previous windows; a newcomer takes those of its predecessor, which all others remember.
 
-        Ranks run the same schedule as before, so windows lie between the same transfers.
+        Ranks run the same schedule, so windows lie between the same transfers.
         """
         mine = self._known[self._group.rank] if self._known else _UNKNOWN
         reports = self._exchange(mine.windows, [mine.lead])
@@ -112,16 +112,16 @@ class StageWindowPlanner(WindowPlanner):
         if len(missing) == len(reports):
             return
         source = next(rank for rank, report in enumerate(reports) if report.windows)
-        told = None
+        shared = None
         if self._group.rank == source:
-            told = [self.knows_pace, self.bubbles, [self._known[rank] for rank in missing]]
-        self.knows_pace, bubbles, rows = share_json(self._group, told, source)
+            shared = [self.knows_pace, self.bubbles, [self._known[rank] for rank in missing]]
+        self.knows_pace, bubbles, rows = share_json(self._group, shared, source)
         self.bubbles = None if bubbles is None else BubbleTime(*bubbles)
         for rank, row in zip(missing, rows, strict=True):
             known = _Known(*row)
             reports[rank] = replace(reports[rank], windows=known.windows, starts=[known.lead])
         self._remember(reports)
-        self._adopt(reports, policy, self._base, "; by the windows of before", paces=True)
+        self._adopt(reports, policy, self._base, "; by the previous windows", paces=True)
 
     def _remember(self, reports: Sequence[RankReport]) -> None:
         self._known = [_Known(report.windows, lead(reports[0], report)) for report in reports]
@@ -149,9 +149,9 @@ class StageWindowPlanner(WindowPlanner):
 
 
 def known_busy(local: StepProfile, met: StepProfile) -> StepProfile:
-    """The transfers of a step from when both ends had begun until it is known here that they are over.
+    """The transfers of a step, each from the time when both ends have begun until this rank learns that it is over.
 
-    What is waited for before the vote is the last: from then on the network counts as busy until the step ends.
+    The wait before the vote is the last one: from then on the network counts as busy until the step ends.
 
         >>> from evermoe.planning.windows import Span
         >>> mine = StepProfile(9.0, [Span("receive from 0", "receive", "network", 1.0, 5.0, 64, [0])])
@@ -160,8 +160,8 @@ def known_busy(local: StepProfile, met: StepProfile) -> StepProfile:
         (4.0, 2.0)
 
     Args:
-        local: as this rank saw it alone.
-        met: the same, from `evermoe.profile.meet`.
+        local: profile of this rank alone.
+        met: the same step, from `evermoe.profile.meet`.
     """
     spans = []
     for mine, both in zip(local.spans, met.spans, strict=True):

@@ -1,5 +1,6 @@
-"""The parts of a pipeline's state: each rank holds its stage's units, and knows of the others' what they are called
-and how large they are. Who keeps copies of what is computed alike by all.
+"""The parts of a pipeline's state: each rank holds its stage's units, and knows the names and sizes of all others.
+
+All ranks compute the same plan of who keeps copies of which units.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from evermoe.train.kept_tokens import KeptTokens
 PipelinePreset = Literal["baft", "moetion"]
 
 
-class SlicesTold(NamedTuple):
-    """What a rank knows of the number of slices of a version; 0 where it knows nothing."""
+class SliceReport(NamedTuple):
+    """Knowledge of a rank about the number of slices of a version; 0 where it knows none."""
 
     now: int = 0
-    """As the ranks that run have it: of the copies that are whole."""
+    """Number of the complete copies, on ranks that run."""
     stored: int = 0
-    """Of the windows in this node's memory."""
+    """Number of the windows in this node's memory."""
     wanted: int = 0
-    """From the next copies on."""
+    """Number from the next copies on."""
     changes: int = 0
-    """How often the number was another one, and its copies whole."""
+    """Changes of the number whose copies are complete."""
 
 
-NOTHING_TOLD = SlicesTold()
+NO_REPORT = SliceReport()
 
 
 @dataclass(frozen=True)
 class StageRank:
-    """What a rank tells the others about itself."""
+    """Report of a rank about itself to all others."""
 
     stage: int
     data_parallel: int
@@ -57,11 +58,11 @@ class StageRank:
     units: list[tuple[str, int]]
     """Name and bytes of each unit of its stage."""
     own: list[str] = field(default_factory=list)
-    """Of these, experts that this rank alone holds; the ranks of the stage hold all but each other's."""
+    """Experts among these that this rank alone holds; all other units are on each rank of the stage."""
     weights: list[int] = field(default_factory=list)
-    """Of each unit the bytes without those that only an update needs; empty unless versions are sparse."""
-    slices: SlicesTold = NOTHING_TOLD
-    """What is known of the slices of a version, where their number is chosen."""
+    """Bytes of each unit without its optimizer state; empty unless versions are sparse."""
+    slices: SliceReport = NO_REPORT
+    """Knowledge of the number of slices, if it is chosen."""
     repeated: list[Any] = field(default_factory=list)
     """Units of its stage whose steps can be repeated, and their tensors: see `train.stage_replay`."""
     stops_at: int | None = None
@@ -76,100 +77,101 @@ class StageRank:
         """The inverse of `to_bytes`."""
         fields = json.loads(data)
         fields |= {"units": [(name, nbytes) for name, nbytes in fields["units"]]}
-        return cls(**fields | {"slices": SlicesTold(*fields["slices"])})
+        return cls(**fields | {"slices": SliceReport(*fields["slices"])})
 
 
-def stage_bundles(preset: PipelinePreset, seats: Sequence[StageRank], copies: int) -> list[Bundle]:
-    """Who copies what to whom: each unit of a stage by one of its ranks, with equal shares of what all of them hold.
+def stage_bundles(preset: PipelinePreset, layout: Sequence[StageRank], copies: int) -> list[Bundle]:
+    """Plans which rank copies which units to which ranks. Each unit of a stage is copied by one of its ranks, and the
+    ranks have equal shares of the units that all of them hold.
 
-    `baft`: to the `copies - 1` nodes before the rank's own in its pipeline (the ranks of one data-parallel coordinate,
-    stage by stage), where the last node comes before the first; where all stages are on one node, to stages before.
-    `moetion`: to ranks that keep what is missing to `copies` nodes beside the data-parallel peers, who hold it anyway;
-    but not each other's experts, where these are divided among them. Then a loss goes back by a version, of which they
-    keep all else in their own memory.
+    `baft`: to the previous `copies - 1` nodes in the rank's pipeline (the ranks of one data-parallel coordinate, stage
+    by stage), with the last node before the first; if all stages are on one node, to previous stages.
+    `moetion`: to as many ranks as the unit lacks to be on `copies` nodes, since its data-parallel peers hold it anyway.
+    Peers that divide the experts do not hold each other's. Then a loss goes back by a version, of which they keep all
+    other units in their own memory.
 
         >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
-        >>> seats = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
-        >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
+        >>> layout = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
+        >>> [bundle.holders for bundle in stage_bundles("baft", layout, 2)]
         [(0, 2), (1, 3), (2, 0), (3, 1)]
-        >>> seats = [StageRank(stage, 0, "ab"[stage // 2], "", units[0]) for stage in range(4)]  # two stages on a node
-        >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
+        >>> layout = [StageRank(stage, 0, "ab"[stage // 2], "", units[0]) for stage in range(4)]  # two stages on a node
+        >>> [bundle.holders for bundle in stage_bundles("baft", layout, 2)]
         [(0, 2), (1, 3), (2, 0), (3, 1)]
-        >>> seats = [StageRank(stage, 0, f"n{stage}", "", units[0]) for stage in range(4)]
-        >>> [bundle.holders for bundle in stage_bundles("baft", seats, 3)]
+        >>> layout = [StageRank(stage, 0, f"n{stage}", "", units[0]) for stage in range(4)]
+        >>> [bundle.holders for bundle in stage_bundles("baft", layout, 3)]
         [(0, 3, 2), (1, 0, 3), (2, 1, 0), (3, 2, 1)]
-        >>> seats = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
-        >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]  # the peers are enough
+        >>> layout = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
+        >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 2)]  # the peers are enough
         [(0,), (1,), (2,), (3,)]
-        >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 3)]
+        >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 3)]
         [(0, 2), (1, 2), (2, 0), (3, 0)]
         >>> from dataclasses import replace
-        >>> seats = [replace(seat, own=[seat.units[seat.data_parallel][0]]) for seat in seats]  # each has an expert
-        >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]
+        >>> layout = [replace(each, own=[each.units[each.data_parallel][0]]) for each in layout]  # each has an expert
+        >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 2)]
         [(0, 1), (1, 2), (2, 3), (3, 0)]
 
     Args:
         preset: `baft` or `moetion`.
-        seats: by rank; stage by stage, each with the same data-parallel coordinates in order.
-        copies: nodes that are to hold each unit.
+        layout: by rank; stage by stage, each with the same data-parallel coordinates in order.
+        copies: nodes that must hold each unit.
     """
-    width = sum(seat.stage == 0 for seat in seats)
+    width = sum(stage_rank.stage == 0 for stage_rank in layout)
     names, holders = [], []
-    before = _ranks_before(seats, width, copies)
+    before = _ranks_before(layout, width, copies)
     kept = planning.training_copy_holders(
-        [seat.node for seat in seats],
-        [seat.data_parallel for seat in seats],
-        [seat.stage for seat in seats],
-        min(max(1, copies), len(seats)),
+        [stage_rank.node for stage_rank in layout],
+        [stage_rank.data_parallel for stage_rank in layout],
+        [stage_rank.stage for stage_rank in layout],
+        min(max(1, copies), len(layout)),
         zero_stage=1,
     )
     leaves_to_peers = not planning.PRESETS[preset].copies_to_previous_node
-    goes_back = leaves_to_peers and any(seat.own for seat in seats)
-    for first in range(0, len(seats), width):
+    goes_back = leaves_to_peers and any(stage_rank.own for stage_rank in layout)
+    for first in range(0, len(layout), width):
         ranks = range(first, first + width)
-        alone = {name: rank for rank in ranks for name in seats[rank].own}
-        for name, primary in stage_primaries(seats, ranks).items():
+        alone = {name: rank for rank in ranks for name in layout[rank].own}
+        for name, primary in stage_primaries(layout, ranks).items():
             if not leaves_to_peers:
                 others = before[primary]
             elif name in alone:
                 others = kept.optimizer[primary][1:]
             else:
                 others = [rank for rank in kept.parameters[primary] if rank not in ranks]
-            again = _peers_elsewhere(seats, ranks, primary, copies) if goes_back and name not in alone else []
+            again = _peers_elsewhere(layout, ranks, primary, copies) if goes_back and name not in alone else []
             for kept_at in ([primary, *others], *([rank] for rank in again)):
                 names.append(name)
                 holders.append(kept_at)
     return bundles(names, holders)
 
 
-def stage_primaries(seats: Sequence[StageRank], ranks: range) -> dict[str, int]:
-    """By unit of a stage, which of its ranks copies it; each has an equal share of what all hold, and its own experts.
+def stage_primaries(layout: Sequence[StageRank], ranks: range) -> dict[str, int]:
+    """The rank that copies each unit of a stage: equal shares of the units that all hold, and its own experts.
 
     Args:
-        seats: by rank.
+        layout: by rank.
         ranks: of the stage.
     """
-    alone = {name: rank for rank in ranks for name in seats[rank].own}
-    shared = [(name, nbytes) for name, nbytes in seats[ranks[0]].units if name not in alone]
+    alone = {name: rank for rank in ranks for name in layout[rank].own}
+    shared = [(name, nbytes) for name, nbytes in layout[ranks[0]].units if name not in alone]
     shares = equal_shares([nbytes for _, nbytes in shared], ranks)
     return {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
 
 
-def _peers_elsewhere(seats: Sequence[StageRank], ranks: range, primary: int, copies: int) -> list[int]:
-    """Peers that keep versions of what they train, too, in their own memory, so that each is on `copies` nodes."""
-    keepers = {seats[primary].node: primary}
+def _peers_elsewhere(layout: Sequence[StageRank], ranks: range, primary: int, copies: int) -> list[int]:
+    """Peers that keep versions of a unit in their own memory, too, so that it is on `copies` nodes."""
+    keepers = {layout[primary].node: primary}
     for rank in ranks:
-        keepers.setdefault(seats[rank].node, rank)
+        keepers.setdefault(layout[rank].node, rank)
     return list(keepers.values())[1:copies]
 
 
-def _ranks_before(seats: Sequence[StageRank], width: int, copies: int) -> dict[int, list[int]]:
-    """For each rank, those that keep its copies in BAFT: the ranks of the same place on the nodes before."""
+def _ranks_before(layout: Sequence[StageRank], width: int, copies: int) -> dict[int, list[int]]:
+    """For each rank, the ranks that keep its copies in BAFT: those of its coordinate on the previous nodes."""
     found = {}
     for first in range(width):
-        ranks = range(first, len(seats), width)
-        order = {node: f"{place:09}" for place, node in enumerate(dict.fromkeys(seats[rank].node for rank in ranks))}
-        keepers = planning.copy_holders([order[seats[rank].node] for rank in ranks], max(1, copies), policy="previous")
+        ranks = range(first, len(layout), width)
+        order = {node: f"{place:09}" for place, node in enumerate(dict.fromkeys(layout[rank].node for rank in ranks))}
+        keepers = planning.copy_holders([order[layout[rank].node] for rank in ranks], max(1, copies), policy="previous")
         found.update({rank: [ranks[each] for each in held[1:]] for rank, held in zip(ranks, keepers, strict=True)})
     return found
 
@@ -185,22 +187,22 @@ def tokens_unit(stage: int) -> str:
 
 
 class StageState(TrainingState):
-    """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
+    """A stage and its optimizer as units whose names begin with the stage's number, and the sizes of all other units.
 
-    Units are cut where the ranks of the stage share them: `stage0.linear[0:64]` is a unit of its own. One more unit has
-    the state of the training loop.
+    Units are divided where the ranks of the stage share them: `stage0.linear[0:64]` is a unit of its own. One more unit
+    has the state of the training loop.
 
     Args:
         module: the stage.
         optimizer: of its parameters.
         stage: its number.
-        loop: what else survives with it.
+        loop: state of the training loop, which survives with it.
         ranks: of the stage.
-        place: this rank's among them, where each of them is to hold some experts of each MoE layer; None: all hold all.
-        slices: of a sparse version, each of whole units, which then are not cut; 1 where versions are not sparse, None
-            where their number is chosen.
-        keeps_tokens: whether the tokens that experts got are a unit, too.
-        may_cut: False for units that are all whole.
+        place: number of this rank among them if they divide the experts of each MoE layer; None: all hold all experts.
+        slices: of a sparse version, whose units are not divided; 1 if versions are not sparse, None if their number is
+            chosen.
+        keeps_tokens: whether the token counts of experts are a unit, too.
+        may_cut: False to divide no unit.
 
     Raises:
         UnsupportedState: a layer has fewer experts than there are ranks; or as of `TrainingState`.
@@ -220,7 +222,7 @@ class StageState(TrainingState):
         may_cut: bool = True,
     ) -> None:
         self.device = next(module.parameters()).device
-        """Where the stage is."""
+        """Device of the stage."""
         model = nn.ModuleDict({f"stage{stage}": module, loop_unit(stage): loop})
         load = ExpertLoad(expert_layers(model))
         if keeps_tokens:
@@ -241,11 +243,11 @@ class StageState(TrainingState):
         if slices != 1:  # memory that was left with other slices is not this job's
             self.own = self.catalog = UnitCatalog(self.own.units, f"{self.own.layout} in {slices or 'some'} slices")
         self._weights_of: dict[str, str] = {}
-        """By the name that a unit's weights have as a unit, the one whose they are."""
+        """By name of a unit that consists of another one's weights, the name of that one."""
         self.window: dict[str, Tensor] = {}
-        """Bytes of units in place of those that are trained, while copies are made of a window that was recovered."""
+        """Bytes that stand in for trained units while copies are made of a window that was recovered."""
         self.is_of_version = True
-        """Whether what is here is the state of this rank's version: not while only a part is, or a newer one."""
+        """Whether this rank has the state of its version: not while it has only a part of it, or a newer one."""
 
     def _is_contiguous(self, unit: Unit) -> bool:
         return all(tensor.is_contiguous() for tensor in super()._tensors(unit))
@@ -260,7 +262,7 @@ class StageState(TrainingState):
         return [tensor for spec, tensor in zip(part.of.specs, tensors, strict=True) if not spec.is_state]
 
     def _spread(self, ranks: int, place: int) -> None:
-        """Gives up the experts of other ranks: each has as many, to within one, in the order of their numbers."""
+        """Gives up the experts of other ranks: they are divided evenly, in the order of their numbers."""
         for path, layer in self.layers.items():
             if layer.num_experts < ranks:
                 raise UnsupportedState(
@@ -279,24 +281,24 @@ class StageState(TrainingState):
         return self.trained() if self.is_of_version else []
 
     def trained(self) -> list[str]:
-        """Names of the units of this stage that this rank trains, of whatever version they are."""
+        """Names of the units of this stage that this rank trains, in any version."""
         return [part.unit.name for part in self._parts.values() if self._holds(part.of)]
 
     def _holds(self, unit: Unit) -> bool:
         return unit.layer is None or unit.expert in self.layers[unit.layer].ids
 
     def alone(self) -> list[str]:
-        """Names of the experts that this rank alone holds of its stage."""
+        """Names of the experts of its stage that this rank alone holds."""
         return [name for name in self.trained() if self._is_spread and self.own.by_name[name].layer is not None]
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those that the optimizer steps: such as all ranks of the stage hold, and the experts that are here alone."""
+        """Parameters that the optimizer steps: those that all ranks of the stage hold, and the experts of this rank."""
         alone = {id(layer.weights) for layer in self.layers.values()} if self._is_spread else set[int]()
         found = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [p for p in found if id(p) not in alone], [p for p in found if id(p) in alone]
 
     def copy(self) -> dict[str, Tensor]:
-        """Bytes of all units of this stage that are here now."""
+        """Bytes of all units of this stage that this rank trains."""
         found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.trained()}
         for name, data in found.items():
             self.read(name, data)
@@ -304,26 +306,26 @@ class StageState(TrainingState):
 
     @torch.no_grad()
     def write(self, units: dict[str, Tensor]) -> None:
-        """The inverse of `copy`, which empties `units`. Of units without what only an update needs that stays.
+        """The inverse of `copy`, which empties `units`. Optimizer state that is missing from `units` keeps its value.
 
-        Graphs of before stay usable, as values that go back come again before they are.
+        Earlier autograd graphs stay valid, since values that go back come again before their backward.
         """
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
             self._take_over(self.trained(), units)
 
-    def learn(self, seats: Sequence[StageRank]) -> None:
-        """What units the other stages have.
+    def learn(self, layout: Sequence[StageRank]) -> None:
+        """Learns the units of the other stages.
 
         Raises:
             ValueError: ranks of one stage differ in their model or optimizer.
         """
-        self.catalog = self.own.merged(seats)
+        self.catalog = self.own.merged(layout)
 
     def name_weights(self, names: Mapping[str, str]) -> list[Unit]:
-        """Has the weights of this stage's units as units beside, under other names; returns these.
+        """Adds the weights of this stage's units as units of their own, under other names, and returns them.
 
         Args:
-            names: of these, and of the units whose they are.
+            names: by new name, the name of the unit.
         """
         self._weights_of = dict(names)
         return [

@@ -1,4 +1,4 @@
-"""What MoEtion has no bubble for (W* of its Algorithm 4) is sent beside compute: real processes."""
+"""Copies that no bubble has room for (W* of MoEtion's Algorithm 4) are sent during compute: real processes."""
 
 from __future__ import annotations
 

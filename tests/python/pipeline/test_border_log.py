@@ -15,7 +15,7 @@ version_of = _native.version_of
 
 def compute(log, step, generation=1, value=1.0):
     """A step of one microbatch, up to the vote."""
-    found = log.begin(version_of(generation, step))
+    found = log.begin_step(version_of(generation, step))
     chunk = found.chunk(0, 0, 0)
     output = torch.full((4,), value)
     chunk.forward, chunk.backward = Forward(None, (output,), [], 0), Backward((torch.full((2,), value),), 0)
@@ -32,8 +32,8 @@ def test_steps_are_kept_until_copies_of_a_newer_version_are_complete():
     log = new_log()
     for step in range(5):
         compute(log, step)
-        log.release(version_of(1, step))
-        log.taken(version_of(1, step + 1))
+        log.release_before(version_of(1, step))
+        log.mark_taken(version_of(1, step + 1))
         assert [each.number for each in log.steps] == [step]
         assert log.nbytes == 6 * 4
     compute(log, 5)
@@ -45,14 +45,14 @@ def test_an_interrupted_step_has_its_gradients_when_it_begins_again():
     log = new_log()
     (parameter,) = log._parameters
     compute(log, 0)
-    log.taken(version_of(1, 1))
+    log.mark_taken(version_of(1, 1))
     step = compute(log, 1, value=2.0)
     log.interrupt()
     parameter.grad = None
-    assert log.begin(version_of(1, 0)).is_taken  # sent once more, with no gradients
+    assert log.begin_step(version_of(1, 0)).is_taken  # sent once more, with no gradients
     assert parameter.grad is None
-    log.taken(version_of(2, 1))
-    assert log.begin(version_of(2, 1)) is step  # whose version has another generation now
+    log.mark_taken(version_of(2, 1))
+    assert log.begin_step(version_of(2, 1)) is step  # whose version has another generation now
     assert parameter.grad.tolist() == [2.0] * 3
 
 
@@ -73,11 +73,11 @@ def test_tokens_are_counted_on_from_forwards_that_are_whole():
     forward(step, [5, 5], is_cut_short=True)
     log.interrupt()
     count.add(np.array([7, 7]), is_counted=True)
-    assert log.begin(version_of(1, 0)) is step
+    assert log.begin_step(version_of(1, 0)) is step
     assert TokenCount.totals([count])[0].tolist() == [4, 2]
     forward(step, [0, 1])
     assert TokenCount.totals([count])[0].tolist() == [4, 3]
-    log.taken(version_of(1, 1))
+    log.mark_taken(version_of(1, 1))
     compute(log, 1)
     assert TokenCount.totals([count])[0].tolist() == [0, 0]
 
@@ -92,7 +92,7 @@ def test_a_torn_step_is_forgotten():
 def test_a_step_that_begins_anew_without_a_recovery_is_computed_anew():
     log = new_log()
     step = compute(log, 0)
-    assert log.begin(version_of(1, 0)) is not step
+    assert log.begin_step(version_of(1, 0)) is not step
 
 
 def test_another_history_is_forgotten():

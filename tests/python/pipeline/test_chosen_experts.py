@@ -139,7 +139,7 @@ def test_a_lost_rank_loses_what_its_experts_have_learnt_since_their_copies(start
     for unit in units:
         kept = [event["stored"].get(unit, []) for event in steps[shape.keeper(unit)] if event["step"] <= 7]
         newest = max(version for versions in kept for version in versions if version < first["step"])
-        assert first["stale"].get(unit, first["step"]) in (newest, first["step"]), "that of this step may be whole"
+        assert first["stale"].get(unit, first["step"]) in (newest, first["step"]), "this step's copy may be complete"
     shape.check_losses(pipeline.ranks, [first], steps)
     for rank in range(3):
         assert trained(reports[rank]["digests"]) == digests_after(steps, rank, first["step"])
@@ -165,7 +165,7 @@ def test_each_loss_counts_what_came_after_the_one_before(start_job, undisturbed)
 def test_a_lost_stage_goes_back_with_all_others_who_have_their_own_experts(start_job, undisturbed):
     shape, _, steps = undisturbed
     if shape.peers == 1:
-        pytest.skip("there each loss is that of a stage")
+        pytest.skip("in this shape each loss is the loss of a stage")
     plans = {rank: {"kill_in_step": 6} for rank in (2, 3)}
     pipeline, started = start(start_job, shape, plans, **FEW | {"copies": FEW["copies"] | {"copies": 3}})
     done = pipeline.finish()
@@ -191,7 +191,7 @@ def check_undisturbed(pipeline, expected):
 
 @pytest.mark.long
 def test_with_room_for_all_nothing_is_lost(start_job, undisturbed):
-    """A loss goes back by a step where copies of the newest version were not whole."""
+    """A loss goes back by a step if copies of the newest version were not complete."""
     shape, expected, _ = undisturbed
     plans = {3: {"kill_in_step": 2}, 0: {"kill_reduced": 4}, 1: {"kill_in_copy": 6}, 2: {"kill_in_step": 8}}
     pipeline, _ = start(start_job, shape, plans, **ALL)
@@ -211,7 +211,7 @@ def test_a_process_whose_node_lives_loses_nothing(start_job, undisturbed):
 
 @pytest.mark.long
 def test_what_a_node_costs_that_is_lost_in_a_crash_of_all_processes_is_known(start_job, undisturbed):
-    """What is known of copies is part of the state."""
+    """The ledger of copies is part of the state."""
     shape, _, steps = undisturbed
     pipeline = Pipeline(start_job(RANKS), stages=shape.stages, peers=shape.peers, **FEW)
     started = [pipeline.start(rank) for rank in range(RANKS)]
@@ -243,6 +243,6 @@ def test_budget_is_an_eighth_until_links_are_measured_and_then_what_they_take(st
 
 
 def kept_by(rank, event):
-    """Experts of others of which a rank's node has whole copies, each with a version."""
+    """Experts of others of which a rank's node has complete copies, each with a version."""
     own = {Shape(2).name(rank.options.rank, expert) for expert in Shape(2).own(rank.options.rank)}
     return {(unit, version) for unit, versions in event["stored"].items() if unit not in own for version in versions}

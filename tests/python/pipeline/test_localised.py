@@ -39,26 +39,26 @@ def test_those_that_live_compute_nothing_again(start_job, undisturbed):
     After the last of these the others have a newer state than the copies of the stage that is lost.
     """
     way, expected, _ = undisturbed
-    seats = [*range(RANKS)] if way == "1F1B" else [*reversed(range(RANKS))]  # another stage is lost
+    order = [*range(RANKS)] if way == "1F1B" else [*reversed(range(RANKS))]  # another stage is lost
     pipeline = Pipeline(start_job(RANKS), **COMMON | WAYS[way])
-    plans = {0: {"kill_reduced": 4}, 1: {"kill_in_copy": 7, "kill_with": seats[0]}, 2: {}, 3: {"kill_in_step": 2}}
-    first = [pipeline.start(seats[place], **plan) for place, plan in plans.items()]
+    plans = {0: {"kill_reduced": 4}, 1: {"kill_in_copy": 7, "kill_with": order[0]}, 2: {}, 3: {"kill_in_step": 2}}
+    first = [pipeline.start(order[place], **plan) for place, plan in plans.items()]
     pipeline.lose(first[3])
-    last = {3: pipeline.start(seats[3])}
+    last = {3: pipeline.start(order[3])}
     pipeline.lose(first[0])
-    second = pipeline.start(seats[0], kill_in_copy=7, kill_with=seats[1])
+    second = pipeline.start(order[0], kill_in_copy=7, kill_with=order[1])
     for each in (second, first[1]):
         pipeline.lose(each)
-    last |= {0: pipeline.start(seats[0]), 1: pipeline.start(seats[1])}
+    last |= {0: pipeline.start(order[0]), 1: pipeline.start(order[1])}
     done = pipeline.finish()
 
     assert recovered_at(first[2]) == [0, 2, 4, 6]
     assert recovered_at(last[3]) == [2, 4, 6]
     assert recovered_at(last[0]) == recovered_at(last[1]) == [6]
     for place, steps in ((2, STEPS), (3, STEPS - 2), (0, STEPS - 6), (1, STEPS - 6)):
-        assert passes(done[seats[place]]) == share(expected[seats[place]], steps)
-        assert done[seats[place]]["computed"] == done[seats[place]]["forwards"]
-        assert (done[seats[place]]["resent"] > 0) == (place in (2, 3))
+        assert passes(done[order[place]]) == share(expected[order[place]], steps)
+        assert done[order[place]]["computed"] == done[order[place]]["forwards"]
+        assert (done[order[place]]["resent"] > 0) == (place in (2, 3))
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS
     assert [each["rate"] for each in done] == [pytest.approx(1e-3 * 0.8**STEPS)] * RANKS
@@ -86,7 +86,7 @@ def test_without_it_all_ranks_compute_the_step_again(start_job, tmp_path):
 
 @pytest.mark.long
 def test_other_data_than_before_is_noticed(start_job):
-    """A newcomer that gives its stage other batches: all ranks compute the step anew, with the same batches."""
+    """A newcomer that gives its stage other batches: all ranks compute the step again, with the same batches."""
     pipeline = Pipeline(start_job(RANKS), **COMMON)
     # In the third microbatch it has a gradient of the first: the next stage has computed that.
     started = [
@@ -100,7 +100,7 @@ def test_other_data_than_before_is_noticed(start_job):
         "microbatch 0 at stage 1 has other bits than before" in str(each.events("connection_lost"))
         for each in started[1:]
     )
-    assert all("all ranks compute anew" in each.log() for each in started[1:])
+    assert all("all ranks compute the step again" in each.log() for each in started[1:])
     assert recovered_at(started[1]) == [0, 3, 3]
     assert [each["different"] for each in done] == [[]] * RANKS
     assert done[0]["digests"] == done[1]["digests"]

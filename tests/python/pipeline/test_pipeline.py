@@ -102,12 +102,12 @@ def test_a_whole_stage_is_lost(start_job, uninterrupted, preset):
     pipeline.finish_as(uninterrupted)
     for each, step in zip(newcomers, deaths, strict=True):
         recovered = each.events("recovered")[0]
-        assert recovered["step"] in (step - 1, step)  # the one before where the newest one's copies were under way
+        assert recovered["step"] in (step - 1, step)  # the previous one if the newest one's copies were being sent
         assert recovered["sources"] == {"local memory": 0, "peer": len(digests[0])}
 
 
 def test_without_copies_a_lost_rank_is_served_by_its_data_parallel_peer(start_job):
-    """All that its newcomer has can only have come from there."""
+    """All units of its newcomer can only have come from this peer."""
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2}, steps=5)
     started = [pipeline.start(rank, kill_in_step=2 if rank == RANKS - 1 else None) for rank in range(RANKS)]
     pipeline.lose(started[-1])
@@ -123,7 +123,7 @@ def test_without_copies_a_lost_rank_is_served_by_its_data_parallel_peer(start_jo
 
 @pytest.mark.long
 def test_a_node_with_two_stages_is_lost(start_job):
-    """Its stages' copies are on the other node, one on each rank, although the stage before was beside one of them."""
+    """Its stages' copies are on the other node, one on each rank, although one had its predecessor on its node."""
     pipeline = Pipeline(start_job(RANKS), ranks_per_node=2, stages=RANKS, peers=1, steps=40, copies=PRESETS["baft"])
     started = [pipeline.start(rank) for rank in range(RANKS)]
     died_after = started[3].wait_for("step", step=5)["step"]
@@ -319,7 +319,7 @@ def test_groups_have_the_limit_that_they_are_given():
 
 
 def test_a_wait_in_a_store_ends():
-    """When the key is there, when a rank is lost, and at the limit, however long it was asked to wait."""
+    """When the key exists, when a rank is lost, and at the limit, however long it was asked to wait."""
     lost, store = threading.Event(), dist.HashStore()
     patient = torch_groups.WatchedStore(store, lost, timedelta(seconds=PATIENCE))
     threading.Timer(0.1, store.set, ("late", "value")).start()
@@ -354,7 +354,7 @@ def ends(event):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_copies_travel_in_bubbles(start_job, preset):
-    """Each that was sent in a window begins there, to the microsecond.
+    """Each that was sent in a window begins in it, to the microsecond.
 
     How many are, and are over in time, at both ends, is for the machine to decide: steps may differ from the profile.
     """

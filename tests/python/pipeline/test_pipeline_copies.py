@@ -72,7 +72,7 @@ def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
 
 
 def protections(rank):
-    """For each recovery of a rank whether its copies were whole before training went on."""
+    """For each recovery of a rank whether its copies were complete before training continued."""
     said = [json.loads(event["said"]) for event in rank.events("protocol")]
     return [each["is_whole"] for each in said if each.get("event") == "protected"]
 
@@ -118,7 +118,7 @@ def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
 
 @pytest.mark.long
 def test_ranks_of_a_stage_send_equal_shares(start_job):
-    """Of three layers as large as each other, which two ranks could not share whole."""
+    """Three layers of equal size, which two ranks could not share without a division."""
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"], layers=3)
     for rank in range(RANKS):
         pipeline.start(rank)

@@ -39,10 +39,10 @@ def test_a_lost_stage_computes_again_and_the_others_send_from_their_log(start_jo
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS)
 def test_with_a_gpu_each_all_compute_the_step_under_way_again(start_job, tmp_path, own_gpus, way):
-    """What NCCL has left of it when it was aborted might be half of the work: nobody can tell."""
+    """NCCL may have left half of the work when it was aborted, and no rank can know."""
     expected, done = lose_a_stage(start_job, tmp_path, device="cuda", environment=own_gpus, **WAYS[way])
-    for each, whole in zip(done[: RANKS // 2], expected[: RANKS // 2], strict=True):
-        assert whole["forwards"] < each["forwards"] <= whole["forwards"] * (1 + 1 / STEPS)
+    for each, undisturbed in zip(done[: RANKS // 2], expected[: RANKS // 2], strict=True):
+        assert undisturbed["forwards"] < each["forwards"] <= undisturbed["forwards"] * (1 + 1 / STEPS)
 
 
 def lose_a_stage(start_job, folder, **options):
@@ -140,7 +140,7 @@ def test_a_stream_is_captured_while_another_is_told_of(cuda):
     captured, followed = torch.cuda.Stream(), torch.cuda.Stream()
     event, graph, is_told = torch.cuda.Event(blocking=True), ctypes.c_void_p(), threading.Event()
     event.record(followed)
-    event.synchronize()  # all is loaded, and the event there
+    event.synchronize()  # all is loaded, and the event exists
     follower = StreamFollower()
     assert driver.cuStreamBeginCapture_v2(ctypes.c_void_p(captured.cuda_stream), 0) == 0
     event.record(followed)

@@ -27,7 +27,7 @@ def wait_for_calls(pipeline, count):
 
 
 def said(rank, event):
-    """What a rank's protocol was told of one kind."""
+    """Events of one kind that a rank's protocol got."""
     return [each for each in rank.events("protocol") if json.loads(each["said"]).get("event") == event]
 
 
@@ -38,7 +38,7 @@ def test_the_hook_is_called_once_before_another_process_comes(start_job):
     pipeline.start(3)
     done = pipeline.finish()
     assert [each["different"] for each in done] == [[]] * RANKS
-    assert calls(pipeline.job.folder) == [call], "once in the whole job"
+    assert calls(pipeline.job.folder) == [call], "once in the job"
     first, *others = (each for each in pipeline.ranks if each.process.exitcode == 0)
     assert call.pid == first.pid
     (gone,) = first.events("member_lost")

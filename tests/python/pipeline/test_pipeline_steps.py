@@ -87,7 +87,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_step_is_named(start_job, mistake):
     """By the ranks that make it; those that have lost them before they came to it wait for others, and end."""
-    limit = 20.0 if mistake == "unequal runs" else 5.0  # there all ranks meet again, each once its own wait is over
+    limit = 20.0 if mistake == "unequal runs" else 5.0  # all ranks meet again, each once its own wait is over
     pipeline = Pipeline(
         start_job(RANKS), attempts=mistake, steps=2, copies={"hang_timeout": 3.0, "quorum_timeout": limit}
     )

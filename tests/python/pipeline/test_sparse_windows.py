@@ -21,15 +21,15 @@ from support.pipelines import BORDER_BYTES, RANKS, Pipeline, run_undisturbed
 STEPS, SLICES = 15, 3
 DEEP = {"stages": 4, "peers": 1}
 COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "schedules_rate": True}
-WHOLE = {"preset": "baft", "max_grad_norm": 0.5}
-SPARSE = WHOLE | {"sparse": True, "snapshot_interval": SLICES}
+DENSE = {"preset": "baft", "max_grad_norm": 0.5}
+SPARSE = DENSE | {"sparse": True, "snapshot_interval": SLICES}
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """By rank, the end of a run of four stages in which nothing happens, with versions that are not sparse."""
     folder = tmp_path_factory.mktemp("deep")
-    return run_undisturbed(folder, **COMMON, **DEEP, copies=WHOLE)[0]
+    return run_undisturbed(folder, **COMMON, **DEEP, copies=DENSE)[0]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,13 @@ def forwards(steps):
 @pytest.mark.parametrize(
     ("slices", "step", "begun"),
     [(3, 8, {4}), (3, 2, {0}), (3, 7, {4}), (3, 9, {4, 7}), (7, 10, {1})],
-    ids=["within a window", "before there is one", "one is whole", "before the last slice", "more slices than units"],
+    ids=[
+        "within a window",
+        "before there is one",
+        "one is complete",
+        "before the last slice",
+        "more slices than units",
+    ],
 )
 def test_a_lost_stage_is_made_dense_by_replay(start_job, deep, slices, step, begun):
     """No other rank has the stage's state. The others compute nothing again: they send what they have logged."""
@@ -77,8 +83,8 @@ def test_slices_are_as_many_as_the_bubbles_need(start_job, tmp_path):
     """Ranks meet once for it and lose nothing, compute nothing again; then a stage is lost, and comes from a window."""
     small = {"profile_steps": 4, "copy_buffer_bytes": 1 << 9}
     common = COMMON | DEEP | {"steps": 24, "width": 128}
-    expected, _ = run_undisturbed(tmp_path, **common, copies=WHOLE)
-    pipeline = Pipeline(start_job(RANKS), **common, copies=WHOLE | small | {"sparse": True})
+    expected, _ = run_undisturbed(tmp_path, **common, copies=DENSE)
+    pipeline = Pipeline(start_job(RANKS), **common, copies=DENSE | small | {"sparse": True})
     started = [pipeline.start(rank, kill_in_step=18 if rank == 1 else None) for rank in range(RANKS)]
     pipeline.lose(started[1])
     newcomer = pipeline.start(1)
@@ -125,8 +131,8 @@ def test_losses_of_several_stages_while_others_replay(start_job, deep):
 
 @pytest.mark.long
 def test_a_stage_that_replays_begins_anew_when_another_one_is_lost(start_job, deep):
-    """Two stages have slices alone when one of them is lost again: the other loads its own anew, and is not taken for
-    whole.
+    """Two stages have only slices when one of them is lost again: the other loads its own again, and does not count as
+    complete.
     """
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
     started = [pipeline.start(rank, kill_in_step=8 if rank in (1, 3) else None) for rank in range(RANKS)]
@@ -140,15 +146,15 @@ def test_a_stage_that_replays_begins_anew_when_another_one_is_lost(start_job, de
     check(done, deep)
     assert recovered_at(started[0]) == recovered_at(started[2]) == [0, 4, 4]
     assert recovered_at(second[3]) == [4, 4]
-    assert "all ranks compute anew" not in "".join(each.log() for each in (started[0], started[2], second[3]))
+    assert "all ranks compute the step again" not in "".join(each.log() for each in (started[0], started[2], second[3]))
     assert [done[rank]["forwards"] for rank in (0, 2)] == [forwards(STEPS)] * 2
 
 
-@pytest.mark.parametrize(("step", "again"), [(13, 13), (5, 4)], ids=["whole", "in the middle of a replay"])
+@pytest.mark.parametrize(("step", "again"), [(13, 13), (5, 4)], ids=["complete", "in the middle of a replay"])
 @pytest.mark.long
 def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide, step, again):
     """One alone has a peer with all of the state: then nothing is replayed. But one that has two of three slices does
-    not pass for whole: then both load all of them anew.
+    not count as complete: then both load all of them again.
     """
     pipeline = Pipeline(start_job(RANKS), **COMMON, copies=SPARSE)
     started = [pipeline.start(rank, kill_in_step=8 if rank >= 2 else None) for rank in range(RANKS)]
@@ -167,7 +173,7 @@ def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide, st
 
 
 def has_voted(worker, step):
-    """Whether a rank has its own copies of so many steps, and those that it keeps, and votes on the next one."""
+    """Whether a rank has its own copies of this number of steps, and those that it keeps, and votes on the next one."""
     commands = [each for event in worker.events("protocol") for each in json.loads(event["commands"])]
     return any(each["command"] == "vote" and step_of(each["version"]) == step for each in commands)
 
@@ -187,7 +193,7 @@ def damage_windows(folder, stage):
 
 @pytest.mark.long
 def test_where_a_window_is_damaged_all_go_back_to_older_whole_copies(start_job, deep):
-    """The first window is whole, and the copies of before it are there still, when a stage is lost."""
+    """The first window is complete, and the previous copies still exist, when a stage is lost."""
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
     started = [pipeline.start(rank, stop_at=f"vote {SLICES}" if rank == 1 else None) for rank in range(RANKS)]
     started[1].wait_for("stops")
@@ -240,7 +246,7 @@ def test_two_stages_are_lost_at_once(start_job, deep):
 
 @pytest.mark.long
 def test_other_data_than_before_makes_all_stages_replay(start_job, deep):
-    """A newcomer whose inputs are others than before: all load their slices, and compute anew. It is lost in that
+    """A newcomer whose inputs are others than before: all load their slices, and compute again. It is lost in that
     replay, and the next one has the same as at first: all begin once more, and end like a run without failures.
     """
     pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
@@ -252,7 +258,7 @@ def test_other_data_than_before_makes_all_stages_replay(start_job, deep):
     done = pipeline.finish()
     check(done, deep)
     assert [recovered_at(each) for each in started[1:]] == [[0, 4, 4, 4]] * 3
-    assert all(each.log().count("all ranks compute anew") == 1 for each in started[1:])
+    assert all(each.log().count("all ranks compute the step again") == 1 for each in started[1:])
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
@@ -322,10 +328,10 @@ def test_a_step_captures_a_slice_and_the_weights_of_those_to_come(start_job, dee
         events = each.events("step")
         sent = {event["step"]: event["total"] for event in each.events("chunk_sent")}
         captured = [sent[step] for step in range(1, STEPS + 1)]
-        whole, weights = done[rank]["state_bytes"], done[rank]["state_bytes"] / 3
+        state, weights = done[rank]["state_bytes"], done[rank]["state_bytes"] / 3
         assert captured[:SLICES] * (STEPS // SLICES) == captured, "the same in each window"
-        assert sum(captured[:SLICES]) >= whole
-        assert max(captured) < weights + 2 * weights / SLICES + 0.1 * whole
+        assert sum(captured[:SLICES]) >= state
+        assert max(captured) < weights + 2 * weights / SLICES + 0.1 * state
         assert max(event["logged"] for event in events) <= 2 * SLICES * 2 * BORDER_BYTES
         assert "of 3 slices, each as a version in a step, the largest: a version takes 1 step" in events[-1]["summary"]
 

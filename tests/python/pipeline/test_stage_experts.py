@@ -9,7 +9,7 @@ from support.pipelines import PRESETS, RANKS, Pipeline, run_undisturbed
 
 STEPS, EXPERTS = 9, 5
 COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "experts": EXPERTS}
-WHOLE = {"expert_parallel": False, "expert_selection": None}
+UNDIVIDED = {"expert_parallel": False, "expert_selection": None}
 WAYS = {
     "1F1B": COMMON | {"parts": 2, "copies": PRESETS["baft"] | {"expert_parallel": True, "max_grad_norm": 0.5}},
     "interleaved": COMMON
@@ -32,7 +32,7 @@ def undisturbed(request, tmp_path_factory):
 def test_each_rank_holds_its_experts_and_computes_what_one_with_all_would(undisturbed, tmp_path):
     way, done, steps = undisturbed
     options = WAYS[way]
-    whole, expected = run_undisturbed(tmp_path, **options | {"copies": options["copies"] | WHOLE})
+    undivided, expected = run_undisturbed(tmp_path, **options | {"copies": options["copies"] | UNDIVIDED})
     for found, exact in zip(losses(steps), losses(expected), strict=True):
         assert found == pytest.approx(exact, rel=1e-5)
     for found, exact in zip(losses(steps, "squares"), losses(expected, "squares"), strict=True):
@@ -46,7 +46,7 @@ def test_each_rank_holds_its_experts_and_computes_what_one_with_all_would(undist
         assert not own[0] & own[1]
         dense = [{name: value for name, value in each["digests"].items() if "experts" not in name} for each in peers]
         assert dense[0] == dense[1]
-    assert [each["different"] for each in (*done, *whole)] == [[]] * 2 * RANKS
+    assert [each["different"] for each in (*done, *undivided)] == [[]] * 2 * RANKS
 
 
 def check_same_bits(pipeline, undisturbed):

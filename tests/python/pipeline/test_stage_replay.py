@@ -93,7 +93,7 @@ def test_a_copy_that_is_not_its_trainers_gets_the_state(start_job, undisturbed, 
     started = [pipeline.start(rank) for rank in range(RANKS)]
     done = check(pipeline, expected)
     assert damaged(pipeline) == {0: set(), 1: set(), 2: {4}, 3: set()}
-    assert "waits for its full state" in started[2].log()
+    assert "is replaced by its full state" in started[2].log()
     assert all(len(each.events("recovered")) == 1 for each in started)
     sent = {step: sum(each["sent"][str(step)] for each in done) for step in range(1, STEPS)}
     assert len({sent[step] for step in sent if step != 4}) == 1
@@ -138,7 +138,7 @@ def test_stages_of_several_virtual_ones(start_job, tmp_path, schedule):
 
 
 def expert_options(shape, experts):
-    """Room for so many experts in each version."""
+    """Room for this number of experts in each version."""
     room = {"expert_parallel": True, "remote_bytes_per_step": experts * EXPERT_BYTES, "copies": 2}
     return options_of(shape, **room) | {"experts": EXPERTS, "tells_experts": True, "rate": 1e-3}
 

@@ -12,7 +12,7 @@ DEEP = {"stages": RANKS, "peers": 1}
 
 
 def test_bubbles_are_about_as_long_as_1f1b_would_have_them(start_job):
-    """How busy the machine is makes the difference: ranks that wait for a processor do not wait for each other."""
+    """A busy machine makes the difference: ranks that wait for a processor do not wait for each other."""
     pipeline = Pipeline(start_job(RANKS), **DEEP, steps=10, work=8, copies=PRESETS["baft"] | {"profile_steps": 4})
     for rank in range(RANKS):
         pipeline.start(rank)

@@ -1,4 +1,4 @@
-"""Which ways back a rank sees where versions are sparse: whole versions, and windows of which all was copied."""
+"""Ways back of a rank with sparse versions: dense versions, and windows of which all was copied."""
 
 from __future__ import annotations
 
@@ -45,55 +45,55 @@ def capture(state, store, windows, step):
 
 
 def ways_back(group, folder):
-    """What a rank goes back to, and whether there is another way, as more and more of a window is copied."""
+    """The way back of a rank, and whether there is another one, as more and more of a window is copied."""
     state, store, windows = make(folder)
     units = state.held()
 
     def look():
-        windows.look(group, BEGUN + 1)
-        first = "window" if windows.needed(units) != units else "whole"
-        return [first, *(["window" if windows.needed(units) != units else "whole"] if windows.turn() else [])]
+        windows.choose_way(group, BEGUN + 1)
+        first = "window" if windows.needed(units) != units else "dense"
+        return [first, *(["window" if windows.needed(units) != units else "dense"] if windows.turn_back() else [])]
 
     capture(state, store, windows, 0)
     found = {"a slice is not copied": look()}
     capture(state, store, windows, 1)
     found["all is copied"] = look()
     state.is_of_version = False  # as in the middle of a replay
-    found["the rank is not whole"] = look()
+    found["the rank is not complete"] = look()
     store.engine.shutdown()
     return found
 
 
 def test_a_window_is_of_copies_and_what_is_trained_is_whole(tmp_path):
-    """The rank trains the last slice at its version: that does not make the window whole, as it has no copy."""
+    """The rank trains the last slice at its version: that does not complete the window, as it has no copy."""
     (found,) = run_ranks(tmp_path, 1, ways_back, str(tmp_path))
     assert found == {
-        "a slice is not copied": ["whole"],
-        "all is copied": ["whole", "window"],
-        "the rank is not whole": ["window"],
+        "a slice is not copied": ["dense"],
+        "all is copied": ["dense", "window"],
+        "the rank is not complete": ["window"],
     }
 
 
 def meet(choices, **wanted):
-    """All ranks tell each other what they know of the number of slices; the numbers that they take."""
-    seats = [
-        StageRank(0, rank, "n", "", [], slices=each.told()._replace(**wanted)) for rank, each in enumerate(choices)
+    """The numbers of slices that ranks take once all have reported what they know."""
+    layout = [
+        StageRank(0, rank, "n", "", [], slices=each.report()._replace(**wanted)) for rank, each in enumerate(choices)
     ]
     for each in choices:
-        each.agree(seats)
+        each.agree(layout)
     return [each.steps for each in choices]
 
 
 def test_a_chosen_number_of_slices_counts_once_its_copies_are_whole(tmp_path):
     _, store, _ = make(tmp_path)
     choices = [SliceChoice(None, store) for _ in range(2)]
-    assert meet(choices) == [1, 1], "whole versions at first"
+    assert meet(choices) == [1, 1], "dense versions at first"
     assert meet(choices, wanted=4) == [1, 1]
     assert [each.change() for each in choices] == [True, True]
     assert [each.steps for each in choices] == [4, 4]
-    assert meet(choices) == [1, 1], "a loss before the copies are whole"
+    assert meet(choices) == [1, 1], "a loss before the copies are complete"
     assert [each.change() for each in choices] == [True, True], "it is not forgotten"
     choices[0].settle()
-    assert meet(choices) == [4, 4], "one knows that they are, and may have dropped those of before"
+    assert meet(choices) == [4, 4], "one knows that they are, and may have dropped the previous ones"
     assert [each.change() for each in choices] == [False, False]
     assert meet([*choices, SliceChoice(None, store)]) == [4, 4, 4], "a newcomer learns it"

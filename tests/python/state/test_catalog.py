@@ -12,7 +12,7 @@ from evermoe.state.unit import TensorSpec, Unit
 
 
 @dataclass
-class Seat:
+class StageUnits:
     stage: int
     layout: str
     units: list[tuple[str, int]]
@@ -25,8 +25,8 @@ def catalog_of(stage, widths, dtype=torch.float32):
     )
 
 
-def seat_of(stage, catalog):
-    return Seat(stage, catalog.layout, catalog.sizes())
+def units_of(stage, catalog):
+    return StageUnits(stage, catalog.layout, catalog.sizes())
 
 
 def test_layout_distinguishes_names_shapes_and_types():
@@ -42,8 +42,8 @@ def test_layout_distinguishes_names_shapes_and_types():
 
 def test_merged_catalog_has_all_stages_in_order_and_equals_that_of_the_other_stages():
     first, second = catalog_of(0, [2, 4]), catalog_of(1, [8])
-    seats = [seat_of(1, second), seat_of(0, first), seat_of(0, first)]
-    merged = [each.merged(seats) for each in (first, second)]
+    layout = [units_of(1, second), units_of(0, first), units_of(0, first)]
+    merged = [each.merged(layout) for each in (first, second)]
     for each in merged:
         assert each.sizes() == [("stage0.0", 8), ("stage0.1", 16), ("stage1.0", 32)]
     assert merged[0].layout == merged[1].layout != first.layout
@@ -54,13 +54,13 @@ def test_merged_catalog_has_all_stages_in_order_and_equals_that_of_the_other_sta
 
 def test_what_one_rank_alone_holds_is_an_expert_in_the_catalogs_of_all():
     first, second = catalog_of(0, [2, 4]), catalog_of(1, [8, 8])
-    seats = [seat_of(0, first), seat_of(1, second), replace(seat_of(1, second), own=["stage1.1"])]
-    assert first.merged(seats).experts() == ["stage1.1"]
-    expert = first.merged(seats).by_name["stage1.1"]
+    layout = [units_of(0, first), units_of(1, second), replace(units_of(1, second), own=["stage1.1"])]
+    assert first.merged(layout).experts() == ["stage1.1"]
+    expert = first.merged(layout).by_name["stage1.1"]
     assert (expert.layer, expert.expert) == ("stage1", 1)
 
 
 def test_ranks_of_one_stage_that_differ_are_refused():
-    seats = [seat_of(0, catalog_of(0, [2])), seat_of(1, catalog_of(1, [2])), seat_of(1, catalog_of(1, [3]))]
+    layout = [units_of(0, catalog_of(0, [2])), units_of(1, catalog_of(1, [2])), units_of(1, catalog_of(1, [3]))]
     with pytest.raises(ValueError, match="ranks of stage 1 have units with different names"):
-        catalog_of(0, [2]).merged(seats)
+        catalog_of(0, [2]).merged(layout)

@@ -48,7 +48,7 @@ class Options:
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
     kill_with: int | None = None
-    """The rank that dies there, too: each waits until both have come to it."""
+    """The rank that dies with it: each waits until both have come to this point."""
     kill_begun: int | None = None
     """Dies when this step begins."""
     kill_reduced: int | None = None
@@ -56,9 +56,9 @@ class Options:
     kill_at: str | None = None
     """Dies where `reach` is called with these words."""
     stop_at: str | None = None
-    """Stops there for the first time, until someone continues it."""
+    """Stops at these words for the first time, until the test continues it."""
     lingers: str | None = None
-    """After a failure it does not recover before this file is there."""
+    """After a failure it does not recover before this file exists."""
     poison: int | None = None
     """In this step some gradients are infinite."""
     chunks: int = 1
@@ -80,9 +80,9 @@ class Options:
     """Whether it writes, after each step, the tokens that experts got, and what its node's memory has of experts."""
     trace: bool = False
     verifies: bool = False
-    """Whether all copies are compared after each recovery; then they are whole."""
+    """Whether all copies are compared after each recovery, once they are complete."""
     attempts: str = "means"
-    """How steps are written: `means` or `counts`, or a mistake."""
+    """Kind of the steps: `means` or `counts`, or a mistake."""
     raises: int | None = None
     """Its script raises a RuntimeError of its own in this step, once."""
     stops: int | None = None
@@ -170,13 +170,13 @@ def linger(options: Options) -> None:
 
 def reach_in_store(options: Options) -> None:
     """Points at which this rank has connected to nobody: the others know that it is here; gloo has told them where."""
-    tell = WatchedStore.set
+    original = WatchedStore.set
 
-    def tell_and_reach(store: WatchedStore, key: str, value: bytes) -> None:
-        tell(store, key, value)
+    def set_and_reach(store: WatchedStore, key: str, value: bytes) -> None:
+        original(store, key, value)
         reach(options, "address is known" if key.rpartition("/")[2].isdigit() else "here")
 
-    WatchedStore.set = tell_and_reach  # type: ignore[method-assign]
+    WatchedStore.set = set_and_reach  # type: ignore[method-assign]
 
 
 def build_schedule(
@@ -292,7 +292,7 @@ def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
 
 
 def loss_function(options: Options, copies: evermoe.PipelineSession) -> Any:
-    """What the schedule computes losses by."""
+    """The loss function of the schedule."""
     if options.attempts == "no loss function":
         return nn.functional.mse_loss
     compute = sum_loss if options.attempts == "counts" else nn.functional.mse_loss
