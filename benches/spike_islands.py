@@ -34,9 +34,10 @@ from torch.distributed.fsdp import fully_shard
 
 import evermoe
 from evermoe.comm.gather import gather_json
-from evermoe.comm.group import Group, end_waits
+from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.comm.torch_groups import end_torch_groups, quick_groups
+from evermoe.comm.waits import end_waits
 from evermoe.errors import PeerLost
 from evermoe.events import Update
 

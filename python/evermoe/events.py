@@ -5,6 +5,7 @@ Steps are numbered from 0: step n leads from the state after n steps to the stat
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -113,12 +114,12 @@ class Commit(Event):
     step: int
     loss: float
     """Mean over the global batch."""
-    grad_norm: float
-    """Norm of the mean loss's gradient over all parameters, before `on_gradients` and `max_grad_norm`."""
     members: int
     """Workers that trained."""
     generation: int
     """Number of the membership that took the step: it grows at each change."""
+    grad_norm: float = math.nan
+    """Norm of the mean loss's gradient over all parameters, before `on_gradients` and `max_grad_norm`."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,9 +22,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.plain_reason import plain_reason
-from evermoe.comm.tags import NEVER_SENT
 from evermoe.comm.transport import Transport
-from evermoe.comm.waits import Clocks, Wait
+from evermoe.comm.waits import Clocks, Wait, end_waits
 from evermoe.errors import PeerLost
 from evermoe.options import count
 
@@ -44,26 +43,6 @@ CONNECT_SECONDS = 3.0
 def connect_timeout(size: int) -> timedelta:
     """Time that gloo is given to connect so many ranks, all of which are there."""
     return timedelta(seconds=CONNECT_SECONDS * (1 + size // 100))
-
-
-def end_waits(group: Any, rank: int, size: int) -> None:
-    """Ends all threads' waits for messages of a gloo group, here and at the peers.
-
-    Gloo has no call for that, and its sockets stay open while a thread waits. But a wait that times out closes them
-    all. One for a peer that has closed its own side fails at once instead, and ends no others: then the next is tried.
-    """
-    for step in range(1, size):
-        if _times_out(group, (rank + step) % size):
-            return
-
-
-def _times_out(group: Any, peer: int) -> bool:
-    try:
-        never = group.recv([torch.empty(1)], peer, NEVER_SENT)
-        never.wait(timedelta(milliseconds=1))
-    except (RuntimeError, AssertionError) as error:
-        return "timed out" in str(error).lower()
-    return False
 
 
 def _ignore(name: str, on_stream: bool) -> None:
@@ -178,6 +157,8 @@ class Group:
         self._timeout = timedelta(0)
         self._waits: set[Wait] = set()
         """For messages that are under way."""
+        self._posted: list[Any] = []
+        """Messages of the latest `post`."""
         self.broken: str | None = None
         self.begun = Begun()
         """Collectives that this member has begun since the group was connected, or since a reader put in a new one."""
@@ -263,6 +244,18 @@ class Group:
             return works + [pg.send([tensor], destination, tag) for tensor, destination in sends]
 
         self._call("exchange", (sends or receives)[0][0], start, limit)
+
+    def post(self, tensor: torch.Tensor, ranks: Iterable[int], tag: int) -> None:
+        """Begins to send a tensor on the CPU to ranks that take it by `exchange`; does not wait for them.
+
+        The ranks must have taken the messages of the previous call.
+        """
+        if self.broken is not None:
+            return
+        try:
+            self._posted = [self._groups["cpu"].send([tensor], rank, tag) for rank in ranks]
+        except (RuntimeError, AssertionError) as error:
+            self.drop(plain_reason(error))
 
     def _call(
         self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any], limit: timedelta | None = None
@@ -354,6 +347,7 @@ class Group:
     def drop_alone(self, reason: str) -> None:
         """As `drop`, without the groups that are linked with this one."""
         self.broken = self.broken or reason
+        self._posted = []
         for name, group in self._groups.items():
             if name == "cpu" and self.size > 1 and group._pg is not None:  # NCCL's own abort ends its waits
                 end_waits(group, self.rank, self.size)

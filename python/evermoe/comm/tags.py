@@ -14,10 +14,12 @@ REPLAY_GRADIENTS = 6
 """Records of a step for replicas that are sent while backward computes others."""
 MEETING = 7
 """What members are about to do, where they meet between steps; among the messages of `Group.exchange`."""
+STEP = 8
+"""Notice to replica nodes that a step begins, among the messages of `Group.exchange`."""
 SNAPSHOT_FIRST = 16
 """The first tag of snapshots: each bundle has `SNAPSHOT_EACH` of them from here on."""
 SNAPSHOT_EACH = 4096
 CONNECTED = 0x7FFF_FFFD
 """A pipeline's members tell each other that their groups are connected."""
 NEVER_SENT = 0x7FFF_FFFF
-"""Tag that is never sent: a wait for it ends all waits, see `group.end_waits`."""
+"""Tag that is never sent: a wait for it ends all waits, see `waits.end_waits`."""

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm.group import connect_timeout, end_waits, has_given_up
+from evermoe.comm.group import connect_timeout, has_given_up
 from evermoe.comm.task import Task
+from evermoe.comm.waits import end_waits
 from evermoe.errors import PeerLost
 
 T = TypeVar("T")

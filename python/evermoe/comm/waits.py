@@ -12,7 +12,10 @@ import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
+
 from evermoe.comm.plain_reason import plain_reason
+from evermoe.comm.tags import NEVER_SENT
 from evermoe.native_calls import native_call
 
 EXCESS = 1.25
@@ -40,6 +43,26 @@ class Clocks(NamedTuple):
         """Seconds by which the wall clock was set back since then; negative if it was set forward."""
         now = Clocks.now()
         return (now.steady - self.steady) - (now.wall - self.wall)
+
+
+def end_waits(group: Any, rank: int, size: int) -> None:
+    """Ends all threads' waits for messages of a gloo group, here and at the peers.
+
+    Gloo has no call for that, and its sockets stay open while a thread waits. But a wait that times out closes them
+    all. One for a peer that has closed its own side fails at once instead, and ends no others: then the next is tried.
+    """
+    for step in range(1, size):
+        if _times_out(group, (rank + step) % size):
+            return
+
+
+def _times_out(group: Any, peer: int) -> bool:
+    try:
+        never = group.recv([torch.empty(1)], peer, NEVER_SENT)
+        never.wait(timedelta(milliseconds=1))
+    except (RuntimeError, AssertionError) as error:
+        return "timed out" in str(error).lower()
+    return False
 
 
 class Wait:

@@ -128,6 +128,11 @@ class Checkpointer:
                 with suppress(OSError):  # a place that does not answer now may do so later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
 
+    @property
+    def writes(self) -> bool:
+        """Whether this member writes checkpoints."""
+        return self._store is not None
+
     def newest_generation(self) -> int:
         """The newest generation that wrote to the folder; 0 if there is none."""
         return 0 if self._store is None else self._store.newest_generation()

@@ -15,6 +15,7 @@ from evermoe.train.evaluation_data import add_up, own_batches, sum_over
 from evermoe.train.protocol import CommitProtocol
 from evermoe.train.session_config import SessionConfig
 from evermoe.train.session_driver import SessionDriver
+from evermoe.train.substitute_weights import SubstituteWeights
 
 
 class BetweenSteps:
@@ -140,8 +141,7 @@ class BetweenSteps:
         All members that train enter it, between steps, inside the loop of `steps`. At the end of the block each waits
         until all have come there, for longer than `hang_timeout` if need be. A member that dies meanwhile is noticed at
         once, one that is stopped after `heartbeat_timeout`: the block then ends without an exception, and the session
-        recovers before the next step. The work is not repeated. Replica nodes wait for the next step, within
-        `hang_timeout`.
+        recovers before the next step. The work is not repeated. Replica nodes wait for the next step as long.
 
         Returns:
             Whether this member has rank 0, as `is_main` says.
@@ -180,7 +180,7 @@ class BetweenSteps:
         Args:
             folder: None, or where rank 0 writes safetensors files with an index: empty, or not there yet. It appears
                 when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_timeout` must
-                allow for writing a file, or where there are replica nodes for all of it.
+                allow for writing a file.
 
         Returns:
             By the model's keys tensors on the CPU, which no step changes. Empty on the other ranks, and with `folder`.
@@ -206,6 +206,7 @@ class BetweenSteps:
         return self._protocol.step
 
     def _recover(self) -> None:
+        self._driver.substitute.put_back()
         self._protocol.look(self._until, holds=True)
 
     def _end_of(self, until: int) -> int:
@@ -226,11 +227,16 @@ class BetweenSteps:
     def _check_stops(self) -> None:
         """Check that the script, which has left a step out, ends the job with all others.
 
+        Where a member is lost before they agree, the step is drawn again after the recovery, and the script can leave
+        it out again.
+
         Raises:
             RuntimeError: it does not.
         """
         self._stop_if_asked()
-        if self._driver.evaluations.stopped is None:
+        driver = self._driver
+        is_lost = driver.asks_to_stop and self.group.broken is not None and not driver.evaluations.others_continue
+        if driver.evaluations.stopped is None and not is_lost:
             raise RuntimeError(
                 "each step of session.steps() must be used as `with step:`"
                 + ("; stop() ends a job at once only if all members call it" if self._driver.asks_to_stop else "")
@@ -254,6 +260,11 @@ def _check_has_weights(session: BetweenSteps) -> None:
     if not session._driver.reports:
         raise RuntimeError("this session has no weights yet: its members meet in `for step in session.steps(n)`")
     session._driver.await_weights()
+
+
+def substitute_of(session: BetweenSteps) -> SubstituteWeights:
+    """Return what replaces the weights that a session trains."""
+    return session._driver.substitute
 
 
 def check_open(session: BetweenSteps) -> None:

@@ -25,6 +25,7 @@ from evermoe.experts import expert_layers
 from evermoe.moe_turns import Turns
 from evermoe.persist import full_state
 from evermoe.train.purposes import UNLIMITED, Meeting, Purpose
+from evermoe.train.substitute_weights import SubstituteWeights
 
 Work = Callable[[int, int], Any]
 """Computes a part of an evaluation: the number of this member among those that evaluate, and how many these are."""
@@ -40,9 +41,13 @@ class Evaluations:
         group: the members that train.
         node: of this member, for people.
         meeting: where members meet.
+        substitute: weights that evaluations may use in place of the trained ones.
     """
 
-    def __init__(self, model: nn.Module, group: Group, node: str, meeting: Meeting) -> None:
+    def __init__(
+        self, model: nn.Module, group: Group, node: str, meeting: Meeting, substitute: SubstituteWeights
+    ) -> None:
+        self._substitute = substitute
         self._model, self._group, self._node, self._meeting = model, group, node, meeting
         self._layers = list(expert_layers(model).values())
         self._turns = Turns(self._layers, group)
@@ -172,6 +177,11 @@ class Evaluations:
             else:
                 full_state.write(full_state.pieces(self._model), Path(told["folder"]), self._group)
 
+    @property
+    def others_continue(self) -> bool:
+        """Whether `agree_to_stop` has found that other members have begun the next step."""
+        return self._meeting.is_elsewhere
+
     def agree_to_stop(self) -> bool:
         """Whether all members have asked to stop at this step; where some have not, the group is dropped."""
         if self._group.broken is not None or not self._meeting.meet_unless_elsewhere(Purpose.STOP):
@@ -217,6 +227,7 @@ class Evaluations:
         stops = [each["stopped"] for each in found if each["stopped"] is not None]
         self.stopped = min(stops, default=None)
         self._inside = [each["rank"] for each in trainers if each["is_pending"]]
+        self._substitute.name = next((each["weights"] for each in trainers if each["weights"] is not None), None)
         done = [] if self._work is None else _done(self._told(), trainers)
         if done:
             self._work, self._found = None, done[0]["result"]
@@ -238,6 +249,7 @@ class Evaluations:
             "finished": self._finished,
             "result": self._result,
             "stopped": self.stopped,
+            "weights": self._substitute.name,
         }
 
     def resume(self, generation: int, step: int) -> None:
@@ -247,6 +259,7 @@ class Evaluations:
             PeerLost: another member is gone.
         """
         self._generation, self._meeting.purpose, self._was_cut = generation, None, False
+        self._substitute.use_again()
         if self._group.rank not in self._inside:
             while self._inside:
                 self._follow(step)

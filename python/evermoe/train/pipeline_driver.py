@@ -216,7 +216,7 @@ class PipelineDriver(PipelineRecovery):
     def _note_commit(self, before: int, after: int) -> None:
         """Keeps the report of a step until it is committed."""
         size, generation = self._options.size, generation_of(after)
-        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, self.grad_norm, size, generation)
+        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, size, generation, self.grad_norm)
 
     def _copy(self, after: int, is_due: bool) -> None:
         self._emit(Copy(step_of(after)))

@@ -55,6 +55,8 @@ class Meeting:
         """What this member came for where the others did not come, until the next meeting; else None."""
         self.is_vain = False
         """Whether it has waited for them until the time limit."""
+        self.is_elsewhere = False
+        """Whether the latest meeting ended because another member was elsewhere."""
 
     def meet(self, mine: Purpose, limit: timedelta | None = None) -> Purpose:
         """Wait for all members; collective.
@@ -98,7 +100,7 @@ class Meeting:
 
     @contextmanager
     def _dropping_if_elsewhere(self) -> Iterator[None]:
-        is_over = threading.Event()
+        is_over, self.is_elsewhere = threading.Event(), False
         thread = threading.Thread(target=self._look, args=[is_over], name="evermoe-meeting", daemon=True)
         thread.start()
         try:
@@ -115,7 +117,8 @@ class Meeting:
             waiting, now = set(self._waiting()).intersection(absent) if absent else set(), time.monotonic()
             since = {rank: since.get(rank, now) for rank in waiting}
             if any(now - began > ELSEWHERE_SECONDS for began in since.values()):
-                self._group.drop(f"rank {min(since)} has gone on to the next step")
+                self.is_elsewhere = True
+                self._group.drop(f"rank {min(since)} has begun the next step")
                 return
 
 

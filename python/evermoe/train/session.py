@@ -233,6 +233,7 @@ class Session(BetweenSteps):
             self._membership.steps = self._until = until
             self._stop_if_asked()
             self._driver.evaluations.release()
+            self._driver.substitute.put_back()
             self._protocol.look(self._end_of(until))
             if self._protocol.is_over:
                 if is_first and self.is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from evermoe.replay.step_code import foreign_code, refuse_foreign_code
 from evermoe.seeds import seeded
 from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
-from evermoe.train import gradients
+from evermoe.train import gradients, step_notices
 from evermoe.train.commands import Event
 from evermoe.train.reduced_gradients import ReducedGradients
 from evermoe.train.role_request import RoleRequest
@@ -27,6 +28,8 @@ from evermoe.train.script_guard import ScriptGuard
 from evermoe.train.session_recovery import RecoveryDriver, SessionContext
 from evermoe.train.step import Step
 from evermoe.warn import warn
+
+logger = logging.getLogger(__name__)
 
 STALE = "members have changed since the step was drawn"
 
@@ -74,8 +77,10 @@ class SessionDriver(RecoveryDriver):
         Where members have changed since the step was drawn, the group is dropped, so that all draw it again: its share
         is that of other members, some of whom may be gone.
         """
+        self.substitute.forget()
         if self.is_stale(step):
             self._group.drop(STALE)
+        step_notices.send(self._membership, step.number)
         self._script.zero_gradients()
         self._state.expert_load.forget_step()
         self.guard.begin_step()
@@ -163,8 +168,9 @@ class SessionDriver(RecoveryDriver):
         if not self.taken:
             mark(BEGUN)
         self._step = number
-        self.role_request.look()
         self._clock.stop()
+        step_notices.wait(self._membership)
+        self.role_request.look()
         self._protection.begin_step(number + 1)
         is_whole, asked = self._protection.finish(number + 1)
         self._emit(Vote(number))
@@ -215,7 +221,7 @@ class SessionDriver(RecoveryDriver):
     def _note_commit(self, before: int, after: int) -> None:
         """Keeps what is reported of a step until it is committed."""
         members, generation = self._membership.num_trainers, generation_of(after)
-        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, self.grad_norm, members, generation)
+        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation, self.grad_norm)
 
     def _update(self, version: int, sums: Ballot) -> None:
         self.loss, self.grad_norm, self._version = sums.mean_loss, sums.norm, version
@@ -283,16 +289,23 @@ class SessionDriver(RecoveryDriver):
 
         What those that leave would take with them is written to a checkpoint.
         """
+        self.substitute.put_back()
         everyone = self._membership.everyone
         if self._trains and self._leaving and (self._leaving == everyone.size or self._leaving >= self._config.copies):
+            self._save_before_leaving(everyone.size)
+        self._dense.await_weights()
+        whole = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
+        return {"event": "settled", "is_whole": bool(whole == everyone.size)}
+
+    def _save_before_leaving(self, members: int) -> None:
+        if self._checkpointer.writes:
             try:
                 self._checkpointer.finish(self._version)
                 self._protection.ledger.checkpointed(self._version)
             except (PeerLost, PersistFailed) as failed:
                 _warn_unwritten(self._version, failed)
-        self._dense.await_weights()
-        whole = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
-        return {"event": "settled", "is_whole": bool(whole == everyone.size)}
+        elif self._group.rank == 0:
+            _warn_unsaved(self._step, self._leaving, members)
 
     def farewell(self, version: int) -> Event:
         """Writes the last checkpoint, then waits for all: no member leaves while another still needs its copies.
@@ -300,6 +313,7 @@ class SessionDriver(RecoveryDriver):
         Raises:
             PersistFailed: it could not be written. The state stays where a failure leaves it.
         """
+        self.substitute.put_back()
         if self._trains:
             try:
                 self._checkpointer.finish(version)
@@ -320,6 +334,16 @@ class SessionDriver(RecoveryDriver):
         mark(FINISHED)
         if standing is not None:
             self._membership.tell_end(standing)
+
+
+def _warn_unsaved(step: int, leaving: int, members: int) -> None:
+    logger.warning(
+        "%d of %d members leave the job after step %d, and no checkpoint is written, as there is no checkpoint_dir: "
+        "set it, and a checkpoint is written before members leave that take the only copies with them",
+        leaving,
+        members,
+        step,
+    )
 
 
 def _warn_unwritten(version: int, why: Exception) -> None:

@@ -40,6 +40,7 @@ from evermoe.train.same_run import MemoryClaim, SameRun
 from evermoe.train.session_config import SessionConfig
 from evermoe.train.standby import Standby
 from evermoe.train.step_calls import StepCalls
+from evermoe.train.substitute_weights import SubstituteWeights
 from evermoe.train.training_inputs import TrainingInputs
 
 logger = logging.getLogger(__name__)
@@ -76,11 +77,13 @@ class RecoveryDriver(Driver):
             takes_own=self._config.resume_settings == "script",
         )
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
+        self.substitute = SubstituteWeights(self._script.model, self._settle_weights)
         self.evaluations = Evaluations(
             self._script.model,
             self._group,
             self._membership.node,
             Meeting(self._group, lambda: waiting_ranks(self._membership)),
+            self.substitute,
         )
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
         store = self._protection.store
@@ -141,6 +144,16 @@ class RecoveryDriver(Driver):
     def await_weights(self) -> None:
         """Waits for weights that owners still send; where a member is lost, the group is dropped."""
         self._dense.await_weights()
+
+    def _settle_weights(self) -> None:
+        """Waits until no thread reads or writes the weights by the model."""
+        self.await_weights()
+        if self._protection.first.is_arriving:  # of the state as it is now, read in the background
+            self._protection.snapshots.pacer.hurry()
+            self._state.late.finish()
+            self._protection.first.have_arrived()
+        self._protection.before_update()
+        self._checkpointer.before_update()
 
     @property
     def has_replica_nodes(self) -> bool:

@@ -19,7 +19,7 @@ events = pytest.importorskip("tensorboard.backend.event_processing.event_accumul
 from evermoe.integrations.transformers import make_elastic  # noqa: E402
 from evermoe.integrations.transformers.step_batches import Epochs  # noqa: E402
 from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments  # noqa: E402
-from support import hub_trainer, hub_trainer_end  # noqa: E402
+from support import hub_trainer, hub_trainer_best, hub_trainer_end  # noqa: E402
 from support.hub_trainer import BATCH, OPTIONS, SAMPLES, STEPS, common, texts  # noqa: E402
 
 TESTS = Path(hub_trainer.__file__).parents[1]
@@ -75,12 +75,12 @@ def recorded(folder):
     return found
 
 
-def assert_same_weights(folder, model):
+def assert_same_weights(folder, model, atol=1e-4):
     found = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     expected = model.state_dict()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0)
+        torch.testing.assert_close(found[name], tensor, atol=atol, rtol=0)
 
 
 def run(*arguments):
@@ -122,6 +122,42 @@ def test_fine_tuning_through_deaths_is_that_of_a_plain_trainer(tmp_path, workers
     assert {path.name for path in (tmp_path / "final").iterdir()} >= {"tokenizer.json", "training_args.bin"}
     assert_same_weights(folder, transformers.AutoModelForCausalLM.from_pretrained(expected.state.best_model_checkpoint))
     assert not list(memory.iterdir())  # the workers that are left have ended the job, though no script did
+
+
+@pytest.mark.parametrize(
+    ("where", "spares"),
+    [
+        pytest.param("training", 0, marks=pytest.mark.long),
+        pytest.param("loading", 0, marks=pytest.mark.long),
+        ("predict", 0),
+    ],
+)
+def test_the_best_model_is_loaded_on_all_members_through_a_death(tmp_path, where, spares):
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    options = ["--workers", "2", "--spare", str(spares), "--memory-dir", str(memory)]
+    done = run(*options, hub_trainer_best.__file__, str(tmp_path), where)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert found, done.stdout + done.stderr
+    assert (tmp_path / "died").exists()
+    assert "differ" not in done.stdout + done.stderr
+    options = hub_trainer_best.BEST_OPTIONS | {"load_best_model_at_end": False}  # its own leaves the experts out
+    expected = plain(tmp_path, more={"callbacks": []}, **options)
+    best = transformers.AutoModelForCausalLM.from_pretrained(expected.state.best_model_checkpoint)
+    expected.model.load_state_dict(best.state_dict())
+    tested = expected.predict(texts(7, seed=3)).metrics["test_loss"]
+    evaluated = expected.evaluate()["eval_loss"]
+    assert evaluated == pytest.approx(expected.state.best_metric, abs=1e-6)
+    for each in found:
+        metric, folder = each["best"]
+        assert (Path(folder).name, each["same"]) == ("checkpoint-4", True)
+        assert metric == pytest.approx(evaluated, abs=1e-5)
+        assert each["evaluated"] == pytest.approx(metric, abs=1e-6)
+        assert each["tested"] == pytest.approx(tested, abs=1e-5)
+    assert_same_weights(tmp_path / "final", expected.model, atol=1e-5)
+    if where == "training":  # three checkpoints and the last model, by two processes
+        assert (tmp_path / "hub").read_text().splitlines() == ["me/model True"] * 4
+    assert not list(memory.iterdir())
 
 
 @pytest.mark.long
@@ -275,7 +311,6 @@ def test_parts_without_samples_reach_no_expert_and_count_no_labels(tmp_path):
     ("options", "message"),
     [
         ({"fp16": True}, "expected fp16=False in args, got True"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps"}, "trainer.state.best_model_checkpoint names"),
         ({"bf16_full_eval": True}, "it would change the weights that the session trains"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "other than 'reduce_lr_on_plateau'"),
         ({"train_sampling_strategy": "group_by_length"}, "other than 'group_by_length': the order of samples is"),
@@ -283,8 +318,6 @@ def test_parts_without_samples_reach_no_expert_and_count_no_labels(tmp_path):
     ],
 )
 def test_arguments_that_the_session_does_not_follow(tmp_path, options, message):
-    if "load_best_model_at_end" in options:
-        options = {**options, "save_strategy": "steps"}
     args = ElasticTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **options)
     with pytest.raises(ValueError, match=message):
         ElasticTrainer(build("qwen3"), args, sampler=evermoe.ElasticSampler(SAMPLES, 12), train_dataset=[])

@@ -1,6 +1,7 @@
 """Listeners: what a session did is in the file, and in the metrics that Prometheus would read."""
 
 import json
+import math
 import os
 import re
 import urllib.request
@@ -161,6 +162,13 @@ def test_lines_are_events_again(tmp_path):
     ):
         assert read_line(line) is None
     assert read_line('{"event": "begin", "pid": 1, "time": 2, "step": 3, "more": 4}') == (1, 2.0, Begin(3))
+
+
+def test_commits_of_files_without_a_gradient_norm_are_read():
+    line = '{"event": "commit", "pid": 1, "time": 2, "step": 3, "loss": 0.5, "members": 4, "generation": 1}'
+    _, _, found = read_line(line)
+    assert (found.step, found.loss, found.members, found.generation) == (3, 0.5, 4, 1)
+    assert math.isnan(found.grad_norm)
 
 
 def test_lines_of_several_threads_and_writers_are_not_mixed(tmp_path):

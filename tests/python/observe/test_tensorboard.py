@@ -40,7 +40,7 @@ from evermoe.observe import TensorBoard
 
 curves = TensorBoard(sys.argv[1])
 for step in range(1000):
-    curves(Commit(step, 0.5, 2.5, 1, 1))
+    curves(Commit(step, 0.5, 1, 1, 2.5))
 """
 
 
@@ -92,11 +92,11 @@ def test_the_table_of_curves_names_all(tmp_path):
         Measured(7, 0.5, 8, 1.5, 2.0, {"snapshot": 2}, {"snapshot": 30}, 0, 0.25, 3),
         Skipped(8, None),
         Damaged("u", 8, "a bit"),
-        Commit(7, 1.0, 2.5, 3, 2),
+        Commit(7, 1.0, 3, 2, 2.5),
     ):
         listener(event)
     listener.close()
-    listener(Commit(8, 1.0, 2.5, 3, 2))  # is ignored
+    listener(Commit(8, 1.0, 3, 2, 2.5))  # is ignored
     named = {"recovery/agree": "recovery/PHASE", "copies/lag/snapshot": "copies/lag/KIND"}
     named["copies/sent_bytes/snapshot"] = "copies/sent_bytes/KIND"
     found = curves(tmp_path)

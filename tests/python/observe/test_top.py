@@ -47,7 +47,7 @@ def member(listener, rank, node="n", generation=4):
         CoverageChanged(1.0, 0.5, {"l + m": 2}, is_whole=True),
         RECOVERED,
         Measured(7, 0.5, 4000, 1.25, 2.5, {"snapshot": 1, "checkpoint": 3}, {"snapshot": 3_000_000}, 0, 0.0125, 4),
-        Commit(7, 0.125, 2.5, 3, generation),
+        Commit(7, 0.125, 3, generation, 2.5),
     ):
         listener(event)
     return listener
@@ -231,7 +231,7 @@ def test_files_of_events_show_the_same(tmp_path, capsys, wide):
     members = Members([str(path)])
     (view,) = members.look()
     assert (view.rank, view.step, view.tokens_per_second, view.fatal) == (1, 8, 8000, {"l + m": 2})
-    lines(Commit(8, 0.0625, 2.5, 3, 4))
+    lines(Commit(8, 0.0625, 3, 4, 2.5))
     with path.open("a") as file:
         file.write('{"event": "commit", "time": 1, "pid":')  # is being written
     (view,) = members.look()

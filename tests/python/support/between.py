@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import evermoe
 from evermoe.errors import PeerLost
 from evermoe.train import evaluations
+from evermoe.train.purposes import Meeting, Purpose
 from support import worker
 from support.harness import Worker
 from support.worker import Options, Recorder
@@ -118,6 +119,18 @@ class Script:
         found.append(self.session.repeated(work))
         self.record.write("twice", found=found)
 
+    def stop_before(self) -> None:
+        """All members ask to stop, and leave the step out that is drawn; one may die where they meet."""
+        meet = Meeting.meet
+
+        def meet_or_die(meeting: Meeting, mine: Purpose, *more: Any) -> Purpose:
+            if mine is Purpose.STOP:
+                self.record.fault("stop", 3)
+            return meet(meeting, mine, *more)
+
+        Meeting.meet = meet_or_die  # type: ignore[method-assign]
+        self.session.stop()
+
     def stop_all(self) -> None:
         if self.session.step == 4:
             self.session.stop()
@@ -159,6 +172,9 @@ def train(options: Options) -> None:
             script.evaluate()
         if name == "twice" and session.step == 2:
             script.twice(found)
+        if name == "stop_before" and session.step == 3:
+            script.stop_before()
+            continue
         with step:
             record.fault("inside", step.number)
             step.backward(logits_loss(model, data[step.indices]))

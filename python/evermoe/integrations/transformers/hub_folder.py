@@ -6,6 +6,7 @@ transformers' own conversions are used both ways, so that keys and shapes in the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -61,7 +62,9 @@ class HubWeights:
         self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         self._first: dict[str, str] = {}
-        state = model.state_dict()
+        with warnings.catch_warnings():  # of a model that is trained, that it has some of the experts alone
+            warnings.simplefilter("ignore")
+            state = model.state_dict()
         for key in sorted(self._files.keys(), key=dot_natural_key):
             found = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
             name, pattern = (key, None) if found[0] not in state and key in state else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,11 +45,6 @@ EXPECTED: dict[str, tuple[Any, str]] = {
     "auto_find_batch_size": (False, "all members have the sampler's batch size"),
     "save_on_each_node": (False, "one process writes, for all members"),
     "include_num_input_tokens_seen": ("no", "each member would count the tokens of its own share"),
-    "load_best_model_at_end": (
-        False,
-        "its experts are on several members; save_strategy='best' keeps the folder that "
-        "trainer.state.best_model_checkpoint names, and from_pretrained loads it",
-    ),
 }
 """Arguments that have no meaning in a session: the value to have, and why. None: any that is unset or empty."""
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -140,6 +136,11 @@ class ElasticTrainer(TrainerLoop):
         experts alone, if there were several members.
         """
         atexit.unregister(self._end_at_exit)
+        self._end_at_once()
+        if self._best is not None and self.session is not None:
+            self._use_best(self.session)
+
+    def _end_at_once(self) -> None:
         self._end_together()
         super().end()
 
@@ -147,7 +148,7 @@ class ElasticTrainer(TrainerLoop):
         if hasattr(sys, "last_value"):  # an error has ended the script
             self._give_up()
         else:
-            self.end()
+            self._end_at_once()
 
     def _give_up(self) -> None:
         """Leaves the others, which continue without this member."""
@@ -166,6 +167,31 @@ class ElasticTrainer(TrainerLoop):
                 "experts alone: call it before trainer.end(), on all members. `evermoe export --to hf` makes a model's "
                 "folder of a checkpoint"
             )
+
+    # ---- the best model
+
+    def _load_best_model(self) -> None:
+        """Loads the best model on all members, each its own experts, until `end` and afterwards."""
+        folder = self.state.best_model_checkpoint
+        assert folder is not None
+        if not self._check_all_see(folder):
+            logger.warning("the best model is not loaded, as its folder %s is gone", folder)
+            return
+        logger.info("loading the best model from %s (score: %s)", folder, self.state.best_metric)
+        self._best = folder
+        self._together(lambda *_: None)
+
+    def _check_all_see(self, folder: str) -> bool:
+        """Return whether a folder exists; the same on all members.
+
+        Raises:
+            RuntimeError: some members see it, and others do not; raised on all.
+        """
+        found = self._together(lambda *_: None if trainer_folders.is_folder(folder) else platform.node())
+        hosts = sorted({host for host in found if host is not None})
+        if hosts and None in found:
+            raise RuntimeError(trainer_folders.not_shared(folder, hosts))
+        return not hosts
 
     # ---- evaluation
 
@@ -249,12 +275,16 @@ class ElasticTrainer(TrainerLoop):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes the complete model after this step. The optimizer's state is in the session's own checkpoints."""
-        run = Path(self._get_output_dir(trial))
+        run = Path(self._together(lambda *_: self._get_output_dir(trial))[0])  # the same on all members
         folder = run / f"checkpoint-{self.state.global_step}"
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         self._write(folder, has_state=True)
+        if self.args.load_best_model_at_end:
+            self._check_all_see(str(folder))
         if self.args.push_to_hub:
+            if self.hub_model_id is None:  # this process has become the main one
+                self.init_hf_repo()
             self._push_from_checkpoint(str(folder))
         if self.args.should_save:
             best = self.state.best_model_checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from evermoe.errors import PersistFailed
 from evermoe.integrations.transformers.hub_folder import export
 from evermoe.persist.folder_weights import INDEX
 from evermoe.train.session import Session
+
+VISIBLE_SECONDS = 5.0
+"""Time in which a folder that one host has written must be visible to the others."""
 
 
 def save_model(session: Session, model: PreTrainedModel, folder: Path, add_more: Callable[[Path], None]) -> None:
@@ -60,6 +64,25 @@ def _move(draft: Path, folder: Path) -> None:
     for name in sorted(new):
         os.replace(draft / name, folder / name)
     draft.rmdir()
+
+
+def is_folder(folder: str) -> bool:
+    """Return whether a folder exists, which a network file system may show a little after it was written."""
+    until = time.monotonic() + VISIBLE_SECONDS
+    while not os.path.isdir(folder):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def not_shared(folder: str, hosts: list[str]) -> str:
+    """Return the message about a folder that some hosts do not see."""
+    return (
+        f"load_best_model_at_end: all workers read the best model, but {', '.join(hosts)} did not find {folder}, which "
+        "the main process has written. Give all workers an output_dir on a file system that they share, or leave out "
+        "load_best_model_at_end and load trainer.state.best_model_checkpoint by from_pretrained"
+    )
 
 
 def add_settings(trainer: Trainer, folder: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,13 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from evermoe.integrations.transformers import trackers
+from evermoe.integrations.transformers import trackers, trainer_folders
+from evermoe.integrations.transformers.hub_folder import HubWeights
 from evermoe.integrations.transformers.step_batches import Epochs, Follower, StepBatches
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments
 from evermoe.sampler import ElasticSampler
+from evermoe.train.between_steps import substitute_of
 from evermoe.train.session import Session
 from evermoe.train.step import Step
 
@@ -62,6 +65,8 @@ class TrainerLoop(Trainer):
     """Epoch of the latest step that was begun; transformers' own loop begins the first one."""
     _is_looping = False
     """Whether steps are taken now."""
+    _best: str | None = None
+    """Folder of the best model, which is loaded since the end of the training; None for the trained one."""
     _has_begun = False
     """Whether the callbacks know of the training's begin."""
 
@@ -90,6 +95,7 @@ class TrainerLoop(Trainer):
         options["stateful"] = {**(options.get("stateful") or {}), "trainer": self.progress}
         model: Any = self.model
         self.session = Session(model, real, self.sampler, scheduler=scheduler, **options)
+        substitute_of(self.session).source_of = lambda folder: HubWeights(folder, model)
         # One more than are taken: members stay connected after the last step, until `end`.
         self._steps = self.session.steps(num_training_steps + 1)
         followers: Any = Follower(real), Follower(scheduler)
@@ -240,6 +246,18 @@ class TrainerLoop(Trainer):
         latest = max(told, key=lambda each: (each["state"]["done"], len(each["history"])))  # new members have none
         self.progress.load_state_dict(latest["state"])
         self.state.log_history = latest["history"]
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._check_sees(self.state.best_model_checkpoint)
+
+    def _check_sees(self, folder: str) -> None:
+        """Check that this member sees a folder that another one sees.
+
+        Raises:
+            RuntimeError: it does not; the others continue without it.
+        """
+        is_seen = trainer_folders.is_folder(folder)
+        if any(self._together(lambda *_: is_seen)) and not is_seen:
+            raise RuntimeError(trainer_folders.not_shared(folder, [platform.node()]))
 
     def _share_runs(self) -> None:
         """All members get to know the trackers' runs that the main process has begun."""
@@ -269,7 +287,15 @@ class TrainerLoop(Trainer):
         """
         assert self.session is not None
         session, step = self.session, self.session.step
-        told = session.gathered(lambda place, places: {"value": work(place, places) if session.step == step else None})
+
+        def part(place: int, places: int) -> dict[str, Any]:
+            if session.step != step:
+                return {"value": None}
+            if self._best is not None and not self._is_looping:
+                self._use_best(session)
+            return {"value": work(place, places)}
+
+        told = session.gathered(part)
         self._note_main()
         if session.step == step:
             return [each["value"] for each in told]
@@ -278,6 +304,10 @@ class TrainerLoop(Trainer):
         self.control.should_training_stop = False
         self._go_on(self.model_wrapped, step)
         return self._together(work)
+
+    def _use_best(self, session: Session) -> None:
+        assert self._best is not None
+        substitute_of(session).use(self._best)
 
     def _note_main(self) -> None:
         """Notes whether this process is the main one, which reports and writes."""

@@ -79,6 +79,19 @@ def test_all_members_leave(start_job, tmp_path):
     check_history([*workers, *again])
 
 
+def test_members_that_all_leave_say_that_nothing_is_saved(start_job):
+    job = start_job(2)
+    job.open_gate(GATE)
+    workers = job.start_all({}, "ab", steps=STEPS, gated=True)
+    for each in workers:
+        each.wait_for("gate", step=GATE)
+        each.signal(signal.SIGTERM)
+    job.open_gate(STEPS)
+    assert [each.join() for each in workers] == [143] * 2
+    warning = f"2 of 2 members leave the job after step {GATE + 1}, and no checkpoint is written, as there is no"
+    assert sum(each.log().count(warning) for each in workers) == 1
+
+
 def test_member_that_hangs_leaves_in_time_all_the_same(start_job):
     job = start_job(drain_timeout=1.0, hang_timeout=30.0)
     workers = a, b, c = job.start_all({"b": [Fault("forward", GATE, "hang")]}, steps=STEPS)

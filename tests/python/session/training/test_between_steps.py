@@ -112,6 +112,18 @@ def test_one_member_may_work_for_longer_than_the_hang_timeout(start_job):
         assert len(each.events("recovered")) == 1
 
 
+@pytest.mark.parametrize("preset", ["auto", pytest.param("gemini", marks=pytest.mark.long)])
+def test_replica_nodes_wait_for_long_work_as_those_that_train(start_job, preset):
+    job = start_job(2, hang_timeout=2.0, copies=2, preset=preset)
+    replica = job.start("r", session={"role": "replica"}, steps=STEPS, **scenario("alone"))
+    replica.wait_for("phase", phase="agree")
+    workers = [*job.start_all({}, "ab", steps=STEPS, **scenario("alone")), replica]
+    assert [each.join() for each in workers] == [0, 0, 0]
+    for each in workers:
+        assert each.events("done")[-1]["step"] == STEPS
+        assert len(each.events("recovered")) == 1
+
+
 def test_death_in_long_work_is_noticed_at_once(start_job):
     job = start_job(2, hang_timeout=2.0)
     faults = {name: [Fault("alone", 2)] for name in "ab"}
@@ -134,6 +146,15 @@ def test_job_stops_on_all_members_at_one_step(start_job, tmp_path, name, step):
     assert [each.join() for each in again] == [0, 0]
     losses = {each.events("done")[-1]["loss"] for each in [*workers, *again]}
     assert len(losses) == 1  # also of the job that was over when it started
+
+
+def test_a_death_while_members_agree_to_stop_leaves_it_to_the_others_to_stop(start_job):
+    job = start_job()
+    workers = job.start_all({"b": [Fault("stop", 3)]}, steps=20, **scenario("stop_before"))
+    assert [each.join() for each in workers] == [0, -9, 0]
+    for each in (workers[0], workers[2]):
+        assert each.events("done")[-1]["step"] == 3
+        assert each.events("recovered")[-1]["members"] == 2
 
 
 def test_replica_nodes_and_spares_learn_that_a_job_was_stopped(start_job):
