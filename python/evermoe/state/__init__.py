@@ -1,1 +1,1 @@
-"""What must survive: a model, its optimizer and the training loop, as units."""
+"""State that must survive: a model, its optimizer and the training loop, as units."""

@@ -109,7 +109,7 @@ def _is_maker(func: Any) -> bool:
 
 
 def _make_large(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a maker of tensors makes, without memory; None if it is small, or not made so."""
+    """Return what a maker of tensors makes, without memory; None if it is small, or not made so."""
     try:
         made = func(*args, **_elsewhere(kwargs) | {"device": _NOWHERE})
     except (NotImplementedError, RuntimeError, TypeError):

@@ -1,4 +1,4 @@
-"""Which units there are: names, byte layouts and the digest by which members know that theirs are the same."""
+"""List of all units: names, byte layouts, and the digest by which members know that theirs are equal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class UnitCatalog:
             for unit in self.units
         ]
         self.layout = _digest_of(described) if layout is None else layout
-        """Digest of all units' names, shapes and types, whatever the preset has beside."""
+        """Digest of all units' names, shapes and types, without what only some presets add."""
 
     def sizes(self) -> list[tuple[str, int]]:
         """Name and bytes of each unit."""

@@ -54,27 +54,27 @@ class CopyMarks:
     def __init__(self, layers: int, experts: int) -> None:
         shape = 3, MAX_MARKS, layers, experts, 2
         self.state = torch.zeros(2 + math.prod(shape), dtype=torch.int64)
-        """What is kept: `each`, then `table`."""
+        """Kept marks: `each`, then `table`."""
         self.each = self.state[:2]
         """[2] experts of each layer that are copied at a time, saved and locally; 0 before losses have changed it."""
         self.table = self.state[2:].view(shape)
         """[level, mark, L, E, 2] version and tokens, the newest first; version 0 is none."""
         self._noted: list[_Noted] = []
         self._gone: list[_Noted] = []
-        """Copies that never came to be."""
+        """Copies that were never completed."""
 
     @property
     def pending(self) -> int:
-        """How much is noted and not folded yet."""
+        """Number of marks that are not folded into the table yet."""
         return len(self._noted) + len(self._gone)
 
     def note(self, level: int, places: Places, version: int, tokens_LE: _Counts) -> None:
-        """Notes copies of experts at a version, in which they have processed so many tokens."""
+        """Note copies of experts at a version, and the tokens that they have processed in it."""
         if places.size:
             self._noted.append(_Noted(level, version, places, tokens_LE[places[0], places[1]]))
 
     def forget(self, level: int, places: Places, version: int) -> _Counts:
-        """Notes that copies never came to be.
+        """Note that copies were never completed.
 
         Returns:
             [n] tokens that had their only copy of this level in it; 0 where a newer one was begun, or it is no news.
@@ -132,7 +132,7 @@ class CopyMarks:
         return np.take_along_axis(found[..., 1], is_older.argmax(0)[None], 0)[0] * is_older.any(0)
 
     def undo(self, step: int) -> None:
-        """All go on after so many steps: copies of later ones count no more."""
+        """All continue after this number of steps: copies of later ones no longer count."""
         self._noted = [each for each in self._noted if step_of(each.version) <= step]
         self._gone = [each for each in self._gone if step_of(each.version) <= step]
         table = self.table.numpy()
@@ -141,7 +141,7 @@ class CopyMarks:
             table[level] = _packed(table[level], ~is_undone[level])
 
     def to_fields(self, *, with_table: bool) -> dict[str, list[list[object]]]:
-        """What is noted, as JSON takes it; `with_table`: after what is in the table."""
+        """Return the notes as JSON takes them; `with_table`: after what is in the table."""
         noted = [*(self._in_table() if with_table else ()), *self._noted]
         rows = {"noted": noted, "gone": self._gone}
         return {

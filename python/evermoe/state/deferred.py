@@ -29,7 +29,7 @@ class WeightSource(Protocol):
     """Where the first weights of a deferred model come from: asked for one unit at a time, by a rank that holds it."""
 
     def describe(self) -> str:
-        """What the weights are, the same on all members."""
+        """Description of the weights, the same on all members."""
 
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
         """Writes the first values of one unit.
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
             path: of the module in the model; empty for the model itself.
             module: at that path.
             tensors: by name in the module, to be written: its own parameters and persistent buffers, or of an expert
-                its row `weights`, `[row]`; on the session's device. A tied one is there once, where it is first.
+                its row `weights`, `[row]`; on the session's device. A tied one occurs once, at its first name.
             expert: number of the expert, where the module is `evermoe.Experts`; else None.
 
         Raises:
@@ -56,11 +56,11 @@ class _Built(NamedTuple):
     recording: Recording
     device: torch.device
     versions: dict[int, int]
-    """How often each parameter had been changed at the end, by its identity."""
+    """Number of changes of each parameter at the end, by its identity."""
 
 
 _built: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
-"""How each module with parameters was built."""
+"""Recorded constructions of each module with parameters."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def deferred(*, device: torch.device | str | None = None, seed: int = 0) -> Iter
 
     What the constructors do to tensors is recorded, and done to each where it is made: the same bits on any rank and
     any number of ranks. So initialise inside the block whatever you do not leave to the constructors. Small tensors are
-    there at once, as constructors read them; they get the recorded values, too.
+    made at once, as constructors read them; they get the recorded values, too.
 
     Args:
         device: where the session makes the model; default: torch's default device.
@@ -96,7 +96,7 @@ def deferred(*, device: torch.device | str | None = None, seed: int = 0) -> Iter
 
 
 class Deferral:
-    """How the tensors of a deferred model are made.
+    """Recipe for the tensors of a deferred model.
 
     Once made, the parameters have no rows on their device, `[0, ...]`: what has a value later is in `shapes`.
 
@@ -191,7 +191,7 @@ class Deferral:
     def make(self, parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
         """Gives parameters memory of their full shape, and the optimizer's state of them zeros, as it starts.
 
-        In place: whoever refers to a parameter goes on referring to it.
+        In place: references to a parameter stay valid.
         """
         for parameter in parameters:
             self._set(parameter, self.shapes[id(parameter)])
@@ -271,7 +271,7 @@ class Deferral:
                 place.update(before)
 
 
-_INSIDE = "build and initialise the whole model in `with evermoe.deferred():`"
+_INSIDE = "build and initialise the complete model in `with evermoe.deferred():`"
 
 
 def find_deferral(
@@ -280,7 +280,7 @@ def find_deferral(
     source: WeightSource | Initializer | None = None,
     device: torch.device | str | None = None,
 ) -> Deferral | None:
-    """How a model is made that has no values yet; None for one that has.
+    """Find the recipe of a model that has no values yet; None for one that has.
 
     Raises:
         ValueError: `source` or `device` is given for a model that has values.

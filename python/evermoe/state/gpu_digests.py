@@ -48,7 +48,7 @@ def gpu_digests(
 
     Others have tensors on several GPUs, on none, or such as are not contiguous: those need memory on the GPU to become
     so. Tensors on the CPU, such as `step`, are read where they are. Nothing takes this way where all units of a GPU are
-    small, in a build without kernels, and where there is too little memory for the transfers, of which a warning tells.
+    small, in a build without kernels, and where there is too little memory for the transfers, which a warning reports.
 
     Args:
         units: tensors, whose bytes follow each other; they may overlap.
@@ -92,9 +92,9 @@ def _by_gpu(units: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     """Places of the units that lie on one GPU, for each GPU."""
     found: dict[torch.device, list[int]] = {}
     for place, tensors in enumerate(units):
-        there = [tensor for tensor in tensors if tensor.is_cuda]
-        devices = {tensor.device for tensor in there}
-        is_plain = all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in there)
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        devices = {tensor.device for tensor in on_gpu}
+        is_plain = all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in on_gpu)
         if len(devices) == 1 and is_plain:
             found.setdefault(devices.pop(), []).append(place)
     return list(found.values())
@@ -103,7 +103,7 @@ def _by_gpu(units: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 def _lane(
     units: Sequence[Sequence[Tensor]], chunk_bytes: int, transfers: int
 ) -> tuple[_native.ChunkCopier, int, Parts]:
-    there = [tensor for tensors in units for tensor in tensors if tensor.is_cuda]
-    copier = open_copier(there, chunk_bytes, transfers, for_captures=True)
-    stream = torch.cuda.current_stream(there[0].device).cuda_stream
+    on_gpu = [tensor for tensors in units for tensor in tensors if tensor.is_cuda]
+    copier = open_copier(on_gpu, chunk_bytes, transfers, for_captures=True)
+    stream = torch.cuda.current_stream(on_gpu[0].device).cuda_stream
     return copier, stream, [[None if tensor.is_cuda else bytes_of(tensor) for tensor in tensors] for tensors in units]

@@ -2,7 +2,7 @@
 
 A step needs weights for its gradients, and the optimizer's state only for its update. So after a change of members a
 rank begins to compute as soon as it has the weights; the rest, two thirds of the bytes with AdamW in float32 and six
-sevenths with bfloat16 weights and masters, comes while it computes, and is there before it votes.
+sevenths with bfloat16 weights and masters, comes while it computes, and arrives before it votes.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LateState:
             task.wait()
 
     def wait(self, names: Collection[str]) -> None:
-        """Waits until the state of units that this rank trains is there.
+        """Wait until the state of units that this rank trains has arrived.
 
         Raises:
             PeerLost: it has got lost on its way.

@@ -30,7 +30,7 @@ class Stateful(Protocol):
         """Numbers, strings, lists and dicts."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Continue where `state` was taken."""
 
 
 PROGRESS_BYTES = 16384
@@ -45,7 +45,7 @@ SCHEDULED = ("lr", "betas", "momentum", "max_momentum", "base_momentum", "initia
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions(Options):
-    """What a session keeps of the training loop."""
+    """Options of the training loop's state."""
 
     stateful: Mapping[str, Stateful] | None = option(None, shared=True)
     """Objects of the script by name, whose states are kept with the sampler's: a metric's best value, the patience of
@@ -70,7 +70,7 @@ class LoopOptions(Options):
 
 
 class LoopParts(NamedTuple):
-    """What of a training loop has state, besides the model and the optimizer's tensors."""
+    """Parts of a training loop that have state, besides the model and the optimizer's tensors."""
 
     sampler: Sampler | None
     optimizer: torch.optim.Optimizer
@@ -122,7 +122,7 @@ def encoded(progress: dict[str, object]) -> bytes:
 
 
 def collect(parts: LoopParts) -> dict[str, object]:
-    """What a member needs to resume as its peers do; numbers, strings, lists and dicts."""
+    """Return the state that a member needs to resume like its peers; numbers, strings, lists and dicts."""
     sampler, optimizer, scheduler, loss_scale, stateful = parts
     found: dict[str, object] = {"optimizer": [group_options(group) for group in optimizer.param_groups]}
     if sampler is not None:
@@ -174,7 +174,7 @@ class Settings(NamedTuple):
     scheduler: dict[str, Any]
     """Its state as `collect` has it; empty without one."""
     start: dict[str, Any]
-    """All of its state, to step it from there; empty where only the job's is used."""
+    """All of its state, to continue stepping it; empty where only the job's is used."""
 
 
 def settings_of(parts: LoopParts, *, is_used: bool) -> Settings:

@@ -28,7 +28,7 @@ _PROGRESS = frozenset(("T_cur", "T_i", "verbose", "_get_lr_called_within_step", 
 
 
 def state_of(scheduler: Scheduler) -> dict[str, Any]:
-    """What JSON carries of a scheduler's state, with its class, its functions' names, and its inner schedulers."""
+    """Return a scheduler's state as JSON carries it, with its class, its functions' names, and inner schedulers."""
     state = {key: value for key, value in scheduler.state_dict().items() if key != INNER and is_plain(value)}
     found = {key: to_json(value) for key, value in state.items()}
     functions = {key: text for key, value in vars(scheduler).items() if (text := _functions(value))}

@@ -1,4 +1,4 @@
-"""The sizes of a model that is there, as the planner of memory takes them."""
+"""Sizes of an existing model, as the planner of memory takes them."""
 
 from __future__ import annotations
 

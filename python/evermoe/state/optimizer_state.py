@@ -14,7 +14,7 @@ from evermoe.errors import UnsupportedState
 from evermoe.expert import ROW_ALIGNMENT
 
 _ROWS, _ROW = 4, ROW_ALIGNMENT
-"""Shape of what an optimizer is tried on: rows of whole SIMD registers, so that it steps all of them alike."""
+"""Shape on which an optimizer is tried: rows of complete SIMD registers, so that it steps all of them the same way."""
 _TRIAL_RATE = 1e-2
 _BATCHES = 16
 """Steps in which the state of all parameters is made, about, where none of them is larger than such a part."""
@@ -66,7 +66,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 class Masters:
-    """Which tensors of an optimizer's state start from the parameter itself; all others start from zeros.
+    """Find the tensors of an optimizer's state that start from the parameter itself; all others start from zeros.
 
     Args:
         optimizer: whose state it is.
@@ -85,7 +85,7 @@ class Masters:
 def _start(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
     """Steps with zero gradients and a zero learning rate, then all state to what it starts from.
 
-    A few parameters at a time have a gradient, so that this takes little memory beside the state.
+    A few parameters at a time have a gradient, so that this takes little memory in addition to the state.
 
     Args:
         optimizer: without state.
@@ -115,7 +115,7 @@ def _start(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
 
 
 class _Kind(NamedTuple):
-    """Parameters whose state an optimizer treats alike."""
+    """Parameters whose state an optimizer treats the same way."""
 
     group: int
     dtype: torch.dtype
@@ -151,13 +151,13 @@ def _batches(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 def _check_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Steps on a stack of rows, and on each row alone: experts come and go, and have replicas in other stacks."""
     drawn = _drawn(group["params"][0], (_ROWS, _ROW))
-    whole, alone = (_stepped(optimizer, group, drawn, parts) - drawn[0] for parts in ([_ROWS], [1] * _ROWS))
-    if not whole.count_nonzero():
+    together, alone = (_stepped(optimizer, group, drawn, parts) - drawn[0] for parts in ([_ROWS], [1] * _ROWS))
+    if not together.count_nonzero():
         raise UnsupportedState(
             f"{type(optimizer).__name__} does not step the parameters of its groups: give the session the optimizer "
             "that steps them itself"
         )
-    if (whole - alone).abs().max() > _LARGEST_DIFFERENCE * whole.abs().max():
+    if (together - alone).abs().max() > _LARGEST_DIFFERENCE * together.abs().max():
         raise UnsupportedState(
             f"{type(optimizer).__name__} mixes the rows of a parameter: it steps the experts of a layer otherwise "
             f"together than one by one, so that replicas of an expert would differ. {_ADVICE} Such an optimizer may "
@@ -168,7 +168,7 @@ def _check_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> N
 def _find_masters(optimizer: torch.optim.Optimizer) -> dict[_Kind, Collection[str]]:
     """By kind of parameter, names of the state that starts from the parameter itself.
 
-    Two steps on scratch tensors must end alike, whether the optimizer makes the state in the first of them or `_start`
+    Two steps on scratch tensors must have equal results, whether the optimizer makes the state in the first or `_start`
     has made it: one whose state starts otherwise is refused.
     """
     found: dict[_Kind, Collection[str]] = {}
@@ -205,7 +205,7 @@ def _drawn(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], drawn: Tensor, parts: list[int]) -> Tensor:
-    """What `_two_steps` make of the parameter."""
+    """Results of `_two_steps` for the parameter."""
     return _two_steps(optimizer, group, drawn, parts)[""]
 
 
@@ -217,7 +217,7 @@ def _two_steps(
     *,
     masters: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """What two steps of an optimizer like this one make of a parameter that is divided into so many rows each.
+    """Take two steps of an optimizer like this one on a parameter that is divided into parts of `parts` rows each.
 
     Args:
         optimizer: any.

@@ -24,7 +24,7 @@ _ELEMENTWISE = (
     *("aten::clamp_max_", "aten::erfinv_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::uniform_"),
     *("aten::normal_", "aten::exponential_", "aten::bernoulli_"),
 )
-"""Operations in place that treat all elements alike, so that a part of a tensor can be written alone."""
+"""Operations in place that treat all elements the same way, so that a part of a tensor can be written alone."""
 
 
 class Rebuild:
@@ -32,7 +32,7 @@ class Rebuild:
 
     Args:
         recording: of them.
-        given: memory that is there already, to write to.
+        given: existing memory to write to.
     """
 
     def __init__(self, recording: Recording, given: Mapping[int, torch.UntypedStorage] | None = None) -> None:
@@ -79,7 +79,7 @@ class Rebuild:
         out.copy_(self._row_in(stack.memory, stack.dtype, stack.shape[1]))
 
     def _stacks(self, stack: View) -> dict[int, int]:
-        """Elements in a row, of the stack and of other stacks of so many rows from which its rows come one by one."""
+        """Elements in a row, of the stack and of other stacks of as many rows, from which its rows come one by one."""
         history = self._recording.history([stack.memory])
         by_row = [each for each in history if each.name in (*_FILLED, *_COPIES)]
         makers = {view.memory: view for each in by_row for view in each.results if view is not None}

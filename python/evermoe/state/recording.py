@@ -1,4 +1,4 @@
-"""How the tensors of a model came about: recorded while it is built (`Building`), repeated for those that are wanted.
+"""Origin of a model's tensors: recorded while it is built (`Building`), repeated for those that are wanted.
 
 Every operation is recorded with the memory that it reads and writes; `Rebuild` repeats those on which a tensor depends.
 """
@@ -17,7 +17,7 @@ from evermoe.errors import UnsupportedState
 
 
 class View(NamedTuple):
-    """Where a tensor is: in which memory, and its layout there."""
+    """Location of a tensor: its memory, and its layout in it."""
 
     memory: int
     dtype: torch.dtype
@@ -81,12 +81,12 @@ class Operation(NamedTuple):
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells a tensor's memory from others, as long as it is there."""
+    """Identity of a tensor's memory, as long as that exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class Recording:
-    """How tensors have come about. See the module's head.
+    """Record of how tensors were made. See the module's head.
 
     Args:
         seed: of all random numbers that a replay draws.

@@ -1,4 +1,4 @@
-"""Compares what several ranks hold alike, early, so that state which is not alike is named before it spreads."""
+"""Early comparison of what several ranks hold, so that state which differs is named before it spreads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from evermoe.state.unit import SESSION, digests_of
 logger = logging.getLogger(__name__)
 
 LAST_STEP = 3
-"""After so many steps of a job, and after each before, ranks compare what they hold."""
+"""Ranks compare what they hold after this number of steps of a job, and after each earlier one."""
 PERIOD = 32
 """Steps between later comparisons where the script has code in the optimizer's step, or changes gradients before it."""
 SAMPLE_BYTES = 64 << 10
-"""Of each tensor, so many bytes at its begin are compared."""
+"""Bytes at the begin of each tensor that are compared."""
 
 
 def are_compared(step: int, *, has_own_code: bool) -> bool:

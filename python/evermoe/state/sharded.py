@@ -1,8 +1,8 @@
 """Owners of what is not an expert, where its optimizer state is not on all ranks.
 
-With `dense="sharded"` a unit that the optimizer steps has one owner: the one rank that trains it, as with an expert
-that has no second replica. It alone has the optimizer's state, and the unit is protected, moved and recovered as a
-whole. The other ranks have its weights and buffers, too, for their forward passes. Those are never a source in a
+With `shard_optimizer=True` a unit that the optimizer steps has one owner: the one rank that trains it, as with an expert
+that has no second replica. It alone has the optimizer's state, and the unit is protected, moved and recovered with
+all of it. The other ranks have its weights and buffers, too, for their forward passes. Those are never a source in a
 recovery: they come from the owner after each update, and after each change of members.
 """
 
@@ -79,7 +79,7 @@ class DenseOwners:
         return unit not in self._tensors or unit in self._held
 
     def tensors_R(self, ranks: int) -> list[list[Tensor]]:
-        """Parameters and buffers that each of so many ranks owns, in the same order everywhere."""
+        """Divide parameters and buffers among ranks: those that each owns, in the same order everywhere."""
         owned: list[list[Tensor]] = [[] for _ in range(ranks)]
         for unit, tensors in self._tensors.items():
             owned[self.by_unit[unit]] += tensors
@@ -90,7 +90,7 @@ class DenseOwners:
         return [tensor for tensors in self._tensors.values() for tensor in tensors]
 
     def digests(self) -> list[tuple[str, int]]:
-        """Unit and digest of the parameters that all ranks should have alike, owners and others."""
+        """Return unit and digest of the parameters that should be equal on all ranks, owners and others."""
         parameters = [[t.detach() for t in ts if isinstance(t, nn.Parameter)] for ts in self._tensors.values()]
         return [
             (f"weights of {unit}", value) for unit, value in zip(self._tensors, digests_of(parameters), strict=True)

@@ -24,7 +24,7 @@ class StackMemory:
         row_bytes: of each.
 
     Raises:
-        OSError: the system refuses so many addresses.
+        OSError: the system refuses so large a range of addresses.
     """
 
     def __init__(self, rows: int, row_bytes: int) -> None:
@@ -33,9 +33,9 @@ class StackMemory:
         """Bytes of the stack now; what is after them may be given back."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._pages = mmap.mmap(-1, self.nbytes, flags=flags)
-        whole = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._address = whole.data_ptr()
-        in_huge_pages(whole)
+        pages = torch.frombuffer(self._pages, dtype=torch.uint8)
+        self._address = pages.data_ptr()
+        in_huge_pages(pages)
 
     def has(self, stack: Tensor) -> bool:
         """Whether a stack begins here."""
@@ -56,7 +56,7 @@ class StackMemory:
 
 
 class StackMemories:
-    """The memory of a rank's stacks, by any keys. On a GPU, whose allocator has pages at hand, stacks are made anew."""
+    """Memory of a rank's stacks, by any keys. On a GPU, whose allocator has pages at hand, stacks are made again."""
 
     def __init__(self) -> None:
         self._memories: dict[Hashable, StackMemory] = {}
@@ -114,7 +114,7 @@ class StackMemories:
         self._memories.clear()
 
     def _memory(self, key: Hashable, old: Tensor, most: int) -> StackMemory | None:
-        """That of the old stack if it is one of these, or else another one; None if the system has none."""
+        """Return the memory of the old stack if it is one of these, else another one; None if the system has none."""
         row_bytes = old.shape[1:].numel() * old.itemsize
         found = self._memories.get(key)
         if found is None or not found.has(old) or found.nbytes != most * row_bytes:

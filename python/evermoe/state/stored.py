@@ -1,4 +1,4 @@
-"""Versions of units that a member has beside the state that it trains."""
+"""Versions of units that a member has in addition to the state that it trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evermoe.state.version import step_of
 
 
 class StoredUnit(Protocol):
-    """A version of one unit that a member has beside the state that it trains."""
+    """A version of one unit that a member has in addition to the state that it trains."""
 
     @property
     def unit(self) -> str:
@@ -40,7 +40,7 @@ class ReadInPlace(Protocol):
     """A stored unit that can write its bytes where they are needed, without another copy."""
 
     def read(self, out: Tensor) -> int:
-        """Writes the unit's bytes to `out`, uint8 `[nbytes]`, and tells how many: 0 if they cannot be read any more."""
+        """Write the unit's bytes to `out`, uint8 `[nbytes]`, and return their number: 0 if they are unreadable."""
 
 
 @runtime_checkable
@@ -128,7 +128,7 @@ class TrainedUnit:
     """Copies a unit's bytes now."""
 
     def read(self, out: Tensor) -> int:
-        """Writes its bytes to `out`, uint8 `[nbytes]`, and tells how many."""
+        """Write its bytes to `out`, uint8 `[nbytes]`, and return their number."""
         self.reader(self.unit, out)
         return len(out)
 
@@ -169,7 +169,7 @@ class AwaitedUnit:
 
     @property
     def data(self) -> Tensor:
-        """uint8 `[nbytes]` on the CPU; empty if it cannot be brought there, or is not what its trainer has."""
+        """Return uint8 `[nbytes]` on the CPU; empty if it cannot be read, or differs from its trainer's."""
         data = self.found.data
         return data if digest(data.numpy()) == self.digest else torch.empty(0, dtype=torch.uint8)
 
@@ -185,7 +185,7 @@ class RetainedUnit:
     """Whose bytes one after the other are the unit's; on the CPU."""
 
     def read(self, out: Tensor) -> int:
-        """Writes its bytes to `out`, uint8 `[nbytes]`, and tells how many."""
+        """Write its bytes to `out`, uint8 `[nbytes]`, and return their number."""
         read_tensors(self.tensors, out)
         return len(out)
 

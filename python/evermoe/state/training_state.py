@@ -91,7 +91,7 @@ class TrainingState:
         self.retained = RetainedUnits(self._memories.free_unused)
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
         self.late = LateState(self._tensors, self.retained, self.devices)
-        """Units whose optimizer state is still on its way to this rank. What reads one waits until it is there."""
+        """Units whose optimizer state is still on its way to this rank. Readers wait until it has arrived."""
 
     def devices(self) -> set[torch.device]:
         """Where parameters are."""
@@ -143,7 +143,7 @@ class TrainingState:
     # ---- what this rank holds
 
     def active(self, ranks: int) -> dict[str, tuple[int, ...]]:
-        """Per unit, which of so many ranks train it: all, its owner, or those where its expert is placed."""
+        """Ranks that train each unit: all, its owner, or those where its expert is placed."""
         owners = {name: (rank,) for name, rank in self.owners.by_unit.items()}
         return {
             unit.name: owners.get(unit.name, tuple(range(ranks)))
@@ -162,7 +162,7 @@ class TrainingState:
         return [unit for unit in found if unit not in self.late.missing]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
-        if unit.layer is None:  # looked up anew, as optimizers may rebind their state
+        if unit.layer is None:  # looked up each time, as optimizers may rebind their state
             dense = self._dense[unit.name].items()
             return [t for key, tensor in dense for t in (tensor, *self._optimizer_tensors(key, tensor).values())]
         layer = self.layers[unit.layer]
@@ -213,7 +213,7 @@ class TrainingState:
         return [[tensor.detach() for tensor in self._tensors(self.catalog.by_name[name])] for name in names]
 
     def scalars(self) -> dict[str, float]:
-        """What the optimizer counts for all experts of a layer together, such as its steps; by `layer/tensor`."""
+        """Values that the optimizer keeps for all experts of a layer together, such as its steps; by `layer/tensor`."""
         return {
             f"{path}/{key}": float(tensor)
             for path, layer in self.layers.items()
@@ -225,7 +225,7 @@ class TrainingState:
     def begin(self, experts: dict[str, list[int]], rank: int = 0) -> None:
         """Makes a deferred model's units and those of `experts` (layer path → ids) with their first values.
 
-        What is there already stays.
+        Existing values stay.
         """
         assert self.deferral is not None
         self.retained.move()
@@ -264,7 +264,7 @@ class TrainingState:
         Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Experts
         that stay keep the memory that they have on the host, if it is the stacks' own. What is taken over is removed
         from `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer. Of
-        a unit that is there without its optimizer state (see `LateState`) that is left as it is.
+        a unit without its optimizer state (see `LateState`) whose own is left as it is.
         """
         owned = {unit for unit, owner in self.owners.by_unit.items() if owner == rank}
         needed = owned | (set() if self._is_made else self._dense.keys() - self.owners.by_unit.keys())
@@ -301,7 +301,7 @@ class TrainingState:
     ) -> dict[str, Tensor]:
         """Stacks with the rows that are held already; the others, which are fetched, are to be written.
 
-        What is held in memory of the stacks' own stays there: the stacks of before are void. What leaves is retained.
+        State in the stacks' own memory stays in place: the previous stacks are void. State that leaves is retained.
         """
         layer, stacks = self.layers[path], {}
         rows = {expert: row for row, expert in enumerate(layer.ids) if expert_unit(path, expert) not in fetched}

@@ -33,7 +33,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_optional: bool = False
-    """Whether only some presets have it: it is no part of the layout, and what is saved without it has zeros there."""
+    """Whether only some presets have it: it is no part of the layout, and a save without it is read as zeros."""
     is_state: bool = field(default=False, compare=False)
     """Whether only an update needs it: it is the optimizer's, and more than a number."""
 
@@ -54,7 +54,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole state."""
+        """Bytes of the complete state."""
         return sum(spec.nbytes for spec in self.specs)
 
     @property
@@ -95,7 +95,7 @@ class Unit:
         return found
 
     def layer_scalars(self, data: Tensor) -> dict[str, Tensor]:
-        """Views of what an expert's bytes `[nbytes]` repeat of its whole layer: see `TrainingState.scalars`."""
+        """Views of the values of its layer that an expert's bytes `[nbytes]` repeat: see `TrainingState.scalars`."""
         found, start = {}, 0
         for spec in self.specs:
             if not spec.shape and self.layer is not None:
@@ -125,7 +125,7 @@ def digests_of(units: Sequence[Sequence[Tensor]], *, beside_steps: bool = False)
 
     Args:
         units: tensors, those on a GPU as torch's current stream will have left them.
-        beside_steps: whether a step goes on meanwhile. Else the bytes leave a GPU as `evermoe.state.gpu_digests` says,
+        beside_steps: whether a step runs meanwhile. Else the bytes leave a GPU as `evermoe.state.gpu_digests` says,
             and memory is page-locked for them, which may wait for all that the GPU has been given.
     """
     if not any(tensor.is_cuda for tensors in units for tensor in tensors):

@@ -22,17 +22,17 @@ class UnitPart(NamedTuple):
 
     @property
     def unit(self) -> Unit:
-        """The unit that the part is: the whole one, or one whose tensors are bytes."""
+        """The unit that the part is: the complete one, or one whose tensors are bytes."""
         if self.end - self.start == self.of.nbytes:
             return self.of
         specs = [TensorSpec(spec.name, (last - first,), torch.uint8) for spec, first, last in self._pieces()]
         return Unit(f"{self.of.name}[{self.start}:{self.end}]", tuple(specs))
 
-    def tensors(self, whole: Iterable[Tensor]) -> list[Tensor]:
-        """Views of the part's bytes in the tensors of the unit, which are contiguous; of a whole unit its tensors."""
+    def tensors(self, of_unit: Iterable[Tensor]) -> list[Tensor]:
+        """Views of the part's bytes in the tensors of the unit, which are contiguous; its tensors if it is not cut."""
         if self.end - self.start == self.of.nbytes:
-            return list(whole)
-        by_name = dict(zip((spec.name for spec in self.of.specs), whole, strict=True))
+            return list(of_unit)
+        by_name = dict(zip((spec.name for spec in self.of.specs), of_unit, strict=True))
         return [by_name[spec.name].reshape(-1).view(torch.uint8)[a:b] for spec, a, b in self._pieces()]
 
     def _pieces(self) -> Iterator[tuple[TensorSpec, int, int]]:
@@ -61,8 +61,8 @@ def cut(units: Sequence[Unit], ranks: int, may_cut: Callable[[Unit], bool]) -> l
     for parts in shard_modules([unit.nbytes for unit in units], ranks):
         for number, start, end in parts:
             found.setdefault(number, []).append(UnitPart(units[number], start, end))
-    whole = [[UnitPart(unit, 0, unit.nbytes)] for unit in units]
-    return [part for n, unit in enumerate(units) for part in (found.get(n, whole[n]) if may_cut(unit) else whole[n])]
+    uncut = [[UnitPart(unit, 0, unit.nbytes)] for unit in units]
+    return [part for n, unit in enumerate(units) for part in (found.get(n, uncut[n]) if may_cut(unit) else uncut[n])]
 
 
 def equal_shares(nbytes: Sequence[int], ranks: Collection[int]) -> list[int]:
