@@ -1,8 +1,8 @@
 """Owners of what is not an expert, where its optimizer state is not on all ranks.
 
 With `shard_optimizer=True` a unit that the optimizer steps has one owner: the one rank that trains it, as with an
-expert that has no second replica. It alone has the optimizer's state, and the unit is protected, moved and recovered
-with all of it. The other ranks have its weights and buffers, too, for their forward passes. Those are never a source in a
+expert that has no second replica. The owner alone has the optimizer's state. All of the unit is protected, moved and
+recovered. The other ranks have its weights and buffers, too, for their forward passes. Those are never a source in a
 recovery: they come from the owner after each update, and after each change of members.
 """
 
