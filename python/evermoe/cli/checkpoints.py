@@ -1,4 +1,4 @@
-"""`evermoe checkpoints`: what is in a folder or at a URL, whether it is complete, and what may go."""
+"""`evermoe checkpoints`: list, verify, copy and prune the checkpoints in a folder or at a URL."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MB = 1e6
 
 
 def main(options: argparse.Namespace) -> int:
-    """Carries out the action; returns the exit code: 1 if `verify` found damage.
+    """Carry out the action and return the exit code, which is 1 if `verify` found damage.
 
     Raises:
         ValueError: an argument is wrong, or a job runs in the folder that should be pruned.
         CorruptCopy: a checkpoint to show or copy is damaged or none.
-        OSError: a place cannot be read or written.
+        OSError: a folder or an object store cannot be read or written.
     """
     if options.action == "list":
         return _list(options.folder, as_json=options.json)
@@ -73,7 +73,7 @@ def _show(manifest: Manifest, *, as_json: bool) -> int:
 
 
 def _checkpoints(path: str) -> list[Location]:
-    """The checkpoints in a place, or the one that it is."""
+    """Return the checkpoints in a folder or at a URL, or the single one that the path names."""
     below = locate_below(path)
     if below.name.startswith("step-"):
         return [below]
@@ -88,7 +88,7 @@ def _verify(paths: Sequence[Location]) -> int:
         try:
             manifest = read_manifest(path)
             num_units = sum(1 for _ in read_units(manifest, list(manifest.units)))
-            print(f"{path}: {num_units} units are whole")
+            print(f"{path}: {num_units} units are complete")
         except CorruptCopy as error:
             wrong += 1
             print(f"{path}: damaged: {error}")
@@ -100,7 +100,7 @@ def _copy(paths: Sequence[Location], to: Location) -> int:
         raise ValueError("expected a checkpoint, found none")
     for path in paths:
         copied = copy(read_manifest(path), to)
-        print(f"{path}: {to} has it already" if copied is None else f"{path}: copied to {copied}")
+        print(f"{path}: already in {to}" if copied is None else f"{path}: copied to {copied}")
     return 0
 
 

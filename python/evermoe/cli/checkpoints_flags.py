@@ -1,4 +1,4 @@
-"""The flags of `evermoe checkpoints`; they import no torch."""
+"""Flags of `evermoe checkpoints`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,37 @@ _PLACE = "checkpoint_dir of a session: a folder, s3://BUCKET/PATH, gs://…, az:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions and their flags."""
+    """Add the actions and their flags."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    every = actions.add_parser("list", help="the complete checkpoints, older ones first")
-    show = actions.add_parser("show", help="the units of a checkpoint: their files, tensors and digests")
-    verify = actions.add_parser("verify", help="read checkpoints completely, and compare all bytes with their digests")
-    copies = actions.add_parser("copy", help="copy checkpoints to another folder or URL, verified")
-    prune = actions.add_parser("prune", help="remove the checkpoints that need not stay")
+    every = actions.add_parser("list", help="list the complete checkpoints, the oldest first")
+    show = actions.add_parser("show", help="show the units of a checkpoint: their files, tensors and digests")
+    verify = actions.add_parser("verify", help="read checkpoints completely and compare all bytes with their digests")
+    copies = actions.add_parser("copy", help="copy checkpoints to another folder or URL, and verify the copies")
+    prune = actions.add_parser("prune", help="remove checkpoints that the retention flags do not keep")
     for each in (every, show):
         each.add_argument("--json", action="store_true", help="print JSON")
     every.add_argument("folder", metavar="PLACE", help=_PLACE)
-    show.add_argument("checkpoint", metavar="CHECKPOINT", help="what is called step-… there")
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint step-… in a checkpoint_dir")
     verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint_dir, or checkpoints step-… of one")
     copies.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint_dir, or checkpoints step-… of one")
-    copies.add_argument("to", metavar="PLACE", help="where they should be, too")
-    prune.add_argument("folder", metavar="PLACE", help="checkpoint_dir of a session that does not run")
-    prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest ones that stay (%(default)s)")
+    copies.add_argument("to", metavar="PLACE", help="folder or URL to copy them to")
+    prune.add_argument("folder", metavar="PLACE", help="checkpoint_dir of a session that is not running")
     prune.add_argument(
-        "--every", type=int, default=0, metavar="STEPS", help="multiples of this number of steps stay, too"
+        "--keep", type=int, default=2, metavar="N", help="number of newest checkpoints to keep (%(default)s)"
     )
-    prune.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
     prune.add_argument(
-        "--abandoned", action="store_true", help="at a URL: give up what a job that died has begun to write"
+        "--every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="also keep checkpoints of steps that are multiples of this number",
     )
-    export.add_arguments(actions.add_parser("export", help="as `evermoe export`: for transformers or torch's DCP"))
+    prune.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+    prune.add_argument(
+        "--abandoned", action="store_true", help="at a URL: abort uploads that a dead job has left incomplete"
+    )
+    export.add_arguments(
+        actions.add_parser(
+            "export", help="the same as `evermoe export`: convert to the format of transformers or of torch's DCP"
+        )
+    )

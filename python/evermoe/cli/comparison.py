@@ -1,4 +1,4 @@
-"""`evermoe compare`: flags, runs one after the other, table, picture and JSON."""
+"""`evermoe compare`: run the candidates one after the other; write the table, the picture and JSON."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from evermoe.simulate import Failure
 
 MAX_SECONDS = 1e7
 TABLE_WIDTH = 100
-"""Characters of a line of the table, also where the terminal has fewer."""
+"""Width of the table in characters, also on a narrower terminal."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs all candidates; the exit code is 0 if each of them came to the end."""
+    """Run all candidates; the exit code is 0 if each of them completed all steps."""
     console = Console(highlight=False)
     options = _complete(options)
     schedule = check(options)
@@ -78,32 +78,32 @@ def main(options: argparse.Namespace) -> int:
 def _refuse_kept(root: Path, names: Sequence[str]) -> None:
     for name in names:
         if (root / name).exists():
-            raise ValueError(f"--keep {root}: expected a folder without {name}, which is there already")
+            raise ValueError(f"--keep {root}: expected a folder without {name}, which exists already")
 
 
 def _names(asked: Sequence[str] | None) -> list[str]:
-    """Candidates to run: as asked for, or all that are installed.
+    """Return the candidates to run: the requested ones, or all that are installed.
 
     Raises:
-        ValueError: one that was asked for is not installed.
+        ValueError: a requested one is not installed.
     """
-    there = [name for name, each in CANDIDATES.items() if each.package is None or find_spec(each.package)]
+    installed = [name for name, each in CANDIDATES.items() if each.package is None or find_spec(each.package)]
     for name in asked or ():
-        if name not in there:
+        if name not in installed:
             package = (CANDIDATES[name].package or "").replace("_", "-")
             raise ValueError(f"--candidate {name}: expected {package} to be installed: pip install {package}")
-    return list(dict.fromkeys(asked or there))
+    return list(dict.fromkeys(asked or installed))
 
 
 def _complete(options: argparse.Namespace) -> argparse.Namespace:
-    """With what a session's worker needs beside, at its defaults."""
+    """Return the options with the defaults of the flags that only a session's worker has."""
     hidden = argparse.ArgumentParser()
     add_session_arguments(hidden, hidden)
     return argparse.Namespace(**vars(hidden.parse_args([])) | vars(options))
 
 
 def check(options: argparse.Namespace) -> Schedule:
-    """The schedule, after all flags were checked; completes `options`.
+    """Check all flags, complete `options` and return the schedule of failures.
 
     Raises:
         ValueError: with the flag, what was expected and what came.
@@ -123,7 +123,7 @@ def check(options: argparse.Namespace) -> Schedule:
     windows = len(Corpus(options.data, options.sequence))
     if windows - options.held_out < options.batch:
         raise ValueError(
-            f"--held-out {options.held_out}: expected to leave a batch of {options.batch} samples of {windows}"
+            f"--held-out {options.held_out}: expected to leave a batch of {options.batch} of {windows} samples"
         )
     if options.slots is None:
         options.slots = options.experts // size
@@ -166,7 +166,7 @@ def _at_steps(options: argparse.Namespace) -> Schedule:
 
 
 def _run(name: str, options: argparse.Namespace, schedule: Schedule, folder: Path, console: Console) -> dict[str, Any]:
-    """Runs one candidate in a process of its own, which shows how far it is."""
+    """Run one candidate in a separate process, which shows its progress."""
     folder.mkdir(parents=True)
     orders = {
         "candidate": name,

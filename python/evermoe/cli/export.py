@@ -1,4 +1,4 @@
-"""`evermoe export`: checkpoints as other libraries read them."""
+"""`evermoe export`: convert checkpoints to formats of other libraries."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ WEIGHTS = "weights"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
-    parser.add_argument("--to", choices=FORMATS, required=True, help="a folder of transformers, or of torch's DCP")
-    parser.add_argument("--config", metavar="FOLDER", help="hf: has the model's config.json")
+    """Add the flags of `evermoe export`."""
+    parser.add_argument("--to", choices=FORMATS, required=True, help="format: that of transformers, or of torch's DCP")
+    parser.add_argument("--config", metavar="FOLDER", help="hf: folder with the model's config.json")
     parser.add_argument(
-        "--prefix", default="", metavar="NAME", help="hf: the attribute that held the model, if another module held it"
+        "--prefix",
+        default="",
+        metavar="NAME",
+        help="hf: attribute that held the model, if it was a submodule of the trained module",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what is called step-… in a session's checkpoint_dir")
-    parser.add_argument("out", metavar="OUT", help="folder to write, empty or not there yet")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint step-… in a session's checkpoint_dir")
+    parser.add_argument("out", metavar="OUT", help="folder to write; it must be empty or missing")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes the folder; returns the exit code.
+    """Write the folder and return the exit code.
 
     Raises:
         ValueError: the checkpoint or an argument is wrong; the message says which.

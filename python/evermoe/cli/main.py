@@ -1,4 +1,4 @@
-"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe top`, …"""
+"""Command line of evermoe: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe top` and others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evermoe.errors import CorruptCopy
 from evermoe.options import checked
 
 MAX_PROCESSES = 4096
-"""Processes that a command starts at most on one machine."""
+"""Largest number of processes that a command starts on one machine."""
 FLAGS = {
     "demo": "evermoe.demo.flags",
     "compare": "evermoe.cli.comparison_flags",
@@ -29,7 +29,7 @@ FLAGS = {
     "simulate": "evermoe.cli.simulate.scenario_flags",
     "measure": "evermoe.cli.measure_flags",
 }
-"""Modules whose `add_arguments` has the flags of commands; none of them imports torch, which takes seconds."""
+"""Modules whose `add_arguments` defines the flags of a command. None of them imports torch, which takes seconds."""
 MAINS = FLAGS | {
     "demo": "evermoe.demo.driver",
     "compare": "evermoe.cli.comparison",
@@ -39,25 +39,26 @@ MAINS = FLAGS | {
     "simulate": "evermoe.cli.simulate.simulation",
     "measure": "evermoe.cli.measure",
 }
-"""Modules whose `main` runs commands."""
+"""Modules whose `main` runs a command."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the flags; the usage is in `--help`."""
+    """Reports wrong flags in one line; the usage is in `--help`."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Parser of all commands; those whose flags take long to import get theirs only as `command`."""
+    """Return the parser of all commands. Only `command` gets the flags of the module in `FLAGS`, to import no more
+    than needed."""
     top = _Parser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
     commands.add_parser("compare", help="run presets and what others use through the same failures")
     commands.add_parser(
         "plan",
-        help="compare placements of experts: balance, and what survives how many losses",
+        help="compare placements of experts by balance and by the losses that they survive",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run = commands.add_parser(
@@ -76,64 +77,64 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         "--spare",
         type=_processes,
         default=0,
-        help="processes on this machine that are ready to train, connected, with shared memory reserved, and take a "
-        "lost one's place at once (%(default)s)",
+        help="processes on this machine that stand by, connected and with shared memory reserved, to replace a lost "
+        "worker at once (%(default)s)",
     )
     run.add_argument(
         "--members",
         type=_processes,
-        help="processes that train, over all machines, that a new job waits for (default: --workers)",
+        help="training processes, over all machines, that a new job waits for (default: --workers)",
     )
     run.add_argument(
         "--lighthouse",
         metavar="ADDRESS[,ADDRESS...]",
         help="http://host:port of the job's Lighthouse, or of several; default: EVERMOE_LIGHTHOUSE, "
-        "TORCHFT_LIGHTHOUSE, or one of its own",
+        "TORCHFT_LIGHTHOUSE, or a Lighthouse that this command starts",
     )
     run.add_argument(
         "--host-lighthouse",
         action="store_true",
-        help="start the Lighthouse that --lighthouse names on this machine, unless it runs",
+        help="start the Lighthouse that --lighthouse names on this machine, unless it is running",
     )
     run.add_argument("--job", help="name of the job, the same on all machines (default: the program's name)")
     run.add_argument(
-        "--restarts", type=_processes, default=0, help="times a crashed worker is started again (%(default)s)"
+        "--restarts", type=_processes, default=0, help="how often a crashed worker is restarted (%(default)s)"
     )
     run.add_argument(
         "--node-rank",
         type=_processes,
-        help="number of this machine, from 0, for the RANK of its workers where a job has several machines",
+        help="number of this machine, from 0; gives its workers their RANK in a job on several machines",
     )
     run.add_argument(
         "--metrics",
         type=_port,
         metavar="PORT",
-        help="serve Prometheus metrics: of the first worker at this port, of the others at the next ones",
+        help="serve Prometheus metrics, the first worker at this port, the others at the following ones",
     )
     run.add_argument(
         "--tensorboard",
         metavar="FOLDER",
-        help="write curves for TensorBoard, of each worker in a folder of its own in this one",
+        help="write curves for TensorBoard, each worker to its own subfolder",
     )
     run.add_argument(
         "--on-lost",
         metavar="COMMAND",
-        help="shell command that one member runs when another is lost, to ask for another machine",
+        help="shell command that one member runs when another is lost, for example to request a new machine",
     )
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
     commands.add_parser("role", help="promote a replica node to train, or demote a worker to keep copies")
-    lighthouse = commands.add_parser("lighthouse", help="let the members of a job go on that wait for a majority")
+    lighthouse = commands.add_parser("lighthouse", help="let members that wait for a majority continue")
     actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
     promote = actions.add_parser(
         "promote",
-        help="tell the members of a job that ask this Lighthouse to go on, because the others are gone for good",
-        description="Tells the members of a job that wait at a Lighthouse to go on without a majority. Only where the "
-        "others are gone: what both halves of a job do after a cut cannot be brought together again.",
+        help="let members at this Lighthouse continue, because the others are gone for good",
+        description="Let members of a job that wait at a Lighthouse continue without a majority. Use it only if the "
+        "other members are gone: two halves of a job that both continue after a network cut cannot be merged again.",
     )
-    promote.add_argument("address", metavar="ADDRESS", help="http://host:port of the Lighthouse that they ask")
+    promote.add_argument("address", metavar="ADDRESS", help="http://host:port of their Lighthouse")
     promote.add_argument(
         "--job", required=True, help="name of the job; one with a secret needs EVERMOE_SECRET here, too"
     )
@@ -141,13 +142,13 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         "--limit", type=float, default=60.0, help="seconds to wait for the members (%(default)s)", metavar="SECONDS"
     )
     trace = commands.add_parser("trace", help="merge the traces of several ranks into one, for ui.perfetto.dev")
-    trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
+    trace.add_argument("files", nargs="+", metavar="FILE", help="traces that Profilers wrote, one per rank")
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
-    trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
-    commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
+    trace.add_argument("--plot", metavar="PATH", help="also draw the last steps, to a PNG or SVG file")
+    commands.add_parser("export", help="convert a checkpoint to the format of transformers or of torch's DCP")
     commands.add_parser(
         "reproduce",
-        help="compute the papers' numbers, and show both side by side",
+        help="compute the papers' numbers and compare them with the published ones",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands.add_parser(
@@ -157,7 +158,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     commands.add_parser("measure", help="measure what failures cost here, for evermoe simulate")
     commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
-    info = commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
+    info = commands.add_parser("info", help="print versions, and whether this build contains the CUDA kernels")
     info.add_argument("--json", action="store_true", help="print JSON")
     if command in FLAGS:
         import_module(FLAGS[command]).add_arguments(commands.choices[command])
@@ -165,7 +166,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command that the arguments name, and return the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = parser(given[0] if given else None).parse_args(given)
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _processes(text: str) -> int:
-    """A number of processes, or of their starts."""
+    """Convert a flag's text to a number of processes or of their restarts."""
     try:
         return checked("it", int(text), int, least=0, most=MAX_PROCESSES)
     except ValueError:
@@ -222,13 +223,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.members == 0:
         raise ValueError("--members: expected 1 or more, got 0")
     if not (options.workers or options.members):
-        raise ValueError("without workers here: expected --members, how many processes train on other machines")
+        raise ValueError(
+            "--workers 0: expected --members as well, the number of processes that train on other machines"
+        )
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
     address = options.lighthouse or os.environ.get("EVERMOE_LIGHTHOUSE") or lighthouse()
     if address is None and options.members is None and node_rank() is not None:
         raise ValueError(
             "this is one of several processes of srun or of an Indexed Job, but no Lighthouse is named: each would "
-            "train a job of its own. Start a Lighthouse that outlives them and name it by --lighthouse or "
+            "train a separate job. Start a Lighthouse that outlives them and pass its address by --lighthouse or "
             f"TORCHFT_LIGHTHOUSE; or, for a job on each machine, give --members {options.workers}"
         )
     members = options.members or options.workers
@@ -237,17 +240,17 @@ def _run(options: argparse.Namespace) -> int:
     job = LocalJob(command, name, members, lighthouse=address, memory_dir=options.memory_dir, environment=variables)
     if options.host_lighthouse:
         if address is None:
-            raise ValueError("--host-lighthouse: expected --lighthouse, too, with an address of this machine")
+            raise ValueError("--host-lighthouse: expected --lighthouse with an address of this machine as well")
         job.host_lighthouse()
     number = node_rank() if options.node_rank is None else options.node_rank
     return run(job, options.workers, options.restarts, options.replicas, options.spare, number)
 
 
 def _listeners(options: argparse.Namespace) -> dict[str, str]:
-    """Variables that ask workers for listeners of their events.
+    """Return the environment variables that make workers start the requested listeners.
 
     Raises:
-        ModuleNotFoundError: these need a package that is not there, which the workers would find later.
+        ModuleNotFoundError: the package of a listener is missing; without this check each worker would fail later.
     """
     variables = {}
     if options.metrics:
@@ -265,7 +268,7 @@ def _lighthouse(options: argparse.Namespace) -> int:
     from evermoe.comm.promotion import promote
 
     members = promote(options.address, options.job, options.limit)
-    print(f"job {options.job} goes on with {', '.join(members)}")
+    print(f"job {options.job} continues with {', '.join(members)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`evermoe measure`: what failures cost on this machine, as a file of constants for `evermoe simulate`."""
+"""`evermoe measure`: measure the cost of failures on this machine, and write constants for `evermoe simulate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from evermoe.simulate import Constants, write_constants
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, writes the file and prints what is in it.
+    """Measure, write the file and print its contents.
 
     Raises:
         OSError: a folder cannot be written.

@@ -1,21 +1,23 @@
-"""The flags of `evermoe measure`; they import no torch."""
+"""Flags of `evermoe measure`. This module does not import torch."""
 
 from __future__ import annotations
 
 import argparse
 
 DESCRIPTION = """\
-Measure, within two minutes, what failures cost on this machine: messages between two processes, copies, digests and
-disk, a short real session of three workers of which one is killed, and some that save after every step or never.
-evermoe simulate --constants reads the file."""
+Measure, within two minutes, the cost of failures on this machine: messages between two processes, copies, digests, the
+disk, a short session of three workers of which one is killed, and sessions that save after every step or never. The
+result is a file for evermoe simulate --constants."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `evermoe measure`."""
+    """Add the flags of `evermoe measure`."""
     parser.description = DESCRIPTION
-    parser.add_argument("--out", metavar="FILE", default="evermoe-constants.json", help="what to write (%(default)s)")
-    parser.add_argument("--folder", metavar="DIR", default=".", help="on the disk of checkpoints (%(default)s)")
+    parser.add_argument("--out", metavar="FILE", default="evermoe-constants.json", help="file to write (%(default)s)")
+    parser.add_argument(
+        "--folder", metavar="DIR", default=".", help="folder on the disk that holds checkpoints (%(default)s)"
+    )
     parser.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     parser.add_argument(
-        "--no-session", action="store_true", help="leave the sessions out: keep what is assumed of them"
+        "--no-session", action="store_true", help="skip the sessions, and keep the assumed constants for them"
     )

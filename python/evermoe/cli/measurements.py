@@ -1,4 +1,4 @@
-"""Measurements of this machine: links, memory, disk, and a short real session in which a worker is killed."""
+"""Measurements of this machine: links, memory, disk, and a short session in which a worker is killed."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from evermoe.state.unit import TensorSpec, Unit
 
 LIMIT = timedelta(seconds=30)
 BYTES = 64 << 20
-"""What is sent, hashed, copied and written at a time."""
+"""Bytes that one measurement sends, hashes, copies or writes."""
 PINGS = 200
 ROUNDS = 5
 
 
 def measure_link() -> dict[str, float]:
-    """Latency and bandwidth of messages between two processes here, by the transport of a session."""
+    """Measure latency and bandwidth of messages between two local processes, over a session's transport."""
     context = mp.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_echo, args=(there,), daemon=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_echo, args=(theirs,), daemon=True)
     process.start()
-    there.close()  # so that the end of that process ends every wait for it
+    theirs.close()  # otherwise a wait would outlast the end of that process
     transport = Transport("127.0.0.1", "127.0.0.1")
     try:
-        here.send(transport.address)
-        if not here.poll(LIMIT.total_seconds()):
+        ours.send(transport.address)
+        if not ours.poll(LIMIT.total_seconds()):
             raise TimeoutError(f"measure: the other process did not start within {LIMIT.total_seconds():g} s")
-        transport.connect(1, 0, [transport.address, here.recv()], LIMIT, LIMIT)
+        transport.connect(1, 0, [transport.address, ours.recv()], LIMIT, LIMIT)
         ping = statistics.median(_round_trip(transport, torch.zeros(1, dtype=torch.uint8)) for _ in range(PINGS)) / 2
         best = min(_round_trip(transport, torch.zeros(BYTES, dtype=torch.uint8)) for _ in range(ROUNDS)) / 2
-        here.send("all read")
+        ours.send("all read")
         return {"network_latency_seconds": ping, "network_bytes_per_second": BYTES / max(best - ping, 1e-9)}
     finally:
         transport.close()
@@ -66,7 +66,7 @@ def _round_trip(transport: Transport, message: torch.Tensor) -> float:
 
 
 def _echo(pipe: Connection) -> None:
-    """The other process: sends back what comes."""
+    """Body of the other process: return each message to its sender."""
     torch.set_num_threads(1)
     transport = Transport("127.0.0.1", "127.0.0.1")
     other = pipe.recv()
@@ -81,13 +81,13 @@ def _echo(pipe: Connection) -> None:
 
 
 def measure_digests() -> dict[str, float]:
-    """Bytes a second of digests, as a recovery makes them."""
+    """Measure bytes per second of digests, computed as in a recovery."""
     units = [[part.numpy()] for part in torch.ones(BYTES, dtype=torch.uint8).split(BYTES // 16)]
     return {"digest_bytes_per_second": BYTES / _best(lambda: digests(units))}
 
 
 def measure_capture(folder: Path) -> dict[str, float]:
-    """Bytes a second of captures into shared memory, by the thread that makes snapshots."""
+    """Measure bytes per second of captures into shared memory, by the thread that makes snapshots."""
     tensor = torch.ones(BYTES, dtype=torch.uint8)
     arena = Arena.create(folder / "arena", "{}", [("unit", BYTES)])
     engine = CopyEngine()
@@ -106,7 +106,7 @@ def measure_capture(folder: Path) -> dict[str, float]:
 
 
 def measure_store(folder: Path) -> dict[str, float]:
-    """Bytes a second to a disk, as checkpoints are written, and from it past the page cache."""
+    """Measure bytes per second to a disk, written as checkpoints are, and from it without the page cache."""
     specs = (TensorSpec("weights", (BYTES // 64,), torch.float32),)
     data = torch.randint(0, 256, (16, BYTES // 16), dtype=torch.uint8)
     units = {f"moe.experts.{at}": (Unit(f"moe.experts.{at}", specs, "moe", at), data[at]) for at in range(16)}
@@ -122,7 +122,7 @@ def measure_store(folder: Path) -> dict[str, float]:
 
 
 def _read(path: Path) -> float:
-    """Seconds to read a file that is not in the page cache any more, where the system can drop it."""
+    """Return the seconds to read a file that the page cache no longer holds, if the system can drop it."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -133,7 +133,7 @@ def _read(path: Path) -> float:
 
 
 def _best(action: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The least seconds of some rounds, after one that does not count."""
+    """Return the minimum seconds of several rounds, after a warm-up round."""
     action()
     taken = []
     for _ in range(rounds):
@@ -144,18 +144,18 @@ def _best(action: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 SESSION = ["--workers", "3", "--steps", "30", "--kill", "1@12", "--no-join", "--no-baseline", "--layers", "2"]
-"""The demo's flags for the session that is measured."""
+"""The demo's flags for the measured session."""
 
 
 def measure_session(console: Console, flags: list[str] | None = None) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a real session takes to notice a killed worker, to agree, to connect and to survey; and its step.
+    """Measure the phases of a recovery in a session whose worker is killed, and its steps.
 
     Args:
-        console: for what happens meanwhile.
-        flags: of the demo; its steps, workers and kills.
+        console: shows the progress.
+        flags: those of the demo: steps, workers and kills.
 
     Returns:
-        Constants, and what is for people: seconds of a step by the number of members, and of each recovery's phases.
+        The constants; and for people the seconds of a step by number of members and the phases of each recovery.
 
     Raises:
         LaunchError: a worker failed.
@@ -184,7 +184,7 @@ def measure_session(console: Console, flags: list[str] | None = None) -> tuple[d
 
 
 def _run(console: Console, flags: Sequence[str]) -> Mapping[int, Sequence[Event]]:
-    """The events of a session of the demo, by worker."""
+    """Run a session of the demo and return the events of each worker."""
     parser = argparse.ArgumentParser()
     add_demo_arguments(parser)
     options = parser.parse_args(flags)
@@ -201,17 +201,18 @@ PERSISTING_ROUNDS = 3
 
 
 def measure_persisting(console: Console, flags: Sequence[str] = ("--layers", "2")) -> dict[str, float]:
-    """What a save takes from a step beside it: that of a session which saves after every step, less one that does not.
+    """Measure the seconds that a concurrent save adds to a step: a session that saves after each step against one that
+    never does.
 
     Args:
-        console: for what happens meanwhile.
-        flags: of the demo, which come after `PERSISTING`.
+        console: shows the progress.
+        flags: those of the demo, appended to `PERSISTING`.
 
     Raises:
         LaunchError: a worker failed.
     """
     extra: list[float] = []
-    for _ in range(PERSISTING_ROUNDS):  # in turn, as other programs may use the same processors
+    for _ in range(PERSISTING_ROUNDS):  # alternating, as other programs may use the same processors
         (saving,), (without,) = (
             _steps_by_members(_run(console, [*PERSISTING, *flags, *more])).values() for more in ([], NEVER)
         )
@@ -220,7 +221,7 @@ def measure_persisting(console: Console, flags: Sequence[str] = ("--layers", "2"
 
 
 def _steps_by_members(events: Mapping[int, Sequence[Event]]) -> dict[int, float]:
-    """Median seconds between two commits of as many members, by their number."""
+    """Return the median seconds between two commits, by the number of members."""
     rows = list(commits(events).values())
     found: dict[int, list[float]] = {}
     for before, after in zip(rows, rows[1:], strict=False):

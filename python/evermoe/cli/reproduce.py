@@ -1,4 +1,4 @@
-"""`evermoe reproduce`: the papers' numbers, and evermoe's beside them."""
+"""`evermoe reproduce`: the papers' published numbers, compared with those that evermoe computes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PIPE_COLUMNS = 120
 
 
 def main(options: argparse.Namespace) -> int:
-    """Computes, prints and writes what is asked for.
+    """Compute the requested figures, print them and write the files.
 
     Raises:
-        ValueError: an ID that is none, with those that are close.
+        ValueError: unknown ID; the message lists similar ones.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     if "list" in options.names:
         if options.names != ["list"] or options.json or options.markdown:
-            raise ValueError("list: expected it alone, without other IDs, --json and --markdown")
+            raise ValueError("list: expected no other ID, no --json and no --markdown with it")
         console.print(_listed())
         return 0
     computed = compute(find(options.names, is_slow=options.slow))
@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def compute(figures: Sequence[Figure]) -> Computed:
-    """The rows of figures, with a progress bar on a terminal.
+    """Compute the rows of figures, with a progress bar on a terminal.
 
     Args:
         figures: in the order in which they are shown.
@@ -64,7 +64,7 @@ def compute(figures: Sequence[Figure]) -> Computed:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """The command line that these options came from."""
+    """Return the command line that corresponds to these options."""
     flags = ["--slow"] if options.slow else []
     flags += ["--json", options.json] if options.json else []
     return " ".join(["evermoe reproduce", *options.names, *flags, "--markdown", options.markdown])
@@ -81,7 +81,7 @@ def _listed() -> Table:
 
 
 def _show(console: Console, figure: Figure, rows: Sequence[Row]) -> None:
-    """One figure: its title, a table, what is to be said of it."""
+    """Print one figure: its title, its note and its table."""
     error = " (counter-example)" if figure.is_error else ""
     console.print(f"[bold]{figure.id}[/]  {figure.title}{error}")
     if figure.note:

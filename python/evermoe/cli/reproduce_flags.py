@@ -1,12 +1,12 @@
-"""The flags of `evermoe reproduce`; they import no torch."""
+"""Flags of `evermoe reproduce`. This module does not import torch."""
 
 from __future__ import annotations
 
 import argparse
 
 DESCRIPTION = """\
-Compute the numbers of the five papers whose mechanisms evermoe has, and show them next to those that the papers state:
-how each was computed, by how much they differ, and why. Where a paper errs there is a counter-example.
+Compute the numbers of the five papers whose mechanisms evermoe implements, and compare them with the published ones:
+how each was computed, by how much they differ, and why. Where a paper is wrong, a counter-example shows it.
 
   evermoe reproduce list
   evermoe reproduce gemini-f9 lazarus-theorem1
@@ -14,7 +14,7 @@ how each was computed, by how much they differ, and why. Where a paper errs ther
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `evermoe reproduce`."""
+    """Add the arguments of `evermoe reproduce`."""
     parser.description = DESCRIPTION
     parser.add_argument(
         "names",
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default",
     )
     parser.add_argument(
-        "--slow", action="store_true", help="with all, or a paper: also what trains or measures (minutes)"
+        "--slow", action="store_true", help="with all, or a paper: include figures that train or measure (minutes)"
     )
     parser.add_argument("--json", metavar="PATH", help="write all numbers as JSON")
     parser.add_argument("--markdown", metavar="PATH", help="write a page of Markdown, with the command that wrote it")

@@ -1,4 +1,4 @@
-"""Where results of commands go: the terminal, and files."""
+"""Output of commands: the terminal, and files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.console import Console
 
 
 def console() -> Console:
-    """A pipe gets what fits in 100 columns; a terminal what fits in its own."""
+    """Return a console as wide as the terminal; a pipe gets 100 columns."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 
 
 def write_all(files: dict[str, tuple[str, bytes]]) -> None:
-    """Writes all of them or none, each completely."""
+    """Write all files or none, each completely."""
     parts: dict[str, Path] = {}
     try:
         for flag, (name, content) in files.items():
@@ -33,7 +33,7 @@ def write_all(files: dict[str, tuple[str, bytes]]) -> None:
 
 
 def _part(path: Path, content: bytes) -> Path:
-    """A file beside `path` with what it shall contain."""
+    """Write the content to a temporary file next to `path`, and return its path."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     path.parent.mkdir(parents=True, exist_ok=True)

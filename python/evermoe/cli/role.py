@@ -1,4 +1,4 @@
-"""`evermoe role`: promotes a replica node to train, or demotes a worker to keep copies."""
+"""`evermoe role`: promote a replica node to train, or demote a worker to keep copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evermoe.memory_folder import DEFAULT, job_folder, replace_text, role_files
 from evermoe.options import check_name, checked
 
 PAUSE_SECONDS = 0.05
-"""Time between two looks for an answer."""
+"""Seconds between two checks for an answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of the process, and in its container, as the same user."
     )
     parser.add_argument("role", choices=["train", "replica"], help="train: it computes steps; replica: it keeps copies")
-    parser.add_argument("pid", type=int, metavar="PID", help="number of the process on this machine")
+    parser.add_argument("pid", type=int, metavar="PID", help="ID of the process on this machine")
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--memory-dir", default=DEFAULT, help="where shared memory lives (%(default)s)")
     parser.add_argument(

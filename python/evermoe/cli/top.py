@@ -1,4 +1,4 @@
-"""`evermoe top`: a running job as a table, again and again."""
+"""`evermoe top`: show a running job as a table, refreshed continually."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FAILURES = {
-    "left": "a member left on notice",
-    "process": "a process was lost, and its host lives",
+    "left": "a member left after a notice",
+    "process": "a process was lost, its host answers",
     "hung": "a member hangs, or is stopped",
     "host": "a host was lost, or cut off",
     "storage": "units were lost with the memory of hosts",
 }
-"""By `Recovered.failure`, for people."""
+"""Description for people, by `Recovered.failure`."""
 MAX_LOSSES = 6
-"""Fatal losses that are named."""
+"""Largest number of fatal losses that are named."""
 WIDE = 120
-"""Characters of a terminal from which cells have space at their sides."""
+"""Width of a terminal, in characters, from which cells have padding."""
 SILENT_SECONDS = 10.0
-"""Without a line in a file, after which that is said."""
+"""Seconds without a new line in a file after which the table shows that it is silent."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `evermoe top`."""
+    """Add the arguments of `evermoe top`."""
     parser.add_argument(
         "sources",
         nargs="+",
@@ -43,19 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where `evermoe run --metrics` serves metrics: PORT of this machine, HOST:PORT, or several workers, "
         "HOST:FIRST-LAST; or a file of JSON lines, as evermoe.observe.JsonLines writes them",
     )
-    parser.add_argument("--once", action="store_true", help="show it once: exit code 0 if a member answers, 1 if none")
-    parser.add_argument("--json", action="store_true", help="print JSON, each time in a line, in place of tables")
     parser.add_argument(
-        "--every", type=_seconds, default=2.0, metavar="SECONDS", help="time between two looks (%(default)s)"
+        "--once", action="store_true", help="show one table and exit: code 0 if a member answers, 1 if none does"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per refresh instead of tables")
+    parser.add_argument(
+        "--every", type=_seconds, default=2.0, metavar="SECONDS", help="seconds between two refreshes (%(default)s)"
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Shows the members until Ctrl-C, or once. Returns the exit code.
+    """Show the members until Ctrl-C, or once. Return the exit code.
 
     Raises:
-        ValueError: a source is none.
-        ModuleNotFoundError: there is no `rich` or no `prometheus_client`.
+        ValueError: a source cannot be parsed.
+        ModuleNotFoundError: `rich` or `prometheus_client` is missing.
     """
     import prometheus_client  # noqa: F401  # said at once, not of each member
 
@@ -103,7 +105,7 @@ def _seconds(text: str) -> float:
 
 
 def _plain(view: MemberView) -> dict[str, Any]:
-    """For JSON, which has no NaN."""
+    """Replace NaN by None, as JSON has no NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(view).items()
@@ -114,7 +116,7 @@ def _plain(view: MemberView) -> dict[str, Any]:
 
 
 def render(views: Sequence[MemberView]) -> Group:
-    """Each job of these members: what holds of all, a row for each, what would be survived, the last recovery."""
+    """Render each job of these members: summary, a row for each member, survivable losses, last recovery."""
     from rich.console import Group
 
     jobs = {view.job for view in views if view.job} or {""}
@@ -132,7 +134,7 @@ def _answering(views: Sequence[MemberView]) -> list[MemberView]:
 
 
 def _headline(job: str, views: Sequence[MemberView]) -> str:
-    """What holds of all members: as the one with the most steps says it."""
+    """Return the values that hold for all members, from the member with the most steps."""
     from rich.markup import escape
 
     answering = _answering(views)
@@ -162,7 +164,7 @@ def _table(views: Sequence[MemberView]) -> Table:
     table = Table(padding=(0, int(shutil.get_terminal_size().columns >= WIDE)))
     for name in ("rank", "member", "source", "role", "state", "step", "s/step", "behind", "sent", "recoveries"):
         right = name in ("rank", "step", "s/step", "recoveries")
-        # What tells members apart stays whole; other cells get several lines on a narrow terminal.
+        # Columns that identify a member do not wrap; on a narrow terminal the others do.
         own_line = name in ("rank", "member")
         table.add_column(name, justify="right" if right else "left", no_wrap=own_line, overflow="fold")
     for view in views:
@@ -188,7 +190,7 @@ def _table(views: Sequence[MemberView]) -> Table:
 
 
 def _name(view: MemberView) -> str:
-    """The id of a member, which begins with its node's name; the node's alone before it has joined."""
+    """Return the member's ID, which begins with its node's name; before it has joined, the node's name."""
     return view.member or view.node
 
 
@@ -197,7 +199,7 @@ def _state(view: MemberView) -> str:
 
 
 def _survival(views: Sequence[MemberView]) -> list[str]:
-    """Which losses would be survived, as the member says that survives least."""
+    """Return the losses that the job would survive, from the member that reports the fewest."""
     from rich.markup import escape
 
     known = [view for view in _answering(views) if view.survives_one is not None]
@@ -206,7 +208,7 @@ def _survival(views: Sequence[MemberView]) -> list[str]:
     view = min(known, key=lambda view: (bool(view.is_covered), view.survives_one or 0))
     lines = [
         f"a node is lost: survived with probability {view.survives_one:.3g}; two at once: {view.survives_two:.3g}"
-        + ("" if view.is_covered else "; [yellow]copies are missing, and being made[/]")
+        + ("" if view.is_covered else "; [yellow]copies are missing and in progress[/]")
     ]
     if view.fatal:
         named = [f"{nodes} ({count(units, 'unit')})" for nodes, units in list(view.fatal.items())[:MAX_LOSSES]]
@@ -216,7 +218,7 @@ def _survival(views: Sequence[MemberView]) -> list[str]:
 
 
 def _recovery(views: Sequence[MemberView]) -> list[str]:
-    """The last recovery, as the member saw it that took the longest."""
+    """Return the last recovery, as the member reports it that took longest."""
     from rich.markup import escape
 
     known = [view for view in _answering(views) if view.recovery_began is not None]

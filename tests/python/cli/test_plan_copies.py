@@ -132,7 +132,7 @@ def test_the_kinds_add_up_to_what_the_planner_counts(device_gib):
     for row, said in zip(auto.survival, auto.plan.survival, strict=True):
         assert float(row.without_loss) == pytest.approx(float(said.without_loss))
         assert float(row.with_loss) == pytest.approx(float(said.with_loss))
-    assert sum(example.alike for example in auto.examples) == len(auto.plan.units)
+    assert sum(example.number for example in auto.examples) == len(auto.plan.units)
 
 
 def test_the_placement_is_balanced_or_the_recommended_one():

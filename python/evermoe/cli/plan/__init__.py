@@ -1,1 +1,1 @@
-"""`evermoe plan`: compares placements for a load, and ways to keep copies. Nothing is started or trained."""
+"""`evermoe plan`: compare placements for a load, and ways to keep copies. It starts and trains nothing."""

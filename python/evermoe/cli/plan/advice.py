@@ -1,4 +1,4 @@
-"""What follows from a comparison, in words; every number is one of the table's."""
+"""Conclusions from a comparison, in sentences; every number is one of the table's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from evermoe.cli.plan.compare import Comparison, Heavy, Result
 from evermoe.planning import POLICIES, Survival
 
 TOLERANCE = 0.05
-"""Survival that evenness may cost: what `balanced` may give away."""
+"""Survival that `balanced` may give up for evenness."""
 ROUNDING = 1e-12
 """Rounding error of an exact probability."""
 
 
 def percent(part: float) -> str:
-    """One decimal, but 100% and 0% only where it is true, up to rounding.
+    """Format a share with one decimal; 100% and 0% appear only where they are exact, up to rounding.
 
     >>> percent(0.968), percent(0.99999), percent(1.0)
     ('96.8%', '>99.9%', '100%')
@@ -25,21 +25,22 @@ def percent(part: float) -> str:
 
 
 def survived(survival: Survival) -> str:
-    """The probability, with its error if it is not exact."""
+    """Format a probability, with its error if it is not exact."""
     return percent(survival.probability) + (f"±{survival.error * 100:.1f}" if survival.error else "")
 
 
 def worst(result: Result) -> float:
-    """The busiest node over the mean, with the balanced split, in the worst layer, as the table shows it."""
+    """Return the load of the busiest node over the mean in the worst layer, with the balanced split, as the table
+    shows it."""
     return round(max(result.balanced), 2)
 
 
 def best(comparison: Comparison) -> tuple[Result, int | None]:
-    """The result to take, and the index of the number of failures that decided, None if balance alone did.
+    """Return the recommended result, and the index of the number of failures that decided; None if balance alone did.
 
-    Numbers of failures count up to the first at which even the safest result loses something, if it survives half
-    of the cases there. Where it loses nothing, neither may the one to take; else `TOLERANCE` is allowed. Of those
-    that are safe enough the most even one wins.
+    Numbers of failures count up to the first at which even the safest result loses something, if it survives half of
+    the cases. Where the safest result loses nothing, the recommended one must lose nothing; otherwise it may survive
+    less by `TOLERANCE`. Among those that are safe enough the most even one wins.
     """
     results = comparison.results
     candidates, decisive = list(results), None
@@ -54,7 +55,7 @@ def best(comparison: Comparison) -> tuple[Result, int | None]:
             for result in candidates
             if result.survival[index].probability + result.survival[index].error >= least
         ]
-        if safe:  # who survives fewer losses comes first, as they are more likely
+        if safe:  # fewer losses come first, as they are more likely
             candidates, decisive = safe, index
         if not sure:
             break
@@ -68,7 +69,7 @@ def best(comparison: Comparison) -> tuple[Result, int | None]:
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """Sentences for the operator, the most important first."""
+    """Return sentences for the operator, the most important first."""
     chosen, decisive = best(comparison)
     sentences = [_choice(comparison, chosen, decisive)]
     if chosen.distinct < 2:
@@ -97,7 +98,7 @@ def _choice(comparison: Comparison, chosen: Result, decisive: int | None) -> str
 
 
 def _rival(comparison: Comparison, chosen: Result, index: int) -> Result | None:
-    """Who survives the most, if that is not the chosen one; else the most even; None if neither is better."""
+    """Return the result that survives most if it was not chosen, else the most even one; None if neither is better."""
     others = [result for result in comparison.results if result is not chosen]
     safest = max(others, key=lambda result: (result.survival[index].probability, -worst(result)))
     if safest.survival[index].probability > chosen.survival[index].probability:
@@ -119,10 +120,10 @@ def _single_loss(comparison: Comparison, chosen: Result) -> str:
             return f"{few}: --min-replicas 2 gives each two in the same {cluster.slots} slots per node."
         return (
             f"{few}: {needed} slots per node instead of {cluster.slots} (2 × {experts} / {cluster.nodes}, rounded up) "
-            "give each two, and what is more than that goes to the hot ones."
+            "give each two; the remaining slots go to the hot experts."
         )
     if chosen.policy in ("balanced", "safest"):
-        return f"{one}, as the sizes of the domains leave no room for a replica elsewhere: use more equal domains."
+        return f"{one}, as the sizes of the domains leave no room for a second replica: use more equal domains."
     return (
         f"{one} although each has two replicas or more: {chosen.policy} puts them into one {cluster.unit}; balanced "
         "and safest avoid that where they can."
@@ -149,11 +150,12 @@ def _heavy(heavy: Heavy, slots: int) -> str:
     each = "its single replica" if heavy.replicas == 1 else f"each of its {heavy.replicas} replicas"
     return (
         f"Expert {heavy.expert} of layer {heavy.layer} is too hot for any placement, as {each} bears "
-        f"{heavy.times_mean:.2f} × a node's mean load: {heavy.slots} slots per node instead of {slots} end that."
+        f"{heavy.times_mean:.2f} × a node's mean load: {heavy.slots} slots per node instead of {slots} would avoid "
+        "that."
     )
 
 
 def _losses(comparison: Comparison, failures: int) -> str:
-    """`1 node`, `2 nodes at once`."""
+    """Return `1 node` or `2 nodes at once`."""
     unit = comparison.cluster.unit
     return f"1 {unit}" if failures == 1 else f"{failures} {unit}s at once"

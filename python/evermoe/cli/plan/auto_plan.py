@@ -1,4 +1,4 @@
-"""How each unit would be protected: what `choose_copies` says of a whole model. L layers, E experts, N nodes."""
+"""Protection of each unit by `auto`: the plan of `choose_copies` for a complete model. L layers, E experts, N nodes."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ from evermoe.planning import (
 from evermoe.planning.choose_copies import CopyKind
 
 LOG_STEPS = 8
-"""Gradients that a replayed copy keeps."""
+"""Steps whose gradients a replayed copy keeps."""
 MAX_PERIOD = 64
-"""Steps between two snapshots of a unit."""
+"""Largest number of steps between two snapshots of a unit."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What there is to keep, and who trains on it."""
+    """Units of a model, and the nodes that train them."""
 
     cluster: Cluster
     setting: CopySetting
     share_LE: NDArray[np.float64]
-    """[L, E] part of its layer's tokens; 0 throughout a layer without load."""
+    """[L, E] share of the tokens of its layer; 0 in a layer without load."""
     matrices: tuple[NDArray[np.int64], ...]
     """[N, E] of each layer."""
     dense: tuple[int, ...]
-    """Parameters that are no expert's, of each node's shard; all of them belong to each node if replicated."""
+    """Dense parameters in each node's shard; if replicated, each node has all of them."""
 
     @property
     def steps_tokens(self) -> float:
-        """Tokens of a step, where those of a layer count as 1."""
+        """Tokens of a step, where each layer counts as 1."""
         return max(1.0, float(self.share_LE.sum()))
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, each counted once."""
+        """Parameters of the model, each counted once."""
         return self.share_LE.size * self.setting.expert_parameters + sum(self.dense)
 
     @property
     def domains(self) -> list[str]:
-        """The name of the domain of each node."""
+        """Name of each node's domain."""
         return [f"domain{node // self.cluster.domain_size:07}" for node in range(self.cluster.nodes)]
 
     def unit_name(self, index: int) -> str:
-        """Name of the unit at this place of `units`."""
+        """Return the name of the unit at this index of `units`."""
         if index < self.share_LE.size:
             layer, expert = divmod(index, self.share_LE.shape[1])
             return f"layer {layer}, expert {expert}"
         return "the dense part" if self.setting.dense == "replicated" else f"dense shard {index - self.share_LE.size}"
 
     def units(self) -> list[CopyUnit]:
-        """The experts, layer by layer, then the rest, whose every step is one of all tokens."""
+        """The experts, layer by layer, then the dense part, which every token uses."""
         setting, found = self.setting, []
         state, gradient = (setting.expert_parameters * each for each in (setting.state_bytes, setting.gradient_bytes))
         for share_E, matrix in zip(self.share_LE, self.matrices, strict=True):
@@ -88,51 +88,51 @@ class KindRow:
 
     kind: CopyKind
     periods: tuple[int, int]
-    """Steps from one version to the next: the least and the most."""
+    """Fewest and most steps from one version to the next."""
     experts: int
     others: int
-    """Units that are no expert."""
+    """Units that are not experts."""
     tokens: float
-    """Their part of all experts' tokens."""
+    """Share of all experts' tokens."""
     bytes: int
-    """Sent in a step."""
+    """Bytes sent in a step."""
     window_share: float | None
-    """Part of the seconds of all nodes' windows; None if there are none."""
+    """Share of the seconds of all nodes' windows; None if there are no windows."""
     memory_bytes: int
-    """Memory of all nodes that copies take."""
+    """Memory that copies take on all nodes."""
     most_lost_steps: int
-    """Steps lost, at most, by fewer losses than there are to be copies."""
+    """Largest number of lost steps, for fewer losses than the number of copies wanted."""
 
 
 @dataclass(frozen=True)
 class LossRow:
-    """What survives a loss of so many domains."""
+    """Survival of a number of lost domains."""
 
     failures: int
     without_loss: Survival
-    """No unit loses a step."""
+    """Probability that no unit loses a step."""
     with_loss: Survival
-    """Each unit has some copy, perhaps an older one."""
+    """Probability that each unit has some copy, perhaps an older one."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A unit that stands for others that are kept in the same way for the same reason."""
+    """Unit that represents those which are protected in the same way for the same reason."""
 
     unit: int
-    """The one with the most tokens."""
-    alike: int
-    """How many there are, itself included."""
+    """Index of the unit with the most tokens."""
+    number: int
+    """Number of units that it represents, itself included."""
     text: str
 
 
 @dataclass(frozen=True)
 class AutoReport:
-    """What `auto` would do."""
+    """Plan of `auto` for a model."""
 
     layout: Layout
     policy: str
-    """Policy of the placement."""
+    """Placement policy."""
     plan: CopyPlan
     kinds: tuple[KindRow, ...]
     survival: tuple[LossRow, ...]
@@ -140,17 +140,17 @@ class AutoReport:
 
     @property
     def busiest(self) -> NodeUse:
-        """The most that any node has of each."""
+        """Return the largest value over all nodes, for each quantity."""
         return NodeUse(*(max(column) for column in zip(*self.plan.nodes, strict=True)))
 
     @property
     def bytes(self) -> int:
-        """Sent in a step, over all nodes."""
+        """Bytes sent in a step, over all nodes."""
         return sum(node.sent_bytes for node in self.plan.nodes)
 
 
 def make_layout(load_LE: NDArray[np.float64], comparison: Comparison, setting: CopySetting) -> tuple[Layout, Result]:
-    """The model on the placement that `auto` takes where it is compared, else on the recommended one."""
+    """Return the model on the placement of `auto`'s policy if it was compared, else on the recommended one."""
     results = {result.policy: result for result in comparison.results}
     chosen = results.get(PRESETS["auto"].placement) or best(comparison)[0]
     total = load_LE.sum(1, keepdims=True)
@@ -161,10 +161,10 @@ def make_layout(load_LE: NDArray[np.float64], comparison: Comparison, setting: C
 
 
 def plan_auto(layout: Layout, policy: str) -> AutoReport:
-    """Chooses and sums up.
+    """Plan the protection and sum it up.
 
     Raises:
-        ValueError: from the planner: what cannot be planned.
+        ValueError: the planner cannot plan this.
     """
     setting, cluster = layout.setting, layout.cluster
     units = layout.units()
@@ -191,7 +191,7 @@ def plan_auto(layout: Layout, policy: str) -> AutoReport:
 
 
 def _kinds(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[KindRow]:
-    """Snapshots of each step apart from older ones."""
+    """Sum up units by kind; snapshots of each step count separately from older ones."""
     groups: dict[tuple[CopyKind, bool], list[int]] = {}
     for index, choice in enumerate(plan.units):
         groups.setdefault((choice.kind, choice.period > 1), []).append(index)
@@ -220,7 +220,7 @@ def _kind(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan, members: Se
 
 
 def _network_seconds(layout: Layout, choice: UnitChoice) -> float:
-    """Network seconds of both ends in a step."""
+    """Network seconds of a unit in a step, at both ends."""
     if not choice.bytes:
         return 0.0
     link, holders = layout.setting.network, len(choice.holders)
@@ -228,13 +228,13 @@ def _network_seconds(layout: Layout, choice: UnitChoice) -> float:
 
 
 def _memory(unit: CopyUnit, choice: UnitChoice) -> int:
-    """Memory of all holders: the state and the log of gradients, or two versions of the state."""
+    """Memory of all holders of a unit: the state and the log of gradients, or two versions of the state."""
     each = unit.state_bytes + LOG_STEPS * unit.gradient_bytes if choice.kind == "replayed" else 2 * unit.state_bytes
     return len(choice.holders) * each
 
 
 def _survival(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[LossRow]:
-    """For the losses that `--fail` names."""
+    """Return the survival for each number of losses of `--fail`."""
 
     def sets(old: bool) -> list[list[int]]:
         found = set()
@@ -255,7 +255,7 @@ def _survival(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list
 
 
 def _examples(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[Example]:
-    """The most frequent first."""
+    """Return examples, the most frequent kind first."""
     groups: dict[tuple[bool, CopyKind, int, str, int], list[int]] = {}
     for index, choice in enumerate(plan.units):
         key = index >= layout.share_LE.size, choice.kind, choice.period, choice.reason, len(choice.holders)
@@ -263,14 +263,14 @@ def _examples(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list
     found = []
     for members in groups.values():
         hottest = max(members, key=lambda index: units[index].tokens)
-        alike = f", the hottest of {len(members):,}" if len(members) > 1 and hottest < layout.share_LE.size else ""
-        name = layout.unit_name(hottest) + alike
+        number = f", the hottest of {len(members):,}" if len(members) > 1 and hottest < layout.share_LE.size else ""
+        name = layout.unit_name(hottest) + number
         found.append(Example(hottest, len(members), f"{name}: {_kept(units[hottest], plan.units[hottest])}"))
-    return sorted(found, key=lambda example: -example.alike)
+    return sorted(found, key=lambda example: -example.number)
 
 
 def _kept(unit: CopyUnit, choice: UnitChoice) -> str:
-    """One sentence with the planner's reason."""
+    """Return one sentence with the planner's reason."""
     active = f"active on {_nodes(unit.active)}"
     holders = _nodes([holder.node for holder in choice.holders])
     often = "each step" if choice.period == 1 else f"every {choice.period} steps"

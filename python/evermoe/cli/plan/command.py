@@ -27,12 +27,12 @@ from evermoe.options import require
 from evermoe.planning import POLICIES
 
 MAX_FAILURES = 64
-"""Numbers of failures in one call: columns of the report, lines of the plot."""
+"""Largest count of numbers of failures in one call: columns of the report, lines of the plot."""
 MAX_NODES = 1 << 20
 
 
 def main(options: argparse.Namespace) -> int:
-    """Reads, plans, writes the files, prints the report; files are written whole or not at all.
+    """Plan, write the files and print the report. Files are written completely or not at all.
 
     Raises:
         ValueError: with the flag, what was expected and what came.
@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    """Answers `--model`."""
+    """Answer `--model`."""
     report = plan_fit(parse_fit(options))
     if options.json:
         write_all({"--json": (options.json, (json.dumps(fit_json(report)) + "\n").encode())})
@@ -89,7 +89,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def parse_cluster(options: argparse.Namespace) -> Cluster:
-    """The flags about machines and failures, checked."""
+    """Check the flags about machines and failures, and return them."""
     for name, most in (
         ("nodes", MAX_NODES),
         ("slots", 1 << 24),
@@ -100,14 +100,16 @@ def parse_cluster(options: argparse.Namespace) -> Cluster:
         if not 1 <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')}: expected 1 to {most}, got {value}")
     if options.domain_size > options.nodes:
-        raise ValueError(f"--domain-size: expected at most {options.nodes}, all nodes, got {options.domain_size}")
+        raise ValueError(
+            f"--domain-size: expected at most {options.nodes}, the number of nodes, got {options.domain_size}"
+        )
     domains = -(-options.nodes // options.domain_size)
     failures = tuple(range(1, min(3, domains) + 1)) if options.fail is None else parse_failures(options.fail, domains)
     return Cluster(options.nodes, options.slots, options.min_replicas, options.domain_size, failures)
 
 
 def parse_failures(text: str, most: int) -> tuple[int, ...]:
-    """The numbers that `--fail` names.
+    """Return the numbers that `--fail` names.
 
         >>> parse_failures("1..3,6", most=8)
         (1, 2, 3, 6)
@@ -115,7 +117,7 @@ def parse_failures(text: str, most: int) -> tuple[int, ...]:
     Raises:
         ValueError: not of this form, below 1, above `most`, or more than 64 of them.
     """
-    expected = f"--fail {text}: expected numbers from 1 to {most}, what can fail, such as 2, or 1..4, or 1,3"
+    expected = f"--fail {text}: expected numbers from 1 to {most}, such as 2, or 1..4, or 1,3"
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", part.strip())
@@ -133,7 +135,8 @@ def parse_failures(text: str, most: int) -> tuple[int, ...]:
 
 
 def _plotter(options: argparse.Namespace) -> Callable[[Comparison], bytes] | None:
-    """Draws to a PNG in memory; looked up first, so that missing matplotlib is told before any work."""
+    """Return a function that draws a PNG in memory. The import comes first, so that missing matplotlib is reported
+    early."""
     if not options.plot:
         return None
     from evermoe.cli.plan.plot import plot_plan
@@ -150,7 +153,8 @@ def _plotter(options: argparse.Namespace) -> Callable[[Comparison], bytes] | Non
 
 
 def as_json(options: argparse.Namespace, load_LE: Load, comparison: Comparison) -> dict[str, Any]:
-    """Everything, JSON-able; `experts_of_nodes` has for each layer and node its experts, one entry a replica."""
+    """Return everything, JSON-able; `experts_of_nodes` lists for each layer and node its experts, one entry per
+    replica."""
     cluster = comparison.cluster
     chosen, _ = best(comparison)
     return {
@@ -192,7 +196,7 @@ def _result_json(result: Result, cluster: Cluster) -> dict[str, Any]:
 
 
 def copies_json(auto: AutoReport, presets: list[PresetRow]) -> dict[str, Any]:
-    """What `--copies` found; the units are the experts, layer by layer, then the rest."""
+    """Return the result of `--copies`; the units are the experts, layer by layer, then the dense part."""
     plan = auto.plan
     return {
         "setting": vars(auto.layout.setting),

@@ -1,4 +1,4 @@
-"""Plans every layer with every policy and measures what comes out. L layers, N nodes, E experts."""
+"""Plans of every layer by every policy, and their measures. L layers, N nodes, E experts."""
 
 from __future__ import annotations
 
@@ -15,89 +15,89 @@ from numpy.typing import NDArray
 from evermoe.planning import FewerReplicas, PlacementPolicy, Survival, allocate, imbalance, place, recovery_probability
 
 MAX_CELLS = 1 << 26
-"""Cells of the [N, L·E] matrix of the whole model: half a gigabyte. In one layer `allocate` has room for 2^24."""
+"""Largest number of cells of the [N, L·E] matrix of a model: half a gigabyte. For one layer `allocate` allows 2^24."""
 LIGHT = 1 + 1e-9
-"""Times the mean load of a node, up to rounding."""
+"""Load that counts as at most the mean load of a node, up to rounding."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines, and what is asked of them."""
+    """The machines, and the requirements of the placement."""
 
     nodes: int
     slots: int
-    """Replicas that each node holds of each layer."""
+    """Replicas of each layer that each node holds."""
     min_replicas: int
     domain_size: int
-    """So many consecutive nodes fail together."""
+    """Number of consecutive nodes that fail together."""
     failures: tuple[int, ...]
-    """Numbers of simultaneous losses of domains to look at, ascending."""
+    """Numbers of simultaneously lost domains to examine, ascending."""
 
     @property
     def domains(self) -> list[list[int]]:
-        """Nodes that fail together; the last domain may be smaller."""
+        """Groups of nodes that fail together; the last one may be smaller."""
         starts = [*range(0, self.nodes, self.domain_size), self.nodes]
         return [list(range(start, end)) for start, end in pairwise(starts)]
 
     @property
     def unit(self) -> str:
-        """What fails: a node, or a domain of several."""
+        """Name of what fails: a node, or a domain of several."""
         return "node" if self.domain_size == 1 else "domain"
 
     def slots_for(self, experts: int, replicas: int) -> int:
-        """Slots of each node that give every expert so many replicas, at most one a node."""
+        """Return the slots per node that give every expert this number of replicas, at most one per node."""
         return math.ceil(experts * min(replicas, self.nodes) / self.nodes)
 
 
 @dataclass(frozen=True)
 class Heavy:
-    """The expert whose single replica bears most, where that is more than the mean load of a node."""
+    """Expert with the heaviest replica, if that exceeds the mean load of a node."""
 
     layer: int
     expert: int
     replicas: int
     times_mean: float
-    """Load of one replica, if all bear the same, over the mean load of a node."""
+    """Load of one replica over the mean load of a node, if all replicas of the expert share its load evenly."""
     slots: int
-    """Fewest slots of each node, found by doubling and halving, at which no replica in this layer is that heavy."""
+    """Fewest slots per node, found by doubling and halving, at which no replica of this layer is that heavy."""
 
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """How uneven the load is."""
+    """Measures of how uneven the load is."""
 
     hottest_share: float
-    """The hottest expert's part of its layer's tokens, in the layer where it is most."""
+    """Largest share of its layer's tokens that any expert has."""
     hottest_layer: int
     hottest_expert: int
     mean_share: float
     """Share of the hottest expert, averaged over all layers."""
     top2_share: float
-    """Share of the two hottest together, in the layer where it is largest."""
+    """Largest share that the two hottest experts of a layer have together."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One policy's placements of all layers."""
+    """Placements of all layers by one policy."""
 
     policy: PlacementPolicy
     even: tuple[float, ...]
-    """Busiest node over the mean in each layer, each replica of an expert bearing the same."""
+    """Load of the busiest node over the mean, by layer, if replicas of an expert share its load evenly."""
     balanced: tuple[float, ...]
-    """The same where the holders of an expert share in whatever parts are best."""
+    """The same if the holders of an expert share its load in the best proportions."""
     distinct: int
-    """Distinct domains that every expert of every layer is on, at least."""
+    """Fewest distinct domains that hold any expert of any layer."""
     survival: tuple[Survival, ...]
     """Probability that every expert of every layer keeps a replica, for each number of failures."""
     seconds: float
-    """Planning of one layer, on average."""
+    """Average seconds to plan one layer."""
     matrices: tuple[NDArray[np.int64], ...]
     """[N, E] of each layer."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that is shown, in numbers."""
+    """All results of `evermoe plan` that the report shows."""
 
     cluster: Cluster
     load: LoadSummary
@@ -108,10 +108,10 @@ class Comparison:
 
 
 def compare(load_LE: NDArray[np.float64], cluster: Cluster, policies: Sequence[PlacementPolicy]) -> Comparison:
-    """Plans and measures.
+    """Plan with each policy, and measure the placements.
 
     Raises:
-        ValueError: from a planner: loads or sizes that cannot be planned.
+        ValueError: a planner refuses these loads or sizes.
     """
     layers, experts = load_LE.shape
     if cluster.nodes * experts * max(layers, 4) > MAX_CELLS:
@@ -154,7 +154,7 @@ def _result(
 
 
 def _shares(load_LE: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Each expert's part of its layer; in a layer without any load all are alike, as `allocate` has it."""
+    """Return each expert's share of its layer; in a layer without load all shares are equal, as in `allocate`."""
     total = load_LE.sum(1, keepdims=True)
     return np.where(total > 0, load_LE / np.where(total > 0, total, 1), 1 / load_LE.shape[1])
 
@@ -169,7 +169,8 @@ def _summary(load_LE: NDArray[np.float64]) -> LoadSummary:
 
 
 def _times_mean(load_LE: NDArray[np.float64], replicas_LE: NDArray[np.int64], cluster: Cluster) -> NDArray[np.float64]:
-    """[L, E] load of one replica of an expert over the mean node's; those of one node count as one."""
+    """Return [L, E]: load of one replica of an expert over the mean load of a node; replicas of one node count as
+    one."""
     return _shares(load_LE) * cluster.nodes / np.minimum(replicas_LE, cluster.nodes)
 
 
@@ -183,7 +184,8 @@ def _heavy(load_LE: NDArray[np.float64], replicas_LE: NDArray[np.int64], cluster
 
 
 def _light_slots(load_E: NDArray[np.float64], cluster: Cluster) -> int:
-    """Slots at which no replica is heavier than a node's mean; at the latest E, where every expert is everywhere."""
+    """Return the slots at which no replica is heavier than a node's mean; at most E, where each node has every
+    expert."""
 
     def is_light(slots: int) -> bool:
         replicas_LE = _allocate(load_E, cluster, slots)[None]

@@ -1,9 +1,9 @@
-"""What the presets would send and lose for the same model, as their sessions do. N nodes of one rank each.
+"""Bytes and losses of each preset for one model, as its sessions would have them. N nodes of one rank each.
 
-Experts train where `place` puts them, as many replicas as there are slots, in every preset; who keeps copies of what is
-`plan_protection`'s answer, as in a session. In all of them, as in `choose_copies`, a transfer takes the network of both
-its ends, versions n steps apart lose (n - 1) / 2 steps on average, and a step in which a node fails is repeated anyway.
-Where no copy is left, all go back to a full checkpoint in the store (`pec`: to its own).
+In every preset `place` decides where experts train, with as many replicas as there are slots, and `plan_protection`
+decides who keeps which copies, as in a session. As in `choose_copies`, a transfer takes the network of both its
+ends, versions n steps apart lose (n - 1) / 2 steps on average, and a step in which a node fails is repeated. If no
+copy is left, all members return to a full checkpoint in the store; in `pec`, to its saved units.
 """
 
 from __future__ import annotations
@@ -37,50 +37,51 @@ from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Memory
 
 BUFFERS = 4
 BUFFER_BYTES = 32 << 20
-"""A chunk at most, unless there would be more than `MAX_CHUNKS`."""
+"""Largest size of a chunk, unless there would be more than `MAX_CHUNKS`."""
 MAX_CHUNKS = 1 << 17
 MAX_MODULES, MAX_ACTIVE = 64, 1 << 20
-"""Units that are no experts, at most, and ranks that train them, all counted."""
+"""Largest number of dense units, and of ranks that train them, summed over units."""
 LEDGER_TOKENS = 1 << 24
-"""Tokens of a layer in a step: the ledger counts integers."""
+"""Tokens of a layer in a step. A large number, as the ledger counts integers."""
 ROUNDS = 64
-"""Selections over which means are taken, and in which every expert has its turn."""
+"""Number of selections over which means are taken; in it every expert is selected."""
 
 Sends = list[tuple[int, int, int]]
-"""Sender, receiver and bytes of what is sent in a step."""
+"""(sender, receiver, bytes) of each transfer in a step."""
 
 
 @dataclass(frozen=True)
 class PresetRow:
-    """What one preset costs and loses."""
+    """Cost and losses of one preset."""
 
     preset: PresetName
     peer_bytes: float
-    """Sent to peers in a step, for each parameter of the model."""
+    """Bytes sent to peers in a step, per parameter of the model."""
     store_bytes: float
-    """Sent to the store in a step, for each parameter of the model, on average."""
+    """Average bytes sent to the store in a step, per parameter of the model."""
     steps_per_version: float | None
     """Steps from one copy of the worst unit to its next, on peers or else in the store; None without copies."""
     delay: float | None
-    """Share of a step by which it takes longer; None if no planner knows."""
+    """Share of a step by which copies prolong it; None if no planner knows it."""
     steps_in_windows: int | None
-    """Steps that a step's bytes take without delay; None if more than 4096, or if no planner knows."""
+    """Steps that the bytes of one step take within windows alone; None if more than 4096, or if no planner knows it."""
     survives: float
-    """Probability that one lost domain leaves a copy of everything, without the store."""
+    """Probability that a copy of everything remains in memory after the loss of one domain."""
     repeated_steps: float
-    """Steps that the job repeats when one node fails, on average."""
+    """Average number of steps that the job repeats when one node fails."""
     lost_steps: float
-    """Tokens lost for ever when one fails, on average, in steps of the whole model: units that go back alone."""
+    """Average tokens lost for good when one node fails, in steps of the complete model, from units that go back
+    alone."""
     experts_per_snapshot: int | None = None
-    """Experts of each layer of which snapshots are made at a time in own memory; None: not so many at a time."""
+    """Experts of each layer in a snapshot in own memory; None for presets without such levels."""
     experts_per_save: int | None = None
-    """Experts of each layer that are saved to the store at a time, likewise."""
+    """Experts of each layer in a save to the store; None for presets without such levels."""
     restart_lost_steps: float | None = None
-    """As `lost_steps`, when all processes end and all nodes live; None for presets without these two."""
+    """As `lost_steps`, if all processes end and all nodes survive; None for presets without such levels."""
 
 
 def compare_presets(layout: Layout, auto: AutoReport) -> list[PresetRow]:
-    """In the order of `PRESET_NAMES`.
+    """Return a row for each preset, in the order of `PRESET_NAMES`.
 
     Raises:
         ValueError: from a planner: what cannot be planned.
@@ -96,12 +97,12 @@ def compare_presets(layout: Layout, auto: AutoReport) -> list[PresetRow]:
     return [rows[name] for name in PRESET_NAMES]
 
 
-# ---- who has what
+# ---- holders
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """The units of a model, and how a session of a preset would keep them."""
+    """Units of a model, and their protection by a preset."""
 
     layout: Layout
     units: list[CopyUnit]
@@ -109,17 +110,17 @@ class _Kept:
 
     @property
     def survives(self) -> float:
-        """Probability that one lost domain leaves a holder of everything in memory."""
+        """Probability that a holder of everything remains in memory after the loss of one domain."""
         sets = {frozenset([*unit.active, *kept.holders]) for unit, kept in zip(self.units, self.plans, strict=True)}
         holders = sorted(sorted(nodes) for nodes in sets)
         return float(copy_recovery_probability(holders, 1, nodes=self.layout.domains))
 
     def is_dense_active(self) -> bool:
-        """Whether one lost domain leaves an active holder of all that is no expert."""
+        """Whether an active holder of every dense unit remains after the loss of one domain."""
         return all(self._num_domains(unit) > 1 for unit in self.units[self.layout.share_LE.size :])
 
     def single_LE(self) -> NDArray[np.bool_]:
-        """[L, E] experts that one domain alone trains."""
+        """[L, E] experts that only one domain trains."""
         experts = self.units[: self.layout.share_LE.size]
         found = np.array([self._num_domains(unit) == 1 for unit in experts])
         return found.reshape(self.layout.share_LE.shape)
@@ -129,7 +130,7 @@ class _Kept:
 
 
 def _keep(layout: Layout, name: PresetName) -> _Kept:
-    """As a session whose nodes have room for everything; the rest is as many units as there are nodes."""
+    """Return the protection of a session whose nodes have room for everything; the dense part has one unit per node."""
     nodes, setting, experts = layout.cluster.nodes, layout.setting, layout.share_LE.size
     units = layout.units()
     if setting.dense == "replicated" and len(units) > experts:
@@ -147,7 +148,7 @@ def _keep(layout: Layout, name: PresetName) -> _Kept:
 
 
 def _stored(layout: Layout) -> float:
-    """Steps that the store lags on average."""
+    """Average number of steps by which the store lags."""
     return (layout.setting.persist_steps - 1) / 2
 
 
@@ -155,7 +156,7 @@ def _stored(layout: Layout) -> float:
 
 
 def _snapshots(layout: Layout, name: PresetName) -> PresetRow:
-    """Everything, once in all, after each step."""
+    """Return the row of a preset that copies everything once after each step."""
     kept = _keep(layout, name)
     sends = [
         (each.primary, holder, unit.state_bytes)
@@ -179,9 +180,10 @@ def _snapshots(layout: Layout, name: PresetName) -> PresetRow:
 
 
 def _pec(layout: Layout) -> PresetRow:
-    """K experts of each layer by load and all of the rest each `persist_steps`; only a lost node's go back to those.
+    """Return the row of `pec`: K experts of each layer by load, and all dense units each `persist_steps`.
 
-    Snapshots in own memory are lost with the node. After the end of all processes alone all go back to these.
+    Snapshots in own memory are lost with their node. If all processes end and the nodes survive, all experts go back
+    to these snapshots.
     """
     setting, kept = layout.setting, _keep(layout, "pec")
     each = levels(layout.share_LE.shape[1], setting.experts_per_snapshot, setting.experts_per_save)
@@ -191,7 +193,7 @@ def _pec(layout: Layout) -> PresetRow:
     saved = run_turns(_tokens(layout) * setting.persist_steps, rank_LE, each.save)
     in_memory = run_turns(_tokens(layout) * setting.snapshot_interval, rank_LE, each.snapshot)
     single_LE = kept.single_LE()
-    # What no other node trains goes back alone; if that is not an expert, all go back with it.
+    # An expert that no other node trains goes back alone. If a dense unit goes back, all go back with it.
     alone = kept.is_dense_active()
     since = _in_steps(layout, np.where(single_LE, _tokens(layout), 0)) * _stored(layout) if alone else 0.0
     stored = checkpoint_bytes(_model_size(layout), "pec", experts_per_layer=each.save).total_bytes
@@ -211,9 +213,9 @@ def _pec(layout: Layout) -> PresetRow:
 
 
 def _moetion(layout: Layout) -> PresetRow:
-    """Of the experts that one node alone trains those with the most tokens at risk, as many as the budget allows.
+    """Return the row of `moetion`: of the experts that one node alone trains, those with most tokens at risk.
 
-    Their gradients where the copy is one step old.
+    The budget decides how many. Where the copy is one step old, gradients are sent instead of the state.
     """
     setting, kept = layout.setting, _keep(layout, "moetion")
     survives, run = kept.survives, _run_budget(kept)
@@ -237,18 +239,18 @@ def _moetion(layout: Layout) -> PresetRow:
 
 @dataclass(frozen=True)
 class _BudgetRun:
-    """What selection by budget comes to, on average over its last rounds."""
+    """Result of selection by budget, averaged over its last rounds."""
 
     sends: Sends
-    """What each node sends to each other one in a step."""
+    """Bytes that each node sends to each other one in a step."""
     at_risk: float
-    """Tokens at risk, in steps of the whole model."""
+    """Tokens at risk, in steps of the complete model."""
     oldest: float | None
-    """Steps from one copy of an expert to the next, the worst of those with tokens; None if none is copied."""
+    """Most steps from one copy of an expert with tokens to its next; None if none is copied."""
 
 
 def _run_budget(kept: _Kept) -> _BudgetRun:
-    """Runs the selection until all had their turn; where that takes many steps, several steps are one round."""
+    """Run the selection until every expert was selected; where that takes many steps, a round is several steps."""
     layout = kept.layout
     setting, shape = layout.setting, layout.share_LE.shape
     state, gradient = (setting.expert_parameters * each for each in (setting.state_bytes, setting.gradient_bytes))
@@ -258,7 +260,7 @@ def _run_budget(kept: _Kept) -> _BudgetRun:
     if budget is None:
         budget = budgets_of(setting.step_seconds, [setting.network.beta] * layout.cluster.nodes, []).remote or 0
     followed = _in_steps(layout, np.where(followed_LE, _tokens(layout), 0))
-    if budget < state:  # not one of them fits
+    if budget < state:  # none of them fits
         return _BudgetRun([], _stored(layout) * followed, None)
     steps = max(1, math.ceil(int(followed_LE.sum()) * state / ROUNDS / budget))
     tokens_LE = np.where(followed_LE, _tokens(layout) * steps, 0)
@@ -286,7 +288,7 @@ def _run_budget(kept: _Kept) -> _BudgetRun:
 
 
 def _lazarus(layout: Layout) -> PresetRow:
-    """Active replicas alone, and the store."""
+    """Return the row of `lazarus`: active replicas, and the store."""
     cluster, setting = layout.cluster, layout.setting
     policy = PRESETS["lazarus"].placement
     matrices = tuple(
@@ -308,7 +310,8 @@ def _lazarus(layout: Layout) -> PresetRow:
 
 
 def _auto(auto: AutoReport) -> PresetRow:
-    """What `choose_copies` says; a unit without any copy takes the job back to the store, as the session does."""
+    """Return the row of `auto` from `choose_copies`; if a unit has no copy, the job returns to the store, as in a
+    session."""
     layout, plan = auto.layout, auto.plan
     setting, cluster = layout.setting, layout.cluster
     failure = setting.copy_nodes(1, 1)[0].failure
@@ -332,7 +335,7 @@ def _auto(auto: AutoReport) -> PresetRow:
 
 
 def _schedule(layout: Layout, policy: ChunkPolicy, sends: Sends) -> ChunkReason | None:
-    """Chunks of the node whose network has the most to do, sending and receiving; None if there is nothing to send."""
+    """Schedule the chunks of the node whose network has the most to do; None if nothing is sent."""
     traffic = np.zeros(layout.cluster.nodes, np.int64)
     for sender, receiver, size in sends:
         traffic[[sender, receiver]] += size
@@ -357,7 +360,7 @@ def _schedule(layout: Layout, policy: ChunkPolicy, sends: Sends) -> ChunkReason 
 
 
 def _sent(sends: Sends) -> int:
-    """Over all nodes in a step."""
+    """Return the bytes over all nodes in a step."""
     return sum(size for _, _, size in sends)
 
 
@@ -366,12 +369,12 @@ def _delay(layout: Layout, reason: ChunkReason | None) -> float:
 
 
 def _tokens(layout: Layout) -> NDArray[np.int64]:
-    """[L, E] of a step, for the ledger."""
+    """Return the tokens of a step for the ledger, [L, E]."""
     return np.rint(layout.share_LE * LEDGER_TOKENS).astype(np.int64)
 
 
 def _in_steps(layout: Layout, tokens_LE: NDArray[np.int64] | NDArray[np.float64]) -> float:
-    """Tokens as steps of the whole model."""
+    """Return tokens in steps of the complete model."""
     return float(tokens_LE.sum()) / LEDGER_TOKENS / layout.steps_tokens
 
 

@@ -1,4 +1,4 @@
-"""What `evermoe plan --model` is asked, and the answer: whether it fits, on how many nodes, and what takes how much."""
+"""`evermoe plan --model`: whether a model fits into the workers' memory, on how many nodes, and the memory by part."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from evermoe.planning.models import MODELS, ModelShape, find_model
 from evermoe.planning.seating import FootprintOptions
 
 MAX_NODES = 4096
-"""Nodes up to which the least number is sought."""
+"""Largest number of nodes that is tried."""
 MAX_WORKERS = 1 << 14
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 LIMITS = {"slots": 1 << 24, "min_replicas": 1 << 24, "copies_wanted": 64, "workers_per_node": 1 << 10}
-"""The most that a flag may say; the least is 1."""
+"""Largest values of flags; the least is 1."""
 OWN = ("memory", "workers_per_node", "weights", "preset", "device", "no_copies")
-"""Flags that only `--model` has."""
+"""Flags that need `--model`."""
 SHARED = ("dense", "copies_wanted")
-"""Flags of the group `copies` that `--model` has, too."""
+"""Flags of the group `copies` that also work with `--model`."""
 
 
 @dataclass(frozen=True)
 class FitSetting:
-    """The question, checked."""
+    """The checked flags."""
 
     name: str
     shape: ModelShape
     options: FootprintOptions
     memory: int
-    """Bytes that each worker has."""
+    """Memory of each worker in bytes."""
     is_on_gpu: bool
-    """Whether parameters and copies have memory of their own each."""
+    """Whether parameters are in device memory and copies in host memory."""
 
     @property
     def counted(self) -> Callable[[Use], int]:
-        """What of a worker has to fit into `memory`."""
+        """Function that returns the bytes of a worker that have to fit into `memory`."""
         return (lambda use: use.device) if self.is_on_gpu else (lambda use: use.process + use.snapshots)
 
     @property
@@ -52,42 +52,44 @@ class FitSetting:
         return self.options.workers // self.options.workers_per_node
 
     def on(self, nodes: int) -> FitSetting:
-        """The same on so many nodes."""
+        """Return the same setting on another number of nodes."""
         return replace(self, options=replace(self.options, workers=nodes * self.options.workers_per_node))
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """The answer."""
+    """Result of `plan_fit`."""
 
     setting: FitSetting
     footprint: Footprint
     peaks: dict[PhaseName, tuple[str, Use]]
-    """By phase, the moment and the worker that have the most of what is counted."""
+    """Peak of each phase: the moment, and the use of the worker that needs the most memory."""
     fewest_nodes: int | None
-    """Nodes on which it fits, at least; None if it fits on no number up to `MAX_NODES`."""
+    """Fewest nodes on which the model fits; None if it fits on no number up to `MAX_NODES`."""
     ways: tuple[tuple[str, int], ...]
-    """Where it fits on no number of nodes: flags with which it does, and the fewest nodes then."""
+    """If it fits on no number of nodes: flags with which it fits, and the fewest nodes with them."""
 
     @property
     def needed(self) -> int:
-        """Bytes that have to fit, at the largest of the peaks."""
+        """Bytes that have to fit at the largest peak."""
         return max(self.setting.counted(use) for _, use in self.peaks.values())
 
     @property
     def fits(self) -> bool:
-        """Whether it fits on the nodes that are asked for."""
+        """Whether the model fits on the requested nodes."""
         return self.needed <= self.setting.memory
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """The group `memory`."""
+    """Add the group `memory`."""
     group = parser.add_argument_group("memory, with --model")
     group.add_argument(
         "--model", metavar="NAME|FOLDER", help=f"{', '.join(MODELS)}; or a folder with a config.json of transformers"
     )
-    group.add_argument("--memory", metavar="SIZE", help="of each worker, such as 80GB or 24GiB")
-    group.add_argument("--workers-per-node", type=int, metavar="WORKERS", help="that fail together (1)")
+    group.add_argument("--memory", metavar="SIZE", help="memory of each worker, such as 80GB or 24GiB")
+    group.add_argument(
+        "--workers-per-node", type=int, metavar="WORKERS", help="workers of a node, which fail together (1)"
+    )
     group.add_argument(
         "--weights",
         choices=("bfloat16", "float16", "float32"),
@@ -98,12 +100,13 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device",
         choices=("gpu", "cpu"),
-        help="gpu: --memory is the device's, and copies, told apart, are in the host's; cpu: it is for all (gpu)",
+        help="gpu: --memory is device memory, and the host memory for copies is listed separately; cpu: --memory "
+        "covers both (gpu)",
     )
 
 
 def refuse_fit_flags(options: argparse.Namespace) -> None:
-    """Refuses flags that only `--model` has.
+    """Refuse flags that need `--model`.
 
     Raises:
         ValueError: one is given.
@@ -114,7 +117,7 @@ def refuse_fit_flags(options: argparse.Namespace) -> None:
 
 
 def parse_fit(options: argparse.Namespace) -> FitSetting:
-    """The setting.
+    """Check the flags and return the setting.
 
     Raises:
         ValueError: with the flag, what was expected and what came.
@@ -151,18 +154,18 @@ def parse_fit(options: argparse.Namespace) -> FitSetting:
 
 
 def _refuse_others(options: argparse.Namespace) -> None:
-    """Refuses flags that say nothing of a model's memory."""
+    """Refuse flags that do not concern a model's memory."""
     defaults: dict[str, Any] = {"load": "uniform", "seed": 0, "domain_size": 1}
     kept = {*OWN, *SHARED, "command", "model", "nodes", "slots", "min_replicas", "json"}
     for name, value in vars(options).items():
         if name not in kept and value not in (None, False, defaults.get(name)):
             raise ValueError(
-                f"--{name.replace('_', '-')}: expected it without --model, which says what it needs itself"
+                f"--{name.replace('_', '-')}: expected no such flag with --model, which defines these sizes itself"
             )
 
 
 def parse_size(text: str) -> int:
-    """Bytes that a text names.
+    """Return the bytes that a text names.
 
         >>> parse_size("80GB"), parse_size("1.5 GiB")
         (80000000000, 1610612736)
@@ -179,10 +182,10 @@ def parse_size(text: str) -> int:
 
 
 def read_model(name: str) -> ModelShape:
-    """Sizes of a known model, or of that in a folder.
+    """Return the sizes of a known model, or of the model in a folder.
 
     Raises:
-        ValueError: neither is there, or the folder's model has no experts.
+        ValueError: the name is unknown and no such folder, or the folder's model has no experts.
         ModuleNotFoundError: a folder is named, and transformers is not installed.
     """
     known = find_model(name)
@@ -202,14 +205,14 @@ def read_model(name: str) -> ModelShape:
 
 
 def plan_fit(setting: FitSetting) -> FitReport:
-    """Counts on the nodes that are asked for, and seeks the fewest."""
+    """Compute the memory on the requested nodes, and search the fewest nodes."""
     found, fewest = footprint(setting.shape, setting.options), fewest_nodes(setting)
     ways = tuple(_ways(setting)) if fewest is None else ()
     return FitReport(setting, found, _peaks(setting, found), fewest, ways)
 
 
 def _ways(setting: FitSetting) -> Iterator[tuple[str, int]]:
-    """The first that fits of what takes less."""
+    """Yield the first combination of memory-saving flags with which the model fits."""
     options, flags = setting.options, list[str]()
     if options.dense == "replicated" and options.choices.protects_owners:
         options, flags = replace(options, dense="sharded"), ["--dense sharded"]
@@ -226,20 +229,20 @@ def _ways(setting: FitSetting) -> Iterator[tuple[str, int]]:
 
 
 def _peaks(setting: FitSetting, found: Footprint) -> dict[PhaseName, tuple[str, Use]]:
-    there = {moment.phase for moment in found.moments}
-    return {phase: found.peak(phase, setting.counted) for phase in PHASES if phase in there}
+    phases = {moment.phase for moment in found.moments}
+    return {phase: found.peak(phase, setting.counted) for phase in PHASES if phase in phases}
 
 
 def fewest_nodes(setting: FitSetting) -> int | None:
-    """The fewest nodes on which every phase fits; None if there are none up to `MAX_NODES`."""
+    """Return the fewest nodes on which every phase fits; None if there are none up to `MAX_NODES`."""
     for nodes in _candidates(setting):
         found = setting.on(nodes)
-        if setting.is_on_gpu:  # copies are elsewhere: where they are changes nothing
+        if setting.is_on_gpu:  # copies are in host memory, which is not compared
             replicas = found.options.choices.replicas(found.options.copies, found.options.min_replicas)
             found = replace(found, options=replace(found.options, copies=0, min_replicas=replicas))
         try:
             peaks = _peaks(found, footprint(found.shape, found.options))
-        except ValueError:  # these slots hold too few experts
+        except ValueError:  # too few slots for all experts
             continue
         if max(found.counted(use) for _, use in peaks.values()) <= setting.memory:
             return nodes
@@ -247,9 +250,9 @@ def fewest_nodes(setting: FitSetting) -> int | None:
 
 
 def _candidates(setting: FitSetting) -> Iterator[int]:
-    """Numbers of nodes on which a worker's share, and the gradients of a layer once more, would fit.
+    """Yield numbers of nodes on which a worker's share, plus the gradients of a layer, would fit.
 
-    With more workers than twice the experts only what is sharded shrinks: then not every number is tried.
+    With more workers than twice the experts only sharded parts shrink further, so some numbers are skipped.
     """
     per_node, nodes = setting.options.workers_per_node, 1
     while nodes <= min(MAX_NODES, MAX_WORKERS // per_node):
@@ -262,7 +265,7 @@ def _candidates(setting: FitSetting) -> Iterator[int]:
 
 
 def _least(setting: FitSetting) -> int:
-    """Bytes that the worker which has most has in a step, at least."""
+    """Return a lower bound of the bytes of the largest worker in a step."""
     shape, options = setting.shape, setting.options
     replicas = options.choices.replicas(options.copies, options.min_replicas)
     domains = [options.workers_per_node] * setting.nodes
@@ -276,7 +279,7 @@ def _least(setting: FitSetting) -> int:
 
 
 def fit_json(report: FitReport) -> dict[str, Any]:
-    """Everything, JSON-able; bytes are those of the worker that has most."""
+    """Return everything, JSON-able; bytes are those of the largest worker."""
     setting = report.setting
     return {
         "evermoe": evermoe.__version__,

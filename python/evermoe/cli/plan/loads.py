@@ -1,4 +1,4 @@
-"""The load to plan for: a file, or a synthetic one. L layers, E experts."""
+"""The load to plan for: a file or a synthetic one. L layers, E experts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 Load = NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Load]
-"""Makes the load [E] of so many experts, the hottest first or in any order."""
+"""Function that draws the load [E] of a number of experts, the hottest first or in any order."""
 
 FORMS = "uniform, zipf:S, lognormal:SIGMA, hot:PERCENT@COUNT, or a file .npy, .json, .csv or .txt"
 MAX_CELLS = 1 << 24
-"""Experts of all layers together."""
+"""Largest number of experts of all layers together."""
 
 
 def is_file(source: str) -> bool:
-    """Whether a load is that of a file, not a synthetic one."""
+    """Return whether a load comes from a file."""
     return source.partition(":")[0] not in _KINDS
 
 
 def read_load(source: str, layers: int | None, experts: int | None, seed: int) -> Load:
-    """The load [L, E] that `--load` names; a file says itself how many layers and experts there are.
+    """Return the load [L, E] that `--load` names. A file defines the number of layers and experts itself.
 
         >>> np.sort(read_load("zipf:2", layers=1, experts=2, seed=0))  # 1 / 2^2 and 1 / 1^2, in some order
         array([[0.25, 1.  ]])
@@ -51,9 +51,9 @@ def read_load(source: str, layers: int | None, experts: int | None, seed: int) -
 
 
 def _synthetic(draw: Draw, layers: int, experts: int | None, seed: int) -> Load:
-    """Each layer has its own hot experts."""
+    """Draw a load in which each layer has its own hot experts."""
     if experts is None:
-        raise ValueError("--experts: expected a number; only a --load file says how many there are")
+        raise ValueError("--experts: expected a number; only a --load file defines it")
     if seed < 0:
         raise ValueError(f"--seed: expected 0 or more, got {seed}")
     if layers * experts > MAX_CELLS:
@@ -93,7 +93,7 @@ def _hot(source: str, argument: str) -> Draw:
 
     def draw(experts: int, _: np.random.Generator) -> Load:
         if count >= experts:
-            raise ValueError(f"--load {source}: expected fewer hot experts than {experts}, all there are")
+            raise ValueError(f"--load {source}: expected fewer hot experts than {experts}, the number of experts")
         return np.repeat([share / count, (1 - share) / (experts - count)], [count, experts - count])
 
     return draw
@@ -138,13 +138,13 @@ def _read(source: str) -> Any:
 
 
 def _rows(path: Path) -> list[list[float]]:
-    """A layer a line; numbers between commas or blanks."""
+    """Return the rows of a text: one layer per line, numbers separated by commas or blanks."""
     rows = [line.replace(",", " ").split() for line in path.read_text().splitlines()]
     return [[float(number) for number in row] for row in rows if row]
 
 
 def _checked(source: str, found: Any) -> Load:
-    """The numbers of a file as [L, E]."""
+    """Return the numbers of a file as [L, E]."""
     expected = "expected numbers, a row of experts or a row for each layer"
     try:
         raw = np.asarray(found)

@@ -1,4 +1,4 @@
-"""A picture of a plan: survival and imbalance by policy."""
+"""Picture of a plan: survival and imbalance by policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evermoe.plotting import BLUE, GREY, RED
 
 
 def plot_plan(comparison: Comparison, file: IO[bytes]) -> None:
-    """Draws what `evermoe plan` compared to a PNG: survival by number of losses, imbalance by policy."""
+    """Draw the results of `evermoe plan` to a PNG: survival by number of losses, imbalance by policy."""
     results, unit = comparison.results, comparison.cluster.unit
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -22,7 +22,7 @@ def plot_plan(comparison: Comparison, file: IO[bytes]) -> None:
         left.plot(comparison.cluster.failures, survival, style, label=result.policy, alpha=0.8)
     left.set_xticks(comparison.cluster.failures)
     left.set_xlabel(f"{unit}s lost at once")
-    left.set_ylabel("whole model survives, %")
+    left.set_ylabel("all experts survive, %")
     left.set_ylim(-3, 103)
     left.legend()
     places = np.arange(len(results))

@@ -1,4 +1,4 @@
-"""What `evermoe plan --copies` is told about the model's bytes, the links and the memory."""
+"""Flags of `evermoe plan --copies`: the model's bytes, the links and the memory."""
 
 from __future__ import annotations
 
@@ -12,128 +12,133 @@ from evermoe.planning.schedule import Link
 from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
 
 ALPHA = 10e-6
-"""Seconds that any transfer takes, on either link."""
+"""Latency of any transfer on either link, in seconds."""
 MAX_WINDOWS = 128
-"""In a synthetic step."""
+"""Largest number of windows in a synthetic step."""
 OVERLAP = 1 + 1e-9
 """Factor by which a collective is prolonged, so that rounding leaves no gap behind it."""
 MAX_BYTES = 1 << 60
-"""Bytes of all copies together, at most: the planners' sums stay within 64 bits."""
+"""Largest number of bytes of all copies together, so that the planners' sums stay within 64 bits."""
 MAX_UNITS = 1 << 18
-"""Experts of all layers."""
+"""Largest number of experts of all layers."""
 MAX_TURNS = 1 << 10
-"""Checkpoints of pec until all experts had their turn."""
+"""Largest number of checkpoints of pec until every expert was saved."""
 
 
 @dataclass(frozen=True)
 class CopySetting:
-    """The flags of the group `copies`, checked."""
+    """The checked flags of the group `copies`."""
 
     expert_parameters: int = 7_000_000
     """Parameters of one expert."""
     dense_parameters: int = 500_000_000
-    """Parameters outside of experts."""
+    """Parameters outside experts."""
     dense: Literal["replicated", "sharded"] = "replicated"
-    """Whether each node has all of the latter, or one part of as many as there are nodes."""
+    """Whether each node has all dense parameters, or one shard of as many as there are nodes."""
     state_bytes: int = 12
-    """Bytes of a parameter's state."""
+    """Bytes of the state per parameter."""
     gradient_bytes: int = 4
-    """Bytes of a parameter's gradient, as it is sent."""
+    """Bytes of the gradient per parameter, as sent."""
     step_seconds: float = 2.0
     network_gbps: float = 400.0
-    """Gigabits a second that a node sends or receives."""
+    """Gigabits per second that a node sends or receives."""
     network_idle: float = 0.5
-    """Share of a step."""
+    """Share of a step in which the network is idle."""
     host_link_gbps: float = 200.0
-    """Gigabits a second between the devices and the host memory of a node."""
+    """Gigabits per second between the devices and the host memory of a node."""
     host_gib: float = 512.0
-    """Host memory of a node that is free for copies."""
+    """Free host memory of a node for copies."""
     device_gib: float = 0.0
-    """Device memory of a node that is free for copies."""
+    """Free device memory of a node for copies."""
     mtbf_hours: float = 5000.0
     """Mean time between failures of one node."""
     copies_wanted: int = 2
-    """Domains that are to hold each unit, those that train on it included."""
+    """Domains that should hold each unit, those that train it included."""
     budget: float = 0.01
-    """Share of a step by which copies may delay it."""
+    """Share of a step by which copies may prolong it."""
     persist_steps: int = 1000
     """Steps from one version in the store to the next."""
     experts_per_save: int | None = None
-    """Experts of a layer that pec saves to the store at a time; None for a session's default."""
+    """Experts of a layer that pec saves at a time; None for a session's default."""
     experts_per_snapshot: int | None = None
-    """Experts of a layer of which pec makes snapshots at a time in their node's memory; None likewise."""
+    """Experts of a layer in one snapshot of pec in its node's memory; None for a session's default."""
     snapshot_interval: int = 1
     """Steps between these snapshots."""
     remote_bytes_per_step: int | None = None
-    """Bytes to peers that moetion may send in a step, of all nodes together; None for what their links
-    take in the time of a step, as a session plans once it has measured them."""
+    """Bytes that moetion may send to peers in a step, all nodes together; None for the capacity of the links in one
+    step."""
     no_replay: bool = False
     """The optimizer's steps cannot be repeated elsewhere."""
 
     @property
     def network(self) -> Link:
-        """Between nodes."""
+        """The link between nodes."""
         return Link(ALPHA, self.network_gbps * 1e9 / 8)
 
     @property
     def host_link(self) -> Link:
-        """Between the devices and the host memory of a node."""
+        """The link between the devices and the host memory of a node."""
         return Link(ALPHA, self.host_link_gbps * 1e9 / 8)
 
     def copy_nodes(self, nodes: int, domain_size: int) -> list[CopyNode]:
-        """The nodes, all alike; the host link is taken to be idle throughout."""
+        """Return equal nodes; the host link counts as always idle."""
         failure = min(1.0, self.step_seconds / (self.mtbf_hours * 3600))
         host, device = (int(gib * (1 << 30)) for gib in (self.host_gib, self.device_gib))
         idle = self.network_idle * self.step_seconds
         return [CopyNode(failure, node // domain_size, host, device, idle, self.step_seconds) for node in range(nodes)]
 
     def windows(self, layers: int) -> Windows:
-        """Windows of a synthetic step: compute and collectives in turn, as in each layer's forward and backward."""
+        """Return the windows of a synthetic step: compute and collectives alternate, as in each layer's forward and
+        backward."""
         count = min(2 * layers, MAX_WINDOWS)
-        whole = self.step_seconds / count
-        idle = self.network_idle * whole
+        period = self.step_seconds / count
+        idle = self.network_idle * period
         spans = []
         for number in range(count):
-            start = number * whole
+            start = number * period
             if idle > 0:
                 spans.append(Span("compute", "forward", "compute", start, idle))
-            if whole > idle:
-                busy = (whole - idle) * OVERLAP
+            if period > idle:
+                busy = (period - idle) * OVERLAP
                 spans.append(Span("all-to-all", "collective", "network", start + idle, busy))
         return find_windows([StepProfile(self.step_seconds, spans)], gamma=1.0)
 
 
 HELP = {
-    "expert_parameters": ("PARAMETERS", "of one expert"),
-    "dense_parameters": ("PARAMETERS", "of all that is no expert"),
-    "dense": (None, "whether each node holds all of it, or its shard of it as with ZeRO-3 or FSDP"),
+    "expert_parameters": ("PARAMETERS", "parameters of one expert"),
+    "dense_parameters": ("PARAMETERS", "parameters outside experts"),
+    "dense": (None, "whether each node holds all dense parameters, or one shard of them as with ZeRO-3 or FSDP"),
     "state_bytes": (
         "BYTES",
-        "of a parameter's state: 12 for fp32 weights and two moments, 14 with a bf16 copy that is kept too",
+        "bytes of the state per parameter: 12 for fp32 weights and two moments, 14 with a bf16 copy as well",
     ),
-    "gradient_bytes": ("BYTES", "of a parameter's gradient as it is sent: 4, or 2 where bf16 has all of it"),
-    "step_seconds": ("SECONDS", "that a step takes"),
-    "network_gbps": ("GBPS", "gigabits a second of a node's network"),
-    "network_idle": ("SHARE", "of a step that the network is idle, 0 to 1; a profile knows it"),
-    "host_link_gbps": ("GBPS", "gigabits a second between a node's devices and its host memory"),
-    "host_gib": ("GIB", "host memory of a node that is free for copies"),
-    "device_gib": ("GIB", "device memory of a node that is free for copies"),
+    "gradient_bytes": ("BYTES", "bytes of the gradient per parameter as sent: 4, or 2 in bf16"),
+    "step_seconds": ("SECONDS", "duration of a step"),
+    "network_gbps": ("GBPS", "bandwidth of a node's network in gigabits per second"),
+    "network_idle": ("SHARE", "share of a step in which the network is idle, 0 to 1, from a profile"),
+    "host_link_gbps": ("GBPS", "bandwidth between a node's devices and its host memory in gigabits per second"),
+    "host_gib": ("GIB", "free host memory of a node for copies"),
+    "device_gib": ("GIB", "free device memory of a node for copies"),
     "mtbf_hours": ("HOURS", "mean time between failures of one node"),
-    "copies_wanted": ("COPIES", "domains that are to hold each unit, those that train on it included"),
-    "budget": ("SHARE", "of a step by which copies may delay it, 0 to 1"),
-    "persist_steps": ("STEPS", "from one version in the store to the next"),
-    "experts_per_save": ("EXPERTS", "of each layer that pec saves to the store at a time; default: a quarter of them"),
-    "experts_per_snapshot": ("EXPERTS", "of each layer that pec copies to own memory at a time; default: half of them"),
-    "snapshot_interval": ("STEPS", "from one of these snapshots of pec to the next"),
+    "copies_wanted": ("COPIES", "domains that should hold each unit, those that train it included"),
+    "budget": ("SHARE", "share of a step by which copies may prolong it, 0 to 1"),
+    "persist_steps": ("STEPS", "steps from one version in the store to the next"),
+    "experts_per_save": ("EXPERTS", "experts of each layer that pec saves to the store at a time (default: a quarter)"),
+    "experts_per_snapshot": (
+        "EXPERTS",
+        "experts of each layer that pec copies to own memory at a time (default: half)",
+    ),
+    "snapshot_interval": ("STEPS", "steps between two such snapshots of pec"),
     "remote_bytes_per_step": (
         "BYTES",
-        "to peers that moetion may send in a step, all nodes together; default: what --network-gbps takes in "
-        "--step-seconds, as a session plans once it has measured both",
+        "bytes that moetion may send to peers in a step, all nodes together (default: the capacity of --network-gbps "
+        "in "
+        "--step-seconds)",
     ),
-    "no_replay": (None, "the optimizer's steps cannot be repeated elsewhere: copies need the state"),
+    "no_replay": (None, "the optimizer's steps cannot be repeated on other nodes, so copies need the state"),
 }
-"""For each flag what its value is called, and what it is."""
-WHOLE = {"expert_parameters", "dense_parameters"}
+"""Name of each flag's value, and its help."""
+INTEGERS = {"expert_parameters", "dense_parameters"}
 """Integers that may be written as 7e6."""
 RANGES: dict[str, tuple[float, float]] = {
     "expert_parameters": (1, 1e15),
@@ -158,12 +163,12 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
-    """The group `copies`; a flag that is not given is None, so that one without `--copies` is noticed."""
+    """Add the group `copies`; a flag that is not given is None, to notice one without `--copies`."""
     group = parser.add_argument_group("copies, with --copies")
     group.add_argument(
         "--copies",
         action="store_true",
-        help="how each expert and the rest would be protected, what that costs, and what other systems' presets would",
+        help="show how each unit would be protected, the cost, and the same for the other presets",
     )
     for field in fields(CopySetting):
         metavar, text = HELP[field.name]
@@ -172,17 +177,17 @@ def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
             given = {"action": "store_true"}
         elif field.name == "dense":
             given = {"choices": ("replicated", "sharded")}
-        elif field.name in WHOLE:
+        elif field.name in INTEGERS:
             given["type"] = float
         elif field.default is None:
             given["type"] = int
-        shown = f" ({field.default:.0e})".replace("e+0", "e") if field.name in WHOLE else f" ({field.default})"
+        shown = f" ({field.default:.0e})".replace("e+0", "e") if field.name in INTEGERS else f" ({field.default})"
         text += shown if field.default not in (None, False) else ""
         group.add_argument(_flag(field.name), default=None, help=text, **given)
 
 
 def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> CopySetting | None:
-    """The setting; None without `--copies`.
+    """Return the setting; None without `--copies`.
 
     Raises:
         ValueError: with the flag, what was expected and what came.
@@ -197,7 +202,7 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
         value = given.get(name)
         if value is not None and not (math.isfinite(value) and least <= value <= most):
             raise ValueError(f"{_flag(name)}: expected {least:g} to {most:g}, got {value}")
-    given |= {name: int(given[name]) for name in WHOLE & given.keys()}
+    given |= {name: int(given[name]) for name in INTEGERS & given.keys()}
     setting = CopySetting(**given)
     if layers * experts > MAX_UNITS:
         raise ValueError(
@@ -216,11 +221,12 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
 def _check_levels(setting: CopySetting, experts: int) -> None:
     saved, least = setting.experts_per_save, -(-experts // MAX_TURNS)
     if saved is not None and not least <= saved <= experts:
-        raise ValueError(f"--experts-per-save: expected {least} to {experts}, all of a layer, got {saved}")
+        raise ValueError(f"--experts-per-save: expected {least} to {experts}, the experts of a layer, got {saved}")
     kept, least = setting.experts_per_snapshot, max(least, saved or 1)
     if kept is not None and not least <= kept <= experts:
         raise ValueError(
-            f"--experts-per-snapshot: expected {least} to {experts}, --experts-per-save to all of a layer, got {kept}"
+            f"--experts-per-snapshot: expected {least} to {experts}, from --experts-per-save to the experts of a "
+            f"layer, got {kept}"
         )
 
 

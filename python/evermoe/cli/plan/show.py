@@ -1,4 +1,4 @@
-"""The report of `evermoe plan` as text."""
+"""Report of `evermoe plan` as text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from evermoe.cli.plan.advice import advise, best, percent, survived, worst
 from evermoe.cli.plan.compare import Comparison, Result
 
 MAX_COLUMNS = 4
-"""Numbers of failures in the table, which fits in 100 columns; the chart has all."""
+"""Largest count of numbers of failures in the table, which fits in 100 columns; the chart shows all."""
 BAR = 40
 """Characters of a bar of 100 %."""
 
 
 def show(console: Console, source: str, comparison: Comparison) -> None:
-    """Prints load, replicas, table, chart and advice."""
+    """Print load, replicas, table, chart and advice."""
     for name, text in _facts(source, comparison):
         print_wrapped(console, f"{name:10}", text)
     console.print(_table(comparison))
@@ -33,7 +33,7 @@ def show(console: Console, source: str, comparison: Comparison) -> None:
 
 
 def print_wrapped(console: Console, head: str, text: str) -> None:
-    """The text beside its head, in lines that fit."""
+    """Print a text next to its heading, wrapped to the width."""
     lines = textwrap.fill(
         text, console.width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
     )
@@ -45,7 +45,7 @@ def _facts(source: str, comparison: Comparison) -> list[tuple[str, str]]:
     layers, experts = replicas_LE.shape
     domains = "" if cluster.domain_size == 1 else f" in {len(cluster.domains)} domains of {cluster.domain_size}"
     needed = cluster.slots_for(experts, cluster.min_replicas)
-    lowered = f"lowered to {replicas_LE.min()}, {needed} slots per node would do"
+    lowered = f"lowered to {replicas_LE.min()}; {needed} slots per node would be enough"
     held = [f"{(replicas_LE == count).sum():,} × {count}" for count in (1, 2, 3)]
     return [
         (
@@ -94,8 +94,8 @@ def _legend(comparison: Comparison) -> str:
     unit = comparison.cluster.unit
     return (
         "even, balanced: load of the busiest node over the mean, if the replicas of an expert share its tokens evenly, "
-        f"or so that the nodes are as even as can be; mean over layers, worst layer. fewest: {unit}s of any expert. "
-        f"survives: the whole model, all layers at once, when so many {unit}s fail; exact unless ±."
+        f"or in the best proportions; mean over layers, worst layer. fewest: least {unit}s that hold any expert. "
+        f"survives: probability that every expert of all layers survives that number of failed {unit}s; exact unless ±."
     )
 
 
@@ -112,5 +112,5 @@ def _show_chart(console: Console, comparison: Comparison) -> None:
 
 def _bar(result: Result, index: int, full: str, empty: str) -> str:
     survival = result.survival[index]
-    length = math.floor(survival.probability * BAR)  # full only where nothing can be lost
+    length = math.floor(survival.probability * BAR)  # a full bar means that nothing can be lost
     return full * length + empty * (BAR - length) + f" {survived(survival)}"

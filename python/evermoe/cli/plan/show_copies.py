@@ -1,4 +1,4 @@
-"""The report of `evermoe plan --copies` as text."""
+"""Report of `evermoe plan --copies` as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_EXAMPLES = 6
 
 
 def show_copies(console: Console, auto: AutoReport, presets: Sequence[PresetRow]) -> None:
-    """Prints what there is, both tables, what survives, examples and advice."""
+    """Print the setting, both tables, survival, examples and advice."""
     console.print("[bold]how each unit is protected[/]")
     for name, text in _facts(auto):
         print_wrapped(console, f"{name:10}", text)
@@ -30,7 +30,7 @@ def show_copies(console: Console, auto: AutoReport, presets: Sequence[PresetRow]
     if len(auto.examples) > MAX_EXAMPLES:
         print_wrapped(console, " " * 10, f"and {len(auto.examples) - MAX_EXAMPLES} other ways; --json has each unit")
     console.print()
-    console.print("[bold]beside the other presets, with the same model and links[/]")
+    console.print("[bold]the other presets, with the same model and links[/]")
     console.print(_presets(presets))
     print_wrapped(console, "", _legend(auto))
     for row in presets:
@@ -42,7 +42,7 @@ def show_copies(console: Console, auto: AutoReport, presets: Sequence[PresetRow]
 
 
 def advise_copies(auto: AutoReport, presets: Sequence[PresetRow]) -> str:
-    """One sentence: what `auto` gives and takes, or what it has too little of."""
+    """Return one sentence about gains and costs of `auto`, or about what it lacks."""
     layout, plan = auto.layout, auto.plan
     open_units = [choice for choice in plan.units if not choice.covered]
     row = {row.preset: row for row in presets}
@@ -58,19 +58,20 @@ def advise_copies(auto: AutoReport, presets: Sequence[PresetRow]) -> str:
 
 
 def _memory_cure(auto: AutoReport) -> str:
-    return f"{auto.layout.setting.host_gib:g} GiB of host memory are used up: raise --host-gib{_slots_cure(auto)}"
+    return f"{auto.layout.setting.host_gib:g} GiB of host memory are full: raise --host-gib{_slots_cure(auto)}"
 
 
 def _time_cure(auto: AutoReport) -> str:
     setting = auto.layout.setting
     return (
-        f"{percent(setting.network_idle)} of a step and --budget {setting.budget:g} are too little time to send more: "
+        f"{percent(setting.network_idle)} of a step and --budget {setting.budget:g} leave too little time to send "
+        "more: "
         f"raise --budget{_slots_cure(auto)}"
     )
 
 
 def _slots_cure(auto: AutoReport) -> str:
-    """Experts that train on enough nodes need no copies."""
+    """Return the slots with which experts train on enough nodes and need no copies."""
     layout = auto.layout
     cluster, wanted = layout.cluster, layout.setting.copies_wanted
     slots = cluster.slots_for(layout.share_LE.shape[1], wanted)
@@ -83,12 +84,12 @@ def _slots_cure(auto: AutoReport) -> str:
 
 def _domains_cure(auto: AutoReport) -> str:
     cluster = auto.layout.cluster
-    there = (
+    available = (
         f"there is only 1 {cluster.unit}"
         if len(cluster.domains) == 1
         else f"there are {len(cluster.domains)} {cluster.unit}s"
     )
-    return f"{there} for --copies-wanted {auto.layout.setting.copies_wanted}"
+    return f"{available} for --copies-wanted {auto.layout.setting.copies_wanted}"
 
 
 _CURES: dict[str, Callable[[AutoReport], str]] = {
@@ -99,7 +100,7 @@ _CURES: dict[str, Callable[[AutoReport], str]] = {
 
 
 def size(nbytes: float) -> str:
-    """With three digits.
+    """Format bytes with three digits.
 
     >>> size(0), size(999), size(1_500_000)
     ('0 B', '999 B', '1.5 MB')
@@ -154,7 +155,7 @@ def _kinds(auto: AutoReport) -> Table:
 
 
 def percent_over(part: float) -> str:
-    """Like `percent`, for portions that may exceed 1.
+    """Format like `percent`, for shares that may exceed 1.
 
     >>> percent_over(0.5), percent_over(1.25)
     ('50.0%', '125.0%')
@@ -222,7 +223,7 @@ def _in_windows(row: PresetRow) -> str:
 
 
 def _few(number: float) -> str:
-    """Three digits, and 0 only where it is true."""
+    """Format with three digits; 0 appears only where it is exact."""
     if 0 < number < 0.001:
         return "<0.001"
     return f"{number:,.1f}" if number >= 100 else f"{number:.3g}"
@@ -231,17 +232,20 @@ def _few(number: float) -> str:
 def _legend(auto: AutoReport) -> str:
     unit, setting = auto.layout.cluster.unit, auto.layout.setting
     return (
-        "sent: to peers; a transfer takes the network of both its ends. steps a version: from one copy of a unit to "
-        "its next, the worst unit's; pec's and lazarus' are in the store, where all have a checkpoint each "
-        f"{setting.persist_steps:,} steps. without delay: steps for the same bytes in windows alone. 1 lost: what the "
-        f"failure of a {unit} leaves without the store, by how many steps the job goes back, and the tokens that are "
-        "lost for ever as some experts go back alone, in steps of the whole model; means. -: not known, or nothing "
-        "is sent."
+        "sent: bytes to peers; a transfer takes the network of both its ends. steps a version: steps from one copy "
+        "of a "
+        "unit to its next, for the worst unit; pec and lazarus keep them in the store, where each preset has a "
+        "checkpoint "
+        f"each {setting.persist_steps:,} steps. without delay: steps for the same bytes within windows alone. 1 lost: "
+        f"after the failure of a {unit}, the probability that memory holds everything, the steps that the job repeats, "
+        "and the tokens lost for good as some experts go back alone, in steps of the complete model; means. -: "
+        "unknown, "
+        "or nothing is sent."
     )
 
 
 def _levels(auto: AutoReport, row: PresetRow) -> str:
-    """What a preset copies at its two levels, and what is lost of the one that is in memory."""
+    """Return a sentence about the two levels of a preset."""
     layout = auto.layout
     every, experts = layout.setting.snapshot_interval, layout.share_LE.shape[1]
     lost = _few(row.restart_lost_steps or 0.0)

@@ -1,4 +1,4 @@
-"""What a preset has at risk that copies a few experts at a time, by load: `pec`, at each of its levels."""
+"""Tokens at risk of a preset that copies a few experts at a time by load: `pec`, at each of its levels."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from evermoe.planning import TokenLedger, select_per_rank
 
 @dataclass(frozen=True)
 class Turns:
-    """What one level comes to, once each expert had its turn."""
+    """Result of one level, once every expert was selected."""
 
     at_risk_LE: NDArray[np.float64]
-    """[L, E] tokens of each expert since its last copy, just after some were copied, on average."""
+    """[L, E] average tokens of each expert since its last copy, just after a selection."""
     most_between: int
-    """Copies from one of an expert to its next, at most."""
+    """Largest number of selections from one copy of an expert to its next."""
 
 
 def run_turns(tokens_LE: NDArray[np.int64], rank_LE: NDArray[np.int64], experts_per_layer: int) -> Turns:
-    """Runs the selection of a session until what is at risk repeats.
+    """Run a session's selection until the tokens at risk repeat.
 
     Args:
-        tokens_LE: of each expert from one copy of some to the next.
-        rank_LE: that copies each expert.
+        tokens_LE: tokens of each expert between two selections.
+        rank_LE: rank that copies each expert.
         experts_per_layer: K.
     """
     layers, experts = tokens_LE.shape
@@ -37,7 +37,7 @@ def run_turns(tokens_LE: NDArray[np.int64], rank_LE: NDArray[np.int64], experts_
             ledger.at_risk, ledger.checkpoint, ledger.waiting, rank_LE, experts_per_layer=experts_per_layer
         )
         ledger.copied(chosen)
-        if number >= 3 * turns:  # by then each had its turn
+        if number >= 3 * turns:  # by then every expert was selected
             sum_LE += ledger.at_risk
             oldest = max(oldest, int(ledger.waiting.max()) + 1)
     return Turns(sum_LE / turns, oldest)

@@ -1,1 +1,1 @@
-"""`evermoe simulate`: ways to survive on a cluster that fails, compared in simulated time."""
+"""`evermoe simulate`: compare ways to survive on a cluster that fails, in simulated time."""

@@ -1,4 +1,4 @@
-"""What came of simulations, as a table and in words."""
+"""Results of simulations as a table and a sentence."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.table import Table
 from evermoe.simulate import Sample, Scenario
 
 WAITS = ("detect", "agree", "rebuild", "survey", "fetch", "verify", "protect")
-"""Causes that recoveries are made of."""
+"""Causes that make up a recovery."""
 
 
 def show_outcomes(console: Console, scenario: Scenario, samples: Sequence[Sample]) -> None:
-    """Prints what was simulated, a row for each way to survive, and what limits the best of them."""
+    """Print the scenario, a row for each preset, and the main costs of the best one."""
     workload = scenario.workload
     seeds = len(samples[0].outcomes)
     spares = f" and {scenario.spares} spare" if scenario.spares else ""
@@ -73,7 +73,7 @@ def _row(sample: Sample) -> list[str]:
 
 
 def percent(part: float, half: float) -> str:
-    """A part with half of its confidence interval, if there is one.
+    """Format a share with half of its confidence interval, if there is one.
 
     >>> percent(0.9876, 0.0042), percent(0.9876, float("inf"))
     ('98.8±0.4%', '98.8%')
@@ -90,6 +90,5 @@ def _limits(sample: Sample) -> str:
     parts = ", ".join(f"{cause} {spent / total:.2%}" for spent, cause in lost[:4])
     recoveries = sum(spent for spent, cause in lost if cause in WAITS)
     return (
-        f"{sample.scheme} has the most goodput. What it loses of the time: {parts}; recoveries in all "
-        f"{recoveries / total:.2%}."
+        f"{sample.scheme} has the most goodput. Its lost time: {parts}; recoveries together {recoveries / total:.2%}."
     )

@@ -1,4 +1,4 @@
-"""A picture of simulations: time by cause, and goodput."""
+"""Picture of simulations: time by cause, and goodput."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evermoe.simulate import Sample
 
 
 def plot_outcomes(samples: Sequence[Sample], file: IO[bytes]) -> None:
-    """Draws to a PNG what time was spent on, as a bar for each way to survive, and the goodput with its interval."""
+    """Draw the time by cause, a bar for each preset, and the goodput with its interval, to a PNG."""
     names = [sample.scheme for sample in samples]
     by_cause = [sample.seconds_by_cause() for sample in samples]
     causes = list(dict.fromkeys(cause for seconds in by_cause for cause in seconds))

@@ -1,4 +1,4 @@
-"""The flags of `evermoe simulate`, and the scenario that they describe."""
+"""Flags of `evermoe simulate`, and the scenario that they describe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY}
 MAX_SEEDS = 1000
 CLUSTER_FIELDS = ("nodes", "spares", "devices", "nodes_per_rack", "host_bytes")
 OPTIONS = [each.name for each in fields(SimulatedOptions) if each.name not in ("dense", "plans_anew")]
-"""Options of a session that have no flag of their own."""
+"""Options of a session that have no separate flag."""
 DESCRIPTION = """\
-Compare ways to survive on a cluster that fails: the presets of a session, and restarts from checkpoints. The product's
-own planners and protocol decide, in simulated time; what their decisions take in seconds comes from a file that
-evermoe measure has written, or is assumed. Nothing is started or trained.
+Compare ways to survive on a cluster that fails: the presets of a session, and restarts from checkpoints. evermoe's
+own planners and protocol decide, in simulated time. The duration of their decisions comes from a file of
+evermoe measure, or from assumed constants. Nothing is started or trained.
 
   evermoe simulate --model mixtral-8x7b --nodes 64 --step-seconds 8 --mtbf 2h --days 7
   evermoe simulate --model gpt-l-moe --nodes 32 --step-seconds 0.5 --trace p3.csv --presets auto restart --plot p3.png
@@ -32,22 +32,24 @@ evermoe measure has written, or is assumed. Nothing is started or trained.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `evermoe simulate`."""
+    """Add the flags of `evermoe simulate`."""
     parser.description = DESCRIPTION
     _add_cluster(parser.add_argument_group("cluster"))
     _add_model(parser.add_argument_group("model and load"))
     _add_failures(parser.add_argument_group("failures"))
-    runs = parser.add_argument_group("what is simulated")
+    runs = parser.add_argument_group("simulation")
     runs.add_argument(
         "--presets",
         nargs="+",
         choices=tuple(SCHEMES),
         metavar="NAME",
-        help=f"ways to survive: some of {', '.join(SCHEMES)} (default: all that keep what --dense says)",
+        help=f"presets to simulate: {', '.join(SCHEMES)} (default: all that support the value of --dense)",
     )
-    runs.add_argument("--days", type=float, default=1.0, help="how long it goes on (%(default)s)")
-    runs.add_argument("--seeds", type=int, default=3, help="runs of each, over which means are taken (%(default)s)")
-    runs.add_argument("--seed", type=int, default=0, help="of the first run (%(default)s)")
+    runs.add_argument("--days", type=float, default=1.0, help="simulated days (%(default)s)")
+    runs.add_argument(
+        "--seeds", type=int, default=3, help="runs of each preset, over which means are taken (%(default)s)"
+    )
+    runs.add_argument("--seed", type=int, default=0, help="seed of the first run (%(default)s)")
     runs.add_argument(
         "--option",
         action="append",
@@ -59,20 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dense",
         choices=("replicated", "sharded"),
         default="replicated",
-        help="the optimizer's state of what is no expert is on every device, or each module's on one (%(default)s)",
+        help="whether the optimizer state of dense parameters is on every device, or of each module on one "
+        "(%(default)s)",
     )
     runs.add_argument(
         "--takes-over",
         action="store_true",
-        help="newcomers take over what lost nodes had, and nothing else moves: much faster to simulate on many nodes",
+        help="newcomers take over the experts of lost nodes, and no others move; much faster to simulate on many nodes",
     )
-    runs.add_argument("--expert-parallel", type=int, metavar="NODES", help="that share the experts in restarts")
+    runs.add_argument(
+        "--expert-parallel", type=int, metavar="NODES", help="devices that share the experts, in restarts"
+    )
     runs.add_argument(
         "--restart-interval",
         type=int,
         default=50,
         metavar="STEPS",
-        help="between the checkpoints of restarts (%(default)s)",
+        help="seconds between the checkpoints of restarts (%(default)s)",
     )
     results = parser.add_argument_group("results")
     results.add_argument("--plot", metavar="PATH", help="draw time by cause: a PNG file")
@@ -80,53 +85,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cluster(group: Any) -> None:
-    group.add_argument("--cluster", metavar="FILE", help=f"JSON with {', '.join(CLUSTER_FIELDS)}; flags come first")
-    group.add_argument("--nodes", type=int, help="machines that train; the devices of one fail together")
-    group.add_argument("--spares", type=int, help="machines that are ready to take a lost one's place (0)")
-    group.add_argument("--devices", type=int, metavar="DEVICES", help="of a node, each with a process of its own (1)")
-    group.add_argument("--nodes-per-rack", type=int, metavar="NODES", help="that share a rack (0: racks do not matter)")
-    group.add_argument("--constants", metavar="FILE", help="what things cost, from evermoe measure (default: assumed)")
+    group.add_argument(
+        "--cluster", metavar="FILE", help=f"JSON with {', '.join(CLUSTER_FIELDS)}; flags take precedence"
+    )
+    group.add_argument("--nodes", type=int, help="machines that train; the devices of a machine fail together")
+    group.add_argument("--spares", type=int, help="machines that stand by to replace lost ones (0)")
+    group.add_argument(
+        "--devices", type=int, metavar="DEVICES", help="devices of a node, each with its own process (1)"
+    )
+    group.add_argument("--nodes-per-rack", type=int, metavar="NODES", help="nodes that share a rack (0: no racks)")
+    group.add_argument(
+        "--constants", metavar="FILE", help="constants from evermoe measure (default: assumed constants)"
+    )
 
 
 def _add_model(group: Any) -> None:
     group.add_argument("--model", help=f"a JSON file, or one of {', '.join(MODELS)}")
     group.add_argument(
-        "--step-seconds", type=float, metavar="SECONDS", help="of a step on all nodes; a file may say it"
+        "--step-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="duration of a step on all nodes, unless the file of --model has it",
     )
-    group.add_argument("--tokens", type=int, help="of a step (2^20); a file may say it")
-    group.add_argument("--classes", type=int, help="of layers with the same load (1)")
-    group.add_argument("--zipf", type=float, default=1.0, help="exponent of the experts' load; 0 is even (%(default)s)")
+    group.add_argument("--tokens", type=int, help="tokens of a step, unless the file of --model has it (2^20)")
+    group.add_argument(
+        "--classes", type=int, help="number of classes of layers; layers of a class have the same load (1)"
+    )
+    group.add_argument(
+        "--zipf", type=float, default=1.0, help="Zipf exponent of the experts' load; 0 is even (%(default)s)"
+    )
     group.add_argument(
         "--drift",
         type=float,
         default=0.05,
-        help="by which the logarithm of an expert's load changes each 100 steps, a standard deviation (%(default)s)",
+        help="standard deviation of the change of the logarithm of an expert's load in 100 steps (%(default)s)",
     )
-    group.add_argument("--load-trace", metavar="FILE", help="JSON [[step, [tokens of each expert]], …] in their place")
+    group.add_argument(
+        "--load-trace", metavar="FILE", help="JSON [[step, [tokens of each expert]], …] instead of a synthetic load"
+    )
 
 
 def _add_failures(group: Any) -> None:
-    group.add_argument("--mtbf", type=duration, metavar="TIME", help="between two failures in the cluster, such as 10m")
     group.add_argument(
-        "--repair", type=repair, default=600.0, metavar="TIME", help="until a node is there again, or never (10m)"
+        "--mtbf", type=duration, metavar="TIME", help="mean time between two failures in the cluster, such as 10m"
+    )
+    group.add_argument(
+        "--repair", type=repair, default=600.0, metavar="TIME", help="time until a lost node returns, or never (10m)"
     )
     group.add_argument(
         "--trace",
         nargs="+",
         metavar="FILE",
-        help="nodes come and go as recorded: Bamboo's CSV, or SkyPilot's JSON, one for each node",
+        help="arrivals and losses of nodes as recorded: Bamboo's CSV, or SkyPilot's JSON, one file per node",
     )
-    group.add_argument("--rack-mtbf", type=duration, metavar="TIME", help="between two failures of racks")
+    group.add_argument("--rack-mtbf", type=duration, metavar="TIME", help="mean time between two failures of racks")
     group.add_argument(
-        "--maintenance", metavar="EVERY,NODES,TIME", help="so many nodes are taken out with notice, such as 1d,4,30m"
+        "--maintenance",
+        metavar="EVERY,NODES,TIME",
+        help="nodes are taken out with a notice: interval, number and duration, such as 1d,4,30m",
     )
     group.add_argument(
-        "--stragglers", metavar="MTBF,FACTOR,TIME", help="nodes become slower for a while, such as 2h,1.5,10m"
+        "--stragglers",
+        metavar="MTBF,FACTOR,TIME",
+        help="nodes become slower for a while: mean interval, factor and duration, such as 2h,1.5,10m",
     )
 
 
 def duration(text: str) -> float:
-    """Seconds of a time such as 10m.
+    """Return the seconds of a time such as 10m.
 
     >>> duration("90"), duration("10m"), duration("1.5h")
     (90.0, 600.0, 5400.0)
@@ -138,12 +164,12 @@ def duration(text: str) -> float:
 
 
 def repair(text: str) -> float | None:
-    """Seconds, or None for never."""
+    """Return the seconds of a time, or None for never."""
     return None if text == "never" else duration(text)
 
 
 def parse_scenario(options: argparse.Namespace) -> Scenario:
-    """The scenario that the flags describe.
+    """Return the scenario that the flags describe.
 
     Raises:
         ValueError: with the flag, what was expected and what came. OSError: a file cannot be read.
@@ -233,13 +259,13 @@ def _failures(options: argparse.Namespace, cluster: dict[str, int]) -> tuple[Fai
 
 
 def _three(flag: str, text: str, kind: Callable[[str], N]) -> tuple[float, N, float]:
-    """A time, a number and a time."""
+    """Parse a time, a number and a time."""
     try:
         first, number, last = text.split(",")
         return duration(first), kind(number), duration(last)
     except (argparse.ArgumentTypeError, ValueError):
-        whole = "whole number" if kind is int else "number"
-        raise ValueError(f"{flag}: expected a time, a {whole} and a time, such as 1d,4,30m, got {text!r}") from None
+        noun = "whole number" if kind is int else "number"
+        raise ValueError(f"{flag}: expected a time, a {noun} and a time, such as 1d,4,30m, got {text!r}") from None
 
 
 def _session(options: argparse.Namespace) -> SimulatedOptions:
