@@ -150,7 +150,7 @@ class Candidate:
         for worker in self._job.workers:
             worker.process.kill()
         self._job.__exit__()
-        self._job.forget()
+        self._job.remove_memory()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -182,7 +182,7 @@ def _workers(folder):
                 _start(job, folder, index)
             yield job
     finally:
-        job.forget()
+        job.remove_memory()
 
 
 def _start(job, folder, index, *more, role="train"):

@@ -1,4 +1,4 @@
-"""`python -m evermoe`: the command `evermoe`."""
+"""Entry point of `python -m evermoe`, the command `evermoe`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Starts the processes of a job on this machine: what `evermoe run` and the demo use."""
+"""Processes of a job on this machine: used by `evermoe run` and the demo."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from evermoe.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_pri
 from evermoe.options import check_name, count
 
 STOP_SECONDS = 35.0
-"""Time that workers get between SIGTERM and SIGKILL: longer than their `drain_timeout`, in which they leave the job."""
+"""Seconds between SIGTERM and SIGKILL for workers: longer than their `drain_timeout`, in which they leave the job."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals at which `evermoe run` makes its workers leave. SIGHUP comes when a terminal is closed."""
+"""Signals at which `evermoe run` makes its workers leave. A closing terminal sends SIGHUP."""
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that `evermoe run` passes on to its workers: schedulers send them before a time limit."""
+"""Signals that `evermoe run` forwards to its workers: schedulers send them before a time limit."""
 
 KILLED_CODE = 128 + signal.SIGKILL
-"""Exit code of `evermoe run` that has killed a stopped worker of a finished job."""
+"""Exit code of `evermoe run` after it has killed a stopped worker of a finished job."""
 
 STOPPED_SECONDS = 30.0
-"""Time that a worker which is stopped (SIGSTOP) gets once the job is finished and all others have ended."""
+"""Seconds until a stopped worker (SIGSTOP) is killed, once the job is finished and all others have ended."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class LocalJob:
     """A Lighthouse (its own, unless `lighthouse` names one) and the workers that use it.
 
     Args:
-        command: what each worker runs, e.g. `[sys.executable, "train.py"]`.
-        name: of the job; names its shared memory.
-        members: that a new job waits for, over all machines.
+        command: command of each worker, e.g. `[sys.executable, "train.py"]`.
+        name: name of the job, and of its shared memory.
+        members: number of members that a new job waits for, over all machines.
         lighthouse: address of a running Lighthouse; None starts one in this process, for this machine alone.
         memory_dir: directory of named shared memory.
-        hang_timeout: seconds that a silent member is waited for.
+        hang_timeout: seconds to wait for a silent member.
         heartbeat_timeout: seconds without a heartbeat after which a member counts as dead.
         environment: added to every worker's environment.
     """
@@ -85,7 +85,7 @@ class LocalJob:
             make_private(self.memory)
             self._lock = open_lock(self.memory / "lock")
         except OSError as error:
-            raise ValueError(f"memory_dir {self.memory_dir}: the job's folder cannot be made there: {error}") from None
+            raise ValueError(f"memory_dir {self.memory_dir}: cannot create the job's folder in it: {error}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -102,7 +102,7 @@ class LocalJob:
         for mark in (BEGUN, FINISHED):
             (self.memory / mark).unlink(missing_ok=True)
         self._lock.truncate(0)
-        self._lock.write(self.one_more())
+        self._lock.write(self.join_command())
         self._lock.flush()
         return self
 
@@ -112,21 +112,21 @@ class LocalJob:
             if server is not None:
                 server.shutdown()
 
-    def forget(self) -> None:
-        """Removes the job's shared memory on this machine."""
+    def remove_memory(self) -> None:
+        """Remove the job's shared memory on this machine."""
         shutil.rmtree(self.memory, ignore_errors=True)
 
     @property
     def memory(self) -> Path:
-        """The job's shared memory on this machine: a folder for each node."""
+        """Shared memory of the job on this machine: a folder for each node."""
         return job_folder(self.memory_dir, self.name)
 
     def is_marked(self, mark: str) -> bool:
-        """Whether a worker of this machine has said that the job has begun, or that it is finished."""
+        """Return whether a worker of this machine has marked the job as begun, or as finished."""
         return (self.memory / mark).exists()
 
     def host_lighthouse(self) -> None:
-        """Starts the one of the job's Lighthouses that is on this machine, unless it runs.
+        """Start the Lighthouse of the job that is on this machine, unless it is running.
 
         Raises:
             ValueError: none of the addresses is this machine's.
@@ -140,11 +140,11 @@ class LocalJob:
 
     @property
     def has_own_lighthouse(self) -> bool:
-        """Whether the job's Lighthouse is of this process, so that the job has no other machines."""
+        """Whether the job's Lighthouse runs in this process, so that the job has no other machines."""
         return self._server is not None
 
-    def one_more(self) -> str:
-        """The command that adds a worker to this job, for a shell of this machine."""
+    def join_command(self) -> str:
+        """Command that adds a worker to this job, for a shell of this machine."""
         variables = {"LIGHTHOUSE": str(self.lighthouse), "JOB": self.name, "MEMBERS": str(self.members)}
         if self.memory_dir != DEFAULT:
             variables["MEMORY_DIR"] = self.memory_dir
@@ -161,15 +161,15 @@ class LocalJob:
         variables: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
     ) -> Worker:
-        """Starts worker `index` on `node`; as a `replica` it keeps copies alone, as a `spare` it waits for a place.
+        """Start worker `index` on `node`. A `replica` only keeps copies; a `spare` waits to replace a lost worker.
 
         Args:
             index: number of the worker on this machine.
-            node: the machine whose memory dies as one.
-            arguments: more of the command.
+            node: the machine whose memory is lost as one.
+            arguments: additional arguments of the command.
             role: `train`, `replica` or `spare`.
-            variables: of its environment.
-            options: of `subprocess.Popen`.
+            variables: additional environment variables.
+            options: options of `subprocess.Popen`.
         """
         check_name("node", node)
         environment = {
@@ -189,14 +189,14 @@ class LocalJob:
         }
         if self._server is not None and sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        options.setdefault("start_new_session", True)  # Ctrl-C in a terminal reaches this process alone
+        options.setdefault("start_new_session", True)  # Ctrl-C in a terminal reaches only this process
         process = subprocess.Popen([*self.command, *arguments], env=environment, text=True, **options)
         worker = Worker(index, node, process, role)
         self.workers.append(worker)
         return worker
 
     def stop(self) -> None:
-        """Ends all workers: SIGTERM, then SIGKILL for those that do not listen."""
+        """End all workers: SIGTERM, then SIGKILL for those that do not end."""
         running = [worker for worker in self.workers if worker.process.poll() is None]
         deadline = time.monotonic() + STOP_SECONDS
         try:
@@ -211,7 +211,7 @@ class LocalJob:
 
 
 def terminate(workers: Sequence[Worker]) -> None:
-    """Asks workers to leave the job, those that are stopped, too."""
+    """Ask workers to leave the job, stopped ones included."""
     for worker in workers:
         worker.process.terminate()
         worker.process.send_signal(signal.SIGCONT)
@@ -220,10 +220,10 @@ def terminate(workers: Sequence[Worker]) -> None:
 def run(
     job: LocalJob, workers: int, restarts: int, replicas: int = 0, spares: int = 0, node_rank: int | None = None
 ) -> int:
-    """Runs `workers` processes that train, `replicas` that keep copies for them, and `spares`, until they end.
+    """Run `workers` that train, `replicas` that keep copies for them, and `spares`, until they end.
 
-    One killed by a crash is restarted on the same node, as a spare where there are spares: one of them has its place.
-    SIGINT, SIGTERM and SIGHUP make all of them leave the job. SIGUSR1 and SIGUSR2 are passed on to them.
+    A crashed worker is restarted on the same node. If there are spares, one of them replaces it, and it restarts as a
+    spare. SIGINT, SIGTERM and SIGHUP make all workers leave the job. SIGUSR1 and SIGUSR2 are forwarded to them.
     `node_rank` is the number of this machine, for torchrun's variables.
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.
@@ -231,16 +231,16 @@ def run(
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // max(workers + replicas, spares))
         job.environment = {"OMP_NUM_THREADS": str(threads), **job.environment}
-    return _Run(job, restarts, node_rank).go(["train"] * workers + ["replica"] * replicas + ["spare"] * spares)
+    return _Run(job, restarts, node_rank).run_workers(["train"] * workers + ["replica"] * replicas + ["spare"] * spares)
 
 
 class _Run:
-    """One `evermoe run`.
+    """One execution of `evermoe run`.
 
     Args:
-        job: not yet entered.
-        restarts: times that each worker is started again.
-        node_rank: number of this machine, if there are several and it is known.
+        job: the job, whose context is not entered yet.
+        restarts: how often each worker is restarted.
+        node_rank: number of this machine, if the job has several and it is known.
     """
 
     def __init__(self, job: LocalJob, restarts: int, node_rank: int | None) -> None:
@@ -250,24 +250,24 @@ class _Run:
         self._running: list[Worker] = []
         self._has_spares = False
         self._codes: list[int] = []
-        """Exit codes of the workers that are not started again."""
+        """Exit codes of workers that are not restarted."""
         self._signals: list[int] = []
-        """Those of `STOP_SIGNALS` that have come."""
+        """Received signals of `STOP_SIGNALS`."""
         self._notices: list[int] = []
-        """Those of `NOTICES` that have come."""
-        self._passed_on = 0
-        """How many of these the workers have got."""
+        """Received signals of `NOTICES`."""
+        self._forwarded = 0
+        """Number of notices that were forwarded to the workers."""
         self._stopped_since = math.inf
-        """Time since which nothing but stopped workers is left of a finished job."""
+        """Time since which only stopped workers of a finished job remain."""
         self._has_killed_stopped = False
         self._stop_code: int | None = None
-        """Exit code of this command once it stops the workers; None as long as it does not."""
+        """Exit code once this command stops the workers; None before."""
         self._deadline = math.inf
 
-    def go(self, roles: Sequence[str]) -> int:
-        """Starts a worker for each role, and waits for all of them. Returns the exit code."""
+    def run_workers(self, roles: Sequence[str]) -> int:
+        """Start a worker for each role, and wait for all of them. Return the exit code."""
         with _listening(STOP_SIGNALS, self._signals), _listening(NOTICES, self._notices), self._job as job:
-            _say(f"job {job.name}, Lighthouse {job.lighthouse}; to add a worker: {job.one_more()}")
+            _say(f"job {job.name}, Lighthouse {job.lighthouse}; to add a worker: {job.join_command()}")
             self._variables, self._has_spares = self._torchrun_variables(roles), "spare" in roles
             self._running = [self._start(index, role) for index, role in enumerate(roles)]
             while self._running:
@@ -275,7 +275,7 @@ class _Run:
                 self._obey()
                 self._end_stopped()
                 for worker in [worker for worker in self._running if worker.process.poll() is not None]:
-                    self._bury(worker)
+                    self._handle_end(worker)
         return self._end(len(roles))
 
     def _torchrun_variables(self, roles: Sequence[str]) -> TorchrunVariables:
@@ -283,7 +283,7 @@ class _Run:
         nodes: int | None = None
         if job.has_own_lighthouse:
             number, nodes, master = 0, 1, ("127.0.0.1", str(free_port()))
-        else:  # where rank 0 is, is not known: in most jobs on the machine of the first Lighthouse
+        else:  # the machine of rank 0 is unknown: in most jobs it is that of the first Lighthouse
             host = urlsplit(str(job.lighthouse).split(",")[0]).hostname or ""
             master = os.environ.get("MASTER_ADDR") or host, os.environ.get("MASTER_PORT") or MASTER_PORT
         return TorchrunVariables(job.name, job.members, tuple(roles), number, nodes, master, self._restarts)
@@ -292,13 +292,13 @@ class _Run:
         return self._job.start(index, self._node, role=role, variables=self._variables.of(index, restart))
 
     def _obey(self) -> None:
-        for number in self._notices[self._passed_on :]:
+        for number in self._notices[self._forwarded :]:
             _say(
-                f"{signal.Signals(number).name}: passed on to the workers, which complete their step and leave the job"
+                f"{signal.Signals(number).name}: forwarded to the workers, which complete their step and leave the job"
             )
             for worker in self._running:
                 worker.process.send_signal(number)
-            self._passed_on += 1
+            self._forwarded += 1
         if self._signals and self._stop_code is None:
             name = signal.Signals(self._signals[0]).name
             _say(f"{name}: the workers complete their step and leave the job; a second one kills them")
@@ -308,7 +308,7 @@ class _Run:
                 worker.process.kill()
 
     def _end_stopped(self) -> None:
-        """Kills workers that are stopped (SIGSTOP) long after their job was finished: nothing else would end them."""
+        """Kill workers that stay stopped (SIGSTOP) long after their job is finished: nothing else would end them."""
         if not self._job.is_marked(FINISHED) or not all(_is_stopped(each.process.pid) for each in self._running):
             self._stopped_since = math.inf
             return
@@ -328,18 +328,18 @@ class _Run:
         self._deadline = time.monotonic() + STOP_SECONDS
         terminate(self._running)
 
-    def _bury(self, worker: Worker) -> None:
-        """A worker has ended."""
+    def _handle_end(self, worker: Worker) -> None:
+        """Note that a worker has ended, and restart it if it may be."""
         self._running.remove(worker)
         code = worker.process.returncode
         if self._notices and -code in NOTICES:
-            code = REQUEUE_CODE  # it did not listen yet
+            code = REQUEUE_CODE  # the worker had no handler yet
         if code == 0 or self._stop_code is not None or self._has_killed_stopped:
             self._codes.append(code)
             return
         starts_again = worker.restarts < self._restarts and code != REQUEUE_CODE
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-        _say(f"worker {worker.index} (pid {worker.process.pid}) {how}{'; starting it again' * starts_again}")
+        _say(f"worker {worker.index} (pid {worker.process.pid}) {how}{'; restarting it' * starts_again}")
         if starts_again:
             role = "spare" if self._has_spares and worker.role == "train" else worker.role
             again = self._start(worker.index, role, worker.restarts + 1)
@@ -354,13 +354,13 @@ class _Run:
             self._stop(code if code > 0 else 128 - code)
 
     def _end(self, total: int) -> int:
-        """Says what became of the job, and forgets it if it is over. Returns the exit code."""
+        """Print the outcome of the job, and remove its memory if it is over. Return the exit code."""
         job, code = self._job, self._stop_code
         is_finished = job.is_marked(FINISHED)
         lost = [each for each in self._codes if each < 0 or each in (LEFT_CODE, REQUEUE_CODE)]
         failed = [each for each in self._codes if each > 0 and each not in (LEFT_CODE, REQUEUE_CODE)]
         if lost and code is None:
-            _say(f"{len(lost)} of {total} processes were killed, or left on a signal")
+            _say(f"{len(lost)} of {total} processes were killed or left after a signal")
         has_finished = not failed and 0 in self._codes
         if code is None or (is_finished and has_finished):
             code = failed[0] if failed else 0 if has_finished else REQUEUE_CODE if REQUEUE_CODE in self._codes else 1
@@ -368,24 +368,24 @@ class _Run:
         if (is_finished and has_finished) or not any(job.memory.glob("*/*.arena")):
             if self._signals and not is_finished:
                 _say("stopped; nothing is left in shared memory: the same command resumes from a checkpoint, if any")
-            job.forget()
+            job.remove_memory()
         elif job.is_marked(BEGUN) or self._signals:
             _say(f"stopped before the last step; the same command resumes job {job.name} from {job.memory}")
         else:
-            _say(f"the job has not begun; what earlier runs of job {job.name} have left stays in {job.memory}")
+            _say(f"the job has not begun; memory of earlier runs of job {job.name} stays in {job.memory}")
         return code
 
 
 def _is_stopped(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):  # it has ended
+    except (OSError, IndexError):  # the process has ended
         return False
 
 
 @contextmanager
 def _listening(expected: Sequence[signal.Signals], signals: list[int]) -> Iterator[None]:
-    """Notes the expected signals, but those that this process was started to ignore."""
+    """Record the expected signals, except those that this process was started to ignore."""
     numbers = [each for each in expected if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, lambda number, frame: signals.append(number)) for each in numbers}
     try:
@@ -396,5 +396,5 @@ def _listening(expected: Sequence[signal.Signals], signals: list[int]) -> Iterat
 
 
 def _say(message: str) -> None:
-    with suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be closed
         print(f"evermoe run: {message}", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
-"""The demo: a byte-level GPT with MoE layers that survives kills while you watch.
+"""The demo: train a byte-level GPT with MoE layers, and watch it survive kills.
 
-`model` and `corpus` are an ordinary PyTorch program, `train` the script that each worker runs (also on GPUs, under
-`evermoe run`), `drive` starts, kills and joins workers and `summary` turns their events into the verdict.
+`model` and `corpus` are an ordinary PyTorch program. `train` is the script of each worker; it also runs on GPUs
+under `evermoe run`. `driver` starts, kills and joins workers. `summary` turns their events into the verdict,
+`timeline` into the data of the picture.
 """

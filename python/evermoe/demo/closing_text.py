@@ -16,7 +16,7 @@ from evermoe.planning import PRESETS
 
 WHEN_SENT = {
     "idle": "before windows were known",
-    "beside": "during compute, as planned",
+    "background": "during compute, as planned",
     "vote": "while training waited for them",
     "recovery": "in recoveries or at the end, while training waited anyway",
 }
@@ -81,7 +81,7 @@ def _phases(episode: Mapping[str, Any]) -> Table:
 
 
 def _facts(result: Mapping[str, Any], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the summary: a name, and what is to be said of it."""
+    """Yield the rows of the summary: a name and a text."""
     is_partial = PRESETS[options.preset].may_lose_tokens
     yield "steps lost", f"{result['steps_lost']} of {result['steps']}"
     if is_partial:

@@ -1,4 +1,4 @@
-"""Real text for the demo: a file, a folder, or the Python standard library's own sources."""
+"""Text for the demo: a file, a folder, or the source code of the Python standard library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_BYTES = 8 << 20
 
 
 class Corpus:
-    """Text as overlapping-free windows of `sequence + 1` bytes.
+    """Text as windows of `sequence + 1` bytes that do not overlap.
 
     Args:
         path: a file, or a folder whose files are read in name order; None for the standard library's `.py` files.
@@ -29,24 +29,24 @@ class Corpus:
             raise ValueError(
                 f"--data {path}: expected at least {self.window} bytes of text (one window), got {len(text)}"
             )
-        whole = len(text) // self.window * self.window
-        self.windows = torch.frombuffer(bytearray(text[:whole]), dtype=torch.uint8).view(-1, self.window)
+        used = len(text) // self.window * self.window
+        self.windows = torch.frombuffer(bytearray(text[:used]), dtype=torch.uint8).view(-1, self.window)
 
     def __len__(self) -> int:
         return len(self.windows)
 
     def __getitem__(self, indices: Tensor) -> Tensor:
-        """int64 [len(indices), sequence + 1]."""
+        """Return int64 [len(indices), sequence + 1]."""
         return self.windows[indices].long()
 
 
 def read_text(path: str | None) -> bytes:
-    """At most 8 MiB of text."""
+    """Return at most 8 MiB of text."""
     root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
     pattern = "*" if path is not None else "*.py"
     files = [root] if root.is_file() else sorted(p for p in root.glob(pattern) if p.is_file())
     if not files:
-        raise ValueError(f"--data {root}: expected a file of text or a folder with some, found nothing to read")
+        raise ValueError(f"--data {root}: expected a text file or a folder with text files, found no file")
     text = bytearray()
     for file in files:
         text += file.read_bytes()

@@ -1,4 +1,4 @@
-"""Runs the demo: starts workers, lets some die and one join, shows progress, and passes the verdict."""
+"""Driver of the demo: start the workers, kill some, admit a new one, show progress, and print the verdict."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from evermoe.planning import PRESETS
 from evermoe.profile.files import merge_files
 
 START_LIMIT = 180.0
-"""Seconds that the workers may take to start Python and build the model."""
+"""Seconds within which the workers have to start Python and build the model."""
 
 
 class Run:
     """One run of the workers, from start to end, with all their events.
 
     Raises:
-        LaunchError: a worker failed of itself, or nothing happened for too long.
+        LaunchError: a worker failed by itself, or no worker reported anything for too long.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, *, console: Console, title: str) -> None:
@@ -47,9 +47,9 @@ class Run:
         self._offsets: dict[int, int] = {}
         self._last_event = time.monotonic()
         self._graves: dict[Path, float] = {}
-        """Memory of lost nodes, and when they were lost."""
-        self._arranged = ""
-        """How copies were arranged last, in one sentence."""
+        """Memory of lost nodes, and the time of each loss."""
+        self._shown_plan = ""
+        """Latest plan of protection, in one sentence."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def run_workers(
@@ -69,7 +69,7 @@ class Run:
             with job, self._progress() as progress:
                 self._drive(job, progress, kills, join, steps)
         finally:
-            job.forget()
+            job.remove_memory()
         return self.events
 
     def _drive(self, job: LocalJob, progress: Progress, kills: Mapping[int, int], join: int | None, steps: int) -> None:
@@ -81,9 +81,9 @@ class Run:
         spare = self._start(job, options.workers, "--spare", stdin=subprocess.PIPE) if join is not None else None
         while True:
             step = self._follow(progress, bar)
-            self._bury(job, kills)
+            self._remove_memory(job, kills)
             if spare is not None and join is not None and step >= join and self._is_ready(spare):
-                self._let_in(spare)
+                self._admit(spare)
                 spare = None
             ended = all(worker.process.poll() is not None for worker in job.workers if worker is not spare)
             self._check_alive(job)
@@ -111,17 +111,18 @@ class Run:
     def _is_ready(self, spare: Worker) -> bool:
         return any(event["event"] == "ready" for event in self.events[spare.index])
 
-    def _let_in(self, spare: Worker) -> None:
+    def _admit(self, spare: Worker) -> None:
         assert spare.process.stdin is not None
         self.events[spare.index].append({"event": "joining", "time": time.time()})
         spare.process.stdin.write("go\n")
         spare.process.stdin.close()
         self.console.print(f"[cyan]worker {spare.index} asks to join[/]")
 
-    def _bury(self, job: LocalJob, kills: Mapping[int, int]) -> None:
-        """A node's memory dies with it: nobody finds it any more.
+    def _remove_memory(self, job: LocalJob, kills: Mapping[int, int]) -> None:
+        """Hide the memory of killed nodes at once, and free it later.
 
-        It is freed once the others have taken a step: a machine that is lost takes no processor from them.
+        The others must not find it, as a lost machine's memory is gone. It is freed once they have taken a step:
+        freeing it takes processor time, which the loss of a real machine would not.
         """
         for worker in job.workers:
             memory, grave = job.memory / worker.node, job.memory / f"{worker.node}-lost"
@@ -146,7 +147,7 @@ class Run:
     def _log_end(self, index: int) -> str:
         return (self.folder / f"worker-{index}.log").read_text()[-2000:]
 
-    # ---- what the user sees meanwhile
+    # ---- progress
 
     def _progress(self) -> Progress:
         return Progress(
@@ -162,12 +163,12 @@ class Run:
         )
 
     def _follow(self, progress: Progress, bar: Any) -> int:
-        """Reads new events and shows them; returns the number of committed steps."""
+        """Read new events and show them. Return the number of committed steps."""
         for worker in self.events:
             for event in self._new_events(worker):
                 self._last_event = time.monotonic()
                 self.events[worker].append(event)
-                self._tell(worker, event)
+                self._print_event(worker, event)
         newest = max(
             (event for rows in self.events.values() for event in rows[-12:] if event["event"] == "commit"),
             key=lambda event: event["step"],
@@ -202,17 +203,17 @@ class Run:
         with path.open("rb") as file:
             file.seek(self._offsets[worker])
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[worker] += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offsets[worker] += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
-    def _tell(self, worker: int, event: Event) -> None:
+    def _print_event(self, worker: int, event: Event) -> None:
         if event["event"] == "killed":
             where = "during a recovery" if event["where"] == "recovery" else f"in the middle of step {event['step']}"
             self.console.print(f"[red]worker {worker} is killed {where}: SIGKILL, its node's memory is gone[/]")
-        elif event["event"] == "protection_planned" and event["summary"] != self._arranged:
-            self._arranged = event["summary"]
-            self.console.print(f"[dim]{self._arranged}[/]")
+        elif event["event"] == "protection_planned" and event["summary"] != self._shown_plan:
+            self._shown_plan = event["summary"]
+            self.console.print(f"[dim]{self._shown_plan}[/]")
         elif (
             event["event"] == "recovered"
             and event["reason"]
@@ -220,7 +221,7 @@ class Run:
         ):
             fetched = f"{event['fetched_units']} units, {event['fetched_bytes'] / 1e6:.1f} MB"
             where = f"at step {event['step']} with {count(event['members'], 'member')}"
-            self.console.print(f"[green]worker {worker} goes on {where}; fetched {fetched}[/]")
+            self.console.print(f"[green]worker {worker} resumes {where}; fetched {fetched}[/]")
 
 
 def main(options: argparse.Namespace) -> int:

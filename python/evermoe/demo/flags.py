@@ -1,4 +1,4 @@
-"""The flags of `evermoe demo`, and what they may be."""
+"""Flags of `evermoe demo`, and their checks."""
 
 from __future__ import annotations
 
@@ -12,52 +12,54 @@ from evermoe.planning import PRESETS
 from evermoe.planning.presets import levels
 
 SIZES = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
-"""Flags that say how large the model and its samples are."""
+"""Flags that set the size of the model and of its samples."""
 MOST = 1 << 20
-"""Largest number of a flag that counts something."""
+"""Largest value of a flag that counts something."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `evermoe demo`."""
-    show = parser.add_argument_group("what happens")
-    show.add_argument("--workers", type=int, default=4, help="processes, each its own node (%(default)s)")
+    """Add the flags of `evermoe demo`."""
+    show = parser.add_argument_group("failures and joins")
+    show.add_argument("--workers", type=int, default=4, help="number of processes, each its own node (%(default)s)")
     show.add_argument(
         "--kill",
         action="append",
         type=parse_kill,
         metavar="RANK@STEP",
-        help="SIGKILL a worker in the middle of this step, and take its node's memory away; repeatable. A kill due at "
-        "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all. "
-        "With moetion and pec, which may lose tokens, --slots is the fewest by default: experts train on one worker "
-        "alone, as far as slots come out even, so that this kill shows what such a preset loses. The links of one "
-        "machine carry all experts in a step: with moetion add --remote-bytes-per-step",
+        help="SIGKILL a worker in the middle of this step, and remove its node's memory; repeatable (2@20). A kill in "
+        "the step after an interrupted one strikes during the recovery. With moetion and pec, which may lose "
+        "tokens, --slots has its minimum by default: most experts then train on one worker alone, and the kill "
+        "shows what such a preset loses. The links of one machine carry all experts in a step: with moetion add "
+        "--remote-bytes-per-step",
     )
-    show.add_argument("--no-kill", action="store_true", help="no worker dies")
+    show.add_argument("--no-kill", action="store_true", help="kill no worker")
     show.add_argument(
         "--join",
         type=int,
         metavar="STEP",
-        help="one more worker joins at this step (default: 2/3 of --steps)",
+        help="step at which a new worker joins (default: 2/3 of --steps)",
     )
-    show.add_argument("--no-join", action="store_true", help="no worker joins")
+    show.add_argument("--no-join", action="store_true", help="admit no new worker")
     show.add_argument(
         "--no-baseline",
         action="store_true",
-        help="skip the run without failures, with whose losses those of the run with failures are compared",
+        help="skip the run without failures, whose losses are the reference",
     )
     add_worker_arguments(parser)
     results = parser.add_argument_group("results")
     results.add_argument("--json", metavar="PATH", help="write the summary as JSON")
-    results.add_argument("--plot", metavar="PATH", default="evermoe-demo.png", help="picture of the run (%(default)s)")
     results.add_argument(
-        "--trace", metavar="PATH", help="a trace of the last steps of all workers, for ui.perfetto.dev"
+        "--plot", metavar="PATH", default="evermoe-demo.png", help="draw the run to this PNG file (%(default)s)"
+    )
+    results.add_argument(
+        "--trace", metavar="PATH", help="write a trace of the last steps of all workers, for ui.perfetto.dev"
     )
     results.add_argument("--events", metavar="DIR", help="keep the workers' events and logs here")
     results.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
 
 
 def parse_kill(text: str) -> tuple[int, int]:
-    """`RANK@STEP` → (rank, step)."""
+    """Parse `RANK@STEP` to (rank, step)."""
     try:
         rank, step = text.split("@")
         return int(rank), int(step)
@@ -66,7 +68,7 @@ def parse_kill(text: str) -> tuple[int, int]:
 
 
 def check(options: argparse.Namespace) -> dict[int, int]:
-    """The kills as worker → step, after all flags were checked.
+    """Check all flags. Return the kills as worker → step.
 
     Raises:
         ValueError: with the flag, what was expected and what came.
@@ -89,7 +91,7 @@ def check(options: argparse.Namespace) -> dict[int, int]:
 
     read_text(options.data)
     if options.slots is None and options.min_replicas is None and PRESETS[options.preset].may_lose_tokens:
-        options.slots = 1  # as few as hold all experts
+        options.slots = 1  # the fewest that hold all experts
     if options.join is None:
         options.join = options.steps * 2 // 3
     if not options.no_join and not 0 <= options.join < options.steps:
@@ -98,7 +100,7 @@ def check(options: argparse.Namespace) -> dict[int, int]:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """What a worker would refuse, before any of them starts."""
+    """Refuse values that a worker would refuse, before any of them starts."""
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
     checked("--balance", options.balance, float, least=0, most=MOST)
@@ -109,13 +111,13 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folder: Path) -> list[str]:
-    """The flags of each worker of a run.
+    """Return the flags of each worker of a run.
 
     Args:
-        options: of the demo, checked.
-        steps: that it takes.
-        copies: as its `--copies`; 0 for the run to compare with.
-        folder: of this run, for what a preset saves.
+        options: the checked options of the demo.
+        steps: number of steps of the run.
+        copies: value of `--copies`; 0 for the run without failures.
+        folder: folder of this run, for the files that a preset saves.
     """
     training = ("balance", "batch", "learning_rate", "seed", "hang_timeout", "rejoin_timeout", "checkpoint_interval")
     values = {name: getattr(options, name) for name in (*SIZES, *training)} | {"steps": steps, "copies": copies}
@@ -129,7 +131,7 @@ def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folde
 
 
 def copied_at_a_time(options: argparse.Namespace) -> str:
-    """What a preset that may lose tokens copies for the case that a node dies, in words; the rest waits."""
+    """Return what a preset that may lose tokens copies at a time, in words."""
     from evermoe.train.session_config import SessionConfig  # as above
 
     given = SessionConfig(**session_options(options), checkpoint_dir=options.checkpoint_dir or "anywhere")
@@ -138,8 +140,8 @@ def copied_at_a_time(options: argparse.Namespace) -> str:
         often = "step" if given.save_interval == 1 else f"{given.save_interval} steps"
         return (
             f"{given.preset} saves {each.save} of {options.experts} experts of each layer each {often}; snapshots of "
-            f"{each.snapshot} are in their own node's memory, and gone with it"
+            f"{each.snapshot} are in their own node's memory, and lost with it"
         )
     budget = given.remote_bytes_per_step
-    most = "what the links carry in" if budget is None else f"{budget:,} bytes"
+    most = "the capacity of the links in" if budget is None else f"{budget:,} bytes"
     return f"{given.preset} brings copies on other nodes up to date for {most} a step, the most tokens first"

@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a mixture of experts; both residual, both on normalised input."""
+    """Causal self-attention, then a mixture of experts, both residual and on normalised input."""
 
     def __init__(self, hidden: int, heads: int, intermediate: int, experts: int, top_k: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.moe = MoE(hidden, intermediate, experts, top_k)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`: [batch, sequence, hidden]."""
+        """Run the block on `x` [batch, sequence, hidden]."""
         batch, sequence, hidden = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, sequence, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Predicts the next byte. `balance` weighs the load-balancing loss of the routers."""
+    """GPT that predicts the next byte. `balance` weighs the load-balancing loss of the routers."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ByteGPT(nn.Module):
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
 
     def forward(self, bytes_BS: Tensor) -> Tensor:
-        """Logits [batch, sequence, 256] of int64 bytes [batch, sequence]."""
+        """Return logits [batch, sequence, 256] of int64 bytes [batch, sequence]."""
         positions = torch.arange(bytes_BS.shape[1], device=bytes_BS.device)
         x = self.embed(bytes_BS) + self.position(positions)
         for block in self.blocks:
@@ -65,7 +65,8 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, bytes_BS: Tensor) -> Tensor:
-        """Mean cross entropy of each next byte, plus the weighted load-balancing loss; [batch, sequence + 1] in."""
+        """Return the mean cross entropy of each next byte, plus the weighted load-balancing loss; input [batch,
+        sequence + 1]."""
         logits = self(bytes_BS[:, :-1])
         entropy = F.cross_entropy(logits.flatten(0, 1), bytes_BS[:, 1:].flatten())
         return entropy + self.balance * load_balancing_loss(self)

@@ -15,7 +15,7 @@ from evermoe.options import count
 from evermoe.plotting import BLUE, GREEN, GREY, ORANGE, RED
 
 COLOURS = {"training": GREEN, "recovering": ORANGE, "joining": BLUE}
-"""By state of a worker."""
+"""Colour of each state of a worker."""
 MARKS = {"kill": (RED, "-"), "recovered": (GREEN, ":"), "join": (BLUE, "--")}
 """Colour and style of a mark's line, by its kind."""
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
@@ -105,7 +105,7 @@ def _plot_lanes(axis: Any, run: Timeline) -> None:
 
 
 def _label_members(axis: Any, run: Timeline) -> None:
-    """Write above the lanes how many members the job has, between changes of that number."""
+    """Write the number of members above the lanes, for each period between two changes."""
     ends = sorted({end for lane in run.lanes.values() for span in lane for end in (span.start, span.end)} | {run.end})
     stretches = [((start + end) / 2, start, end) for start, end in pairwise(ends)]
     for members, group in groupby(stretches, key=lambda each: run.members(each[0])):

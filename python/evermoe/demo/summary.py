@@ -1,8 +1,8 @@
 """The verdict on a run, from the workers' events. Pure: event lists in, plain numbers out.
 
-An *episode* is what lies between a kill (or several, when no step is committed in between) and the next step that all
-survivors have committed. Its phases, each the longest of any survivor: detect, agree, rebuild, fetch, verify and
-repeat (the interrupted step again).
+An *episode* lasts from a kill to the next step that all survivors have applied; kills in between belong to it. Its
+phases are detect, agree, rebuild, fetch, verify and repeat (of the interrupted step), each the longest of any
+survivor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PHASES = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
 
 @dataclass
 class Episode:
-    """One failure and its recovery: from the kill until the repeated step is taken, when all have voted on it.
+    """One failure and its recovery: from the kill until the repeated step is applied, after all have voted on it.
 
-    Not until a step is reported (`commit`): that is a vote later, or at once, as copies are whole.
+    The `commit` of that step may come one vote later, when its copies are complete.
     """
 
     killed: list[int]
@@ -36,7 +36,7 @@ class Episode:
 
 
 def commits(events: Mapping[int, Sequence[Event]]) -> dict[int, Event]:
-    """Per step the first worker's commit event."""
+    """Return for each step the earliest commit event of any worker."""
     first: dict[int, Event] = {}
     for rows in events.values():
         for event in rows:
@@ -48,7 +48,7 @@ def commits(events: Mapping[int, Sequence[Event]]) -> dict[int, Event]:
 
 
 def lost_steps(events: Mapping[int, Sequence[Event]], steps: int) -> int:
-    """Steps of 0 … steps−1 that no worker committed, plus steps that any worker had to commit again."""
+    """Count steps of 0 … steps−1 that no worker committed, plus steps that a worker committed again."""
     lost = len(set(range(steps)) - set(commits(events)))
     for rows in events.values():
         numbers = [event["step"] for event in rows if event["event"] == "commit"]
@@ -57,7 +57,7 @@ def lost_steps(events: Mapping[int, Sequence[Event]], steps: int) -> int:
 
 
 def episodes(events: Mapping[int, Sequence[Event]]) -> list[Episode]:
-    """Failures in order of time."""
+    """Return the failures in order of time."""
     kills = sorted(
         (event["time"], worker, event["step"])
         for worker, rows in events.items()
@@ -79,7 +79,7 @@ def episodes(events: Mapping[int, Sequence[Event]]) -> list[Episode]:
 def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None:
     for rows in survivors.values():
         if not any(event["event"] == "begin" and event["time"] <= episode.started for event in rows):
-            continue  # joined later
+            continue  # joined after this failure
         phase, since = "detect", episode.started
         spent: dict[str, float] = {}
         for event in rows:
@@ -88,7 +88,7 @@ def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None
             name = event["event"]
             following = {"connection_lost": "agree", "phase": event.get("phase"), "recovered": "repeat"}.get(name)
             if name == "phase" and phase == "repeat":
-                continue  # asked for new members, while the step is not committed yet
+                continue  # members were asked for while the step was not committed yet
             if following is not None:
                 spent[phase] = spent.get(phase, 0.0) + event["time"] - since
                 phase, since = str(following), event["time"]
@@ -107,7 +107,7 @@ def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None
 
 
 def step_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
-    """Time of each step before the first membership change, without the first three (warm-up)."""
+    """Return the seconds of each step before the first change of members, without the first three (warm-up)."""
     rows = list(commits(events).values())
     first = rows[0]["members"] if rows else 0
     kills = [event["time"] for all_rows in events.values() for event in all_rows if event["event"] == "killed"]
@@ -117,7 +117,7 @@ def step_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
 
 
 def copy_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
-    """Time that the training thread waited for the copies of each step, over all workers."""
+    """Return the seconds for which the training thread waited for the copies of each step, over all workers."""
     spent = []
     for rows in events.values():
         started = None
@@ -131,12 +131,12 @@ def copy_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
 
 
 def messages(events: Mapping[int, Sequence[Event]]) -> dict[str, int]:
-    """Messages of snapshots by when they were begun, over all workers: see `evermoe.events.ChunkSent`."""
+    """Count messages of snapshots by when they began, over all workers: see `evermoe.events.ChunkSent`."""
     return Counter(event["when"] for rows in events.values() for event in rows if event["event"] == "chunk_sent")
 
 
 def in_windows(messages: Mapping[str, int]) -> float | None:
-    """The share that was sent in idle windows; None if none were sent. Those of recoveries do not count.
+    """Return the share sent in idle windows; None if none were sent. Messages of recoveries do not count.
 
     >>> in_windows({"window": 9, "vote": 1, "recovery": 20})
     0.9
@@ -146,7 +146,7 @@ def in_windows(messages: Mapping[str, int]) -> float | None:
 
 
 def routed(events: Mapping[int, Sequence[Event]]) -> dict[int, dict[str, list[int]]]:
-    """Per committed step the tokens of each expert by layer, as the routers of all workers have counted them."""
+    """Return for each committed step the tokens of each expert by layer, as counted by the routers of all workers."""
     found: dict[int, dict[str, list[int]]] = {}
     for step, commit in commits(events).items():
         for rows in events.values():
@@ -159,7 +159,8 @@ def routed(events: Mapping[int, Sequence[Event]]) -> dict[int, dict[str, list[in
 
 
 def count_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: Sequence[Event]) -> list[dict[str, int]]:
-    """Tokens of experts, by recovery, in the steps that it gave up for them and none before, from `routed`."""
+    """Return by recovery the tokens of each expert in the steps that it discarded, and no earlier one had, from
+    `routed`."""
     gone: dict[str, int] = {}
     found = []
     for event in recoveries:
@@ -174,7 +175,8 @@ def count_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: Se
 
 
 def portion_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: Sequence[Event]) -> float:
-    """PLT of all these recoveries: tokens lost over tokens routed until the last one, by layer, averaged."""
+    """Return the PLT of all these recoveries: tokens lost over tokens routed until the last one, averaged over
+    layers."""
     if not recoveries:
         return 0.0
     until = recoveries[-1]["step"]
@@ -190,7 +192,7 @@ def portion_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: 
 
 
 def _rolled_back(recovery: Event) -> dict[str, int]:
-    """How many experts went back in a recovery, and how many steps."""
+    """Return the number of experts that went back in a recovery, and by how many steps."""
     ages = [recovery["step"] - step for step in recovery["stale"].values()]
     return {"step": recovery["step"], "experts": len(ages), "fewest_steps": min(ages), "most_steps": max(ages)}
 
@@ -232,7 +234,7 @@ def summarise(
     *,
     is_partial: bool = False,
 ) -> dict[str, Any]:
-    """Report of the demo, JSON-able; `ok` and `problems` are its verdict.
+    """Return the report of the demo, JSON-able; `ok` and `problems` are its verdict.
 
     `is_partial`: the preset may lose tokens; the workers then count what the routers choose.
     """
@@ -277,7 +279,7 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
         problems.append("no worker verified the copies at the end")
     differ = abs(result.get("plt_counted", 0.0) - result.get("plt", 0.0)) > 1e-12
     if differ or not result.get("counts_agree", True):
-        problems.append(f"the session says PLT {result['plt']}, the routers have counted {result['plt_counted']}")
+        problems.append(f"the session reports PLT {result['plt']}, the routers have counted {result['plt_counted']}")
     first, last = result["loss_first"], result["loss_last"]
     noise = result.get("loss_noise")
     if noise is not None and last is not None and last > result["loss_without_failures"] + noise:
@@ -288,5 +290,5 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
         problems.append(f"the loss did not fall: {first} → {last}")
     for episode in result["episodes"]:
         if not episode["total_seconds"]:
-            problems.append(f"no survivor took a step after the kill of worker {episode['killed']}")
+            problems.append(f"no survivor applied a step after the kill of worker {episode['killed']}")
     return problems

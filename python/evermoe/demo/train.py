@@ -1,9 +1,9 @@
-"""The demo's worker: an ordinary training script. `evermoe run --workers 8 -m evermoe.demo.train` runs it for real.
+"""Worker of the demo: an ordinary training script. `evermoe run --workers 8 -m evermoe.demo.train` runs it on its own.
 
-With `--events FILE` every session event is appended there as a line of JSON; `--die-at STEP` makes the worker SIGKILL
-itself in mid-step, between forward and backward (or, when the session recovers just before that step, in the middle of
-that recovery); `--spare` loads everything and waits for a line on standard input before it joins; `--trace`
-writes what its last steps kept busy.
+`--events FILE` appends every session event to the file as a line of JSON. `--die-at STEP` makes the worker SIGKILL
+itself in mid-step, between forward and backward; if the session recovers just before that step, in the middle of the
+recovery. `--spare` loads everything and waits for a line on standard input before joining. `--trace` writes a trace
+of the last steps.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from evermoe.router import Routes
 
 
 class Reporter:
-    """Writes the session's events as JSON lines and, when its time has come, kills this very process."""
+    """Writes the session's events as JSON lines, and kills this process in the chosen step."""
 
     def __init__(self, out: TextIO | None, die_at: int | None) -> None:
         self.out, self.die_at = out, die_at
         self.session: evermoe.Session | None = None
         self.recovering = False
         self.routed: dict[str, torch.Tensor] = {}
-        """Tokens that this worker's router gave to each expert in the current step, by MoE layer."""
+        """Tokens that this worker's routers gave to each expert in the current step, by MoE layer."""
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Counts what the routers choose, on its own account: a witness for what the session says was lost."""
+        """Count the routers' choices independently, to check the session's account of lost tokens."""
         for path, layer in moe_layers(model).items():
 
             def count(_: Any, __: Any, routes: Routes, path: str = path, experts: int = layer.num_experts) -> None:
@@ -52,7 +52,7 @@ class Reporter:
             layer.router.register_forward_hook(count)
 
     def __call__(self, event: Event) -> None:
-        """The session\'s `on_event`."""
+        """Handle an event of the session."""
         name, fields = event.name, event.fields()
         if name == "vote" and self.session is not None and self.routed:
             counts = {path: count.tolist() for path, count in self.routed.items()}
@@ -69,20 +69,20 @@ class Reporter:
             self.strike(self.session.step + 1, "recovery")
 
     def write(self, name: str, fields: dict[str, Any]) -> None:
-        """Appends one event; a line is written whole."""
+        """Append one event as one complete line."""
         if self.out is not None:
             self.out.write(json.dumps({"event": name, "time": time.time()} | fields) + "\n")
             self.out.flush()
 
     def strike(self, step: int, where: str) -> None:
-        """SIGKILL if this step is the one to die in."""
+        """SIGKILL this process if this is the chosen step."""
         if self.die_at == step:
             self.write("killed", {"step": step, "where": where})
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The worker's flags; None: those of the command line."""
+    """Parse the worker's flags; None for those of the command line."""
     parser = argparse.ArgumentParser(prog="evermoe.demo.train", description=__doc__.split("\n", 1)[0])
     add_arguments(parser)
     parser.add_argument("--events", metavar="FILE", help="append events as JSON lines")
@@ -93,7 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains until `--steps` steps are committed."""
+    """Train until `--steps` steps are committed."""
     options = parse(arguments)
     with open(options.events or os.devnull, "a") as out:
         reporter = Reporter(out if options.events else None, options.die_at)
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[ByteGPT, torch.optim.Optimizer]:
-    """The model that the flags describe, with weights of `--seed`, and its optimizer."""
+    """Build the model that the flags describe, with weights of `--seed`, and its optimizer."""
     torch.manual_seed(options.seed)
     names = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence", "balance")
     model = ByteGPT(**{name: getattr(options, name) for name in names}).to(device)
@@ -109,7 +109,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[ByteGPT, t
 
 
 def train(options: argparse.Namespace, reporter: Reporter) -> None:
-    """The program itself."""
+    """Run the training loop."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())

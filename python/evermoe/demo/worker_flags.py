@@ -1,4 +1,4 @@
-"""The flags of the demo's workers; they import no torch, so that `--help` is quick."""
+"""Flags of the demo's workers. This module does not import torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -13,21 +13,33 @@ COPY_FLAGS: Mapping[str, tuple[type, str, str]] = MappingProxyType(
     {
         "experts_per_snapshot": (int, "K", "pec: experts of each layer of a snapshot in their node's memory (half)"),
         "experts_per_save": (int, "K", "pec: experts of each layer that are saved to --checkpoint-dir (a quarter)"),
-        "snapshot_interval": (int, "STEPS", "pec: steps between snapshots (1); gemini, baft: of a version (as needed)"),
+        "snapshot_interval": (
+            int,
+            "STEPS",
+            "pec: steps between snapshots (1); gemini, baft: steps of a version (as needed)",
+        ),
         "save_interval": (int, "STEPS", "pec: steps between saves (1)"),
-        "expert_selection": (str, "ORDER", "pec: load-aware, or sequential: each in its turn (load-aware)"),
-        "max_lost_token_fraction": (float, "PORTION", "pec: of lost tokens, above which more experts are saved (1.0)"),
-        "remote_bytes_per_step": (int, "BYTES", "moetion: to peers, of all workers (bandwidth x time of a step)"),
-        "local_bytes_per_step": (int, "BYTES", "moetion: to the experts' own nodes"),
+        "expert_selection": (str, "ORDER", "pec: load-aware, or sequential, in turn (load-aware)"),
+        "max_lost_token_fraction": (
+            float,
+            "PORTION",
+            "pec: fraction of lost tokens above which more experts are saved (1.0)",
+        ),
+        "remote_bytes_per_step": (
+            int,
+            "BYTES",
+            "moetion: bytes to peers, all workers together (capacity of the links in a step)",
+        ),
+        "local_bytes_per_step": (int, "BYTES", "moetion: bytes to the experts' own nodes"),
         "local_snapshot_interval": (
             int,
             "STEPS",
-            "between snapshots in own memory (as few as --copy-budget allows; not pec)",
+            "steps between snapshots in own memory (as few as --copy-budget allows; not pec)",
         ),
-        "copy_budget": (float, "SHARE", "of a step that copies may take which do not fit into idle time (0.01)"),
+        "copy_budget": (float, "SHARE", "share of a step by which copies may prolong it (0.01)"),
     }
 )
-"""Options of a session that say what is copied and how often: type, what the value is called, and what it is."""
+"""Options of a session about what is copied and how often: type, name of the value, and help."""
 OPTIONS = (
     "preset",
     "copies",
@@ -39,22 +51,22 @@ OPTIONS = (
     "checkpoint_interval",
     *COPY_FLAGS,
 )
-"""Flags that are options of the session, under the same names."""
+"""Flags that are options of the session under the same names."""
 
 
 def session_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given, or have a default here."""
+    """Return the options that were given or have a default in the demo."""
     return {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this script and `evermoe demo` share."""
+    """Add the flags that this script and `evermoe demo` share."""
     run = add_program_arguments(parser)
     add_session_arguments(parser, run)
 
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> Any:
-    """The sizes of model and run; returns the group of those that are about training."""
+    """Add the sizes of model and run; return the group of flags about training."""
     model = parser.add_argument_group("model and data")
     model.add_argument("--data", metavar="PATH", help="a text file or a folder (default: the Python standard library)")
     model.add_argument("--layers", type=int, default=4, help="transformer blocks, each with an MoE layer (%(default)s)")
@@ -70,27 +82,32 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> Any:
     run = parser.add_argument_group("training")
     run.add_argument("--steps", type=int, default=60, help="steps to commit (%(default)s)")
     run.add_argument("--batch", type=int, default=24, help="samples per step over all workers (%(default)s)")
-    run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
-    run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
+    run.add_argument("--learning-rate", type=float, default=3e-3, help="learning rate of AdamW (%(default)s)")
+    run.add_argument("--seed", type=int, default=0, help="seed of weights and sampling (%(default)s)")
     return run
 
 
 def add_session_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
-    """How the state is protected; `run`: the group of flags about training."""
+    """Add the flags of protection; `run` is the group of flags about training."""
     run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (%(default)s)")
     run.add_argument(
         "--slots",
         type=int,
-        help="expert replicas per worker and layer (default: the fewest plus one; evermoe demo of moetion and pec: the "
-        "fewest)",
+        help="expert replicas per worker and layer (default: the fewest that hold all experts, plus one; in evermoe "
+        "demo "
+        "with moetion and pec the fewest)",
     )
-    run.add_argument("--placement", choices=POLICIES, help="of experts on workers (default: the preset's)")
-    run.add_argument("--min-replicas", type=int, help="of each expert (default: 1; --copies with lazarus)")
+    run.add_argument(
+        "--placement", choices=POLICIES, help="placement policy of experts on workers (default: the preset's)"
+    )
+    run.add_argument(
+        "--min-replicas", type=int, help="least replicas of each expert (default: 1; --copies with lazarus)"
+    )
     run.add_argument("--copies", type=int, default=2, help="nodes that hold each unit's state; 0: none (%(default)s)")
     run.add_argument("--hang-timeout", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
     run.add_argument("--rejoin-timeout", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
     run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
     run.add_argument("--checkpoint-interval", type=int, default=0, help="steps between checkpoints (%(default)s)")
-    copying = parser.add_argument_group("what presets copy, and how often (default: a session's)")
+    copying = parser.add_argument_group("what presets copy, and how often (default: as in a session)")
     for name, (kind, metavar, text) in COPY_FLAGS.items():
         copying.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

@@ -14,7 +14,7 @@ from evermoe.events import ChunkSent, Event, GradientsLogged, Protocol, Snapshot
 from evermoe.warn import warn
 
 INNER = (Protocol, ChunkSent, SnapshotReceived, GradientsLogged)
-"""Events of a session's insides, of which there are many in each step."""
+"""Events of a session's internals, many of them in each step."""
 _KINDS = {events.name_of(kind): kind for kind in Event.__subclasses__()}
 
 
@@ -23,12 +23,12 @@ class JsonLines:
 
         {"event": "commit", "time": 1700000000.1, "pid": 4711, "step": 3, "loss": 2.1, "members": 4, "generation": 1}
 
-    A line is written whole, so several processes may share a file. If it cannot be written to later, for example as
-    the disk is full, a warning says so once, and training continues.
+    Each line is written in one piece, so several processes may share a file. If writing fails later, for example on a
+    full disk, a warning is issued once and training continues.
 
     Args:
-        path: of the file; made if it is missing, with the folders above it.
-        without: kinds of events that are left out; by default those of a session's insides.
+        path: path of the file; a missing file is created, with its folders.
+        without: kinds of events to leave out; by default those of a session's internals.
 
     Raises:
         OSError: the file cannot be opened.
@@ -42,7 +42,7 @@ class JsonLines:
         self._has_warned = False
 
     def __call__(self, event: Event) -> None:
-        """Writes a line."""
+        """Write a line."""
         if isinstance(event, self._without):
             return
         head = {"event": event.name, "time": time.time(), "pid": os.getpid()}
@@ -55,7 +55,7 @@ class JsonLines:
 
 
 def read_line(line: str) -> tuple[int, float, Event] | None:
-    """Process, time and event of a line that `JsonLines` has written; None for what is no line of its kind.
+    """Return process, time and event of a line that `JsonLines` has written; None for any other line.
 
     >>> read_line('{"event": "begin", "time": 1.5, "pid": 7, "step": 3}')
     (7, 1.5, Begin(step=3))

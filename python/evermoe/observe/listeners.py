@@ -1,4 +1,4 @@
-"""Several listeners as one, and those that the environment asks for."""
+"""Several listeners as one, and listeners that environment variables request."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ MAX_PORT = 65535
 
 
 def combined(given: Listener | Sequence[Listener], more: Sequence[Listener] = ()) -> Listener:
-    """One listener that tells all of those given, and some more, in their order."""
+    """Return one listener that passes each event to all of those given, in their order."""
     listeners = (*([given] if callable(given) else given), *more)
     for each in listeners:
         if not callable(each):
             raise TypeError(f"on_event: expected functions of an event, got {type(each).__name__}")
 
-    def tell(event: Event) -> None:
+    def notify(event: Event) -> None:
         for listener in listeners:
             listener(event)
 
-    return tell
+    return notify
 
 
 def from_environment() -> list[Listener]:
-    """What EVERMOE_METRICS and EVERMOE_TENSORBOARD ask for.
+    """Return the listeners that EVERMOE_METRICS and EVERMOE_TENSORBOARD request.
 
-    The port is that of the first process here; others have the next ones. In the folder each process has one of its
-    own, named after its node and its number there.
+    The port is that of the first process on this machine; the others use the following ones. Each process has a
+    subfolder of its own, named after its node and its number on it.
 
     Raises:
-        ValueError: it is no port.
+        ValueError: the port is invalid.
         OSError: the port is taken, or the folder cannot be written to; the message names it.
         ModuleNotFoundError: a package is missing: `pip install 'evermoe[observe]'`.
     """

@@ -1,4 +1,4 @@
-"""What members of a running job say of themselves: at their Prometheus endpoints, or in files of JSON lines."""
+"""State of the members of a running job, from their Prometheus endpoints or from files of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 ANSWER_SECONDS = 3.0
-"""That a member has to answer."""
+"""Seconds within which a member has to answer."""
 MAX_THREADS = 64
-"""That ask members at a time."""
+"""Largest number of threads that query members at a time."""
 MAX_PORT = 65535
 MAX_ENDPOINTS = 4096
 _ENDPOINT = re.compile(r"(?:(?P<host>\[[^]]+\]|[^:\[\]/]*):)?(?P<first>\d+)(?:-(?P<last>\d+))?")
@@ -31,14 +31,14 @@ _ENDPOINT = re.compile(r"(?:(?P<host>\[[^]]+\]|[^:\[\]/]*):)?(?P<first>\d+)(?:-(
 
 @dataclass(frozen=True)
 class MemberView:
-    """A member, as it says itself. Numbers that it does not say are None."""
+    """State that a member reports. Numbers that it does not report are None."""
 
     source: str
     """Its endpoint, or its process and file."""
     problem: str = ""
-    """Why nothing is known of it now; empty if it answers."""
+    """Reason why its current state is unknown; empty if it answers."""
     seconds_since_event: float | None = None
-    """Of a file: since its last line."""
+    """Seconds since the last line of a file."""
     job: str = ""
     member: str = ""
     node: str = ""
@@ -48,43 +48,43 @@ class MemberView:
     state: str = ""
     """See `metrics.STATES`."""
     step: int | None = None
-    """Steps that no failure which the preset covers undoes."""
+    """Steps that no failure which the preset covers can undo."""
     loss: float | None = None
     members: int | None = None
     step_seconds: float | None = None
-    """Mean of the latest steps."""
+    """Mean seconds of the latest steps."""
     tokens_per_second: float | None = None
     imbalance: float | None = None
     expert_imbalance: float | None = None
     plt_at_risk: float | None = None
-    """Portion of the run's tokens that are in no copy of their experts; None where there are none, too."""
+    """Portion of the run's tokens that are in no copy of their experts; None if it is zero."""
     lag: dict[str, int] = field(default_factory=dict)
-    """By kind of copy, steps behind training."""
+    """Steps behind training, by kind of copy."""
     copied_bytes: dict[str, int] = field(default_factory=dict)
-    """By kind, copies sent so far."""
+    """Bytes of copies sent so far, by kind."""
     checkpoint_step: int | None = None
     recoveries: int | None = None
     recovery_reason: str = ""
     recovery_failure: str = ""
-    """What had failed, and `recovery_tier` where units came from; see `events.Recovered`."""
+    """Kind of the last failure; `recovery_tier` is where units came from. See `events.Recovered`."""
     recovery_tier: str = ""
     recovery_began: float | None = None
     """Seconds since 1970."""
     recovery_seconds: dict[str, float] = field(default_factory=dict)
-    """By phase, of the last one."""
+    """Seconds of the last recovery, by phase."""
     survives_one: float | None = None
     survives_two: float | None = None
     is_covered: bool | None = None
     """Whether all copies of the plan are complete."""
     fatal: dict[str, int] = field(default_factory=dict)
-    """Losses of nodes that would not be survived now, and of how many units."""
+    """Losses of nodes that the job would not survive now, and the units lost with each."""
 
 
 def view_of(source: str, families: Iterable[Metric]) -> MemberView:
-    """What a member's metrics say.
+    """Return the view of a member from its metrics.
 
     Raises:
-        ValueError: they are not of a member of evermoe.
+        ValueError: the metrics are not those of a member.
     """
     values: dict[str, float] = {}
     by_label: dict[str, dict[str, float]] = defaultdict(dict)
@@ -98,14 +98,14 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         elif not sample.labels:
             values[name] = sample.value
     if "recoveries_total" not in values:
-        raise ValueError("it has no metrics of evermoe")
+        raise ValueError("the endpoint has no metrics of evermoe")
     about, recovery = labels.get("member_info", {}), labels.get("last_recovery_info", {})
     states = by_label["state"]
 
     def number(name: str, begun: bool = True) -> float | None:
         return values.get(name) if begun else None
 
-    def whole(text: float | str | None) -> int | None:
+    def integer(text: float | str | None) -> int | None:
         return None if text in (None, "") else int(text)
 
     has_recovered, has_stepped = bool(values["recoveries_total"]), bool(values.get("step_seconds_count"))
@@ -115,13 +115,13 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         job=about.get("job", ""),
         member=about.get("member", ""),
         node=about.get("node", ""),
-        rank=whole(about.get("rank")),
+        rank=integer(about.get("rank")),
         role=about.get("role", ""),
-        generation=whole(about.get("generation")),
+        generation=integer(about.get("generation")),
         state=next((state for state, is_on in states.items() if is_on), ""),
-        step=whole(number("step", has_recovered)),
+        step=integer(number("step", has_recovered)),
         loss=number("loss", has_stepped),
-        members=whole(number("members", has_recovered)),
+        members=integer(number("members", has_recovered)),
         step_seconds=number("recent_step_seconds", has_stepped),
         tokens_per_second=number("recent_tokens_per_second", bool(values.get("recent_tokens_per_second"))),
         imbalance=number("imbalance", bool(values.get("imbalance"))),
@@ -129,7 +129,7 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         plt_at_risk=number("plt_at_risk", bool(values.get("plt_at_risk"))),
         lag={kind: int(steps) for kind, steps in by_label["copy_lag_steps"].items()},
         copied_bytes={kind: int(nbytes) for kind, nbytes in by_label["copied_bytes_total"].items()},
-        checkpoint_step=whole(number("checkpoint_step", bool(values.get("checkpoint_step")))),
+        checkpoint_step=integer(number("checkpoint_step", bool(values.get("checkpoint_step")))),
         recoveries=int(values["recoveries_total"]),
         recovery_reason=recovery.get("reason", ""),
         recovery_failure=recovery.get("failure", ""),
@@ -144,13 +144,13 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
 
 
 def endpoints(text: str) -> list[str]:
-    """Addresses `host:port`, of `PORT`, `HOST:PORT`, or several ports in a row, `HOST:FIRST-LAST`.
+    """Return addresses `host:port` of `PORT`, `HOST:PORT`, or consecutive ports `HOST:FIRST-LAST`.
 
     >>> endpoints("9400-9401"), endpoints("gpu1:9400")
     (['localhost:9400', 'localhost:9401'], ['gpu1:9400'])
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
     """
     found = _ENDPOINT.fullmatch(text)
     if found is None:
@@ -165,7 +165,7 @@ def endpoints(text: str) -> list[str]:
 
 
 def fetch(address: str) -> MemberView:
-    """The member whose metrics are served at `host:port`; one that does not answer has a `problem`."""
+    """Return the member whose metrics are served at `host:port`; one that does not answer has a `problem`."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -177,13 +177,13 @@ def fetch(address: str) -> MemberView:
 
 
 class Members:
-    """Looks at all members of a job again and again.
+    """Reads the state of all members of a job repeatedly.
 
     Args:
         sources: endpoints as `endpoints` takes them, and files that `JsonLines` writes.
 
     Raises:
-        ValueError: one is neither.
+        ValueError: a source is neither.
     """
 
     def __init__(self, sources: Sequence[str]) -> None:
@@ -191,10 +191,10 @@ class Members:
         self._addresses = [each for source in sources if source not in files for each in endpoints(source)]
         self._files = [_EventFile(Path(source)) for source in files]
         self._known: dict[str, MemberView] = {}
-        """The latest view of each that has answered."""
+        """Latest view of each member that has answered."""
 
     def look(self) -> list[MemberView]:
-        """All members now, by rank; those that do not answer last, with what they were when they did."""
+        """Return all members now, by rank; those that do not answer come last, with their latest state."""
         views = [view for file in self._files for view in file.read()]
         if self._addresses:
             with ThreadPoolExecutor(min(MAX_THREADS, len(self._addresses))) as pool:
@@ -202,7 +202,7 @@ class Members:
         return sorted(views, key=lambda view: (bool(view.problem), view.rank is None, view.rank or 0, view.source))
 
     def _remember(self, view: MemberView) -> MemberView:
-        """What is known of a member that does not answer: who it was."""
+        """Return the known identity of a member that does not answer."""
         if not view.problem:
             self._known[view.source] = view
         known = self._known.get(view.source, view)
@@ -210,21 +210,21 @@ class Members:
 
 
 class _EventFile:
-    """A file of JSON lines, read from where the last look at it has ended."""
+    """A file of JSON lines, read from where the previous read ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._metrics: dict[int, Metrics] = {}
-        """What the lines of each process say, by its id."""
+        """Metrics from the lines of each process, by its ID."""
         self._times: dict[int, float] = {}
 
     def read(self) -> list[MemberView]:
-        """Its processes; those of a generation that is over have a `problem`."""
+        """Return its processes; those of an earlier generation have a `problem`."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
-        end = data.rfind(b"\n") + 1  # what comes after it is being written
+        end = data.rfind(b"\n") + 1  # the rest is being written
         self._offset += end
         for line in data[:end].decode(errors="replace").splitlines():
             found = read_line(line)

@@ -29,56 +29,58 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 STEP_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-"""Bounds of the histogram of steps, seconds."""
+"""Bucket bounds of the histogram of steps, in seconds."""
 RECENT_STEPS = 16
-"""Steps over which what is `recent` is averaged."""
+"""Number of steps over which `recent` metrics are averaged."""
 STATES = ("starting", "agree", "rebuild", "fetch", "verify", "training", "finished")
-"""What a member does: it starts, is in a phase of a recovery, trains, or has taken all steps."""
+"""States of a member: it starts, is in a phase of a recovery, trains, or has taken all steps."""
 
 
 class _Metric(NamedTuple):
     kind: str
     """Class of `prometheus_client`."""
     name: str
-    """Without `evermoe_`."""
+    """Name without `evermoe_`."""
     what: str
     labels: tuple[str, ...] = ()
 
 
 METRICS = (
     _Metric("Info", "member", "Job, name, node, rank, role and generation of this member"),
-    _Metric("Gauge", "step", "Steps taken that no failure which the preset covers undoes"),
+    _Metric("Gauge", "step", "Steps taken that no failure which the preset covers can undo"),
     _Metric("Gauge", "loss", "Mean loss of the last committed step"),
-    _Metric("Gauge", "grad_norm", "Norm of its gradient over the whole model, before clipping"),
+    _Metric("Gauge", "grad_norm", "Norm of its gradient over the complete model, before clipping"),
     _Metric("Gauge", "members", "Members that train"),
-    _Metric("Histogram", "step_seconds", "From the end of the step before to that of a step"),
+    _Metric("Histogram", "step_seconds", "Seconds from the end of the previous step to the end of a step"),
     _Metric("Gauge", "recent_step_seconds", f"Mean of the latest {RECENT_STEPS} steps"),
     _Metric("Counter", "tokens", "Tokens in the steps taken, of all members together"),
     _Metric("Gauge", "recent_tokens_per_second", f"Tokens of the latest {RECENT_STEPS} steps over their time"),
     _Metric("Gauge", "imbalance", "Tokens of the busiest member over the mean of all, in the worst layer"),
     _Metric("Gauge", "expert_imbalance", "Tokens of the busiest expert over the mean of all, in the worst layer"),
     _Metric("Gauge", "plt_at_risk", "Portion of the run's tokens that are in no copy of their experts"),
-    _Metric("Gauge", "starvation", "Copies that have passed over the expert that waits longest"),
+    _Metric("Gauge", "starvation", "Selections since the longest-waiting expert was last copied"),
     _Metric("Gauge", "copy_lag_steps", "Steps by which copies are behind training", ("kind",)),
-    _Metric("Counter", "copied_bytes", "Copies that this member sent", ("kind",)),
-    _Metric("Gauge", "copy_waiting_bytes", "What is not sent yet of the snapshot that is under way"),
+    _Metric("Counter", "copied_bytes", "Bytes of copies that this member sent", ("kind",)),
+    _Metric("Gauge", "copy_waiting_bytes", "Bytes of the current snapshot that are not sent yet"),
     _Metric("Gauge", "checkpoint_step", "Steps in the newest checkpoint"),
-    _Metric("Counter", "damaged", "Copies that were not what they should have been"),
-    _Metric("Gauge", "survives_losses", "Probability that a loss of so many nodes is survived now", ("nodes",)),
+    _Metric("Counter", "damaged", "Copies with a wrong digest"),
+    _Metric(
+        "Gauge", "survives_losses", "Probability that the loss of this number of nodes is survived now", ("nodes",)
+    ),
     _Metric("Gauge", "fatal_loss_units", "Units that would be lost with these nodes now", ("nodes",)),
     _Metric("Gauge", "covered", "1 if all copies of the plan are complete, 0 while some are missing"),
     _Metric("Counter", "recoveries", "Recoveries and other changes of members"),
-    _Metric("Counter", "recovery_seconds", "Time that they took", ("phase",)),
+    _Metric("Counter", "recovery_seconds", "Seconds that they took", ("phase",)),
     _Metric("Counter", "lost_members", "Members that were lost", ("kind",)),
-    _Metric("Info", "last_recovery", "Why members agreed last, what had failed, and where units came from"),
-    _Metric("Gauge", "last_recovery_seconds", "What the last of them took", ("phase",)),
+    _Metric("Info", "last_recovery", "Reason of the last recovery, what failed, and where units came from"),
+    _Metric("Gauge", "last_recovery_seconds", "Seconds of the last one", ("phase",)),
     _Metric("Gauge", "last_recovery_begin_seconds", "When it began, since 1970"),
     _Metric("Counter", "steps_lost", "Committed steps that were undone"),
     _Metric("Counter", "tokens_lost", "Tokens whose updates experts have lost"),
-    _Metric("Counter", "skipped", "Updates left out, as a loss or a gradient was not finite"),
-    _Metric("Counter", "fetched_bytes", "What this member got in recoveries"),
+    _Metric("Counter", "skipped", "Updates skipped because a loss or a gradient was not finite"),
+    _Metric("Counter", "fetched_bytes", "Bytes that this member fetched in recoveries"),
 )
-"""All but `evermoe_state`."""
+"""All metrics except `evermoe_state`."""
 
 
 class Metrics:
@@ -88,44 +90,44 @@ class Metrics:
     |---|---|---|
     | `evermoe_member_info` | info | labels `job`, `member`, `node`, `rank`, `role`, `generation` |
     | `evermoe_state` | states | `starting`, `training`, `finished`, or the phase of a recovery |
-    | `evermoe_step` | gauge | steps taken that no failure which the preset covers undoes |
+    | `evermoe_step` | gauge | steps taken that no failure which the preset covers can undo |
     | `evermoe_loss` | gauge | mean loss of the last of them |
-    | `evermoe_grad_norm` | gauge | norm of its gradient over the whole model, before clipping |
+    | `evermoe_grad_norm` | gauge | norm of its gradient over the complete model, before clipping |
     | `evermoe_members` | gauge | members that train |
-    | `evermoe_step_seconds` | histogram | from the end of the step before, or of a recovery, to that of a step |
+    | `evermoe_step_seconds` | histogram | seconds from the end of a step, or of a recovery, to that of the next step |
     | `evermoe_recent_step_seconds` | gauge | mean of the latest 16 steps |
     | `evermoe_tokens_total` | counter | tokens in the steps taken, of all members together |
     | `evermoe_recent_tokens_per_second` | gauge | tokens of the latest 16 steps over their time |
     | `evermoe_imbalance` | gauge | tokens of the busiest member over the mean of all, in the worst layer |
-    | `evermoe_expert_imbalance` | gauge | the same of experts |
+    | `evermoe_expert_imbalance` | gauge | tokens of the busiest expert over the mean of all, in the worst layer |
     | `evermoe_copy_lag_steps` | gauge, by `kind` | steps by which this member's copies are behind: `Measured.lag` |
     | `evermoe_plt_at_risk` | gauge | `moetion`, `pec`: portion of tokens that are in no copy: `Measured.plt_at_risk` |
-    | `evermoe_starvation` | gauge | copies that have passed over the expert that waits longest |
-    | `evermoe_copied_bytes_total` | counter, by `kind` | copies that this member sent, `replayed` and `snapshot` |
-    | `evermoe_copy_waiting_bytes` | gauge | what is not sent yet of the snapshot that is under way |
+    | `evermoe_starvation` | gauge | selections since the longest-waiting expert was last copied |
+    | `evermoe_copied_bytes_total` | counter, by `kind` | bytes of copies sent, `replayed` and `snapshot` |
+    | `evermoe_copy_waiting_bytes` | gauge | bytes of the current snapshot that are not sent yet |
     | `evermoe_checkpoint_step` | gauge | steps in the newest checkpoint |
-    | `evermoe_damaged_total` | counter | copies that were not what they should have been |
-    | `evermoe_survives_losses` | gauge, by `nodes` | probability that a loss of one, or two at once, is survived now |
+    | `evermoe_damaged_total` | counter | copies with a wrong digest |
+    | `evermoe_survives_losses` | gauge, by `nodes` | probability that the loss of one or two nodes is survived now |
     | `evermoe_fatal_loss_units` | gauge, by `nodes` | units lost with these nodes: `CoverageChanged.fatal` |
     | `evermoe_covered` | gauge | 1 if all copies of the plan are complete, 0 while some are missing |
     | `evermoe_recoveries_total` | counter | recoveries and other changes of members, the start included |
     | `evermoe_lost_members_total` | counter, by `kind` | members that were lost: `MemberLost.kind` |
-    | `evermoe_recovery_seconds_total` | counter, by `phase` | what they took |
+    | `evermoe_recovery_seconds_total` | counter, by `phase` | seconds that they took |
     | `evermoe_last_recovery_info` | info | labels `reason`, and `failure` and `tier` of `Recovered` |
-    | `evermoe_last_recovery_seconds` | gauge, by `phase` | what the last of them took |
+    | `evermoe_last_recovery_seconds` | gauge, by `phase` | seconds of the last one |
     | `evermoe_last_recovery_begin_seconds` | gauge | when it began, since 1970 |
     | `evermoe_steps_lost_total` | counter | committed steps that were undone |
     | `evermoe_tokens_lost_total` | counter | tokens whose updates experts have lost |
-    | `evermoe_skipped_total` | counter | updates left out, as a loss or a gradient was not finite |
-    | `evermoe_fetched_bytes_total` | counter | what this member got in recoveries |
+    | `evermoe_skipped_total` | counter | updates skipped because a loss or a gradient was not finite |
+    | `evermoe_fetched_bytes_total` | counter | bytes that this member fetched in recoveries |
 
     Args:
-        port: serves them at `http://…:port/metrics`, on all interfaces; None: does not serve them, as where `registry`
-            is served already.
-        registry: where the metrics are registered; None for one of its own.
+        port: port at which they are served, at `http://…:port/metrics` on all interfaces; None if they are not
+            served, for example because `registry` is served already.
+        registry: registry of the metrics; None for a new one.
 
     Raises:
-        ModuleNotFoundError: there is no `prometheus_client`: `pip install 'evermoe[observe]'`.
+        ModuleNotFoundError: `prometheus_client` is missing: `pip install 'evermoe[observe]'`.
         OSError: the port is taken.
     """
 
@@ -141,12 +143,12 @@ class Metrics:
             self._of[each.name] = make(
                 f"evermoe_{each.name}", each.what, each.labels, registry=self.registry, **options
             )
-        self._state = prometheus.Enum("evermoe_state", "What this member does", registry=self.registry, states=STATES)
+        self._state = prometheus.Enum("evermoe_state", "State of this member", registry=self.registry, states=STATES)
         self._notes: dict[type[Event], Callable[[Any], None]] = {
             Joined: self._note_joined,
             Phase: lambda event: self._state.state(event.phase),
             Begin: lambda event: self._state.state("training"),
-            Vote: lambda event: self._state.state("training"),  # a replica node has no Begin
+            Vote: lambda event: self._state.state("training"),  # a replica node emits no Begin
             Verified: lambda event: self._state.state("finished"),
             Commit: self._note_commit,
             Measured: self._note_measured,
@@ -160,14 +162,14 @@ class Metrics:
         }
         self._recent: deque[Measured] = deque(maxlen=RECENT_STEPS)
         self._sent: dict[str, int] = {}
-        """What `copied_bytes` has counted."""
+        """Bytes that `copied_bytes` has counted."""
         self._lock = threading.Lock()
-        """Events come from several threads."""
+        """Held during changes, as events come from several threads."""
         if port is not None:
             prometheus.start_http_server(port, registry=self.registry)
 
     def __call__(self, event: Event) -> None:
-        """Counts an event."""
+        """Update the metrics from an event."""
         note = self._notes.get(type(event))
         if note is not None:
             with self._lock:

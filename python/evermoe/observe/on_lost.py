@@ -1,4 +1,4 @@
-"""Asks a cloud or a scheduler for another machine, by a command or a function, when a member is lost."""
+"""Request for another machine from a cloud or a scheduler, by a command or a function, when a member is lost."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from evermoe.events import MemberLost
 logger = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 600.0
-"""That a command may take; it is killed after that."""
+"""Seconds that a command may take; then it is killed."""
 CLOSE_SECONDS = 5.0
-"""That the end of a session waits for a call that is under way."""
+"""Seconds for which the end of a session waits for a running call."""
 
 Hook = Callable[[MemberLost], object]
-"""Is called with each lost member, in a thread of its own."""
+"""Function that is called with each lost member, in a separate thread."""
 
 
 class OnLost:
-    """Calls a hook for lost members, one after the other, in a thread of its own: training never waits for it.
+    """Calls a hook for lost members, one after the other, in a separate thread; training never waits for it.
 
-    A hook that fails costs a warning, and is not called again for that loss.
+    If a hook fails, a warning is logged, and it is not called again for that loss.
 
     Args:
-        hook: a shell command, which gets what `variables` gives beside the environment of this process, and the event
-            as JSON on its standard input; or a function of the event.
+        hook: a shell command or a function of the event. A command gets the environment of this process, extended by
+            `variables`, and the event as JSON on its standard input.
     """
 
     def __init__(self, hook: str | Hook) -> None:
@@ -43,18 +43,18 @@ class OnLost:
         self._over: set[str] = set()
 
     def call(self, gone: MemberLost) -> None:
-        """Has the hook called for a loss."""
+        """Queue a call of the hook for a loss."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="evermoe-on-lost", daemon=True)
             self._thread.start()
         self._queue.put(gone)
 
     def is_over(self, key: str) -> bool:
-        """Whether the call for the loss of this `MemberLost.key` has ended, in whatever way."""
+        """Return whether the call for the loss with this `MemberLost.key` has ended, successfully or not."""
         return key in self._over
 
     def close(self) -> None:
-        """Begins no more calls after those that were asked for, and waits for these a little."""
+        """Wait a little for the queued calls; later ones are ignored."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(CLOSE_SECONDS)
@@ -67,13 +67,13 @@ class OnLost:
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             if problem:
-                logger.warning("on_lost has failed for %s, and is not called for it again: %s", gone.key, problem)
+                logger.warning("on_lost failed for %s and is not called again for it: %s", gone.key, problem)
             else:
                 logger.warning("on_lost was called for %s, in %.1f s", gone.key, time.monotonic() - began)
             self._over.add(gone.key)
 
     def _ask(self, gone: MemberLost) -> str:
-        """Calls the hook; what went wrong, empty for nothing."""
+        """Call the hook. Return what went wrong; empty for success."""
         if isinstance(self._hook, str):
             return _run(self._hook, gone)
         self._hook(gone)
@@ -81,7 +81,7 @@ class OnLost:
 
 
 def _run(command: str, gone: MemberLost) -> str:
-    """Runs a command; what went wrong, empty for nothing. It outlives this process."""
+    """Run a command that may outlive this process. Return what went wrong; empty for success."""
     process = subprocess.Popen(
         ["/bin/sh", "-c", command],
         env=os.environ | variables(gone),
@@ -90,7 +90,7 @@ def _run(command: str, gone: MemberLost) -> str:
         text=True,
     )
     try:
-        with suppress(BrokenPipeError):  # it need not read
+        with suppress(BrokenPipeError):  # the command need not read its input
             process.communicate(json.dumps(gone.fields()), COMMAND_SECONDS)
         code = process.wait(COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
@@ -101,7 +101,7 @@ def _run(command: str, gone: MemberLost) -> str:
 
 
 def variables(gone: MemberLost) -> Mapping[str, str]:
-    """The environment variables of a command: `EVERMOE_LOST_KIND` for the field `kind`, and so on.
+    """Return the environment variables of a command: `EVERMOE_LOST_KIND` for the field `kind`, and so on.
 
     >>> event = MemberLost("a-1-3", "big", "a-1", "a", "", "train", "host", 7, 3, "a reason", 3, 4, 1)
     >>> found = variables(event)

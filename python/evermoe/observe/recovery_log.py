@@ -1,7 +1,7 @@
 """Log lines about failures: one when a member is lost, one when training resumes.
 
 They have the level WARNING, so that a job shows them without any configuration of `logging`. Only rank 0 writes them:
-all members know the same, and a thousand of them would write it a thousand times.
+all members have the same information, and a job may have a thousand of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REMAINS = {
     "hung": "it hangs or is stopped",
     "host": "neither it nor its host answers",
 }
-"""By `MemberLost.kind`, for people."""
+"""Description for people, by `MemberLost.kind`."""
 
 
 def log_lost(event: MemberLost) -> None:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_SECONDS = 5
-"""Until what was told is in the file."""
+"""Seconds until events are in the file."""
 CLOSE_SECONDS = 10.0
-"""That the end of a process waits for a disk."""
+"""Seconds for which the end of a process waits for a disk."""
 UNBOUNDED = 0
-"""Length of the writer's queue: told otherwise, a disk that hangs would stop training once the queue is full."""
+"""Queue length of the writer. With a bounded queue, a disk that hangs would stop training once the queue is full."""
 
 
 class TensorBoard:
-    """Writes curves of this member to a folder, by `torch.utils.tensorboard`; a thread of its own writes them.
+    """Writes curves of this member to a folder, by `torch.utils.tensorboard` in a separate thread.
 
     | curve | over | what |
     |---|---|---|
@@ -34,19 +34,19 @@ class TensorBoard:
     | `copies/plt_at_risk`, `copies/starvation` | steps taken | of `Measured` |
     | `copies/lag/KIND`, `copies/sent_bytes/KIND` | steps taken | of `Measured`: steps behind training; bytes so far |
     | `survives/one_node`, `survives/two_nodes`, `survives/fatal_losses` | steps taken | of `CoverageChanged` |
-    | `recovery/PHASE`, `recovery/total` | step from which all resume | seconds, of `Recovered` |
-    | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | likewise | of `Recovered` |
+    | `recovery/PHASE`, `recovery/total` | step of resumption | seconds, of `Recovered` |
+    | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | step of resumption | of `Recovered` |
     | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
 
-    TensorBoard shows each folder as a run: give every member one of its own, below one that they share. Where a
-    failure undoes a step, its curves have two points there. If the disk is full, a warning says so once, and training
-    continues; while it hangs, about 2 kB a step wait in memory.
+    TensorBoard shows each folder as a run: give every member a subfolder of a common one. A step that a failure undoes
+    has two points in its curves. If the disk is full, a warning is issued once and training continues. While the disk
+    hangs, about 2 kB a step wait in memory.
 
     Args:
-        folder: of this member; made if it is missing.
+        folder: folder of this member; created if it is missing.
 
     Raises:
-        ModuleNotFoundError: there is no `tensorboard`: `pip install 'evermoe[observe]'`.
+        ModuleNotFoundError: `tensorboard` is missing: `pip install 'evermoe[observe]'`.
         OSError: the folder cannot be written to.
     """
 
@@ -56,7 +56,7 @@ class TensorBoard:
         self.folder = Path(folder)
         self._writer: SummaryWriter | None = SummaryWriter(str(folder), max_queue=UNBOUNDED, flush_secs=FLUSH_SECONDS)
         self._end = weakref.finalize(self, _close, self._writer)
-        """Closes the file, at the end of the process at the latest."""
+        """Closes the file at the end of the process at the latest."""
         self._notes: dict[type[Event], Callable[[Any], dict[str, float]]] = {
             Commit: lambda event: {"loss": event.loss, "grad_norm": event.grad_norm, "members": event.members},
             Measured: self._note_measured,
@@ -66,13 +66,13 @@ class TensorBoard:
             Damaged: lambda event: self._count("damaged"),
         }
         self._step = 0
-        """Steps taken."""
+        """Number of steps taken."""
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
-        """Events come from several threads."""
+        """Held during writes, as events come from several threads."""
 
     def __call__(self, event: Event) -> None:
-        """Adds a point to the curves that an event is about."""
+        """Add a point to the curves of an event."""
         note = self._notes.get(type(event))
         with self._lock:
             if note is not None and self._writer is not None:
@@ -88,7 +88,7 @@ class TensorBoard:
             self.close()
 
     def close(self) -> None:
-        """Writes what is left, and closes the file; what comes later is ignored."""
+        """Write the rest and close the file; later events are ignored."""
         with self._lock:
             self._writer = None
         self._end()
@@ -131,7 +131,7 @@ def _note_covered(event: CoverageChanged) -> dict[str, float]:
 
 
 def _close(writer: SummaryWriter) -> None:
-    """Closes a writer, but does not wait long for a disk that hangs."""
+    """Close a writer, without a long wait for a disk that hangs."""
 
     def close() -> None:
         with suppress(OSError):
@@ -140,7 +140,7 @@ def _close(writer: SummaryWriter) -> None:
     thread = threading.Thread(target=close, name="evermoe-tensorboard", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter ends
+    except RuntimeError:  # the interpreter is shutting down
         close()
     else:
         thread.join(CLOSE_SECONDS)
