@@ -358,8 +358,8 @@ class ChunkSent(Event):
     """Bytes of all parts."""
     when: str
     """When it began. `window`: in an idle window. `idle`: while no collective ran, as windows were unknown or training
-    had paused. `beside`: beside compute, as planned. `vote`: training waited for it, before a vote or for room.
-    `recovery`: training waited in any case, as members changed or all steps were taken."""
+    had paused. `background`: concurrently with compute, as planned. `vote`: training waited for it, before a vote or
+    for room. `recovery`: training waited in any case, as members changed or all steps were taken."""
 
 
 @dataclass(frozen=True)

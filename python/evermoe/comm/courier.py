@@ -60,7 +60,7 @@ class Sent(NamedTuple):
     peer: int
     window: int | None
     """The window in which it was begun; None outside of all."""
-    when: When = "beside"
+    when: When = "background"
 
 
 class _UnderWay(NamedTuple):
@@ -212,7 +212,7 @@ class Courier:
 
     def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
         if self._pacer is None or message.window == AT_ONCE:
-            return Opening("beside", None, time.perf_counter_ns())
+            return Opening("background", None, time.perf_counter_ns())
         seconds, for_vote = self.seconds(message.data.nbytes), message.for_vote
         if not self._pacer.may_begin(message.window, before + seconds, message.step, for_vote=for_vote):
             while under_way:  # what is under way is noted now, not when the next window opens

@@ -21,11 +21,11 @@ PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
 POLL_SECONDS = 0.5
 """Time between two looks whether it has."""
 
-When = Literal["window", "idle", "beside", "vote", "recovery"]
+When = Literal["window", "idle", "background", "vote", "recovery"]
 """When a message begins.
 
 `window`: in an idle window that was expected. `idle`: between two collectives, as windows are not known or training has
-paused. `beside`: at any time, as planned. `vote`: training waits for it, before a vote or for room. `recovery`: it
+paused. `background`: at any time, as planned. `vote`: training waits for it, before a vote or for room. `recovery`: it
 waits in any case, as the members change or all steps are taken.
 """
 
@@ -280,7 +280,7 @@ class Pacer:
             if self._hurry is not None or (for_vote and self._awaits_some):
                 return Opening(self._hurry or "vote", None, now)
             if window == ANY_TIME:
-                return Opening("beside", None, now)
+                return Opening("background", None, now)
             window = self._window if self._is_open(seconds, now) else None
             return Opening("idle" if window is None else "window", window, now)
 

@@ -1,5 +1,6 @@
-"""`evermoe compare`: one model, one data set and one schedule of failures for every preset and for what others use.
+"""`evermoe compare`: one model, data set and schedule of failures for every preset and for alternatives.
 
-`failures` says who dies and joins when. `program` is the training program of all candidates; their worker modules
-differ in the fault tolerance alone. `candidates` starts them, `runner` drives one run, `outcome` makes figures of it.
+`failures` schedules deaths and joins. `program` is the training program of all candidates; their worker modules
+differ only in the fault tolerance. `candidates` starts them, `runner` drives one run, `outcome` computes its
+figures.
 """

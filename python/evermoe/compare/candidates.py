@@ -1,4 +1,4 @@
-"""What is compared: how each candidate's workers are started, and what runs beside them."""
+"""Candidates of a comparison: how their workers are started, and which services run with them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from evermoe.planning.presets import PresetName
 
 
 class Launch:
-    """A candidate's workers in one run.
+    """Launches the workers of a candidate in one run.
 
     Args:
-        options: of `evermoe compare`.
-        folder: of this run.
+        options: options of `evermoe compare`.
+        folder: folder of this run.
     """
 
     worker_module = ""
@@ -50,36 +50,36 @@ class Launch:
         self._resources.close()
 
     def open(self) -> None:
-        """Starts what runs beside the workers."""
+        """Start the services of the candidate."""
 
     def start(self, worker: int, *extra: str) -> None:
-        """Starts a worker on a node of its own."""
+        """Start a worker on its own node."""
         with self.log(worker).open("w") as log:
             self.running[worker] = self._spawn(worker, [*self.arguments(worker), *extra], log)
 
     def kill(self, worker: int) -> None:
-        """SIGKILL to a worker and to what started it: its node is gone."""
+        """SIGKILL a worker and the process that started it: its node is lost."""
         processes.kill(self.running[worker].pid)
         self.running[worker].wait()
 
     def changed(self) -> None:
-        """Told after workers have been started or killed, or have died."""
+        """Notify the candidate that workers were started, were killed or died."""
 
     def started(self) -> list[int]:
-        """Workers that live and have reported something."""
+        """Return the live workers that have reported something."""
         alive = [worker for worker, process in sorted(self.running.items()) if process.poll() is None]
         return [worker for worker in alive if self.events(worker).exists() and self.events(worker).stat().st_size]
 
     def log(self, worker: int) -> Path:
-        """What a worker prints."""
+        """Return the path of a worker's log."""
         return self.folder / f"worker-{worker}.log"
 
     def events(self, worker: int) -> Path:
-        """What a worker reports."""
+        """Return the path of a worker's events."""
         return self.folder / f"events-{worker}.jsonl"
 
     def arguments(self, worker: int) -> list[str]:
-        """The flags of a worker."""
+        """Return the flags of a worker."""
         options = self.options
         return [
             *worker_arguments(self.settings(), options.steps, options.copies, self.folder),
@@ -88,15 +88,15 @@ class Launch:
         ]
 
     def settings(self) -> argparse.Namespace:
-        """The options of the run as this candidate has them: checkpoints in a folder of its own."""
+        """Return the options of the run for this candidate, with its own folder of checkpoints."""
         return argparse.Namespace(**vars(self.options) | {"checkpoint_dir": str(self.folder / "checkpoints")})
 
     def command(self, worker: int) -> list[str]:
-        """What a worker's process runs, before its flags."""
+        """Return the command of a worker's process, without its flags."""
         return [sys.executable, "-m", self.worker_module]
 
     def variables(self) -> Mapping[str, str]:
-        """Of the workers' environment."""
+        """Return the environment variables of the workers."""
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GLOO_SOCKET_IFNAME": "lo"}
 
     def _spawn(
@@ -112,7 +112,7 @@ class Launch:
 
 
 class PresetLaunch(Launch):
-    """Workers of an evermoe session."""
+    """Launches the workers of an evermoe session."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, preset: PresetName) -> None:
         super().__init__(options, folder)
@@ -127,17 +127,17 @@ class PresetLaunch(Launch):
         )
 
     def open(self) -> None:
-        """Starts a Lighthouse."""
-        self._resources.callback(self._job.forget)
+        """Start a Lighthouse."""
+        self._resources.callback(self._job.remove_memory)
         self._resources.enter_context(self._job)
 
     def kill(self, worker: int) -> None:
-        """SIGKILL, and the node's memory goes with it."""
+        """SIGKILL a worker, and remove its node's memory."""
         super().kill(worker)
         shutil.rmtree(self._job.memory / node(worker), ignore_errors=True)
 
     def settings(self) -> argparse.Namespace:
-        """The preset, and the interval of its checkpoints."""
+        """Return the options with the preset and the interval of its checkpoints."""
         given = {"preset": self._preset, "checkpoint_interval": self.options.ft_checkpoint_interval}
         return argparse.Namespace(**vars(super().settings()) | given)
 
@@ -150,16 +150,16 @@ class PresetLaunch(Launch):
 
 
 class RestartLaunch(Launch):
-    """torchrun, an agent for each node; all workers begin again from a checkpoint when one dies."""
+    """Launches torchrun with an agent per node; if a worker dies, all restart from a checkpoint."""
 
     worker_module = "evermoe.compare.restart_worker"
 
     def open(self) -> None:
-        """Starts the store in which the agents meet, where no node's death ends it."""
+        """Start the store in which the agents meet; no node's death ends it."""
         self.store = start_store()
 
     def command(self, worker: int) -> list[str]:
-        """An elastic agent, and the worker that it starts."""
+        """Return the command of an elastic agent and its worker."""
         options = self.options
         most = options.workers + options.joins
         meeting = {"is_host": 0, "last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
@@ -177,31 +177,32 @@ class RestartLaunch(Launch):
         return [sys.executable, "-m", "torch.distributed.run", *flags, "-m", self.worker_module]
 
     def variables(self) -> Mapping[str, str]:
-        """Without a store that the agents share: it would die with the agent of rank 0, and the job with it."""
+        """Return variables that disable the agents' shared store, which would die with the agent of rank 0 and end
+        the job."""
         return {**super().variables(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class FixedGroupsLaunch(Launch):
-    """Workers in fixed expert-parallel groups, which a controller tells who lives."""
+    """Launches workers in fixed expert-parallel groups; a controller notifies them who is alive."""
 
     worker_module = "evermoe.compare.fixed_groups_worker"
 
     def open(self) -> None:
-        """Starts the controller's store."""
+        """Start the controller's store."""
         self.store = start_store()
         self._epoch, self._told = 0, list[int]()
 
     def settings(self) -> argparse.Namespace:
-        """With the interval of its checkpoints."""
+        """Return the options with the interval of its checkpoints."""
         given = {"checkpoint_interval": self.options.ft_checkpoint_interval}
         return argparse.Namespace(**vars(super().settings()) | given)
 
     def arguments(self, worker: int) -> list[str]:
-        """With the controller's address."""
+        """Return the flags with the controller's address."""
         return [*super().arguments(worker), "--store", f"127.0.0.1:{self.store.port}"]
 
     def changed(self) -> None:
-        """Begins an epoch if others live than before and all of them have started."""
+        """Begin an epoch if the set of live workers has changed and all of them have started."""
         ready = self.started()
         is_first = not self._epoch
         if ready and ready != self._told and (not is_first or len(ready) == self.options.workers):
@@ -210,12 +211,12 @@ class FixedGroupsLaunch(Launch):
 
 
 class TorchftLaunch(Launch):
-    """Workers with torchft's Manager, and the Lighthouse that they ask."""
+    """Launches workers with torchft's Manager, and their Lighthouse."""
 
     worker_module = "evermoe.compare.torchft_worker"
 
     def open(self) -> None:
-        """Starts a Lighthouse of the same settings as an evermoe job's."""
+        """Start a Lighthouse with the settings of an evermoe job's."""
         from evermoe.comm.lighthouse import start_local_lighthouse
 
         limits = LocalJob([], "compare", 1)
@@ -225,27 +226,27 @@ class TorchftLaunch(Launch):
         self._resources.callback(server.shutdown)
 
     def arguments(self, worker: int) -> list[str]:
-        """With the Lighthouse's address."""
+        """Return the flags with the Lighthouse's address."""
         return [*super().arguments(worker), "--store", self._address]
 
     def changed(self) -> None:
-        """Lets them begin once the first workers have started."""
+        """Let the workers begin once the first ones have started."""
         if len(self.started()) == self.options.workers:
             (self.folder / "begin").touch()
 
 
 class InProcessLaunch(Launch):
-    """Workers that NVIDIA's resiliency extension restarts within their processes. No new ones can join."""
+    """Launches workers that NVIDIA's resiliency extension restarts within their processes. It admits no new ones."""
 
     worker_module = "evermoe.compare.inprocess_worker"
     takes_joins = False
 
     def open(self) -> None:
-        """Starts the store in which the ranks meet."""
+        """Start the store in which the ranks meet."""
         self.store = start_store()
 
     def arguments(self, worker: int) -> list[str]:
-        """With the store's address."""
+        """Return the flags with the store's address."""
         return [*super().arguments(worker), "--store", f"127.0.0.1:{self.store.port}"]
 
     def _spawn(
@@ -257,24 +258,24 @@ class InProcessLaunch(Launch):
 
 
 class Candidate(NamedTuple):
-    """Something to compare."""
+    """An entry of the comparison."""
 
     title: str
-    """In tables."""
+    """Title in tables."""
     summary: str
-    """One line."""
+    """Summary in one line."""
     launch: Callable[[argparse.Namespace, Path], Launch]
     package: str | None = None
-    """What must be installed, beside what evermoe needs."""
+    """Package that must be installed besides evermoe's dependencies."""
 
 
 def node(worker: int) -> str:
-    """The machine of a worker."""
+    """Return the name of a worker's node."""
     return f"node-{worker:03d}"
 
 
 def start_store() -> Any:
-    """A TCPStore in this process, at a free port."""
+    """Start a TCPStore in this process, at a free port."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -291,17 +292,17 @@ def _preset(name: PresetName) -> Candidate:
 CANDIDATES: Mapping[str, Candidate] = {
     **{name: _preset(name) for name in PRESET_NAMES},
     "ds": Candidate(
-        "DS", "torchrun starts all workers again from the newest checkpoint of DCP's async_save", RestartLaunch
+        "DS", "torchrun restarts all workers from the newest checkpoint of DCP's async_save", RestartLaunch
     ),
     "ds-ft": Candidate(
-        "DS(FT)", "fixed expert-parallel groups; one that loses a worker is dropped whole", FixedGroupsLaunch
+        "DS(FT)", "fixed expert-parallel groups; a group that loses a worker is dropped", FixedGroupsLaunch
     ),
     "torchft": Candidate(
         "torchft", "a replica group for each worker, each with all experts; a peer heals a new one", TorchftLaunch
     ),
     "nvrx": Candidate(
-        "NVRx", "NVIDIA's resiliency extension: all begin again, in the processes that are left", InProcessLaunch,
+        "NVRx", "NVIDIA's resiliency extension: all remaining processes restart training in place", InProcessLaunch,
         package="nvidia_resiliency_ext",
     ),
 }  # fmt: skip
-"""By the name that `--candidate` takes."""
+"""Candidates by the name that `--candidate` takes."""

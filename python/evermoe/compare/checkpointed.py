@@ -1,4 +1,4 @@
-"""Training that goes on from periodic checkpoints: `torch.distributed.checkpoint.async_save`, the papers' "DS"."""
+"""Training from periodic checkpoints of `torch.distributed.checkpoint.async_save`, the papers' "DS"."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from evermoe.demo.train import Reporter
 
 
 class Checkpoints:
-    """A folder of checkpoints, written beside training by all ranks of a group; the newest two stay.
+    """Folder of checkpoints, written in the background by all ranks of a group; the newest two stay.
 
     Args:
-        folder: that all ranks share.
-        every: steps between two.
-        group: of the ranks that train, for this alone: its collectives run beside those of training.
+        folder: folder that all ranks share.
+        every: steps between two checkpoints.
+        group: a separate group of the ranks that train, as its collectives run concurrently with those of training.
     """
 
     def __init__(self, folder: Path, every: int, group: Any) -> None:
@@ -31,7 +31,8 @@ class Checkpoints:
         self._pending: Future[Any] | None = None
 
     def save_if_due(self, step: int, entries: dict[str, Tensor]) -> None:
-        """Begins to save, after the one before has ended; the state is copied before this returns."""
+        """Begin a checkpoint when scheduled, after the previous one has ended; the state is copied before this
+        returns."""
         if step % self._every:
             return
         self.wait()
@@ -40,7 +41,7 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Waits for the checkpoint that is being written, and removes those of before the last two."""
+        """Wait for the checkpoint in progress, and remove all but the last two."""
         if self._pending is None:
             return
         self._pending.result()
@@ -50,42 +51,42 @@ class Checkpoints:
                 shutil.rmtree(self._folder / name(old))
 
     def load(self, entries: dict[str, Tensor], step: int) -> None:
-        """Reads a checkpoint into these tensors; collective."""
+        """Read a checkpoint into these tensors; collective."""
         dcp.load(
             {**entries, "step": torch.tensor(0)}, checkpoint_id=self._folder / name(step), process_group=self._group
         )
 
 
 def name(step: int) -> str:
-    """Folder of the checkpoint after so many steps."""
+    """Return the folder of the checkpoint after this number of steps."""
     return f"step-{step:08d}"
 
 
 def complete(folder: Path) -> list[int]:
-    """Steps of the checkpoints that were written completely, in order: DCP writes `.metadata` last."""
+    """Return the steps of the complete checkpoints, in order. DCP writes `.metadata` last."""
     return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("step-*/.metadata"))
 
 
 def newest(folder: Path, store: dist.Store, rank: int) -> int:
-    """The step of the newest checkpoint as rank 0 sees it, the same on all ranks; 0 where there is none."""
+    """Return the step of the newest checkpoint as rank 0 sees it, the same on all ranks; 0 if there is none."""
     if rank == 0:
         store.set("resume", str(max(complete(folder), default=0)))
     return int(store.get("resume"))
 
 
 def train(program: Program, reporter: Reporter, store: dist.Store, rank: int, world: int, group: Any) -> None:
-    """Trains to the end from the newest checkpoint, on ranks that all are here; collective.
+    """Train to the end from the newest checkpoint; collective over all ranks.
 
     Args:
-        program: just made.
-        reporter: of this worker.
-        store: holds a prefix that no other set of ranks uses.
-        rank: of this worker.
-        world: ranks that train, a multiple of `--expert-parallel`.
-        group: of these, for checkpoints.
+        program: a newly created program.
+        reporter: reporter of this worker.
+        store: store with a prefix that no other set of ranks uses.
+        rank: rank of this worker.
+        world: number of ranks that train, a multiple of `--expert-parallel`.
+        group: group of these ranks for checkpoints.
 
     Raises:
-        PeerLost: a rank is gone.
+        PeerLost: a rank is lost.
     """
     options = program.options
     parallel = ExpertParallel(program.model, program.optimizer, options.expert_parallel, options.hang_timeout)
@@ -114,7 +115,7 @@ def take(
     world: int,
     notes: Tensor | None = None,
 ) -> None:
-    """Takes one step and reports it; collective. `notes`: as for `ExpertParallel.step`."""
+    """Take one step and report it; collective. `notes` are as for `ExpertParallel.step`."""
     share = program.share(step, rank, world)
     reporter.write("begin", {"step": step})
 

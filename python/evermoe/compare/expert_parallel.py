@@ -1,4 +1,4 @@
-"""Traditional expert parallelism: fixed groups of P ranks that hold all experts together, as DeepSpeed-MoE has them.
+"""Traditional expert parallelism: fixed groups of P ranks that together hold all experts, as in DeepSpeed-MoE.
 
 Rank r is at position r mod P of group r // P. Each group computes its own samples with its own copy of the experts; the
 gradients of an expert are summed over the ranks at its position, all others over all ranks.
@@ -24,13 +24,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ExpertParallel:
-    """A model on fixed expert-parallel groups, and its training step. AdamW alone.
+    """A model on fixed expert-parallel groups, and its training step with AdamW.
 
     Args:
-        model: with `evermoe.Experts`, all of which it has at first; the same on all ranks.
-        optimizer: over its parameters.
-        size: P, ranks of a group; divides the number of experts.
-        limit: seconds that a collective waits for a silent peer.
+        model: model with `evermoe.Experts`, the same on all ranks; at first it has all experts.
+        optimizer: optimizer of its parameters.
+        size: P, the ranks of a group, a divisor of the number of experts.
+        limit: seconds for which a collective waits for a silent peer.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, size: int, limit: float) -> None:
@@ -48,7 +48,7 @@ class ExpertParallel:
             layer.group = self._inner
 
     def hold(self, position: int) -> None:
-        """Makes this rank one that holds the experts of a position: all of its first weights, or what comes then."""
+        """Keep the experts of one position on this rank, with their first weights until others arrive."""
         is_first = self.position is None
         self.position = position
         for layer in self._layers.values():
@@ -66,7 +66,7 @@ class ExpertParallel:
             self._optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
     def connect(self, store: dist.Store, rank: int, world: int) -> None:
-        """Connects the ranks of all groups; `store` holds a prefix that no other set of ranks uses."""
+        """Connect the ranks of all groups; `store` has a prefix that no other set of ranks uses."""
         position, number = rank % self.size, rank // self.size
         places = (
             (self.world, "world", rank, world),
@@ -77,12 +77,12 @@ class ExpertParallel:
             group.rebuild(dist.PrefixStore(prefix, store), mine, size, torch.device("cpu"), self._limit)
 
     def set_step(self, step: int) -> None:
-        """Steps taken in the state, as the optimizer counts them."""
+        """Set the number of steps in the state, as the optimizer counts them."""
         for parameter in self._model.parameters():
             self._optimizer.state[parameter]["step"].fill_(step)
 
     def entries(self) -> dict[str, Tensor]:
-        """The state by names that do not depend on where it is: every parameter, each expert by itself, and moments."""
+        """Return the state by location-independent names: every parameter, each expert on its own, and moments."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._dense.items():
             found |= {f"{name}.{part}": tensor for part, tensor in self._parts(parameter).items()}
@@ -92,7 +92,7 @@ class ExpertParallel:
         return found
 
     def tensors(self, *, experts: bool) -> list[Tensor]:
-        """The state of this position's experts, or all else, in an order that is the same everywhere."""
+        """Return the state of this position's experts, or all other state, in an order that is equal on all ranks."""
         chosen = [layer.weights for layer in self._layers.values()] if experts else list(self._dense.values())
         return [tensor for parameter in chosen for tensor in self._parts(parameter).values()]
 
@@ -101,18 +101,18 @@ class ExpertParallel:
         return {"weights": parameter.data, **{name: state[name] for name in MOMENTS}}
 
     def step(self, loss_of: Callable[[], Tensor], weight: float, notes: Tensor) -> float:
-        """One step of training; collective.
+        """Take one step of training; collective.
 
         Args:
-            loss_of: computes this rank's mean loss.
+            loss_of: function that computes this rank's mean loss.
             weight: this rank's share of the global batch.
-            notes: float64 `[n]`, summed over all ranks in place before anything is updated.
+            notes: float64 `[n]`, summed in place over all ranks before any update.
 
         Returns:
             The mean loss of the global batch.
 
         Raises:
-            PeerLost: a rank is gone; nothing was updated here.
+            PeerLost: a rank is lost; this rank has updated nothing.
         """
         self._optimizer.zero_grad()
         part = loss_of() * weight
@@ -132,18 +132,18 @@ class ExpertParallel:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def _squares(self) -> float:
-        """The square of the global gradient's norm."""
+        """Return the square of the global gradient's norm."""
         dense = norms([p.grad for p in self._dense.values() if p.grad is not None]).square().sum()
         experts = norms([layer.weights.grad for layer in self._layers.values() if layer.weights.grad is not None])
         total = self._inner.all_reduce(experts.square().sum().reshape(1))
         return float(dense + total[0])
 
     def drop(self, reason: str) -> None:
-        """Leaves all groups, so that no peer waits for this rank."""
+        """Leave all groups, so that no peer waits for this rank."""
         self.world.drop(reason)
 
 
 def clip(gradients: list[Tensor], norm: float, limit: float) -> None:
-    """Clips gradients of a global norm to the limit, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Clip gradients with this global norm to the limit, as `torch.nn.utils.clip_grad_norm_` does."""
     if norm > limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))

@@ -12,13 +12,13 @@ from evermoe.options import count
 
 @dataclass(frozen=True)
 class Change:
-    """A worker that dies or joins.
+    """Death or join of a worker.
 
     Args:
         action: `kill`: SIGKILL, with its node's memory; `join`: a new process on a new node.
-        worker: number of the worker, those that begin from 0; each number is used once.
-        step: the step in which a kill strikes, or after which a worker joins; None where `seconds` says when.
-        seconds: since the first step began.
+        worker: number of the worker, from 0 for the first ones; each number is used once.
+        step: the step in which a kill strikes, or after which a worker joins; None if `seconds` gives the time.
+        seconds: seconds since the first step began.
     """
 
     action: Literal["kill", "join"]
@@ -29,18 +29,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Changes in order of time, and how many removals were left out because too few workers would have been left."""
+    """Changes in order of time, and the number of removals that were left out because too few workers would remain."""
 
     changes: tuple[Change, ...]
     left_out: int = 0
 
     @property
     def deaths(self) -> dict[int, int]:
-        """The step in which each worker dies that does so at a step."""
+        """Step in which each worker dies, for deaths at a step."""
         return {each.worker: each.step for each in self.changes if each.action == "kill" and each.step is not None}
 
     def describe(self) -> str:
-        """One line."""
+        """Return a description in one line."""
         kills = sum(each.action == "kill" for each in self.changes)
         joins = len(self.changes) - kills
         left_out = f"; {count(self.left_out, 'removal')} left out, as too few workers would be left" * bool(
@@ -50,15 +50,15 @@ class Schedule:
 
 
 def at_steps(kills: Mapping[int, int], join: int | None, workers: int) -> Schedule:
-    """The schedule of `--kill` and `--join`.
+    """Return the schedule of `--kill` and `--join`.
 
         >>> at_steps({2: 20}, 40, 4).describe()
         '1 kill and 1 join'
 
     Args:
         kills: worker → step in whose middle it dies.
-        join: the step at which one more worker joins, if any.
-        workers: that begin.
+        join: the step at which a new worker joins, if any.
+        workers: number of workers at the start.
     """
     changes = [Change("kill", worker, step=step) for worker, step in kills.items()]
     changes += [] if join is None else [Change("join", workers, step=join)]
@@ -66,15 +66,15 @@ def at_steps(kills: Mapping[int, int], join: int | None, workers: int) -> Schedu
 
 
 def poisson(*, mtbf: float, replace_after: float, workers: int, least: int, seed: int, until: float) -> Schedule:
-    """Failures at random: exponential times between them, of a worker drawn among those that are left.
+    """Return random failures: exponential times in between, each of a random live worker.
 
     Args:
-        mtbf: mean seconds between two failures in the whole job.
+        mtbf: mean seconds between two failures of the job.
         replace_after: seconds from a failure to the start of a new worker.
-        workers: that begin.
-        least: workers that are always left; a failure that would leave fewer is left out.
-        seed: of the random numbers.
-        until: seconds that the schedule covers.
+        workers: number of workers at the start.
+        least: minimum of live workers; a failure that would leave fewer is skipped.
+        seed: seed of the random numbers.
+        until: length of the schedule in seconds.
     """
     drawn = random.Random(seed)
     nodes, changes, left_out = _Nodes(workers), [], 0
@@ -103,19 +103,18 @@ def from_trace(
     speedup: float = 1.0,
     start: float = 0.0,
 ) -> Schedule:
-    """The schedule of a trace of nodes that come and go.
+    """Return the schedule of a trace of nodes that come and go.
 
-    Workers take the place of the first `workers` nodes that are there at `start`. A removal of one of these is a kill;
-    a node that is added while fewer than `workers` are left is a join. Nodes beyond are not ours: their removals and
-    additions change nothing.
+    Workers correspond to the first `workers` nodes that exist at `start`. A removal of one of these is a kill. A node
+    that is added while fewer than `workers` are alive is a join. Removals and additions of other nodes change nothing.
 
-    Example, for two workers: nodes 0, 1 and 2 are there; node 2 is removed at 1 s, node 0 at 2 s, and is back at 3 s.
-    Nodes 0 and 1 are workers 0 and 1; worker 0 dies after 2 s, and worker 2 joins after 3 s.
+    Example, for two workers: nodes 0, 1 and 2 exist; node 2 is removed at 1 s; node 0 is removed at 2 s and
+    returns at 3 s. Nodes 0 and 1 are workers 0 and 1; worker 0 dies after 2 s, and worker 2 joins after 3 s.
 
     Args:
         events: in order of time: second, whether nodes come or go, and their numbers; see
             `evermoe.simulate.Failure.trace`.
-        workers: that begin, and the most at a time.
+        workers: number of workers at the start, and at most.
         least: workers that are always left; a removal that would leave fewer is left out.
         speedup: the trace's seconds in one of ours.
         start: second of the trace at which ours begins.
@@ -142,7 +141,7 @@ def from_trace(
             changes.append(Change("join", ours[node], seconds=seconds))
         elif not comes and node in ours:
             worker = ours.pop(node)
-            if len(nodes.alive) <= least:  # it stays, as a worker that no node of the trace stands for
+            if len(nodes.alive) <= least:  # the worker stays, without a node of the trace
                 left_out += 1
                 continue
             nodes.alive.discard(worker)
@@ -153,13 +152,13 @@ def from_trace(
 
 
 class _Nodes:
-    """Workers that live, and the number of the next."""
+    """Live workers, and the number of the next one."""
 
     def __init__(self, workers: int) -> None:
         self.alive, self._next = set(range(workers)), workers
 
     def add(self) -> int:
-        """A new worker."""
+        """Add a worker and return its number."""
         self.alive.add(self._next)
         self._next += 1
         return self._next - 1

@@ -1,4 +1,4 @@
-"""The worker of "DS(FT)": fixed expert-parallel groups, of which one that loses a worker is dropped whole."""
+"""Worker of "DS(FT)": fixed expert-parallel groups; a group that loses a worker is dropped."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from evermoe.demo.train import Reporter
 from evermoe.errors import PeerLost
 
 POLL_SECONDS = 0.02
-"""Between two looks at the controller's store for something new."""
+"""Seconds between two checks of the controller's store."""
 
 
 class Epochs:
-    """What the controller says of who lives: an epoch each time that this changes. The controller sees all processes.
+    """Epochs of the controller, which sees all processes: a new epoch each time that the set of live workers changes.
 
     Args:
         address: `host:port` of the controller's store.
@@ -42,7 +42,7 @@ class Epochs:
         return self.store.check([f"epoch/{self.number + 1}"])
 
     def next(self, worker: int) -> list[int] | None:
-        """Waits for a newer epoch with this worker, and returns who lives in it; None if the job is finished."""
+        """Wait for a newer epoch with this worker, and return its live workers; None if the job is finished."""
         members: list[int] = []
         while worker not in members:
             if self.is_over():
@@ -55,7 +55,7 @@ class Epochs:
         return members
 
     def gather(self, mine: Holding, members: list[int]) -> list[Holding] | None:
-        """What all members have; None if the epoch ends meanwhile."""
+        """Gather a value of all members; None if the epoch ends first."""
         self.store.set(f"{self.number}/holds/{mine.worker}", json.dumps(asdict(mine)))
         for member in members:
             while not self.store.check([f"{self.number}/holds/{member}"]):
@@ -66,7 +66,7 @@ class Epochs:
 
 
 class Member:
-    """One worker, from epoch to epoch."""
+    """A worker, from epoch to epoch."""
 
     def __init__(self, program: Program, reporter: Reporter) -> None:
         self._options, self._program, self._reporter = program.options, program, reporter
@@ -78,13 +78,13 @@ class Member:
         self._begin(program)
 
     def _begin(self, program: Program) -> None:
-        """Takes the first weights."""
+        """Take the first weights."""
         options = self._options
         self._program, self._step = program, 0
         self._parallel = ExpertParallel(program.model, program.optimizer, options.expert_parallel, options.hang_timeout)
 
     def run(self) -> None:
-        """Trains until all steps are taken."""
+        """Train until all steps are taken."""
         while (members := self._epochs.next(self._options.worker)) is not None:
             saved = max(complete(self._folder), default=0)
             mine = Holding(self._options.worker, self._step, self._parallel.position, self._group, saved)
@@ -131,7 +131,7 @@ class Member:
         self._train(checkpoints, rank, world)
 
     def _move(self, seating: Seating, members: list[int], rank: int | None) -> None:
-        """Sends state to those that lack it, and receives what this worker lacks."""
+        """Send state to workers that lack it, and receive what this worker lacks."""
         sends: list[Any] = []
         for receiver, giver in seating.sources.items():
             if giver == self._options.worker:
@@ -142,7 +142,7 @@ class Member:
             source = seating.sources.get(self._options.worker)
             if source is not None:
                 receives = [(tensor, members.index(source)) for tensor in self._state()]
-                self._step = -1  # until all has come
+                self._step = -1  # until everything has arrived
         self._everybody.exchange(sends, receives)
 
     def _state(self) -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ class Member:
             self._step += 1
             checkpoints.save_if_due(self._step, self._parallel.entries())
             if notes[0]:
-                return  # a worker has come
+                return  # a worker has joined
         self._reporter.write("final", {"loss": self._program.held_out_loss()})
         checkpoints.wait()
         if rank == 0:
@@ -163,7 +163,7 @@ class Member:
 
 
 def work(program: Program, reporter: Reporter) -> None:
-    """Trains in a fixed group as long as that is whole."""
+    """Train in a fixed group as long as it is complete."""
     reporter.write("ready", {"pid": os.getpid()})
     Member(program, reporter).run()
 

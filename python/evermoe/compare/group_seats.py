@@ -1,4 +1,4 @@
-"""Which workers train in which fixed expert-parallel group after some have died or come: the papers' "DS(FT)". Pure."""
+"""Assignment of live workers to fixed expert-parallel groups after deaths and joins: the papers' "DS(FT)". Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Holding:
-    """What a worker that lives has.
+    """State that a live worker has.
 
     Args:
-        worker: its number.
+        worker: number of the worker.
         step: steps taken in its state.
-        position: of the experts that it holds, in its group; None for one that has just begun and holds all.
-        group: name of its group of before, which no other group ever has; None for one that was in none.
-        saved: steps in the newest checkpoint that it sees; 0 where there is none.
+        position: position in its group, which determines its experts; None for a new worker, which has all.
+        group: unique name of its previous group; None if it was in none.
+        saved: steps in the newest checkpoint that it sees; 0 if there is none.
     """
 
     worker: int
@@ -25,20 +25,20 @@ class Holding:
     saved: int = 0
 
     def has(self, position: int, step: int) -> bool:
-        """Whether it can give the experts of a position, and all else, as they are after so many steps."""
+        """Return whether it can provide the experts of a position, and all other state, after this number of steps."""
         return self.step == step and self.position in (None, position)
 
 
 @dataclass(frozen=True)
 class Seating:
-    """Who trains where.
+    """Assignment of workers to ranks.
 
     Args:
         ranks: workers by rank: rank r is at position r mod P of group r // P.
-        idle: workers that fill no group, and wait.
-        step: steps in the state from which all go on; after 0 that is the first weights, which each can make.
-        sources: of each worker that lacks its part of that state, who gives it.
-        from_checkpoint: whether they go on from the newest checkpoint: no newer state is left complete.
+        idle: workers that do not fill a group and wait.
+        step: steps in the state from which all continue; 0 for the first weights, which each worker can create.
+        sources: for each worker that lacks its part of that state, the worker that provides it.
+        from_checkpoint: whether they continue from the newest checkpoint, as no newer state is complete.
     """
 
     ranks: tuple[int, ...]
@@ -49,13 +49,13 @@ class Seating:
 
 
 def seat(holdings: Sequence[Holding], size: int) -> Seating:
-    """Keeps the groups that are whole, and forms new ones of those whose group has lost a worker, or who are new.
+    """Keep complete groups, and form new ones of workers whose group has lost a member, and of new workers.
 
-    Example, groups of two: of (0, 1) and (2, 3) worker 3 has died. 0 and 1 go on; 2 is idle. When 4 joins, 2 and 4 form
-    a group, at positions 0 and 1; 4 gets its state from 1.
+    Example, groups of two: worker 3 of (0, 1) and (2, 3) has died. 0 and 1 continue; 2 is idle. When 4 joins, 2 and 4
+    form a group, at positions 0 and 1; 4 gets its state from 1.
 
     Args:
-        holdings: of all workers that live.
+        holdings: states of all live workers.
         size: P, workers of a group.
     """
     ranks, rest = _whole_groups(holdings, size)
@@ -79,14 +79,14 @@ def _whole_groups(holdings: Sequence[Holding], size: int) -> tuple[list[Holding]
     for each in holdings:
         if each.group is not None:
             groups.setdefault(each.group, []).append(each)
-    whole = [members for _, members in sorted(groups.items()) if len(members) == size]
-    ranks = [each for members in whole for each in sorted(members, key=lambda each: each.position or 0)]
+    complete = [members for _, members in sorted(groups.items()) if len(members) == size]
+    ranks = [each for members in complete for each in sorted(members, key=lambda each: each.position or 0)]
     rest = sorted((each for each in holdings if each not in ranks), key=lambda each: each.worker)
     return ranks, rest
 
 
 def _form(rest: list[Holding], size: int) -> list[Holding]:
-    """Takes a group's workers out of `rest`, those at their own position first."""
+    """Take a group's workers out of `rest`, those at their own position first."""
     seats: list[Holding | None] = []
     for position in range(size):
         own = next((each for each in rest if each.position == position), None)
@@ -97,7 +97,7 @@ def _form(rest: list[Holding], size: int) -> list[Holding]:
 
 
 def _newest(holdings: Sequence[Holding], size: int) -> int:
-    """The newest step after which every position's experts are there; -1 if there is none."""
+    """Return the newest step for which every position's experts exist; -1 if there is none."""
     for step in sorted({each.step for each in holdings}, reverse=True):
         if all(any(each.has(position, step) for each in holdings) for position in range(size)):
             return step

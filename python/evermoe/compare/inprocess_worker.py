@@ -1,4 +1,4 @@
-"""The worker of NVIDIA's resiliency extension: the training function begins again in the processes that are left."""
+"""Worker of NVIDIA's resiliency extension, which restarts the training function in the remaining processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evermoe.demo.train import Reporter
 
 
 def work(program: Program, reporter: Reporter) -> None:
-    """Wraps training as the extension's usage guide does: in-process restart, from the newest checkpoint."""
+    """Train under in-process restart, as in the extension's usage guide, from the newest checkpoint."""
     from nvidia_resiliency_ext import inprocess
 
     options = program.options

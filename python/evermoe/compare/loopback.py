@@ -1,4 +1,4 @@
-"""A network of a run's own, whose loopback counts every byte that its processes send."""
+"""A separate network for a run, whose loopback counts every byte that its processes send."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ IFF_UP_LOOPBACK_RUNNING = 0x1 | 0x8 | 0x40
 
 
 def enter() -> bool:
-    """Moves this process, and those that it will start, into a network of their own. Before it has threads.
+    """Move this process, and its future children, into a separate network; call it before threads start.
 
-    Returns whether that worked: Linux may forbid it to users, as most containers do.
+    Return whether that succeeded: Linux may forbid it to users, as most containers do.
     """
     if sys.platform != "linux":
         return False
@@ -37,7 +37,7 @@ def enter() -> bool:
 
 
 def sent_bytes() -> int:
-    """Bytes that were sent over this network's loopback so far, with the headers of TCP and IP."""
+    """Return the bytes sent so far over this network's loopback, with the headers of TCP and IP."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":

@@ -1,4 +1,4 @@
-"""Figures of a run, from its workers' events. Pure: event lists in, plain numbers out."""
+"""Figures of a run from its workers' events. Pure: event lists in, plain numbers out."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run took, kept and lost."""
+    """Results of a run."""
 
     steps: int
-    """Steps that the job's state has in the end."""
+    """Steps in the job's final state."""
     seconds: float
-    """From the begin of the first step to the last step."""
+    """Seconds from the begin of the first step to the last step."""
     startup_seconds: float
-    """From the start of the processes to the begin of the first step."""
+    """Seconds from the start of the processes to the begin of the first step."""
     tokens_per_second: float
-    """Goodput: tokens of the steps that count, over `seconds`."""
+    """Goodput: tokens of the steps in the final state, over `seconds`."""
     lost_steps: int
-    """Steps that were taken and had to be taken again."""
+    """Steps that were taken and had to be repeated."""
     lost_tokens: int
-    """Tokens whose updates were lost, once for each MoE layer and expert that they went to. Of a step that is taken
-    again all; of one that is not, those of the experts that went back."""
+    """Tokens whose updates were lost, counted once for each MoE layer and expert. A repeated step counts all its
+    tokens; other steps count those of the experts that went back."""
     plt: float
-    """Portion of lost tokens that no step has brought back; averaged over layers."""
+    """Portion of tokens lost for good, averaged over layers."""
     longest_stall: float
-    """Most seconds between two steps that count, of which the job had not taken the later one before."""
+    """Longest time between two consecutive advances of the job, in seconds."""
     final_loss: float | None
-    """On the held-out text."""
+    """Loss on the held-out text."""
     kills: int
     joins: int
     sent_bytes: int | None
@@ -39,9 +39,9 @@ class Outcome:
 
 
 def in_order(events: Mapping[int, Sequence[Event]]) -> list[Event]:
-    """All events by time, up to the first that says that all steps are taken.
+    """Return all events by time, up to the first that reports that all steps are taken.
 
-    What comes later is no part of the run: a worker of torchft that joins then begins a job of its own.
+    Later events are not part of the run: a worker of torchft that joins then begins a new job.
     """
     rows = sorted((event for rows in events.values() for event in rows), key=lambda event: event["time"])
     end = next((number for number, event in enumerate(rows) if event["event"] == "final"), len(rows))
@@ -49,7 +49,7 @@ def in_order(events: Mapping[int, Sequence[Event]]) -> list[Event]:
 
 
 def progress(events: Mapping[int, Sequence[Event]]) -> list[tuple[float, int]]:
-    """Time and number of steps whenever the job's state had more steps, or fewer, than before.
+    """Return time and number of steps whenever the number of steps in the job's state changed.
 
     >>> a = [{"event": "taken", "step": 0, "time": 1.0}, {"event": "taken", "step": 1, "time": 2.0}]
     >>> b = [{"event": "resumed", "step": 1, "time": 3.0}, {"event": "taken", "step": 1, "time": 4.0}]
@@ -70,13 +70,13 @@ def progress(events: Mapping[int, Sequence[Event]]) -> list[tuple[float, int]]:
 
 
 def lost_steps(events: Mapping[int, Sequence[Event]]) -> int:
-    """Steps that had been taken when the job resumed from before them."""
+    """Count the steps that were undone whenever the job resumed from an earlier one."""
     tops = [top for _, top in progress(events)]
     return sum(max(0, before - after) for before, after in zip(tops, tops[1:], strict=False))
 
 
 def _advances(steps: Sequence[tuple[float, int]]) -> list[float]:
-    """When the job got further than ever before."""
+    """Return the times at which the job got further than ever before."""
     found, most = [], 0
     for time, step in steps:
         if step > most:
@@ -94,15 +94,15 @@ def measure(
     sent_bytes: int | None,
     peak_memory_bytes: int,
 ) -> Outcome:
-    """The figures of a run.
+    """Compute the figures of a run.
 
     Args:
-        events: of each worker; the controller's are among them.
-        began: time at which the first process was started.
-        tokens: of a step.
-        assignments: of a step's tokens to experts, over all MoE layers.
-        sent_bytes: over the network.
-        peak_memory_bytes: of all processes together.
+        events: events of each worker, and of the controller.
+        began: start time of the first process.
+        tokens: tokens of a step.
+        assignments: assignments of a step's tokens to experts, over all MoE layers.
+        sent_bytes: bytes sent over the network.
+        peak_memory_bytes: peak memory of all processes together.
     """
     rows, steps = in_order(events), progress(events)
     first = next((event["time"] for event in rows if event["event"] == "begin"), began)

@@ -1,4 +1,4 @@
-"""A picture of a comparison: steps over time of each candidate."""
+"""Picture of a comparison: steps over time of each candidate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 
 def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draws steps over seconds since the processes were started, to a PNG or SVG file; kills are crosses.
+    """Draw steps over seconds since the start of the processes, to a PNG or SVG file; kills are crosses.
 
     Args:
-        found: of each candidate by its title: `progress`, pairs of seconds and steps, and `kills`, seconds.
-        path: of the file.
+        found: by the candidate's title: `progress`, pairs of seconds and steps, and `kills`, seconds.
+        path: path of the file.
     """
     figure = Figure(figsize=(9, 6), layout="constrained")
     axis = figure.subplots()
@@ -25,7 +25,7 @@ def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             done = max((step for at, step in each["progress"] if at <= kill), default=0)
             axis.plot([kill], [done], marker="x", color=line.get_color(), linestyle="")
     axis.set_xlabel("seconds since the processes were started; × is a kill")
-    axis.set_ylabel("steps that the job's state has")
+    axis.set_ylabel("steps in the job's state")
     axis.set_ylim(bottom=0)
     axis.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)

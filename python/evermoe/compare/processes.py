@@ -1,4 +1,4 @@
-"""Processes of a run, with those that they have started: their memory, and their end. From Linux's /proc."""
+"""Processes of a run and their descendants: their memory, and their end. Reads Linux's /proc."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 KINDS = ("RssAnon:", "RssShmem:")
-"""What counts as a process's memory: its own, and shared memory that it has touched; no files."""
+"""Memory that counts: private memory, and shared memory that the process has touched; no files."""
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started, directly or not, as far as they live."""
+    """Return the live processes that a process has started, directly or not, and itself."""
     found = [pid]
     for each in found:
         with suppress(OSError):
@@ -23,7 +23,7 @@ def family(pid: int) -> list[int]:
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Memory of these processes and of all that they have started; shared memory counts in each that touched it."""
+    """Return the memory of these processes and their descendants; shared memory counts in each that touched it."""
     total = 0
     for pid in {member for each in pids for member in family(each)}:
         with suppress(OSError):
@@ -34,7 +34,7 @@ def memory_bytes(pids: Iterable[int]) -> int:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL to a process and all that it has started."""
-    for each in family(pid):  # the agent first, so that it starts nothing again
+    """SIGKILL a process and its descendants."""
+    for each in family(pid):  # the agent first, so that it restarts nothing
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The training program of all candidates: the demo's model and data, the same batches, the same held-out text.
+"""Training program of all candidates: the demo's model and data, the same batches, the same held-out text.
 
-What differs between candidates is in their worker modules alone: who survives what, and how.
+Candidates differ only in their worker modules, which implement the fault tolerance.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from evermoe.demo.worker_flags import add_arguments
 from evermoe.sampler import ElasticSampler, Share
 
 MAX_GRAD_NORM = 1.0
-"""To which all candidates clip."""
+"""Norm to which all candidates clip."""
 
 
 class Program:
-    """A worker's model, optimizer, data and sampler.
+    """Model, optimizer, data and sampler of a worker.
 
     Args:
-        options: of the worker.
+        options: options of the worker.
 
     Attributes:
-        held_out: bytes `[n, sequence + 1]` on which nobody trains.
+        held_out: bytes `[n, sequence + 1]` that are not used for training.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -42,16 +42,16 @@ class Program:
         self.sampler = ElasticSampler(training, options.batch, seed=options.seed)
 
     def share(self, step: int, rank: int, size: int) -> Share:
-        """The part of a rank in the batch of a step."""
+        """Return a rank's part of the batch of a step."""
         self.sampler.consumed = step * self.options.batch
         return self.sampler.share(rank, size)
 
     def loss(self, share: Share) -> Tensor:
-        """Mean loss of this share."""
+        """Return the mean loss of this part."""
         return self.model.loss(self.corpus[share.indices])
 
     def held_out_loss(self) -> float:
-        """Mean loss on the held-out text; collective where experts are on several ranks."""
+        """Return the mean loss on the held-out text; collective if experts are on several ranks."""
         self.model.eval()
         with torch.no_grad():
             losses = [float(self.model.loss(part)) * len(part) for part in self.held_out.split(self.options.batch)]
@@ -60,10 +60,10 @@ class Program:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The flags of all workers."""
+    """Return the parser of the flags of all workers."""
     parser = argparse.ArgumentParser(description=description)
     add_arguments(parser)
-    parser.add_argument("--held-out", type=int, required=True, help="windows of text on which nobody trains")
+    parser.add_argument("--held-out", type=int, required=True, help="windows of text that are not used for training")
     parser.add_argument("--events", required=True, metavar="FILE", help="append events as JSON lines")
     parser.add_argument("--die-at", type=int, metavar="STEP", help="SIGKILL this process in mid-step")
     parser.add_argument("--worker", type=int, required=True, help="number of this worker")
@@ -74,13 +74,13 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 @contextmanager
 def reporting(options: argparse.Namespace) -> Any:
-    """The worker's events, one line of JSON each."""
+    """Open the file of the worker's events, one line of JSON each."""
     with open(options.events, "a") as out:
         yield Reporter(out, options.die_at)
 
 
 def main(description: str, work: Callable[[Program, Reporter], None]) -> None:
-    """Runs a worker: its flags, its program, its events."""
+    """Run a worker with its flags, its program and its events."""
     options = parser(description).parse_args()
     with reporting(options) as reporter:
         work(Program(options), reporter)

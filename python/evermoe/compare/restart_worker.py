@@ -1,4 +1,4 @@
-"""The worker of "DS": torchrun starts it, and all others, again when one has died."""
+"""Worker of "DS": if one dies, torchrun restarts it and all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from evermoe.demo.train import Reporter
 
 
 def work(program: Program, reporter: Reporter) -> None:
-    """Trains from the newest checkpoint; what does not fill an expert-parallel group waits until that changes."""
+    """Train from the newest checkpoint; workers that do not fill an expert-parallel group wait until the set
+    changes."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     used = world // program.options.expert_parallel * program.options.expert_parallel

@@ -1,6 +1,6 @@
-"""One run of a candidate in a process of its own: starts workers, lets some die and some join, and measures.
+"""One run of a candidate in a separate process: start workers, apply the schedule of failures, and measure.
 
-`python -m evermoe.compare.runner FILE` reads its orders from the file, and writes what it found beside it.
+`python -m evermoe.compare.runner FILE` reads its options from the file, and writes its outcome next to it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from evermoe.errors import LaunchError
 from evermoe.launch import STOP_SIGNALS
 
 KINDS = ("begin", "taken", "resumed", "recovered", "final", "killed", "joining", "idle")
-"""Events that say how far a run is; a session reports many more."""
+"""Events that show the progress of a run; a session reports many more."""
 LOOK_SECONDS = 0.02
-"""Between two looks at the workers."""
+"""Seconds between two checks of the workers."""
 MEMORY_SECONDS = 0.25
-"""Between two looks at their memory."""
+"""Seconds between two measurements of their memory."""
 LAST_SECONDS = 15.0
-"""That workers have to end by themselves after the last step."""
+"""Seconds that workers have to end by themselves after the last step."""
 
 
 class Run:
-    """One run.
+    """One run of a candidate.
 
     Args:
-        launch: the candidate's, entered.
-        schedule: who dies and joins.
+        launch: the candidate's launch, whose context is entered.
+        schedule: schedule of deaths and joins.
         options: of `evermoe compare`.
         show: called with the number of steps and of seconds, about four times a second.
 
@@ -59,8 +59,8 @@ class Run:
         self._first: float | None = None
         """When the first step began."""
 
-    def go(self) -> None:
-        """Runs to the end."""
+    def run_candidate(self) -> None:
+        """Run to the end and return the outcome."""
         for worker in range(self._options.workers):
             self._start(worker)
         while not self._is_over():
@@ -79,7 +79,7 @@ class Run:
     def _look(self) -> None:
         for worker in self.events:
             self._read(worker)
-        self._bury()
+        self._remove_node()
         if not self._is_over():
             self._obey()
         self._launch.changed()
@@ -103,22 +103,22 @@ class Run:
         with path.open("rb") as file:
             file.seek(self._offsets[worker])
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[worker] += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offsets[worker] += len(complete)
+        new = [json.loads(line) for line in complete.splitlines()]
         self.events[worker] += [event for event in new if event["event"] in KINDS]
         if self._first is None:
             self._first = min((event["time"] for event in new if event["event"] == "begin"), default=None)
 
-    def _bury(self) -> None:
-        """Takes along what was on the node of a worker that killed itself in its step."""
+    def _remove_node(self) -> None:
+        """Remove the node of a worker that killed itself in its step."""
         for worker, rows in self.events.items():
             if worker not in self._dead and any(event["event"] == "killed" for event in rows[-3:]):
                 self._dead.add(worker)
                 self._launch.kill(worker)
 
     def _obey(self) -> None:
-        """Does what is due in the schedule."""
+        """Apply the changes that are scheduled by now."""
         due = [change for change in self._left if self._is_due(change)]
         self._left = [change for change in self._left if change not in due]
         for change in due:
@@ -150,9 +150,9 @@ class Run:
 
 
 def main(path: Path) -> None:
-    """Does what the file says, and writes the outcome beside it."""
+    """Run the candidate that the file describes, and write the outcome next to it."""
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))  # so that no worker is left behind
+        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))  # so that no worker remains
     is_counted = loopback.enter()  # before torch has threads
     from evermoe.compare.candidates import CANDIDATES
 
@@ -164,7 +164,7 @@ def main(path: Path) -> None:
         run = Run(launch, schedule, options, lambda step, seconds: print(f"{step} {seconds:.1f}", flush=True))
         failure = None
         try:
-            run.go()
+            run.run_candidate()
         except LaunchError as error:
             failure = str(error)
     tokens = options.batch * options.sequence

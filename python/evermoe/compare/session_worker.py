@@ -1,4 +1,4 @@
-"""The worker of evermoe's presets."""
+"""Worker of evermoe's presets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evermoe.train.session import Session
 
 
 def work(program: Program, reporter: Reporter) -> None:
-    """Trains in an `evermoe.Session`."""
+    """Train in an `evermoe.Session`."""
     options = program.options
     session = Session(
         program.model,

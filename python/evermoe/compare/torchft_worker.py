@@ -1,4 +1,4 @@
-"""The worker of torchft's own recovery: a replica group each, healed live from a peer's checkpoint transport."""
+"""Worker of torchft's own recovery: one replica group each, healed live from a peer's checkpoint transport."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from evermoe.demo.train import Reporter
 from evermoe.train.gradients import norms
 
 BEGIN = "begin"
-"""File beside the events that says that all first workers have started; torchft would begin with the first of them."""
+"""File next to the events that exists once all first workers have started; torchft would begin with the first of
+them."""
 
 
 def work(program: Program, reporter: Reporter) -> None:
-    """Trains as torchft's `train_ddp.py` does, but that batches are divided among those who take part.
+    """Train as torchft's `train_ddp.py` does, except that batches are divided among the participants.
 
     Gradients are averaged by `Manager.allreduce`, not in torchft's DistributedDataParallel: that of 0.2.0 ends the
     process with an AssertionError when an all-reduce of gloo fails, as `_ManagedWork.wait` then leaves no future.
@@ -66,7 +67,7 @@ def _manager(program: Program, store: dist.TCPStore) -> Any:
         load_state_dict=load,
         state_dict=lambda: {"model": program.model.state_dict(), "optimizer": program.optimizer.state_dict()},
         min_replica_size=1,
-        use_async_quorum=False,  # a batch is divided among those who take part, so that they must be known first
+        use_async_quorum=False,  # a batch is divided among the participants, so they must be known first
         timeout=limit,
         rank=0,
         world_size=1,
@@ -80,7 +81,7 @@ def _manager(program: Program, store: dist.TCPStore) -> Any:
 
 
 def _take(program: Program, reporter: Reporter, manager: Any, optimizer: Any, step: int) -> None:
-    """One attempt at a step; the Manager decides whether it counts."""
+    """Attempt a step once; the Manager decides whether it counts."""
     members = manager.num_participants()
     share = program.share(step, manager.participating_rank(), members)
     reporter.write("begin", {"step": step})
@@ -97,9 +98,9 @@ def _take(program: Program, reporter: Reporter, manager: Any, optimizer: Any, st
 
 
 def _average(manager: Any, tensors: list[Tensor]) -> float:
-    """Averages tensors over those who take part, in place and in one bucket; returns the last element.
+    """Average tensors over the participants, in place and in one bucket; return the last element.
 
-    The Manager notes a failure, and has the step not count.
+    After a failure the Manager does not count the step.
     """
     bucket = torch.cat([tensor.reshape(-1) for tensor in tensors])
     manager.allreduce(bucket).wait()

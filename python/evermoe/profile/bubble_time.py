@@ -1,4 +1,4 @@
-"""How long ranks of a pipeline wait for each other in a step, and how long 1F1B would have them wait. Pure."""
+"""Time that ranks of a pipeline wait for each other in a step, and the time that 1F1B predicts. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class BubbleTime(NamedTuple):
     """Seconds of a step in which a rank computes nothing of the schedule."""
 
     measured: float
-    """From when the first rank begins its first forward until the last one ends its last backward."""
+    """Seconds without compute between the first rank's first forward and the last end of a backward."""
     expected: float
-    """(p - 1) · (t_f + t_b): what 1F1B leaves of p stages that take t_f and t_b for each microbatch, as this one."""
+    """(p - 1) · (t_f + t_b): the bubbles of 1F1B with p stages that take t_f and t_b per microbatch, as this one."""
 
     def __str__(self) -> str:
         return f"{self.measured:.6f} s of bubbles in a step, {self.expected:.6f} s by (p - 1) * (t_f + t_b) of 1F1B"
@@ -24,7 +24,7 @@ class BubbleTime(NamedTuple):
 def bubble_time(
     steps: Sequence[Sequence[StepProfile]], starts: Sequence[Sequence[float]], rank: int, stages: int
 ) -> BubbleTime | None:
-    """The bubbles of a rank, medians over the steps; None if it computes nothing of a schedule.
+    """Return the bubbles of a rank, medians over the steps; None if it computes nothing of a schedule.
 
     Two stages with a microbatch each, forward 1 s and backward 2 s, one after the other:
 
@@ -36,10 +36,10 @@ def bubble_time(
         BubbleTime(measured=3.0, expected=3.0)
 
     Args:
-        steps: by rank, the same number of each.
-        starts: of these, by rank, on one clock.
-        rank: this one.
-        stages: of the pipeline; of a rank with several virtual ones they count as one.
+        steps: steps by rank, the same number for each.
+        starts: starts of these steps, by rank, on one clock.
+        rank: the rank whose bubbles are computed.
+        stages: stages of the pipeline; several virtual stages of a rank count as one.
     """
     found = [
         one
@@ -62,10 +62,10 @@ def _of_step(step_R: Sequence[StepProfile], start_R: Sequence[float], rank: int,
         return None
     busy = sum(span.seconds for span in mine)
     spans = [each for ends in ends_R for each in ends]
-    whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
-    return BubbleTime(max(0.0, whole - busy), (stages - 1) * busy / len(forwards))
+    measured = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return BubbleTime(max(0.0, measured - busy), (stages - 1) * busy / len(forwards))
 
 
 def _computed(step: StepProfile) -> list[Span]:
-    """Forwards and backwards; of a zero-bubble schedule backwards for inputs and for weights."""
+    """Return forwards and backwards; in a zero-bubble schedule, backwards for inputs and for weights."""
     return [span for span in step.spans if span.kind in ("forward", "backward")]

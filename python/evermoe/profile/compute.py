@@ -1,4 +1,4 @@
-"""Records forward, backward and optimizer, of a whole model or of a pipeline's microbatches."""
+"""Recording of forward, backward and optimizer, of a complete model or of a pipeline's microbatches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from evermoe.profile.patches import Patches
 from evermoe.profile.recorder import OpenSpan, Recorder
 
 PIPELINING = "torch.distributed.pipelining.stage"
-"""The module whose stages are recorded, once other code has imported it: that takes seconds."""
+"""Module whose stages are recorded once other code has imported it: its import takes seconds."""
 
 
 def attach_model(recorder: Recorder, patches: Patches, model: nn.Module) -> None:
-    """Forward hooks on the model, and on its parts for a model that is not called as a whole."""
+    """Attach forward hooks to the model, and to its parts for a model that is not called itself."""
     for name, module in _parts(model, ""):
         _attach_forward(recorder, patches, module, f"forward {name}".rstrip())
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module and its children, and instead of containers, which are never called, what they contain."""
+    """Yield the module and its children; containers, which are never called, are replaced by their contents."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         yield name, module
-    whole = name or hasattr(module, "_orig_mod")  # what torch.compile returns is called as a whole
-    if not whole or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    is_called = name or hasattr(module, "_orig_mod")  # the result of torch.compile is called as one module
+    if not is_called or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for child_name, child in module.named_children():
             yield from _parts(child, f"{name}.{child_name}".lstrip("."))
 
@@ -39,7 +39,7 @@ def _attach_forward(recorder: Recorder, patches: Patches, module: nn.Module, nam
     open_spans: list[OpenSpan | None] = []  # a module may call itself
 
     def before(*_: Any) -> None:
-        if not torch.compiler.is_compiling():  # a graph that torch.compile traces stays as it would be
+        if not torch.compiler.is_compiling():  # keep hooks out of the graph that torch.compile traces
             open_spans.append(recorder.begin(name, "forward", "compute"))
 
     def after(*_: Any) -> None:
@@ -53,14 +53,14 @@ def _attach_forward(recorder: Recorder, patches: Patches, module: nn.Module, nam
 
 
 def attach_backward(recorder: Recorder, patches: Patches) -> None:
-    """`torch.autograd.backward`, which `Tensor.backward` calls, and `torch.autograd.grad`."""
+    """Wrap `torch.autograd.backward`, which `Tensor.backward` calls, and `torch.autograd.grad`."""
     wrap = functools.partial(_timed, recorder, "backward", lambda *_, **__: "backward")
     patches.replace(torch.autograd, "backward", wrap)
     patches.replace(torch.autograd, "grad", wrap)
 
 
 def attach_optimizers(recorder: Recorder, patches: Patches) -> None:
-    """The `step` of all optimizers."""
+    """Wrap the `step` of all optimizers."""
     open_spans: list[OpenSpan | None] = []
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -78,7 +78,7 @@ def attach_optimizers(recorder: Recorder, patches: Patches) -> None:
 
 
 def attach_pipelines(recorder: Recorder, patches: Patches) -> None:
-    """The microbatches of all stages of `torch.distributed.pipelining`, each with its stage and number."""
+    """Wrap the microbatches of all stages of `torch.distributed.pipelining`; spans name stage and number."""
     module = sys.modules.get(PIPELINING)
     stage = getattr(module, "_PipelineStageBase", None)
     if stage is None:
@@ -90,7 +90,7 @@ def attach_pipelines(recorder: Recorder, patches: Patches) -> None:
     patches.replace(stage, "backward_weight_one_chunk", functools.partial(wrap, "backward", _weight_name))
 
 
-# These have the parameters of the methods whose spans they name.
+# These functions have the parameters of the methods whose spans they name.
 
 
 def _forward_name(stage: Any, fwd_chunk_id: int, *_: Any, **__: Any) -> str:

@@ -11,14 +11,14 @@ from pathlib import Path
 from evermoe.planning.trace import merge_traces
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Writes the file so that it has all of the text, or is what it was."""
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write the file atomically: it has the complete text, or its previous content."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp's is for the owner alone
+        os.chmod(temporary, 0o644)  # mkstemp creates files that only the owner can read
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -26,10 +26,10 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def merge_files(paths: Sequence[str | Path], out: str | Path) -> list[int]:
-    """Merges traces of several ranks, each from `Profiler.write_trace`; returns the ranks.
+    """Merge traces of several ranks, each from `Profiler.write_trace`, and return the ranks.
 
     Raises:
-        ValueError: a file that cannot be read, is no trace, or is of the same rank as another.
+        ValueError: a file cannot be read, is no trace, or has the same rank as another.
     """
     texts = []
     for path in paths:
@@ -40,7 +40,7 @@ def merge_files(paths: Sequence[str | Path], out: str | Path) -> list[int]:
             raise ValueError(f"{path}: expected a trace of one rank; {error}") from None
     merged = merge_traces(texts)
     try:
-        write_whole(out, merged)
+        write_atomically(out, merged)
     except OSError as error:
         raise ValueError(f"{out}: cannot be written; {error}") from None
     return sorted({int(event["pid"]) for event in json.loads(merged)["traceEvents"]})

@@ -1,4 +1,4 @@
-"""The profiles of all ranks together."""
+"""Profiles of all ranks together."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from evermoe.profile.recorder import Recorded
 
 
 class RankProfile(NamedTuple):
-    """What one rank recorded."""
+    """Profile of one rank."""
 
     recorded: Sequence[Recorded]
-    """Its steps; here `start` is on the clock that all ranks share."""
+    """Steps of the rank; `start` is on the shared clock."""
     clock_error: float
-    """Seconds by which that may be off."""
+    """Largest error of these times in seconds."""
 
     def to_bytes(self) -> bytes:
         """The profile as compressed JSON."""
@@ -34,10 +34,10 @@ class RankProfile(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankProfile:
-        """What `to_bytes` made.
+        """Return the profile from bytes of `to_bytes`.
 
         Raises:
-            CorruptCopy: it is not that.
+            CorruptCopy: the bytes are not those of a profile.
         """
         try:
             fields = json.loads(zlib.decompress(data))
@@ -47,14 +47,14 @@ class RankProfile(NamedTuple):
             ]
             return cls(recorded, float(fields["clock_error"]))
         except (zlib.error, ValueError, KeyError, TypeError) as error:
-            raise CorruptCopy(f"the profile of a rank: expected what RankProfile.to_bytes makes; {error}") from None
+            raise CorruptCopy(f"the profile of a rank: expected the result of RankProfile.to_bytes; {error}") from None
 
 
 class GatheredProfile:
     """Steps and windows of all ranks on one clock, the same on each; from `Profiler.gather_windows`.
 
-    Transfers are there from when their last member had begun (see `evermoe.profile.meeting`), so that the windows of
-    a rank that waits for a peer are as wide as its network is idle.
+    Transfers start when their last member has begun (see `evermoe.profile.meeting`), so that the wait of a rank for a
+    peer counts as idle time of its network.
     """
 
     def __init__(self, profiles: Sequence[RankProfile], *, quantile: float, gamma: float) -> None:
@@ -65,37 +65,38 @@ class GatheredProfile:
             )
         recorded = [[r for r in profile.recorded if r.number in numbers] for profile in profiles]
         self.starts: list[list[float]] = [[r.start for r in rows] for rows in recorded]
-        """Start of each step, by rank: seconds of the shared clock."""
+        """Start of each step, by rank, in seconds of the shared clock."""
         met = [meet([r.step for r in rows], [r.start for r in rows]) for rows in zip(*recorded, strict=True)]
         self.steps: list[list[StepProfile]] = [in_one_order(steps) for steps in zip(*met, strict=True)]
-        """Steps that all ranks have, by rank."""
+        """Steps that all ranks have recorded, by rank."""
         self.windows: list[Windows] = [find_windows(steps, gamma=gamma, quantile=quantile) for steps in self.steps]
         """Windows by rank."""
         self.clock_errors: list[float] = [profile.clock_error for profile in profiles]
-        """Seconds by which a rank's times may be off against those of rank 0, by rank."""
+        """Largest error of a rank's times against those of rank 0, in seconds, by rank."""
         self.free_device_bytes: list[int | None] = [_lowest([r.free_device_bytes for r in rows]) for rows in recorded]
-        """The least free device memory of all these steps, by rank; None without a GPU."""
+        """Least free device memory of all these steps, by rank; None without a GPU."""
         self.free_host_bytes: list[int | None] = [_lowest([r.free_host_bytes for r in rows]) for rows in recorded]
-        """The least available host memory, by rank."""
+        """Least available host memory, by rank."""
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return len(self.steps)
 
     def receiver(self, sender: int, rank: int) -> Receiver:
-        """`rank` as a destination of `sender`, for `plan_chunks`: its windows, and how much later its step starts."""
+        """Return `rank` as a destination of `sender`, for `plan_chunks`: its windows, and the delay of its step's
+        start."""
         differences = [theirs - mine for mine, theirs in zip(self.starts[sender], self.starts[rank], strict=True)]
         return Receiver(rank, self.windows[rank], statistics.median(differences))
 
     def trace(self, plans: Sequence[ChunkPlan | None] = ()) -> str:
-        """Trace of all ranks in Chrome's trace event format; see `evermoe.planning.trace.chrome_trace`.
+        """Return a trace of all ranks in Chrome's trace event format; see `evermoe.planning.trace.chrome_trace`.
 
         Args:
-            plans: by rank, what it copies when.
+            plans: by rank, the plan of its copies.
 
         Raises:
-            ValueError: plans that are not one for each rank, or not made from these windows.
+            ValueError: there is not one plan for each rank, or a plan is not made from these windows.
         """
         if plans and len(plans) != self.size:
             raise ValueError(f"plans: expected one for each of {self.size} ranks, got {len(plans)}")
@@ -107,7 +108,7 @@ class GatheredProfile:
 
 
 def without_gaps(steps: Sequence[StepProfile], starts: Sequence[float]) -> list[StepProfile]:
-    """The steps, each as long as until the next one starts: what was not recorded in between is idle time."""
+    """Return the steps, each prolonged until the next one starts: unrecorded time in between is idle time."""
     ends = [*starts[1:], starts[-1] + steps[-1].seconds]
     return [StepProfile(end - start, step.spans) for step, start, end in zip(steps, starts, ends, strict=True)]
 

@@ -1,8 +1,8 @@
-"""When a transfer really was under way, from what both ends saw: pure functions of all ranks' steps.
+"""Actual start of transfers, from the records of both ends: pure functions of all ranks' steps.
 
 A receive is posted long before its sender has anything to send, and a collective waits for its last member. One rank
-alone cannot tell that wait from a busy network, and the bubbles of a pipeline would look busy. All ranks together can:
-nothing moves before the last of them has begun.
+alone cannot distinguish that wait from a busy network, and the bubbles of a pipeline would look busy. All ranks
+together can: nothing moves before the last of them has begun.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from evermoe.planning.windows import Span, StepProfile
 
 
 class Meeting(NamedTuple):
-    """What a transfer is called on all its ranks alike."""
+    """Name of a transfer that is equal on all its ranks."""
 
     name: str | None
-    """None for a send and its receive; else that of the collective."""
+    """None for a send and its receive; else the name of the collective."""
     members: tuple[int, ...]
     """Sender and receiver, or all ranks in order."""
     occurrence: int
-    """Number among those of its kind in the step."""
+    """Number among the equal transfers of the step."""
 
 
 def meet(steps: Sequence[StepProfile], starts: Sequence[float]) -> list[StepProfile]:
-    """The same step of all ranks, with transfers from when their last member had begun.
+    """Return the same step of all ranks, with transfers starting when their last member has begun.
 
-    A send and its receive are one transfer and end together, at the earlier of both ends, because each end is noted
-    when a thread has waited for it, or later. A collective ends on each rank by itself. Transfers whose other end was
-    not recorded stay as they are.
+    A send and its receive are one transfer and end together, at the earlier of both recorded ends: each is recorded
+    when a thread has waited for it, or later. A collective ends on each rank separately. Transfers whose other end was
+    not recorded stay unchanged.
 
         >>> send = Span("send to 1", "send", "network", 4.0, 3.0, 64, [1])
         >>> receive = Span("receive from 0", "receive", "network", 1.0, 4.0, 64, [0])
@@ -59,7 +59,7 @@ def meet(steps: Sequence[StepProfile], starts: Sequence[float]) -> list[StepProf
         for rank, at in found.items():
             span = spans[rank][at]
             end = starts[rank] + span.start + span.seconds if together is None else together
-            first = min(begin, end)  # later by no more than the error of the clocks
+            first = min(begin, end)  # later by at most the error of the clocks
             spans[rank][at] = span._replace(start=max(0.0, first - starts[rank]), seconds=end - first)
     return [StepProfile(step.seconds, found) for step, found in zip(steps, spans, strict=True)]
 
@@ -69,11 +69,11 @@ TICK = 1e-9
 
 
 def in_one_order(steps: Sequence[StepProfile]) -> list[StepProfile]:
-    """The steps of one rank with their transfers in the same order, so that `find_windows` finds them alike.
+    """Return the steps of one rank with their transfers in the same order, so that `find_windows` matches them.
 
-    Transfers that run side by side, such as a send and a receive in one batch, begin now in this order, now in that.
-    The order of their median starts is taken for all steps that have the same transfers; where a step has another
-    one, the transfer that is late begins with the next one: busy for longer than it was, never for less.
+    Concurrent transfers, such as a send and a receive in one batch, begin in varying order. All steps with the same
+    transfers get the order of the median starts. Where a step has another order, the late transfer starts with the next
+    one: busy for longer than it was, never for less.
 
         >>> def step(first, second):
         ...     spans = [Span("a", "send", "network", first, 2.0), Span("b", "send", "network", second, 2.0)]
@@ -101,7 +101,7 @@ def in_one_order(steps: Sequence[StepProfile]) -> list[StepProfile]:
 
 
 def _occurrences(spans: Sequence[Span]) -> dict[tuple[str, int], int]:
-    """The position of each transfer by its name and which of that name it is."""
+    """Return the position of each transfer by its name and its number among those of that name."""
     seen: dict[str, int] = defaultdict(int)
     found = {}
     for position, span in sorted(enumerate(spans), key=lambda each: each[1].start):
@@ -112,7 +112,7 @@ def _occurrences(spans: Sequence[Span]) -> dict[tuple[str, int], int]:
 
 
 def _keys(step: StepProfile, rank: int) -> list[tuple[int, Meeting]]:
-    """The position of each transfer in `step.spans`, and whom it meets."""
+    """Return the position of each transfer in `step.spans`, and its meeting."""
     seen: dict[tuple[str | None, tuple[int, ...]], int] = defaultdict(int)
     found = []
     for position, span in sorted(enumerate(step.spans), key=lambda each: each[1].start):

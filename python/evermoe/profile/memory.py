@@ -1,4 +1,4 @@
-"""How much memory is free, what gives it back, and what takes it quickly."""
+"""Free memory: its amount, its return to the system, and fast allocation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
-"""Of a large page on x86-64, and on most ARM systems."""
+"""Size of a large page on x86-64, and on most ARM systems."""
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Memory of the GPU that no process has taken; None without one.
+    """Return the GPU's memory that no process has reserved; None without a GPU.
 
-    Once a step is enough: torch's allocator keeps what it has taken, so that this is also the lowest of the step.
+    One call per step is enough: torch's allocator keeps reserved memory, so that this is the minimum of the step.
     """
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def free_host_bytes() -> int | None:
-    """Memory of the host that programs can get without swapping; None where the system does not say."""
+    """Return the host's memory that programs can get without swapping; None if the system does not report it."""
     try:
         with open("/proc/meminfo", "rb") as file:
             for line in file:
@@ -36,18 +36,18 @@ def free_host_bytes() -> int | None:
 
 
 def share_of_host_bytes(nodes: Sequence[str], rank: int) -> int | None:
-    """What each member of a rank's node may take of the memory that is free there: as much as the others.
+    """Return the equal share of free memory for each member of a rank's node.
 
-    `nodes` are by rank.
+    `nodes` lists the node of each rank.
     """
     free = free_host_bytes()
     return None if free is None else free // nodes.count(nodes[rank])
 
 
 def return_freed_memory() -> None:
-    """Gives the system back what this process has freed, where the C library keeps it for later: glibc's `malloc_trim`.
+    """Return memory that this process has freed to the system, if the C library keeps it: glibc's `malloc_trim`.
 
-    It looks at all pages that are free, so it is for rare events after which much is.
+    It visits all free pages, so call it only after rare events that free much memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -55,15 +55,15 @@ def return_freed_memory() -> None:
 
 
 def return_freed_memory_beside() -> None:
-    """As `return_freed_memory`, in a thread of its own, as it takes tens of milliseconds."""
-    with suppress(RuntimeError):  # no thread can be started: then the memory stays for later
+    """Call `return_freed_memory` in a separate thread, as it takes tens of milliseconds."""
+    with suppress(RuntimeError):  # no thread can be started; the memory is returned later
         threading.Thread(target=return_freed_memory, name="evermoe-trim", daemon=True).start()
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Asks for large pages for the memory of a tensor on the CPU that is still to be written; returns the tensor.
+    """Request large pages for the memory of a CPU tensor that is not written yet; return the tensor.
 
-    Where the system has them on demand, memory is taken faster, with fewer page faults; elsewhere nothing changes.
+    If the system offers them on demand, allocation is faster, with fewer page faults; otherwise nothing changes.
     """
     begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     nbytes = (tensor.data_ptr() + tensor.nbytes - begin) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

@@ -1,15 +1,15 @@
-"""Records what `evermoe`'s groups and `torch.distributed` send and receive, and copies between host and GPU.
+"""Recording of transfers by `evermoe`'s groups and `torch.distributed`, and of copies between host and GPU.
 
-Wrapped are the methods of `torch.distributed.ProcessGroup`, through which every Python function of
-`torch.distributed` goes, whichever module imported it; collectives that C++ code starts (DistributedDataParallel's
-buckets, functional collectives of compiled graphs) are not seen.
+The methods of `torch.distributed.ProcessGroup` are wrapped. Every Python function of `torch.distributed` calls them,
+whichever module imported it. Collectives that C++ code starts (DistributedDataParallel's buckets, functional
+collectives of compiled graphs) are not recorded.
 
-A transfer that continues after its call has ended is over when
+A transfer that continues after its call has returned ends
 
-* on a GPU, its stream gets there: an event on a stream that waits for the transfer, through the future of the `Work`;
-* on the CPU, gloo calls back through that future;
-* for a `Work` without future (gloo's sends and receives, NCCL's batches): a `wait()` for it returns. If none
-  waited in time the end is too late, never too early: a window is never thought wider than it is.
+* on a GPU, when its stream has completed it: at an event on a stream that waits for the future of the `Work`;
+* on the CPU, when gloo calls back through that future;
+* for a `Work` without future (gloo's sends and receives, NCCL's batches), when a `wait()` for it returns. Without a
+  wait in time the recorded end is too late, never too early, so that a window is never overestimated.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ COLLECTIVES = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
-"""Methods of `ProcessGroup`, and what their spans are called."""
+"""Methods of `ProcessGroup`, and the names of their spans."""
 
 
 def attach_torch(recorder: Recorder, patches: Patches) -> None:
-    """The methods of all process groups, and `Work.wait`."""
+    """Wrap the methods of all process groups, and `Work.wait`."""
     ranks = _Ranks()
     batches: threading.local = threading.local()
     for method, name in COLLECTIVES.items():
@@ -81,7 +81,7 @@ def attach_torch(recorder: Recorder, patches: Patches) -> None:
 
 
 class _Ranks:
-    """Global ranks of groups; asked once for each."""
+    """Global ranks of groups, cached."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, tuple[list[int], list[int]]] = weakref.WeakKeyDictionary()
@@ -97,7 +97,7 @@ class _Ranks:
         if found is None:
             try:
                 ranks = dist.get_process_group_ranks(group)
-            except (KeyError, ValueError, RuntimeError):  # one that torch.distributed has not made
+            except (KeyError, ValueError, RuntimeError):  # a group that torch.distributed did not create
                 ranks = list(range(group.size()))
             mine = group.rank()
             found = self._known[group] = (ranks, [rank for at, rank in enumerate(ranks) if at != mine])
@@ -110,7 +110,7 @@ def _started(
     describe: Callable[..., tuple[str, Kind, Sequence[int]]],
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Records a method that starts a transfer and returns its `Work`."""
+    """Wrap a method that starts a transfer and returns its `Work`."""
 
     @functools.wraps(original)
     def call(group: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -160,14 +160,14 @@ def _batch_ends(recorder: Recorder, batches: threading.local, original: Callable
 
 
 def _follow(recorder: Recorder, work: Any, spans: Sequence[OpenSpan]) -> None:
-    """Notes the end of the spans when `work` is over."""
+    """Record the end of the spans when `work` is complete."""
     if work is None:
         for span in spans:
             recorder.end(span)
         return
     recorder.follow(work, spans)
     if spans[0].kind != "collective" and spans[0].device == _CPU:
-        return  # gloo's have no future, and the exception that says so costs as much as ten spans
+        return  # gloo's work has no future, and the exception about that costs as much as ten spans
     try:
         future = work.get_future()
     except (RuntimeError, NotImplementedError):
@@ -193,7 +193,7 @@ def _waited(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
 
 
 def attach_group(recorder: Recorder, patches: Patches) -> None:
-    """The methods of `evermoe.comm.group.Group`, which wait until the transfer is over."""
+    """Wrap the methods of `evermoe.comm.group.Group`, which wait until the transfer is complete."""
     for method in ("all_reduce", "all_gather", "all_to_all"):
 
         def describe(group: Group, *_: Any, method: str = method) -> tuple[str, Kind, Sequence[int]]:
@@ -205,7 +205,7 @@ def attach_group(recorder: Recorder, patches: Patches) -> None:
 
 
 def _unseen(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Transfers beside training keep nothing busy: they are what windows are for. `Courier.sent` has them."""
+    """Exclude transfers in the background: they keep nothing busy that training needs. `Courier.sent` has them."""
 
     @functools.wraps(original)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -248,7 +248,7 @@ def _whole(
 
 
 def attach_copies(recorder: Recorder, patches: Patches) -> None:
-    """Methods of tensors that move bytes between the host and a device."""
+    """Wrap methods of tensors that move bytes between the host and a device."""
     for method in ("to", "cpu", "cuda", "copy_"):
         patches.replace(torch.Tensor, method, functools.partial(_copied, recorder))
 
@@ -273,7 +273,7 @@ def _copied(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
 
 
 def _moved(values: Sequence[Any]) -> tuple[int, torch.device | None]:
-    """Bytes of the larger of what goes in and what comes out, and on which device they are."""
+    """Return the bytes of the larger of input and output, and its device."""
     largest, device = 0, None
     for value in values:
         size, found = _size(value)

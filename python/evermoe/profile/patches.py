@@ -1,4 +1,4 @@
-"""Wraps methods while a profiler is attached, and puts back what was there."""
+"""Wrapping of methods while a profiler is attached, and their restoration."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class Patches:
-    """A stack of things to undo."""
+    """Stack of changes to undo."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._replaced: set[tuple[int, str]] = set()
 
     def add(self, undo: Callable[[], None]) -> None:
-        """`undo` is called when all is put back."""
+        """Register `undo`, which is called when all changes are undone."""
         self._undo.append(undo)
 
     def replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """`owner.name` becomes `wrap` of what it is. Nothing if it is not there, or is wrapped already."""
+        """Replace `owner.name` by `wrap` of it. No-op if it is missing or wrapped already."""
         key = (id(owner), name)
         if key in self._replaced or not hasattr(owner, name):
             return
@@ -29,7 +29,7 @@ class Patches:
 
         def undo() -> None:
             if vars(owner).get(name) is not wrapped:
-                return  # another wrapper lies around ours since; ours records nothing any more
+                return  # another wrapper was put around ours since; ours no longer records
             if own is None:
                 delattr(owner, name)
             else:
@@ -38,7 +38,7 @@ class Patches:
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Puts everything back, the newest first."""
+        """Undo all changes, the newest first."""
         while self._undo:
             self._undo.pop()()
         self._replaced.clear()

@@ -1,4 +1,4 @@
-"""What ranks tell each other about their profiles: bytes, and by how much their clocks differ."""
+"""Exchange of profiles between ranks: bytes, and the offset of their clocks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from evermoe.comm.group import Group
 
 
 class Peers(Protocol):
-    """The few exchanges that are needed; `connect` makes one."""
+    """The required exchanges; `connect` returns an implementation."""
 
     rank: int
     size: int
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """What each rank brought, by rank; lengths may differ."""
+        """Return the bytes of each rank, by rank; lengths may differ."""
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Sends a tensor of the CPU."""
+        """Send a tensor of the CPU."""
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receives into a tensor of the CPU."""
+        """Receive into a tensor of the CPU."""
 
 
 def connect(group: Group | dist.ProcessGroup | None) -> Peers:
-    """The members of a session's group, of a group of `torch.distributed`, or of its default group (None).
+    """Return the peers of a session's group, of a group of `torch.distributed`, or of its default group (None).
 
     Raises:
-        ValueError: something else, or None while `torch.distributed` has no default group.
+        ValueError: the group is something else, or None while `torch.distributed` has no default group.
     """
     if isinstance(group, Group):
         return _Members(group)
@@ -89,20 +89,20 @@ class ClockOffset(NamedTuple):
     """Offset of a rank's clock from that of rank 0."""
 
     seconds: float
-    """To add to this rank's clock."""
+    """Seconds to add to this rank's clock."""
     error: float
-    """It is wrong by no more than this."""
+    """Largest error of the offset in seconds."""
 
 
 def offset_of(asked: float, came: float, answered: float, back: float) -> ClockOffset:
-    """The offset from one round trip, as NTP does it: half of it there, half back, in the worst case all one way.
+    """Return the offset from one round trip, as in NTP: half of the time in each direction, at worst all in one.
 
-    Asked at 10.0 on the own clock, it came at 15.2 on the other, was answered at 15.3, and was back at 10.5:
+    Sent at 10.0 of the own clock, received at 15.2 of the other, answered at 15.3, back at 10.5:
 
         >>> offset_of(10.0, 15.2, 15.3, 10.5)
         ClockOffset(seconds=5.0, error=0.2)
 
-    The way there and back took 0.5 - 0.1 seconds; an offset of 5.2 would be no time for the way there.
+    The round trip took 0.5 - 0.1 seconds; with an offset of 5.2 the outward trip would have taken no time.
     """
     return ClockOffset(
         round(((came - asked) + (answered - back)) / 2, 9), round(((back - asked) - (answered - came)) / 2, 9)
@@ -112,7 +112,7 @@ def offset_of(asked: float, came: float, answered: float, back: float) -> ClockO
 def clock_offset(
     peers: Peers, rounds: int = 16, now: Callable[[], float] = lambda: time.perf_counter_ns() / 1e9
 ) -> ClockOffset:
-    """How far rank 0's clock is ahead of this rank's; the best of some round trips. Collective.
+    """Return the offset of rank 0's clock from this rank's, from the quickest of several round trips. Collective.
 
     Rank 0 answers one rank after the other, each `rounds` times; the quickest round trip has the smallest error.
     """

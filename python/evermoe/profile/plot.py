@@ -1,4 +1,4 @@
-"""A picture of a trace: of each rank compute, network, its windows, and copies."""
+"""Picture of a trace: compute, network, windows and copies of each rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from matplotlib.figure import Figure
 from evermoe.plotting import BLUE, GREEN, GREY, PALE, RED
 
 TRACE_STEPS = 3
-"""Steps that are drawn: the last ones of a trace."""
+"""Number of last steps of a trace that are drawn."""
 TRACKS = ("compute", "network", "windows", "copies")
 COLOURS = {"forward": "#7fb0e0", "backward": BLUE, "optimizer": "#1b3f66"}
 
 
 def plot_trace(trace: Mapping[str, Any], path: Path) -> None:
-    """Draws the last steps of a trace to a PNG or SVG: of each rank compute, network, its windows, and copies.
+    """Draw the last steps of a trace to a PNG or SVG: compute, network, windows and copies of each rank.
 
     Args:
-        trace: what `evermoe trace` writes; with optimizers in it, or else all of it is drawn.
-        path: its suffix says which.
+        trace: a trace of `evermoe trace`; without optimizers in it, all of it is drawn.
+        path: path of the file; its suffix selects the format.
 
     Raises:
         ValueError: the trace has no events, or the file cannot be written.
@@ -58,7 +58,7 @@ def _last_steps(events: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _place(event: Mapping[str, Any]) -> tuple[int | None, str]:
-    """Row and colour of an event; no row if it is not drawn."""
+    """Return row and colour of an event; no row if it is not drawn."""
     kind, track = event["cat"], event["tid"] // 1000
     if kind == "window":
         return (2 if track == 4 else None), PALE

@@ -1,4 +1,4 @@
-"""The profiler itself."""
+"""The profiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, Kind, Resource, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile import compute, network
 from evermoe.profile.clocks import Clock
-from evermoe.profile.files import write_whole
+from evermoe.profile.files import write_atomically
 from evermoe.profile.gathered import GatheredProfile, RankProfile, without_gaps
 from evermoe.profile.patches import Patches
 from evermoe.profile.peers import clock_offset, connect
@@ -30,9 +30,10 @@ from evermoe.profile.recorder import OpenSpan, Recorded, Recorder
 T = TypeVar("T")
 
 KEEP = 20
-"""Steps that windows rest on by default."""
+"""Default number of steps on which windows are based."""
 WEEK = 604800.0
-"""Seconds; traces count from the last full week since 1970, as microseconds since 1970 would lose nanoseconds."""
+"""Seconds of a week. Traces count from the last full week since 1970, as microseconds since 1970 would lose
+nanoseconds."""
 
 
 class Profiler:
@@ -45,18 +46,18 @@ class Profiler:
         profiler.gather_windows(group)                      # all ranks', on one clock
         profiler.write_trace("rank0.json")                  # for ui.perfetto.dev
 
-    Recorded are: forward of the model, or of each microbatch of pipeline stages; backward; the optimizers; what
-    `evermoe` and `torch.distributed` send, receive and reduce, with bytes and peers; copies between host and GPU. Times
-    are those of the GPU's streams where the work is on a GPU, else of the host's monotonic clock. The model, its
-    results and its gradients stay the same; what is wrapped while attached is put back by `detach`. One profiler at
-    a time per process. What the session's copies send is not recorded: it travels beside training, in the windows.
+    It records forward of the model, or of each microbatch of pipeline stages; backward; the optimizers; transfers of
+    `evermoe` and `torch.distributed`, with bytes and peers; copies between host and GPU. Times are those of the GPU's
+    streams for work on a GPU, else of the host's monotonic clock. The model, its results and its gradients stay the
+    same; `detach` restores all wrapped methods. A process can have one attached profiler at a time. Transfers of the
+    session's copies are not recorded: they travel in the background, in the windows.
 
     Args:
-        model: for the spans of its forward; not needed for stages of `torch.distributed.pipelining`.
-        device: whose stream computes; default: the model's, else the current GPU if CUDA is in use, else the CPU.
-        keep: steps that are kept, the latest.
-        rank: of the spans' peers; default: that of `torch.distributed` if it is initialised, else 0. `gather_windows`
-            learns it from the group.
+        model: model whose forward is recorded; not needed for stages of `torch.distributed.pipelining`.
+        device: device that computes; default: the model's, else the current GPU if CUDA is in use, else the CPU.
+        keep: number of latest steps to keep.
+        rank: this rank; default: that of `torch.distributed` if it is initialised, else 0. `gather_windows` learns it
+            from the group.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class Profiler:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.model, self.rank = model, rank
         self._to_shared = time.time() % WEEK - time.perf_counter_ns() / 1e9
-        """Seconds from the host's monotonic clock to that of traces: the time of this host, or once asked of rank 0."""
+        """Seconds from the host's monotonic clock to that of traces: this host's time, or rank 0's after a gather."""
         self._recorder = Recorder(Clock(_device(model, device)), keep)
         self._patches = Patches()
         self._baseline: tuple[Windows, int] | None = None
 
-    # ---- while training
+    # ---- recording
 
     def attach(self) -> Profiler:
-        """Begins to record, with a new step; what was recorded before is forgotten. Nothing if it is attached."""
+        """Start recording with a new step and discard earlier records. No-op if attached."""
         if self._recorder.on:
             return self
         recorder, patches = self._recorder, self._patches
@@ -103,7 +104,7 @@ class Profiler:
         return self
 
     def detach(self) -> None:
-        """Puts back all that was wrapped. The step that runs is not kept; the steps before it are."""
+        """Restore all wrapped methods. The current step is discarded, the steps before it are kept."""
         self._recorder.stop()
         self._patches.undo()
 
@@ -116,18 +117,19 @@ class Profiler:
         self.detach()
 
     def step(self) -> None:
-        """A step is over, and the next one begins. The same number of times on each rank."""
+        """End the current step and begin the next one. Call it the same number of times on each rank."""
         if self._recorder.on:
-            compute.attach_pipelines(self._recorder, self._patches)  # if stages are there by now
+            compute.attach_pipelines(self._recorder, self._patches)  # if stages exist by now
         self._recorder.next_step()
 
     @property
     def began(self) -> int | None:
-        """When the step that runs began, of `time.perf_counter_ns`; None where a GPU says so later, or if none runs."""
+        """Return the start of the current step, of `time.perf_counter_ns`; None if a GPU reports it later, or
+        without a step."""
         return self._recorder.began
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same items; each begins a step, which ends when the next one is asked for."""
+        """Yield the same items; each begins a step, which ends when the next item is requested."""
         if self._recorder.on:
             self._recorder.restart_step()
         for batch in batches:
@@ -138,13 +140,13 @@ class Profiler:
     def span(
         self, name: str, kind: Kind, resource: Resource, *, bytes: int = 0, peers: Sequence[int] = ()
     ) -> Iterator[None]:
-        """Records a block of the user's own, such as a transfer that is not torch's.
+        """Record a block of user code, such as a transfer by another library.
 
         Args:
-            name: the same in every step.
-            kind: what it does.
-            resource: what it keeps busy.
-            bytes: how many it moves.
+            name: name of the span, the same in every step.
+            kind: kind of the span.
+            resource: resource that it keeps busy.
+            bytes: number of bytes that it moves.
             peers: ranks at the other end.
         """
         found = self._recorder.begin(name, kind, resource, bytes, peers)
@@ -155,18 +157,18 @@ class Profiler:
                 self._recorder.close(found)
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Transfers of the calling thread meanwhile are not recorded."""
+        """Exclude transfers of the calling thread from the record within this block."""
         return self._recorder.unseen("network")
 
     def follow_network(self, begins: Callable[[OpenSpan], None], ends: Callable[[OpenSpan], None]) -> None:
-        """While attached, calls these for each transfer of training as it begins and when it is known to be over.
+        """While attached, call these functions at the begin of each transfer of training, and when its end is known.
 
-        The end may come in another thread.
+        The second call may come from another thread.
         """
         self._recorder.on_begin = lambda span: begins(span) if span.resource == "network" else None
         self._recorder.on_end = lambda span: ends(span) if span.resource == "network" else None
 
-    # ---- what was found
+    # ---- results
 
     @property
     def recorded(self) -> list[Recorded]:
@@ -175,13 +177,13 @@ class Profiler:
 
     @property
     def unfinished(self) -> int:
-        """Transfers that were left out, because no thread had waited for them one step later."""
+        """Number of transfers that were left out because no thread had waited for them one step later."""
         return self._recorder.unfinished
 
     def windows(self, *, quantile: float = 0.1, gamma: float = 0.9) -> Windows:
-        """The idle windows of this rank, by itself: here a receive is busy from when it was posted.
+        """Return the idle windows of this rank, found without other ranks: a receive counts as busy from its posting.
 
-        From now on `changed` compares with these steps. See `evermoe.planning.windows.find_windows`.
+        `changed` then compares with these steps. See `evermoe.planning.windows.find_windows`.
 
         Raises:
             ValueError: no step is over yet, or options out of range.
@@ -194,19 +196,19 @@ class Profiler:
     def gather_windows(
         self, group: Group | dist.ProcessGroup | None = None, *, quantile: float = 0.1, gamma: float = 0.9
     ) -> GatheredProfile:
-        """Steps and windows of all ranks on one clock. Collective; every rank gets the same.
+        """Return steps and windows of all ranks on one clock, equal on every rank. Collective.
 
         Clocks are compared by round trips with rank 0 (`evermoe.profile.peers.clock_offset`); half of the quickest
-        one bounds the error. From now on traces are on that clock, and `changed` compares with these steps.
+        one bounds the error. Traces then use that clock, and `changed` compares with these steps.
 
         Args:
-            group: who takes part; None is the default group of `torch.distributed`.
+            group: the participating ranks; None for the default group of `torch.distributed`.
             quantile: see `evermoe.planning.windows.find_windows`.
-            gamma: see there.
+            gamma: see `evermoe.planning.windows.find_windows`.
 
         Raises:
             ValueError: no group, or the ranks have no step in common.
-            PeerLost: of a session's group.
+            PeerLost: a member of a session's group is lost.
         """
         peers = connect(group)
         on, self._recorder.on = self._recorder.on, False
@@ -225,13 +227,13 @@ class Profiler:
         return found
 
     def changed(self, *, latest: int = 5, tolerance: float = 0.01) -> Change | None:
-        """What the latest steps do otherwise than those of `windows` or `gather_windows`; None if nothing.
+        """Return how the latest steps differ from those of `windows` or `gather_windows`; None if they do not.
 
-        Then find windows again, and plan anew.
+        If they differ, find windows and plan again.
 
         Args:
-            latest: steps to look at; until there are so many new ones, the answer is None.
-            tolerance: part of a step that does not matter.
+            latest: number of steps to compare; with fewer new ones the answer is None.
+            tolerance: part of a step below which a difference is ignored.
 
         Raises:
             ValueError: windows were not found yet.
@@ -250,15 +252,15 @@ class Profiler:
         windows: Windows | None = None,
         sent: Sequence[Sent] = (),
     ) -> None:
-        """Writes this rank's steps and windows in Chrome's trace event format; `evermoe trace` merges such files.
+        """Write this rank's steps and windows in Chrome's trace event format; `evermoe trace` merges such files.
 
         Times are the time of day, after `gather_windows` that of rank 0. For all ranks at once, with transfers from
-        when they really began: `gather_windows(...).trace()`.
+        their actual start: `gather_windows(...).trace()`.
 
         Args:
-            path: the file; it is replaced as a whole.
-            plan: of `plan_chunks` with this rank's windows, to show its chunks.
-            windows: those to show, as `session.windows`; default: those of these steps.
+            path: path of the file, which is replaced atomically.
+            plan: result of `plan_chunks` with this rank's windows, to show its chunks.
+            windows: windows to show, such as `session.windows`; default: those of these steps.
             sent: transfers to show, `session.sent()` for example.
 
         Raises:
@@ -271,8 +273,8 @@ class Profiler:
             SentChunk(each.start / 1e9 + self._to_shared, (each.end - each.start) / 1e9, *each[2:5]) for each in sent
         ]
         found = windows or find_windows(steps)
-        whole = without_gaps(steps, starts)
-        write_whole(path, chrome_trace(whole, found, plan, sent=copies, rank=self.rank, start=starts[0]))
+        gapless = without_gaps(steps, starts)
+        write_atomically(path, chrome_trace(gapless, found, plan, sent=copies, rank=self.rank, start=starts[0]))
 
     def _steps_or_error(self, who: str) -> list[Recorded]:
         recorded = self.recorded

@@ -1,4 +1,4 @@
-"""Collects the spans of a step as they happen, and turns them into numbers once the step is over."""
+"""Recorder of the spans of a step, which converts them to numbers once the step is over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evermoe.profile.memory import free_device_bytes, free_host_bytes
 
 @dataclass(eq=False, slots=True)
 class OpenSpan:
-    """A span as it is recorded; `end` is None until it is over."""
+    """A span in progress; `end` is None until it is over."""
 
     name: str
     kind: Kind
@@ -39,15 +39,15 @@ class Recorded(NamedTuple):
     """A step of this rank."""
 
     number: int
-    """Steps since the profiler was made."""
+    """Number of steps since the profiler was created."""
     start: float
-    """Seconds of the host's monotonic clock."""
+    """Start in seconds of the host's monotonic clock."""
     step: StepProfile
-    """Its spans, with times from its start on."""
+    """Spans of the step, with times from its start."""
     free_device_bytes: int | None
     """Unreserved device memory, at its lowest; None without a GPU."""
     free_host_bytes: int | None
-    """Host memory that was available at the step's end; None where the system does not say."""
+    """Host memory that was available at the step's end; None if the system does not report it."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _OpenStep:
 
 
 class Recorder:
-    """The spans of the last `keep` steps.
+    """Spans of the last `keep` steps.
 
     Of spans of one resource that nest in one thread, only the outermost is recorded: a recomputed forward within a
     backward, or what torch's groups do for one of ours.
@@ -68,15 +68,15 @@ class Recorder:
         self.clock = clock
         self.on = False
         self.unfinished = 0
-        """Spans that had not ended a step later, and were left out: transfers that were not waited for."""
+        """Number of spans that were left out as they had not ended a step later: transfers without a wait."""
         self.on_begin: Callable[[OpenSpan], None] = _ignore
         """Callback for each span as it begins."""
         self.on_end: Callable[[OpenSpan], None] = _ignore
-        """Callback for each span when it is over; perhaps in another thread."""
+        """Callback for each span when it is over, perhaps from another thread."""
         self._done: deque[Recorded] = deque(maxlen=keep)
         self._step: _OpenStep | None = None
         self._last: tuple[_OpenStep, Mark, int | None, int | None] | None = None
-        """The step before this one: on a GPU, its events are reached by now or soon."""
+        """The previous step: on a GPU, its events are reached by now or soon."""
         self._works: weakref.WeakKeyDictionary[Any, list[OpenSpan]] = weakref.WeakKeyDictionary()
         self._local = threading.local()
         self._number = 0
@@ -92,7 +92,7 @@ class Recorder:
         peers: Sequence[int] = (),
         device: torch.device | None = None,
     ) -> OpenSpan | None:
-        """Opens a span; None if nothing is recorded now, or within another one of the resource.
+        """Open a span; return None if recording is off, or within another span of the resource.
 
         With the span, `leave` must be called in the same thread, and `end` at some time.
         """
@@ -106,38 +106,38 @@ class Recorder:
         return span
 
     def leave(self, span: OpenSpan) -> None:
-        """What this thread does from now on is not part of the span, which may continue."""
+        """End this thread's part of the span, which itself may continue."""
         self._inside().discard(span.resource)
 
     def end(self, span: OpenSpan) -> None:
-        """The span is over; only the first call counts."""
+        """End the span; only the first call counts."""
         if span.end is None:
             span.end = self.clock.mark(span.device)
             self.on_end(span)
 
     def close(self, span: OpenSpan) -> None:
-        """`leave` and `end`."""
+        """Call `leave` and `end`."""
         self.end(span)
         self.leave(span)
 
     def drop(self, span: OpenSpan) -> None:
-        """Forgets a span whose work failed."""
+        """Discard a span whose work failed."""
         self.leave(span)
         if self._step is not None and span in self._step.spans:
             self._step.spans.remove(span)
 
     def follow(self, work: Any, spans: Sequence[OpenSpan]) -> None:
-        """The spans last until a thread has waited for `work`."""
+        """Let the spans last until a thread has waited for `work`."""
         self._works.setdefault(work, []).extend(spans)
 
     def waited(self, work: Any) -> None:
-        """A thread has waited for `work`, which is over, or the current stream continues only after it."""
+        """Note that a thread has waited for `work`, or that the current stream continues only after it."""
         for span in self._works.pop(work, ()):
             self.end(span)
 
     @contextmanager
     def unseen(self, resource: Resource) -> Iterator[None]:
-        """What this thread does meanwhile is not recorded."""
+        """Exclude this thread from the record within this block."""
         inside = self._inside()
         was_inside = resource in inside
         inside.add(resource)
@@ -157,12 +157,12 @@ class Recorder:
 
     @property
     def began(self) -> int | None:
-        """When the step that runs began; None if the host does not know, or none runs."""
+        """Return the start of the current step; None if the host does not know it, or without a step."""
         start = None if self._step is None else self._step.start
         return start if isinstance(start, int) else None
 
     def start(self) -> None:
-        """Begins to record; what was recorded before is gone, as steps must follow each other."""
+        """Start recording and discard earlier records, as steps must be consecutive."""
         self._done.clear()
         self._last = None
         self._inside().clear()
@@ -170,23 +170,23 @@ class Recorder:
         self.on = True
 
     def stop(self) -> None:
-        """The step that runs is left out."""
+        """Stop recording; the current step is discarded."""
         self.on = False
         self._step = None
         self._works.clear()
         self._inside().clear()
 
     def restart_step(self) -> None:
-        """The step that runs begins only now."""
+        """Let the current step begin now."""
         if self._step is not None:
             self._step = _OpenStep(self._number, self.clock.mark())
 
     def next_step(self) -> None:
-        """The step that runs ends, and the next one begins."""
+        """End the current step and begin the next one."""
         step = self._step
         if step is None:
             return
-        self._inside().clear()  # an optimizer that raised has left its span open
+        self._inside().clear()  # an optimizer that raised an exception left its span open
         self._number += 1
         end = self.clock.mark()
         self._resolve_last()
@@ -194,7 +194,7 @@ class Recorder:
         self._step = _OpenStep(self._number, end)
 
     def steps(self) -> list[Recorded]:
-        """The steps that are over, oldest first. On a GPU, waits until the last one is."""
+        """Return the completed steps, oldest first. On a GPU, waits until the last one is."""
         self._resolve_last()
         return list(self._done)
 

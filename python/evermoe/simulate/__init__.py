@@ -1,7 +1,7 @@
-"""A job on a cluster that fails, in simulated time: what each way to survive costs, and what it loses.
+"""A job on a failing cluster in simulated time: costs and losses of each way to survive.
 
-The planners and the protocol of a session decide; only what their decisions take in seconds is modelled, by
-`Constants`, which `evermoe measure` writes.
+The planners and the protocol of a session decide. Only the duration of their decisions is modelled, by `Constants`,
+which `evermoe measure` writes.
 
     >>> from evermoe.simulate import Failure, Scenario, Workload, simulate
     >>> scenario = Scenario(Workload.preset("gpt-s-moe", step_seconds=1.0), nodes=10, days=1.0)

@@ -1,4 +1,4 @@
-"""What failures cost on a machine: seconds and rates, measured or assumed."""
+"""Costs of failures on a machine: seconds and rates, measured or assumed."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Seconds and rates of a node. The defaults are assumptions with a source; `evermoe measure` writes what is so.
+    """Seconds and rates of a node. The defaults are assumptions with a source; `evermoe measure` writes measured
+    values.
 
     Raises:
         ValueError: a number that is negative or not finite, or a rate of 0.
     """
 
     detect_seconds: float = 15.0
-    """From a loss until the others know of it: 10 to 20 s until NCCL's kernels time out (Lazarus, section 6.3)."""
+    """Seconds from a loss until the others notice it: 10 to 20 until NCCL's kernels time out (Lazarus, section 6.3)."""
     agree_seconds: float = 0.5
-    """Until all agree who goes on: the Lighthouse names a new set within some heartbeats."""
+    """Seconds until all agree on the members: the Lighthouse names a new set within some heartbeats."""
     rebuild_seconds: float = 10.0
-    """Until they are connected: 5 to 15 s for NCCL's groups (Lazarus, section 6.3)."""
+    """Seconds until members are connected: 5 to 15 for NCCL's groups (Lazarus, section 6.3)."""
     rebuild_seconds_per_node: float = 0.0
-    """The same, for each of them."""
+    """Additional seconds until they are connected, per node."""
     survey_seconds: float = 0.1
-    """Until all know what survives and what each fetches: plans take less than 100 ms (Lazarus, section 6.3)."""
+    """Seconds until all know what survives and what each fetches: plans take less than 0.1 (Lazarus, section 6.3)."""
     digest_bytes_per_second: float = 10e9
-    """Digests of a process, of which a node has one for each device: xxHash3 is limited by the memory of one core."""
+    """Rate of digests of a process; a node has one process per device. xxHash3 is limited by the memory of one core."""
     capture_bytes_per_second: float = 20e9
-    """State into a node's own host memory: PCIe 4.0 with 16 lanes has 25 GB/s on paper (Gemini, section 7.1)."""
+    """Rate of copies into a node's own host memory: PCIe 4.0 x16 has a nominal 25 GB/s (Gemini, section 7.1)."""
     store_write_bytes_per_second: float = 1e9
-    """A node's writes to the store that all share."""
+    """Rate of a node's writes to the shared store."""
     store_read_bytes_per_second: float = 1e9
-    """A node's reads from it. BLOOM's store took 20 Gbit/s for all nodes (Gemini, section 2.2)."""
+    """Rate of a node's reads from it. BLOOM's store had 20 Gbit/s for all nodes (Gemini, section 2.2)."""
     store_bytes_per_second: float | None = None
-    """The store's for all nodes together; None where their own rates are the limit."""
+    """Rate of the store for all nodes together; None if the nodes' own rates are the limit."""
     persist_seconds: float = 0.0
-    """What each save to the store takes from the steps beside it: nothing where GPUs train and processors are left."""
+    """Seconds by which each save to the store prolongs concurrent steps: 0 if GPUs train and processors are idle."""
     start_seconds: float = 60.0
-    """From the start of a process until it can take part: Python, CUDA and the model."""
+    """Seconds from the start of a process until it can participate: Python, CUDA and the model."""
     network_latency_seconds: float = 50e-6
-    """Of any transfer between nodes."""
+    """Latency of any transfer between nodes, in seconds."""
     network_bytes_per_second: float = 12.5e9
-    """A node's network: 100 Gbit/s (the clusters of Lazarus and PEC)."""
+    """Rate of a node's network: 100 Gbit/s (the clusters of Lazarus and PEC)."""
     source: str = field(default="assumed: the defaults of evermoe", compare=False)
-    """Where the numbers are from, for people."""
+    """Source of the numbers, for people."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -63,12 +64,12 @@ class Constants:
 
 
 def write_constants(constants: Constants, path: str | Path, details: dict[str, Any] | None = None) -> None:
-    """Writes a file of constants.
+    """Write a file of constants.
 
     Args:
-        constants: to write.
-        path: of the JSON file; its folder is made.
-        details: what was measured, for people.
+        constants: the constants to write.
+        path: path of the JSON file; its folder is created.
+        details: details of the measurements, for people.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +78,11 @@ def write_constants(constants: Constants, path: str | Path, details: dict[str, A
 
 
 def read_constants(path: str | Path) -> Constants:
-    """Reads a file of constants.
+    """Read a file of constants.
 
     Raises:
-        ValueError: it is none, with the field, what was expected and what came.
-        OSError: it cannot be read.
+        ValueError: the file has no constants or wrong ones; the message names the field.
+        OSError: the file cannot be read.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))

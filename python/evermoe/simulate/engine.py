@@ -1,4 +1,4 @@
-"""Runs simulations, for one seed or for several."""
+"""Simulations for one seed or for several."""
 
 from __future__ import annotations
 
@@ -14,95 +14,95 @@ from evermoe.simulate.scenario import Scenario
 from evermoe.simulate.schemes import SCHEMES, SchemeName, keeps_owners, scheme_fields
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t at 95 %, both sides, for 1 to 10 degrees of freedom; 1.96 at most 14 % below it for more."""
+"""Student's t at 95 %, two-sided, for 1 to 10 degrees of freedom. For more the normal 1.96 is at most 14 % too low."""
 
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that happened to the job: `lost`, `resumed` or `restarted`."""
+    """Event of the job: `lost`, `resumed` or `restarted`."""
 
     seconds: float
     what: str
     step: int
-    """Steps that the state had taken."""
+    """Steps in the state."""
     members: int
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a simulation."""
+    """Result of a simulation."""
 
     scheme: SchemeName
     seconds: float
-    """In all."""
+    """Simulated seconds."""
     nanoseconds: Mapping[str, int]
-    """By cause; they add up to `seconds`."""
+    """Nanoseconds by cause; they add up to `seconds`."""
     ettr: float
-    """Effective training time ratio: the part of the time in which steps that count were computed."""
+    """Effective training time ratio: the share of time in which steps of the final state were computed."""
     goodput_tokens_per_second: float
-    """Tokens of these steps, without those that experts lost, for each second."""
+    """Tokens of these steps per second, without those that experts lost."""
     goodput: float
-    """The same, over what all nodes would train without failures and copies, with an even load."""
+    """The same over the rate of all nodes without failures and copies, with an even load."""
     steps: int
-    """Steps that count."""
+    """Steps in the final state."""
     undone_steps: int
-    """Steps that were undone, and taken again."""
+    """Steps that were undone and repeated."""
     interrupted_steps: int
     """Steps that a loss interrupted."""
     repeated_tokens: float
-    """Tokens of steps that were undone or interrupted."""
+    """Tokens of undone and interrupted steps."""
     lost_tokens: float
-    """Tokens that experts lost as they went back alone."""
+    """Tokens lost by experts that went back alone."""
     plt: float
     """Portion of lost tokens, averaged over layers."""
     losses: int
-    """Members that were lost."""
+    """Lost members."""
     recoveries: int
-    """The start and newcomers included."""
+    """Recoveries, the start and joins included."""
     moves: int
-    """Times that experts moved as the load had shifted."""
+    """Moves of experts after a shift of the load."""
     restarts: int
-    """Times that all processes were started again."""
+    """Restarts of all processes."""
     checkpoint_loads: int
-    """Times that all went back to a checkpoint."""
+    """Returns of all members to a checkpoint."""
     copy_bytes: int
-    """Of copies to peers."""
+    """Bytes of copies sent to peers."""
     first_bytes: int
-    """Of first copies, after a change."""
+    """Bytes of first copies after a change."""
     recovery_bytes: int
-    """That recoveries fetched from peers."""
+    """Bytes that recoveries fetched from peers."""
     local_bytes: int
-    """That recoveries took from copies in own memory."""
+    """Bytes that recoveries took from copies in own memory."""
     store_bytes: int
-    """That were written to the store."""
+    """Bytes written to the store."""
     read_bytes: int
-    """That were read from it."""
+    """Bytes read from the store."""
     memory_bytes: int
-    """That state and copies took on the fullest node."""
+    """Bytes of state and copies on the fullest node."""
     mean_members: float
-    """Nodes that trained, on average."""
+    """Average number of nodes that trained."""
     fewest_members: int
     recovery_seconds: tuple[float, ...]
-    """From each loss until training went on."""
+    """Seconds from each loss until training resumed."""
     happened: tuple[Happening, ...]
     """The first events."""
 
     @property
     def seconds_by_cause(self) -> dict[str, float]:
-        """Seconds of what took any."""
+        """Return the seconds of each cause that took any."""
         return {name: spent / 1e9 for name, spent in self.nanoseconds.items() if spent}
 
 
 def simulate(
     scenario: Scenario, scheme: SchemeName, *, seed: int, progress: Callable[[float], object] | None = None
 ) -> Outcome:
-    """Simulates one way to survive; the same for a seed, which decides for all schemes alike what fails when.
+    """Simulate one preset or baseline. A seed determines the failures for all of them equally.
 
     Args:
         scenario: cluster, model, failures and options.
-        scheme: a name of `SCHEMES`.
-        seed: of failures and of the load's drift.
-        progress: is told how much is over, 0 to 1; what it raises ends the simulation.
+        scheme: one of `SCHEMES`.
+        seed: seed of failures and of the load's drift.
+        progress: called with the simulated share, 0 to 1; an exception of it ends the simulation.
 
     Raises:
         ValueError: with the field, what was expected and what came.
@@ -137,15 +137,15 @@ def _expert_parallel(scenario: Scenario, scheme: SchemeName) -> int:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, and half of its 95 % confidence interval."""
+    """Mean over seeds, and half of its 95 % confidence interval."""
 
     mean: float
     half: float
-    """Infinite for one seed; Student's t for more."""
+    """Half width by Student's t; infinite for one seed."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Of independent samples.
+        """Return the interval of independent samples.
 
         >>> Interval.of([1.0, 2.0, 3.0])
         Interval(mean=2.0, half=2.4843382...)
@@ -159,16 +159,16 @@ class Interval:
 
 @dataclass(frozen=True)
 class Sample:
-    """Outcomes of one scheme for several seeds."""
+    """Outcomes of one preset or baseline for several seeds."""
 
     scheme: SchemeName
     outcomes: tuple[Outcome, ...]
 
     def interval(self, name: str) -> Interval:
-        """Of a number of `Outcome`, by its name.
+        """Return the interval of a number of `Outcome`, by its name.
 
         Raises:
-            ValueError: it has no such number.
+            ValueError: `Outcome` has no such number.
         """
         numbers = {
             each.name for each in fields(Outcome) if isinstance(getattr(self.outcomes[0], each.name), int | float)
@@ -178,7 +178,7 @@ class Sample:
         return Interval.of([float(getattr(outcome, name)) for outcome in self.outcomes])
 
     def seconds_by_cause(self) -> dict[str, float]:
-        """Means over the seeds."""
+        """Return the means over seeds."""
         causes = self.outcomes[0].nanoseconds
         means = {name: statistics.fmean(each.nanoseconds[name] for each in self.outcomes) / 1e9 for name in causes}
         return {name: seconds for name, seconds in means.items() if seconds}
@@ -192,11 +192,11 @@ def simulate_seeds(
     seeds: int,
     progress: Callable[[float], object] | None = None,
 ) -> Sample:
-    """Simulates one way to survive for the seeds `seed` to `seed + seeds - 1`; else as `simulate`."""
+    """Simulate the seeds `seed` to `seed + seeds - 1`; otherwise as `simulate`."""
     outcomes = []
     for number in range(checked("seeds", seeds, int, least=1)):
-        tell = None if progress is None else (lambda part, number=number: progress((number + part) / seeds))
-        outcomes.append(simulate(scenario, scheme, seed=seed + number, progress=tell))
+        report = None if progress is None else (lambda part, number=number: progress((number + part) / seeds))
+        outcomes.append(simulate(scenario, scheme, seed=seed + number, progress=report))
         if progress is not None:
             progress((number + 1) / seeds)
     return Sample(scheme, tuple(outcomes))

@@ -1,4 +1,4 @@
-"""A cluster, what goes wrong on it, and a session's options."""
+"""A cluster, its failures, and a session's options."""
 
 from __future__ import annotations
 
@@ -18,61 +18,62 @@ DAY = 86_400.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A reason for which nodes come and go, made by one of the functions below. Several add up."""
+    """Cause of losses and returns of nodes, created by one of the functions below. Several add up."""
 
     fields: dict[str, Any]
-    """Those of `Source` in `src/simulate/failures.rs`."""
+    """Fields of `Source` in `src/simulate/failures.rs`."""
 
     @staticmethod
     def poisson(*, mtbf_seconds: float, repair_seconds: float | None) -> Failure:
-        """Nodes fail one by one.
+        """Return failures of single nodes.
 
         Args:
             mtbf_seconds: mean time between two failures of any node, while all are up.
-            repair_seconds: until the node, or one in its place, is there again; None for never.
+            repair_seconds: seconds until the node or a replacement returns; None for never.
         """
         return Failure({"kind": "poisson", "mtbf_seconds": mtbf_seconds, "repair_seconds": repair_seconds})
 
     @staticmethod
     def racks(*, nodes_per_rack: int, mtbf_seconds: float, repair_seconds: float | None) -> Failure:
-        """Racks of consecutive nodes fail as a whole; else as `poisson`."""
+        """Return failures of complete racks of consecutive nodes; otherwise as `poisson`."""
         given = {"nodes_per_rack": nodes_per_rack, "mtbf_seconds": mtbf_seconds, "repair_seconds": repair_seconds}
         return Failure({"kind": "racks", **given})
 
     @staticmethod
     def maintenance(*, every_seconds: float, nodes: int, seconds: float) -> Failure:
-        """So many nodes at a time are taken out of service for a while, and their processes have notice."""
+        """Return periodic maintenance that takes a number of nodes out of service for a while, after a notice."""
         return Failure({"kind": "maintenance", "every_seconds": every_seconds, "nodes": nodes, "seconds": seconds})
 
     @staticmethod
     def stragglers(*, mtbf_seconds: float, factor: float, seconds: float) -> Failure:
-        """Nodes become so many times slower for a while, and all wait for them."""
+        """Return slowdowns of nodes by a factor for a while; all nodes wait for them."""
         return Failure({"kind": "stragglers", "mtbf_seconds": mtbf_seconds, "factor": factor, "seconds": seconds})
 
     @staticmethod
     def in_steps(losses: Sequence[tuple[int, Sequence[int]]]) -> Failure:
-        """Nodes are lost for good in the middle of steps.
+        """Return losses of nodes for good in the middle of steps.
 
         Args:
-            losses: number of a step, and which nodes.
+            losses: number of a step and the lost nodes.
         """
         return Failure({"kind": "steps", "losses": [(step, list(nodes)) for step, nodes in losses]})
 
     @staticmethod
     def at_times(events: Sequence[tuple[float, bool, Sequence[int]]]) -> Failure:
-        """Nodes come and go at these times; none is there before it comes.
+        """Return losses and arrivals of nodes at given times; a node does not exist before it arrives.
 
         Args:
-            events: seconds from the start, whether they come, and which nodes, in order of time.
+            events: seconds from the start, whether nodes arrive, and their numbers, in order of time.
         """
         return Failure({"kind": "trace", "events": [(at, comes, list(nodes)) for at, comes, nodes in events]})
 
     @staticmethod
     def trace(*paths: str | Path) -> Failure:
-        """As recorded: a file in Bamboo's format (`milliseconds,add|remove,node`), or in SkyPilot's one for each node.
+        """Return the failures of a trace: a file in Bamboo's format (`milliseconds,add|remove,node`), or SkyPilot's,
+        one per node.
 
         Raises:
-            ValueError: with the file, what was expected and what came. OSError: one cannot be read.
+            ValueError: a file has a wrong format; the message names it. OSError: a file cannot be read.
         """
         texts = [Path(path).read_text(encoding="utf-8") for path in paths]
         try:
@@ -84,21 +85,21 @@ class Failure:
 
     @property
     def most_nodes(self) -> int:
-        """Of a trace: as many nodes as it names; else 0."""
+        """Number of nodes that a trace names; 0 for other causes."""
         nodes = (node for _, _, nodes in self.fields.get("events", ()) for node in nodes)
         return max(nodes, default=-1) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOptions:
-    """Options of a session, as `evermoe.SessionConfig` has them, and of how it is simulated."""
+    """Options of a session, as in `evermoe.SessionConfig`, and of its simulation."""
 
     slots: int | None = None
     most_slots: int | None = None
-    """Replicas of a layer's experts that a node has memory for; a job that needs more waits for nodes."""
+    """Largest number of replicas per layer for which a node has memory; a job that needs more waits for nodes."""
     min_replicas: int | None = None
     dense: Literal["replicated", "sharded"] = "replicated"
-    """Where the optimizer's state is of what is no expert: on every device, or of each module on one node."""
+    """Location of the optimizer state of dense parameters: on every device, or of each module on one node."""
     copies: int = 2
     copy_budget: float = 0.01
     snapshot_interval: int | None = None
@@ -114,13 +115,14 @@ class SimulatedOptions:
     max_lost_token_fraction: float = 1.0
     remote_bytes_per_step: int | None = None
     plans_anew: bool = True
-    """Whether experts and copies are planned anew at every change, as a session does. Else newcomers take over what
-    lost nodes had, and all is planned anew only where that leaves an expert without a node: faster to simulate."""
+    """Whether experts and copies are planned again at every change, as in a session. Otherwise newcomers take over
+    the units of lost nodes, and all is planned again only if an expert would have no node. That is faster to
+    simulate."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job on a cluster that fails.
+    """A job on a failing cluster.
 
     Raises:
         ValueError: from `simulate`, with the field, what was expected and what came.
@@ -128,43 +130,43 @@ class Scenario:
 
     workload: Workload
     nodes: int
-    """Nodes that train. The devices of a node fail together: they are one member here."""
+    """Nodes that train. The devices of a node fail together: a node is one member."""
     days: float = 1.0
-    """How long it goes on at most."""
+    """Simulated days, at most."""
     steps: int | None = None
-    """Steps after which the job is over; None where only time ends it."""
+    """Steps after which the job is over; None if only time ends it."""
     spares: int = 0
-    """Nodes that are ready to take a lost one's place."""
+    """Nodes that stand by to replace lost ones."""
     devices: int = 1
-    """Devices of a node. Each has a process, with all that is no expert and a part of the node's experts."""
+    """Devices of a node. Each has a process with all dense parameters and a part of the node's experts."""
     nodes_per_rack: int = 0
-    """Consecutive nodes that share a rack, over which copies and replicas are spread; 0 where that does not matter."""
+    """Consecutive nodes that share a rack, over which copies and replicas are spread; 0 for no racks."""
     host_bytes: int = 1 << 40
-    """Host memory of a node that is free for copies."""
+    """Free host memory of a node for copies."""
     failures: tuple[Failure, ...] = ()
     constants: Constants = field(default_factory=Constants)
     options: SimulatedOptions = field(default_factory=SimulatedOptions)
     zipf: float = 0.0
-    """Exponent of the experts' load at the start; 0 is even."""
+    """Zipf exponent of the experts' load at the start; 0 is even."""
     drift: float = 0.0
-    """Standard deviation of the logarithm by which each expert's load changes from one change to the next."""
+    """Standard deviation of the change of the logarithm of each expert's load."""
     drift_interval: int = 100
     """Steps between two changes of the load."""
     load_trace: tuple[tuple[int, tuple[float, ...]], ...] = ()
-    """Step, and tokens of each expert of each class from it on, in the place of these."""
+    """(step, tokens of each expert of each class from it on); replaces the synthetic load."""
     expert_parallel: int | None = None
-    """Nodes that share the experts in `restart` and `restart-groups`; None: one in `restart`, two in the other."""
+    """Nodes that share the experts in `restart` and `restart-groups`; None for 1 and 2 respectively."""
     restart_interval: int = 50
     """Steps between the checkpoints of `restart` and `restart-groups`: 50 for DS in Lazarus, section 6.1."""
     join_seconds: float = 120.0
-    """For which these gather nodes that come: 2 minutes in Lazarus, section 6.4."""
+    """Seconds for which `restart` and `restart-groups` gather new nodes: 2 minutes in Lazarus, section 6.4."""
 
     def failing(self, *failures: Failure) -> Scenario:
-        """The same with these failures beside those that there are."""
+        """Return the scenario with these failures added."""
         return replace(self, failures=(*self.failures, *failures))
 
     def to_json(self) -> str:
-        """The fields of `Scenario` in `src/simulate/scenario.rs`."""
+        """Return the fields of `Scenario` in `src/simulate/scenario.rs`."""
         constants, workload = self.constants, self.workload
         modules = dense_modules(workload.dense_parameters, workload.largest_module, workload.layers)
         given = {

@@ -1,4 +1,4 @@
-"""Ways to survive that can be simulated: the presets of a session, and what people use instead."""
+"""Schemes that can be simulated: the presets of a session, and common baselines."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 SchemeName = PresetName | BaselineName
 SCHEMES: Mapping[SchemeName, str] = {
     **{name: PRESETS[name].summary for name in PRESET_NAMES},
-    "restart": "all stop at a loss, start again and load the newest checkpoint (torchrun and DCP; DS in Lazarus)",
-    "restart-groups": "groups of nodes that share the experts are dropped whole, the others go on (DS(FT) in Lazarus)",
+    "restart": "all workers stop at a loss, restart and load the newest checkpoint (torchrun and DCP; DS in Lazarus)",
+    "restart-groups": "groups of nodes that share the experts are dropped when they lose a node; the others continue "
+    "(DS(FT) in Lazarus)",
 }
-"""By name, in one line."""
+"""Summary of each scheme in one line, by name."""
 
 
 def keeps_owners(name: SchemeName) -> bool:
-    """Whether a way to survive can keep what one node alone trains, as owners do with `dense="sharded"`."""
+    """Return whether a scheme can keep units that one node alone trains, as owners do with `dense="sharded"`."""
     return name in BASELINES or PRESETS[name].protects_owners  # type: ignore[index]
 
 
 def scheme_fields(
     name: SchemeName, *, expert_parallel: int, checkpoint_interval: int, join_seconds: float
 ) -> dict[str, Any]:
-    """The fields of `Scheme` in `src/simulate/scenario.rs`.
+    """Return the fields of `Scheme` in `src/simulate/scenario.rs`.
 
     Args:
-        name: of the scheme.
-        expert_parallel: nodes that share the experts; baselines alone.
-        checkpoint_interval: steps between checkpoints; baselines alone.
-        join_seconds: for which nodes that come are gathered; baselines alone.
+        name: name of the scheme.
+        expert_parallel: nodes that share the experts, for baselines.
+        checkpoint_interval: steps between checkpoints, for baselines.
+        join_seconds: seconds for which new nodes are gathered, for baselines.
 
     Raises:
         ValueError: no scheme has the name.

@@ -1,4 +1,4 @@
-"""A model that is trained, as a simulation needs it: sizes of its units, and how a step goes."""
+"""The trained model of a simulation: sizes of its units, and its step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evermoe.planning.models import MODELS, ModelShape, find_model
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained.
+    """A model and its training step.
 
     Raises:
         ValueError: a field, what was expected and what came.
@@ -21,36 +21,36 @@ class Workload:
 
     name: str
     layers: int
-    """MoE layers."""
+    """Number of MoE layers."""
     experts: int
-    """Experts of each."""
+    """Experts of each layer."""
     expert_parameters: int
     """Parameters of one expert."""
     dense_parameters: int
-    """Parameters of all that is no expert; every device has their weights."""
+    """Dense parameters; every device has their weights."""
     largest_module: int = 0
-    """Of these, parameters of the largest module; 0 where it is not known. With `dense="sharded"` it has one owner."""
+    """Parameters of the largest dense module; 0 if unknown. With `dense="sharded"` it has one owner."""
     step_seconds: float
     """Seconds of a step on all nodes of the cluster, with an even load."""
     tokens_per_step: int = 1 << 20
     """Tokens of a global batch."""
     classes: int = 1
-    """Layers that differ in their load: all layers of a class are placed and copied alike."""
+    """Classes of layers that differ in their load; layers of a class are placed and copied in the same way."""
     state_bytes: int = 14
-    """Bytes of a parameter's state: bfloat16, and float32 master and moments."""
+    """Bytes of the state per parameter: bfloat16 weight, and float32 master and moments."""
     weight_bytes: int = 2
-    """Bytes of a parameter's weight, of these."""
+    """Bytes of the weight per parameter."""
     gradient_bytes: int = 2
-    """Bytes of a parameter's gradient as it is sent."""
+    """Bytes of the gradient per parameter, as sent."""
     scaling: float = 1.0
-    """A step of fewer nodes takes `(all / nodes) ** scaling` times as long: 1 where they do the work of the others,
-    too, 0 where it takes as long, below 0 where all share one machine and its processors have less to do."""
+    """A step of fewer nodes takes `(all / nodes) ** scaling` times as long: 1 if they do the others' work as well, 0
+    if the time stays equal, below 0 if all share one machine, whose processors then have less to do."""
     expert_share: float = 0.5
-    """Share of a step in which experts compute, which an uneven load makes longer."""
+    """Share of a step in which experts compute; an uneven load prolongs it."""
     network_idle: float = 0.5
     """Share of a step in which the network is idle. Gemini measured 41 % for GPT-2 100B (section 5.2)."""
     replayable: bool = True
-    """Whether the optimizer's steps can be repeated to the bit."""
+    """Whether the optimizer's steps can be repeated bit by bit."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -70,12 +70,12 @@ class Workload:
 
     @classmethod
     def of_shape(cls, name: str, shape: ModelShape, *, step_seconds: float, **options: float) -> Workload:
-        """A model of these sizes.
+        """Return a workload with the sizes of a shape.
 
         Args:
-            name: for people.
-            shape: its sizes.
-            step_seconds: of a step on all nodes of the cluster.
+            name: name of the model, for people.
+            shape: sizes of the model.
+            step_seconds: seconds of a step on all nodes of the cluster.
             options: other fields.
         """
         given: dict[str, object] = {
@@ -89,7 +89,7 @@ class Workload:
 
     @classmethod
     def preset(cls, name: str, *, step_seconds: float, **options: float) -> Workload:
-        """A known model, by its name in `evermoe.planning.models.MODELS` or on the hub.
+        """Return a known model, by its name in `evermoe.planning.models.MODELS` or on the hub.
 
         Raises:
             ValueError: no model has the name.
@@ -101,10 +101,10 @@ class Workload:
 
     @classmethod
     def read(cls, path: str | Path, **options: float) -> Workload:
-        """A model from a JSON file with these fields; `options` come before what it says.
+        """Read a model from a JSON file with these fields; `options` take precedence.
 
         Raises:
-            ValueError: it is none. OSError: it cannot be read.
+            ValueError: the file describes no model. OSError: the file cannot be read.
         """
         try:
             data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -123,5 +123,5 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.dense_parameters + self.layers * self.experts * self.expert_parameters

@@ -36,7 +36,7 @@ def test_checkpoints_at_a_url_are_listed_shown_and_verified(spot, capsys):
     file = next(name for name in spot.files() if name.startswith(paths[1].name) and name.endswith("safetensors"))
     spot.write(file, spot.read(file)[:-1])
     intact, damaged = run(capsys, "verify", URL, code=1)
-    assert "units are whole" in intact and damaged.startswith(f"{paths[1]}: damaged: ")
+    assert "units are complete" in intact and damaged.startswith(f"{paths[1]}: damaged: ")
 
 
 def test_a_unit_that_another_checkpoint_has_is_shown_with_that_ones_name(spot, capsys):
@@ -52,7 +52,7 @@ def test_checkpoints_are_copied_both_ways_and_once(spot, capsys, tmp_path):
     assert [line.split(": copied to ")[0] for line in run(capsys, "copy", URL, tmp_path / "here")] == list(
         map(str, paths)
     )
-    assert all(line.endswith("has it already") for line in run(capsys, "copy", URL, tmp_path / "here"))
+    assert all(": already in " in line for line in run(capsys, "copy", URL, tmp_path / "here"))
     assert len(run(capsys, "copy", tmp_path / "here" / "step-00000002", "s3://bucket/back")) == 1
     assert all_whole(Spot("s3://bucket/back")) == [2]
 

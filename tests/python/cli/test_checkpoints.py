@@ -56,7 +56,7 @@ def test_verify_finds_a_flipped_bit(folder, capsys):
     data.write_bytes(damaged)
     assert main(["checkpoints", "verify", str(folder / "step-00000004"), str(folder / "step-00000008")]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert "step-00000004: " in told[-2] and told[-2].endswith("units are whole")
+    assert "step-00000004: " in told[-2] and told[-2].endswith("units are complete")
     assert "step-00000008: damaged: " in told[-1] and "expected digest" in told[-1]
 
 

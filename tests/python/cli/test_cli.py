@@ -61,7 +61,7 @@ def test_demo_fails_when_too_much_is_lost(tmp_path):
         (["--kill", "1@3", "--kill", "1@4"], "a worker dies only once"),
         (["--workers", "1", "--kill", "0@3"], "at least one survivor"),
         (["--join", "60"], "--join: expected a step below 60, got 60"),
-        (["--data", "missing.txt"], "found nothing to read"),
+        (["--data", "missing.txt"], "found no file"),
         (["--copies", "-1"], "expected copies to be a whole number, >= 0, got -1"),
         (["--hang-timeout", "inf"], "expected hang_timeout"),
         (["--batch", "0"], "expected --batch to be a whole number, >= 1"),
@@ -104,7 +104,7 @@ def test_run_restarts_a_crashed_worker_which_rejoins(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = evermoe("run", "--workers", "2", "--restarts", "1", "train.py", "1", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"worker 1 \(pid \d+\) was killed by signal 9; starting it again", done.stderr)
+    assert re.search(r"worker 1 \(pid \d+\) was killed by signal 9; restarting it", done.stderr)
     assert "local memory" in done.stdout
     assert done.stdout.count("finished at 8") >= 1
     assert not job_folder("/dev/shm", "train").exists()
@@ -122,7 +122,7 @@ def test_run_says_what_is_wrong(tmp_path):
         assert f"argument {flag}: expected 0 to 4096, got '{value}'" in done.stderr
     done = evermoe("run", "--memory-dir", "/proc", "x.py", folder=tmp_path)
     assert done.returncode == 2
-    assert "evermoe run: memory_dir /proc: the job's folder cannot be made there" in done.stderr
+    assert "evermoe run: memory_dir /proc: cannot create the job's folder in it" in done.stderr
     assert "Traceback" not in done.stderr
     (tmp_path / "broken.py").write_text("raise SystemExit(3)")
     assert evermoe("run", "broken.py", folder=tmp_path).returncode == 3

@@ -32,7 +32,7 @@ def test_the_notice_before_a_time_limit_ends_a_job_that_resumes_at_its_newest_st
     code, said = command.end()
     assert code == REQUEUE_CODE, said
     assert said.count("SIGUSR1: this process leaves its job after the step") == 2
-    assert "starting it again" not in said
+    assert "restarting it" not in said
     (step,) = (version % 2**40 for version in find(tmp_path / "saved"))
     assert step >= 6
     again = start("--workers", "2", "train.py", "8", "100", **saved)
@@ -63,7 +63,7 @@ pathlib.Path(os.environ["EVERMOE_FINISHED"]).touch()
     said = capfd.readouterr().err
     assert "worker 1" in said
     assert "is stopped, and the job was finished 0.5 s ago: killing it" in said
-    assert "starting it again" not in said
+    assert "restarting it" not in said
 
 
 def test_stopped_workers_of_a_job_that_is_not_finished_are_left_alone(tmp_path, monkeypatch):

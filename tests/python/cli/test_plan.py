@@ -35,7 +35,7 @@ def test_report_of_the_documented_example(tmp_path):
     assert max(map(len, lines)) <= 100
     assert "…" not in done.stdout and "\x1b" not in done.stdout
     text = " ".join(done.stdout.split())
-    assert "32 nodes × 9 slots = 288 for 256 experts; min_replicas 2: lowered to 1, 16 slots per node would do" in text
+    assert "32 nodes × 9 slots = 288 for 256 experts; min_replicas 2: lowered to 1; 16 slots per node would be enough" in text
     assert "zipf:1.0, 58 layers; hottest expert 16.3% of its layer's tokens" in text
     for policy in POLICIES:
         assert sum(line.split()[:1] == [policy] for line in lines) == 1 + 4  # the table and four charts
@@ -173,11 +173,11 @@ def test_missing_and_pickled_files(tmp_path):
         (["--nodes", "999999", "--experts", "32", "--slots", "1"], "expected at most 2^24 nodes × experts and 2^26"),
         (["--min-replicas", "0"], "--min-replicas: expected 1 to"),
         (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
-        (["--domain-size", "5"], "--domain-size: expected at most 4, all nodes, got 5"),
+        (["--domain-size", "5"], "--domain-size: expected at most 4, the number of nodes, got 5"),
         (["--fail", "0"], "--fail 0: expected numbers from 1 to 4"),
         (["--fail", "5"], "--fail 5: expected numbers from 1 to 4"),
         (["--fail", "3..1"], "--fail 3..1: expected numbers from 1 to 4"),
-        (["--fail", "one"], "--fail one: expected numbers from 1 to 4, what can fail, such as 2, or 1..4, or 1,3"),
+        (["--fail", "one"], "--fail one: expected numbers from 1 to 4, such as 2, or 1..4, or 1,3"),
         (["--fail", "3", "--domain-size", "2"], "--fail 3: expected numbers from 1 to 2"),
         (["--nodes", "99", "--fail", "1..99"], "--fail 1..99: expected at most 64 numbers"),
         (["--load", "zipf"], "--load zipf: expected zipf:S"),
@@ -404,7 +404,7 @@ def test_names_the_replica_that_is_too_heavy():
     heavy = Heavy(layer=3, expert=7, replicas=2, times_mean=1.859, slots=5)
     assert advise(comparison(result("mro", 2.0, 1.0, 0.9), heavy=heavy))[-1] == (
         "Expert 7 of layer 3 is too hot for any placement, as each of its 2 replicas bears 1.86 × a node's mean load: "
-        "5 slots per node instead of 2 end that."
+        "5 slots per node instead of 2 would avoid that."
     )
 
 

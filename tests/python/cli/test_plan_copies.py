@@ -87,7 +87,7 @@ def test_snapshots_as_often_as_there_is_time():
     row = rows(auto)["auto"]
     assert (row.steps_per_version, row.delay, row.repeated_steps) == (2, 0, 0)
     assert row.lost_steps == pytest.approx(0.5 / 4, rel=1e-3)  # half a step of the 2 experts of one node
-    assert "25.0% of a step and --budget 0 are too little time" in show_copies.advise_copies(
+    assert "25.0% of a step and --budget 0 leave too little time" in show_copies.advise_copies(
         auto, [*rows(auto).values()]
     )
 
@@ -102,7 +102,7 @@ def test_without_memory_the_job_goes_back_to_the_store():
     assert (row.survives, row.repeated_steps, row.lost_steps) == (0, 499.5, 0)
     advice = show_copies.advise_copies(auto, [*rows(auto).values()])
     assert advice == (
-        "8 of 9 units may lose steps, because 0 GiB of host memory are used up: raise --host-gib, or give each expert "
+        "8 of 9 units may lose steps, because 0 GiB of host memory are full: raise --host-gib, or give each expert "
         "2 replicas, which --slots 4 --min-replicas 2 do."
     )
 
@@ -294,7 +294,7 @@ def test_help_has_every_flag(tmp_path):
     done = plan("--help", folder=tmp_path)
     assert all(f"--{name.replace('_', '-')} " in done.stdout for name in vars(SMALL))
     text = " ".join(done.stdout.split())
-    assert "of one expert (7e6)" in text and "of all that is no expert (5e8)" in text
+    assert "parameters of one expert (7e6)" in text and "parameters outside experts (5e8)" in text
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_help_has_every_flag(tmp_path):
         (["--copies", "--copies-wanted", "0"], "--copies-wanted: expected 1 to 64, got 0"),
         (["--copies", "--budget", "2"], "--budget: expected 0 to 1, got 2"),
         (["--copies", "--persist-steps", "1"], "--persist-steps: expected 2 to 1e+06, got 1"),
-        (["--copies", "--experts-per-save", "9"], "--experts-per-save: expected 1 to 8, all of a layer, got 9"),
+        (["--copies", "--experts-per-save", "9"], "--experts-per-save: expected 1 to 8, the experts of a layer, got 9"),
         (
             ["--copies", "--experts-per-save", "3", "--experts-per-snapshot", "2"],
             "--experts-per-snapshot: expected 3 to 8",

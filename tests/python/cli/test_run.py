@@ -113,7 +113,7 @@ def test_loop_that_all_leave_early_keeps_the_memory_until_the_job_is_finished(st
     assert code == 1
     assert "ValueError" in said
     assert "the same command resumes" not in said
-    assert "the job has not begun; what earlier runs of job train have left stays in" in said
+    assert "the job has not begun; memory of earlier runs of job train stays in" in said
     code, said = start("--workers", "2", "train.py", "8", "10").end()
     assert code == 0, said
     assert "continues from step 4" in said
@@ -264,7 +264,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the
     while sum("this worker is a spare" in line for line in command.lines) < 2:
         command.wait_for("this worker is a spare")
     assert any(
-        re.search(r"worker 1 \(pid \d+\) was killed by signal 9; starting it again", each) for each in command.lines
+        re.search(r"worker 1 \(pid \d+\) was killed by signal 9; restarting it", each) for each in command.lines
     )
     kill_worker(command.process.pid, 2)
     command.wait_for("worker 1 of 2 at")

@@ -24,7 +24,7 @@ def test_table_json_and_plot(tmp_path):
     assert max(map(len, lines[1:-3])) <= 100 and "\x1b" not in done.stdout
     for name in SCHEMES:
         assert any(line.strip().startswith(name) for line in lines), name
-    assert "has the most goodput. What it loses of the time:" in done.stdout
+    assert "has the most goodput. Its lost time:" in done.stdout
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "out.json").read_text())
     assert set(found["presets"]) == set(SCHEMES)

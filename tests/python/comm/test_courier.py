@@ -237,7 +237,7 @@ def test_messages_of_later_steps_wait_for_these():
     assert pacer.may_begin(0, 1.0, now + 1)
     assert not pacer.may_begin(1, 1.0, now + 1)
     assert pacer.may_begin(1, 1.0, now), "it is late"
-    assert pacer.wait(ANY_TIME, 100.0)[:2] == ("beside", None)
+    assert pacer.wait(ANY_TIME, 100.0)[:2] == ("background", None)
 
 
 def test_without_a_profile_any_idle_time_is_a_window():

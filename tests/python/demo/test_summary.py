@@ -92,7 +92,7 @@ def test_nobody_left_is_a_problem():
     events = run()
     cut = events[2][-1]["time"]
     events = {worker: [e for e in rows if e["time"] <= cut] for worker, rows in events.items()}
-    assert any("no survivor took a step" in problem for problem in summarise(events, None, 8)["problems"])
+    assert any("no survivor applied a step" in problem for problem in summarise(events, None, 8)["problems"])
 
 
 def partial_run(lost):

@@ -86,7 +86,7 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     assert "checkpoint 3, snapshot 1" in rows[1]
     assert "snapshot 3 MB" in rows[1]
     assert "no answer: Connection refused" in rows[2]
-    assert "a node is lost: survived with probability 0.5; two at once: 0; copies are missing, and being made" in out
+    assert "a node is lost: survived with probability 0.5; two at once: 0; copies are missing and in progress" in out
     assert "not survived: the loss of [l] (3 units), m + n (1 unit)" in out
     said = "a host was lost, or cut off; units from peers; [a] is gone"
     assert f"2.25 s (agree 250 ms, fetch 2 s); {said}" in out
@@ -157,7 +157,7 @@ def test_strangers_and_silence_are_said(capsys, wide):
     code, out, _ = top(capsys, port, "--once")
     assert code == 1
     assert "no member answers" in out
-    assert "no answer: it has no metrics of evermoe" in out
+    assert "no answer: the endpoint has no metrics of evermoe" in out
     code, out, _ = top(capsys, "no.such.host.invalid:9400", "--once")
     assert code == 1
     assert "no answer: " in out

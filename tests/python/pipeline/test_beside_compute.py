@@ -19,6 +19,6 @@ def test_what_has_no_bubble_goes_beside_compute_with_moetion_and_before_the_vote
     sent = [each.events("step")[-1]["sent"] for each in pipeline.ranks]
     assert all("have no window" in each.events("step")[-1]["summary"] for each in pipeline.ranks)
     if preset == "moetion":
-        assert all(each["beside"] > 0 for each in sent)
+        assert all(each["background"] > 0 for each in sent)
     else:
-        assert all("beside" not in each and each["vote"] > 0 for each in sent)
+        assert all("background" not in each and each["vote"] > 0 for each in sent)

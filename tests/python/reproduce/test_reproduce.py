@@ -203,7 +203,7 @@ def test_the_command_lists_every_figure(capsys):
     ("words", "message"),
     [
         (["gemini-f99"], "did you mean gemini-f9"),
-        (["list", "gemini-f9"], "list: expected it alone"),
+        (["list", "gemini-f9"], "list: expected no other ID"),
         (["gemini-f9", "--json", "."], "--json .: cannot be written: Is a directory"),
     ],
 )

@@ -83,7 +83,7 @@ def test_baft_sends_complete_units_in_windows(start_job):
         assert sum(copy["bytes"] in units for copy in sent) >= len(units), "most of what is sent are units"
 
 
-@pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "beside")])
+@pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "background")])
 @pytest.mark.long
 def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_during_compute(start_job, share, when):
     """A worker sends the state of what it owns, where the optimizer's steps cannot be repeated."""
@@ -254,7 +254,7 @@ def test_states_of_newly_chosen_experts_travel_in_windows(start_job):
     for each in workers:
         assert check_in_windows((Path(job.folder) / f"{each.name}.session.json").read_text()) > 0
     told = [event["sent"] for each in workers for event in each.events("early") if event["step"] > 3]
-    sent = {when: sum(each.get(when, 0) for each in told) for when in ("window", "idle", "beside", "vote")}
+    sent = {when: sum(each.get(when, 0) for each in told) for when in ("window", "idle", "background", "vote")}
     assert sent["window"] > 0.5 * sum(sent.values()) > 0, sent
     came = [record for each in workers for event in each.events("early") for record in event["came"]]
     assert sum(came) == sum(sum(event["sent"].values()) for each in workers for event in each.events("early"))

@@ -250,7 +250,7 @@ def test_evermoe_run_on_several_machines_needs_a_lighthouse(start, tmp_path, var
     (tmp_path / "reports.py").write_text(REPORTS)
     code, said = ended(start(evermoe_run(tmp_path, "reports.py"), variables))
     assert code == 2
-    assert "each would train a job of its own" in said
+    assert "each would train a separate job" in said
     code, said = ended(start(evermoe_run(tmp_path, "--members", "1", "reports.py"), variables))
     assert code == 0, said
     code, said = ended(start(evermoe_run(tmp_path, "reports.py"), {"TORCHFT_LIGHTHOUSE": "http://far:1", **variables}))

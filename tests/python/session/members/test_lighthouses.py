@@ -129,7 +129,7 @@ def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monke
         assert (refused.returncode, workers[0].process.is_alive()) == (2, True), refused.stderr
     done = promote(two[0].address, job.name, 40)
     assert done.returncode == 0, done.stderr
-    assert f"job {job.name} goes on with a-" in done.stdout
+    assert f"job {job.name} continues with a-" in done.stdout
     assert [each.join() for each in workers] == [0, -9, -9]
     check_history(workers)
 
@@ -163,7 +163,7 @@ def test_members_that_have_heard_a_promotion_and_ask_no_more_have_resumed(two):
         member = pool.submit(ask_until_promoted)
         done = promote(two[0].address, "job", 10)
         member.result(timeout=20)
-    assert (done.returncode, done.stdout.strip()) == (0, "job job goes on with a"), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, "job job continues with a"), done.stderr
 
 
 def promote(address, job, limit, **environment):

@@ -132,7 +132,7 @@ def test_a_hook_that_fails_costs_a_warning(start_job, hook, why):
     job, (a, b, c) = start(start_job, "abc", {"b": [Fault("vote", 6)]}, hook)
     (call,) = wait_for_calls(job, 1)
     caller = of_pid((a, c), call.pid)
-    wait_until(lambda: f"on_lost has failed for {call.key}, and is not called for it again: {why}" in caller.log(), why)
+    wait_until(lambda: f"on_lost failed for {call.key} and is not called again for it: {why}" in caller.log(), why)
     job.open_gate(EVERYTHING)
     assert [each.join() for each in (a, b, c)] == [0, -9, 0]
     assert calls(job.folder) == [call]
