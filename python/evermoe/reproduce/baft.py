@@ -19,14 +19,14 @@ from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
 from evermoe.reproduce.figure import Figure, Row, stated
 
 NETWORK = 10e9 / 8
-"""Bytes a second between two servers (section 5.2)."""
+"""Bytes per second between two servers (section 5.2)."""
 LINK, BUFFERS = Link(ALPHA_SECONDS, NETWORK), Memory(1 << 28, 4)
 SERVERS = 4
 WEIGHT_BYTES = 4
 SHORTEST, LONGEST = 0.6, 5.5 / 3
-"""Seconds of a step, which our copy does not state: 1 to 3 of them are 0.6 to 5.5 s (section 5.4)."""
+"""Seconds of a step, which our copy does not state: 1 to 3 of them take 0.6 to 5.5 s (section 5.4)."""
 MEASURED_BUBBLES = 0.2
-"""Bubbles are at least this part of a step (section 3.2; Figure 3)."""
+"""Least share of bubbles in a step (section 3.2; Figure 3)."""
 
 
 class Layout(NamedTuple):
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
     @property
     def bubbles(self) -> float:
-        """Part of a step that a stage of 1F1B waits at its start and end: (p - 1) / (m + p - 1), m micro-batches."""
+        """Share of a step that a stage of 1F1B waits at its start and end: (p - 1) / (m + p - 1), m micro-batches."""
         micro_batches = self.batch // self.data // self.micro_batch
         return (self.pipeline - 1) / (micro_batches + self.pipeline - 1)
 
@@ -52,7 +52,7 @@ LAYOUTS = tuple(
 
 
 class Model(NamedTuple):
-    """What a server has of a model: a quarter of its layers, under all layouts."""
+    """A server's part of a model: a quarter of its layers, in all layouts."""
 
     name: str
     parameters: float
@@ -61,7 +61,7 @@ class Model(NamedTuple):
 
     @property
     def items(self) -> list[CopyItem]:
-        """Its layers, each to the server before."""
+        """Layers of the server, each sent to the previous server."""
         nbytes = round(self.parameters * WEIGHT_BYTES / self.layers)
         return [CopyItem(f"layer {number}", nbytes, [1]) for number in range(self.layers // SERVERS)]
 
@@ -75,13 +75,13 @@ SIZES = (
 
 
 def windows(step: float, bubbles: float) -> Windows:
-    """A network that is idle in the bubbles at a step's start and end."""
+    """Return the windows of a network that is idle in the bubbles at a step's start and end."""
     busy = Span("pipeline", "collective", "network", step * bubbles / 2, step * (1 - bubbles))
     return find_windows([StepProfile(step, [busy])], gamma=1.0)
 
 
 def plan(model: Model, bubbles: float, policy: ChunkPolicy) -> ChunkReason:
-    """The plan for a server's part, with the server before as idle as itself."""
+    """Plan the copies of a server's part; the previous server is as idle as this one."""
     both = windows(model.step, bubbles)
     return plan_chunks(model.items, both, LINK, BUFFERS, policy=policy, receivers=[Receiver(1, both)]).reason
 
@@ -184,8 +184,8 @@ def _figure_8() -> list[Row]:
     ]
 
 
-def whole_layers(sizes: list[int], capacity: int) -> int:
-    """Most bytes of whole layers that fit into a bubble (Algorithm 2), by trying every choice."""
+def complete_layers(sizes: list[int], capacity: int) -> int:
+    """Return the most bytes of complete layers that fit into a bubble (Algorithm 2), by trying every choice."""
     choices = (chosen for number in range(len(sizes) + 1) for chosen in combinations(sizes, number))
     return max(total for total in map(sum, choices) if total <= capacity)
 
@@ -204,12 +204,12 @@ def _algorithm_2() -> list[Row]:
     setting = "a layer of 125 MB at 10 Gbps, which takes 100 ms, in bubbles of 50 ms"
     return [
         Row(
-            quantity=f"bytes that a step's bubbles carry of {setting}, whole layers by Algorithm 2",
+            quantity=f"bytes that a step's bubbles carry of {setting}, complete layers by Algorithm 2",
             unit="MB",
             paper=None,
-            ours=2 * whole_layers([layer], round(bubble * NETWORK)) / 1e6,
+            ours=2 * complete_layers([layer], round(bubble * NETWORK)) / 1e6,
             how="exact",
-            why="the knapsack takes whole layers, so that this one is never sent, and no checkpoint ever complete",
+            why="the knapsack takes complete layers, so that this one is never sent, and no checkpoint ever complete",
         ),
         Row(
             quantity=f"steps until {setting}, is sent by evermoe",
@@ -231,7 +231,7 @@ FIGURES = (
     ),
     Figure(
         id="baft-algorithm2",
-        title="Algorithm 2: whole layers for each bubble",
+        title="Algorithm 2: complete layers for each bubble",
         rows=_algorithm_2,
         is_error=True,
     ),
@@ -239,4 +239,4 @@ FIGURES = (
     Figure(id="baft-s54", title="Section 5.4: steps of a checkpoint, and what a failure loses", rows=_hits),
     Figure(id="baft-f8", title="Figure 8: time to reload a checkpoint", rows=_figure_8),
 )
-"""All of BAFT's, in the paper's order."""
+"""All figures of BAFT, in the paper's order."""

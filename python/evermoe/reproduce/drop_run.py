@@ -1,4 +1,4 @@
-"""A real training in which experts miss a part of their tokens: MoEtion's Table 1, in small."""
+"""A small training in which experts miss a part of their tokens, as in MoEtion's Table 1."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from evermoe.reproduce.fault_run import EXPERTS, LAYERS, STEPS, Training, one_th
 from evermoe.reproduce.figure import Row, stated
 
 UNTOUCHED = 36
-"""Steps before tokens are dropped, a tenth of all, as in the paper."""
+"""Steps before tokens are dropped: a tenth of all, as in the paper."""
 STATED = {0: 2.8861, 3: 2.8892, 10: 5.0146}
 """The paper's validation losses by percent of dropped tokens."""
 
 
 def drop(part: float, generator: torch.Generator, layer: nn.Module, _: Any, y: Tensor) -> Tensor:
-    """A forward hook: this part of the tokens gets nothing from the experts while the layer trains.
+    """Drop a share of the tokens from the experts' output while the layer trains; a forward hook.
 
     Args:
-        part: of the tokens, 0 to 1.
-        generator: of the choice of tokens.
-        layer: whose output it is.
+        part: share of the tokens, 0 to 1.
+        generator: random generator that chooses the tokens.
+        layer: the layer that has computed the output.
         y: the output, `[..., H]`.
     """
     if not layer.training or not part:
@@ -32,7 +32,7 @@ def drop(part: float, generator: torch.Generator, layer: nn.Module, _: Any, y: T
 
 
 def losses(seed: int = 0) -> dict[int, float]:
-    """Validation loss by percent of dropped tokens."""
+    """Return the validation loss by percent of dropped tokens."""
     training = Training(seed)
     for step in range(UNTOUCHED):
         training.step(step)
@@ -50,7 +50,7 @@ def losses(seed: int = 0) -> dict[int, float]:
 
 
 def dropped_tokens() -> list[Row]:
-    """Validation loss by dropped tokens (MoEtion, Table 1)."""
+    """Return the rows of validation loss by dropped tokens (MoEtion, Table 1)."""
     with one_thread():
         found = losses()
     return [

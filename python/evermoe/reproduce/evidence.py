@@ -24,7 +24,7 @@ each difference.
 wrote this page, on {machine}; times and trainings are of this machine, everything else is the same everywhere.
 
 - **paper**: the number in the text of our copy, and where it stands. ≥ and ≤ are its "more than" and "up to". Without a
-  number there the cell is empty; numbers that are only in a picture are not read off.
+  number in it the cell is empty; numbers that are only in a picture are not read off.
 - **ours**: computed when the command runs.
 - **how**: *exact*, a closed form or an enumeration of what the paper states; *planner*, evermoe's planners with
   something taken that the paper leaves open; *simulation*, a job with many failures in simulated time, as [`evermoe
@@ -34,7 +34,7 @@ wrote this page, on {machine}; times and trainings are of this machine, everythi
 - **difference**: relative to the paper's number, or to the bound that is passed; *fitted* where something that the
   paper leaves open was chosen so that its number comes out.
 
-Left out are drawings of how something works, and numbers that need runs beside other systems on the paper's machines:
+Left out are drawings of how something works, and numbers that need runs of other systems on the paper's machines:
 seconds of the other systems' checkpoints and recoveries, and losses of the papers' models. Simulated are ratios between
 ways to survive and shares of time, not samples a second.
 
@@ -47,7 +47,7 @@ Rows with a number of the paper, without those that are arithmetic or fitted:
 
 
 def difference(row: Row) -> str:
-    """Difference of a row for people; empty without a number of the paper, and for one that was fitted to it "fitted".
+    """Format the difference of a row; empty without a number of the paper, and "fitted" for a fitted one.
 
     >>> from evermoe.reproduce.figure import stated
     >>> difference(Row(quantity="", unit="", paper=stated("4", 100), ours=91.0, how="exact", why=""))
@@ -62,16 +62,16 @@ def difference(row: Row) -> str:
 
 
 def with_unit(text: str, unit: str) -> str:
-    """A number with its unit."""
+    """Format a number with its unit."""
     return f"{text} {unit}".rstrip()
 
 
 def markdown(computed: Computed, command: str) -> str:
-    """The page: a head with the command, a summary, and a section for each figure.
+    """Return the page: the command, a summary, and a section for each figure.
 
     Args:
         computed: figures with their rows, in order.
-        command: that writes the page.
+        command: the command that writes the page.
     """
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()})"
     parts = [HEAD.format(command=command, machine=machine, summary="\n".join(_summary(computed)))]
@@ -84,11 +84,11 @@ def markdown(computed: Computed, command: str) -> str:
 
 
 def section(figure: Figure, rows: Sequence[Row]) -> str:
-    """A figure's heading, note and table.
+    """Return a figure's heading, note and table.
 
     Args:
-        figure: which one.
-        rows: that it has computed.
+        figure: the figure.
+        rows: its computed rows.
     """
     lines = [f"### {figure.id}", "", f"{figure.title}."]
     if figure.is_error:
@@ -120,7 +120,7 @@ def _summary(computed: Computed) -> list[str]:
 
 
 def as_json(computed: Computed) -> list[dict[str, Any]]:
-    """All numbers, for programs; a bound that the paper does not give is None.
+    """Return all numbers, JSON-able; a bound that the paper does not state is None.
 
     Args:
         computed: figures with their rows.

@@ -1,8 +1,8 @@
-"""A real training with one fault: experts fall back to what partial checkpoints have of them.
+"""A small training with one fault: experts fall back to their state in partial checkpoints.
 
-A small GPT whose layers have 8 experts, one for each token, learns real text in this process. While it trains, each
-way to save keeps its own copies of single experts, weights and moments. At the fault the training forks: for each way
-all experts become what it has saved, everything else stays, and the same batches follow.
+A small GPT whose layers have 8 experts, one for each token, learns text in this process. During training each way to
+save keeps its own copies of single experts, weights and moments. At the fault the training forks: for each way all
+experts return to their saved state, everything else stays, and the same batches follow.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from evermoe.reproduce.figure import Row, stated
 
 LAYERS, EXPERTS = 2, 8
 STEPS, FAULT, BATCH, SEQUENCE = 360, 288, 16, 64
-"""Steps in all, the step after which the fault comes, windows of a step, bytes of a window."""
+"""Number of steps, step after which the fault strikes, windows of a step, bytes of a window."""
 HELD_OUT = 256
 """Windows of the validation."""
 SEEDS = (0, 1)
 
 
 class Way(NamedTuple):
-    """How experts are saved."""
+    """A way to save experts."""
 
     policy: Policy
     """Choice of `select_experts`: sequential, load-aware or budget."""
     each: int
-    """K."""
+    """Experts of each layer in a checkpoint, K."""
     interval: int
     """Steps between checkpoints."""
 
@@ -52,20 +52,20 @@ WAYS = (
     Way("sequential", 1, 32),
     Way("budget", 2, 1),
 )
-"""PEC's, and at last MoEtion's with a quarter of the experts at each step."""
+"""PEC's ways, and MoEtion's with a quarter of the experts at each step."""
 
 
 class Outcome(NamedTuple):
-    """What a fork came to, each a mean over seeds."""
+    """Results of a fork, means over seeds."""
 
     plt: float
-    """Portion of the whole run's tokens that the fault has lost."""
+    """Portion of the run's tokens that the fault has lost."""
     loss: float
-    """Of validation, in nats a byte."""
+    """Validation loss in nats per byte."""
     accuracy: float
-    """Of the next byte, in percent."""
+    """Accuracy of the next byte in percent."""
     spike: float
-    """Nats by which the loss is higher right after the fault than right before it."""
+    """Rise of the loss by the fault, in nats."""
 
 
 class Training:
@@ -87,7 +87,7 @@ class Training:
         self.batches = corpus[order[HELD_OUT : HELD_OUT + STEPS * BATCH]].view(STEPS, BATCH, SEQUENCE + 1)
 
     def step(self, number: int) -> Tensor:
-        """Takes a step; tokens [L, E] of its experts."""
+        """Take a step; return the tokens [L, E] of its experts."""
         self.optimizer.zero_grad()
         self.model.loss(self.batches[number]).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -95,7 +95,7 @@ class Training:
         return torch.tensor([layer.tokens_E.tolist() for layer in self.layers])
 
     def expert_state(self) -> list[list[Tensor]]:
-        """Of each layer the tensors [E, row] of its experts: weights and moments."""
+        """Return for each layer the tensors [E, row] of its experts: weights and moments."""
         found = []
         for layer in self.layers:
             moments = self.optimizer.state[layer.experts.weights]
@@ -103,17 +103,17 @@ class Training:
         return found
 
     def snapshot(self) -> tuple[dict, dict]:
-        """Copies of model and optimizer, for `restore`."""
+        """Copy model and optimizer, for `restore`."""
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
 
     def restore(self, snapshot: tuple[dict, dict]) -> None:
-        """Goes back to a snapshot."""
+        """Return to a snapshot."""
         self.model.load_state_dict(snapshot[0])
         self.optimizer.load_state_dict(copy.deepcopy(snapshot[1]))
 
     @torch.no_grad()
     def validate(self) -> tuple[float, float]:
-        """Loss in nats, and accuracy in percent."""
+        """Return loss in nats, and accuracy in percent."""
         self.model.eval()
         logits = self.model(self.held_out[:, :-1]).flatten(0, 1)
         self.model.train()
@@ -123,7 +123,7 @@ class Training:
 
 
 class Saved:
-    """What one way to save has of each expert, and the ledger of what it would lose."""
+    """State of each expert that one way has saved, and the ledger of the tokens that it would lose."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -131,7 +131,7 @@ class Saved:
         self.copies: list[list[Tensor]] = []
 
     def after(self, step: int, tokens_LE: Tensor, training: Training) -> None:
-        """Notes a step, and saves the experts whose turn it is."""
+        """Count a step, and save the experts that are selected next."""
         self.ledger.add(tokens_LE.numpy())
         state = training.expert_state()
         if not self.copies:
@@ -152,7 +152,7 @@ class Saved:
         )
 
     def fall_back(self, training: Training) -> None:
-        """The fault: every expert becomes what is saved of it."""
+        """Apply the fault: every expert returns to its saved state."""
         self.ledger.lose([list(range(EXPERTS))] * LAYERS)
         for kept, now in zip(self.copies, training.expert_state(), strict=True):
             for old, tensor in zip(kept, now, strict=True):
@@ -160,7 +160,7 @@ class Saved:
 
 
 def outcomes(seed: int) -> dict[Way | None, Outcome]:
-    """What each way to save comes to; None: without a fault."""
+    """Return the results of each way to save; key None is a run without a fault."""
     training, ways = Training(seed), [Saved(way) for way in WAYS]
     for step in range(1, FAULT + 1):
         tokens_LE = training.step(step - 1)
@@ -182,7 +182,7 @@ def outcomes(seed: int) -> dict[Way | None, Outcome]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch's operations on one thread: small ones are faster so, and always the same."""
+    """Run torch's operations on one thread: small ones are faster, and results are reproducible."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -193,7 +193,7 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def means() -> dict[Way | None, Outcome]:
-    """Means over seeds, computed once in a process, on one thread."""
+    """Return means over seeds, computed once per process, on one thread."""
     with one_thread():
         runs = [outcomes(seed) for seed in SEEDS]
     return {
@@ -213,7 +213,7 @@ BOUNDS = stated("section 3.1; Figure 2a", at_least=4.8808 / 4.8851, at_most=4.88
 
 
 def fault_losses() -> list[Row]:
-    """PLT against validation loss (Figure 2)."""
+    """Return the rows of PLT against validation loss (Figure 2)."""
     found = means()
     base = found[None].loss
     rows = []
@@ -234,7 +234,7 @@ def fault_losses() -> list[Row]:
 
 
 def accuracy_by_choice() -> list[Row]:
-    """Sequential against load-aware choice with K = 1 (Figure 6)."""
+    """Return the rows of sequential against load-aware choice with K = 1 (Figure 6)."""
     found = means()
     sequential, aware = found[WAYS[0]], found[WAYS[1]]
     return [
@@ -259,7 +259,7 @@ def accuracy_by_choice() -> list[Row]:
 
 
 def spikes() -> list[Row]:
-    """The loss right after a recovery, and later (MoEtion, Figure 8)."""
+    """Return the rows of the loss right after a recovery, and later (MoEtion, Figure 8)."""
     found = means()
     outcome = found[WAYS[-1]]
     setting = "popularity-aware choice of 2 of 8 experts at each step"

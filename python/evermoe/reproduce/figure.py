@@ -1,4 +1,4 @@
-"""Figures of the papers: what their text states, what evermoe computes, how, and why the two differ."""
+"""Figures of the papers: published numbers, evermoe's numbers, how these are computed, and reasons of differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 How = Literal["exact", "planner", "simulation", "real run", "arithmetic"]
 """Ways to compute a number:
 
-- exact: a closed form, or an enumeration, of a setting that the paper states whole;
+- exact: a closed form, or an enumeration, of a setting that the paper states completely;
 - planner: evermoe's planners, for a setting of which the paper leaves something open; `Row.why` says what was taken;
 - simulation: a job with many failures in simulated time, by `evermoe.simulate`: evermoe's planners and protocol,
   seconds of the paper where it states them and assumed ones where not; `Row.why` says which;
@@ -30,19 +30,20 @@ PAPERS = {
 
 @dataclass(frozen=True)
 class Stated:
-    """A number as a paper states it: one value, or bounds where the text says "more than" or "up to"."""
+    """Number that a paper states: one value, or bounds where the text says "more than" or "up to"."""
 
     low: float
     high: float
     place: str
-    """Where it stands: section, figure or table."""
+    """Place in the paper: section, figure or table."""
 
     def __post_init__(self) -> None:
         if not self.low <= self.high or (math.isinf(self.low) and math.isinf(self.high)) or not self.place:
             raise ValueError(f"expected low <= high, one of them finite, and a place; got {self!r}")
 
     def difference(self, ours: float) -> float | None:
-        """Relative difference of `ours` to the nearest stated value, 0 within the bounds; None where that is zero.
+        """Return the relative difference of `ours` to the nearest stated value; 0 within the bounds, None if that is
+        zero.
 
         >>> stated("7.2", at_least=250).difference(320), stated("4", 93.3).difference(0.933 * 93.3)
         (0.0, -0.067)
@@ -61,7 +62,7 @@ class Stated:
 
 
 def stated(place: str, value: float | None = None, *, at_least: float = -math.inf, at_most: float = math.inf) -> Stated:
-    """A number of a paper: a value, or one or two bounds.
+    """Return a stated number: a value, or one or two bounds.
 
     Args:
         place: section, figure or table.
@@ -77,17 +78,17 @@ class Row:
     """One number of a figure."""
 
     quantity: str
-    """What it is of, with its setting."""
+    """Name of the quantity, with its setting."""
     unit: str
-    """Of both numbers; empty for a plain count or ratio."""
+    """Unit of both numbers; empty for a plain count or ratio."""
     paper: Stated | None
-    """What the paper's text states; None where our copy states no number."""
+    """Number in the paper's text; None if our copy states none."""
     ours: float
     how: How
     why: str
-    """What the computation takes from where, and why it differs."""
+    """Inputs of the computation, and the reason of a difference."""
     is_fitted: bool = False
-    """Whether something that the paper leaves open was chosen so that this number comes out."""
+    """Whether something that the paper leaves open was chosen so that this number results."""
 
     @property
     def difference(self) -> float | None:
@@ -102,19 +103,19 @@ class Figure:
     id: str
     """Paper and figure, such as `gemini-f9`."""
     title: str
-    """What it shows."""
+    """Title of the figure."""
     rows: Callable[[], list[Row]] = list
-    """Computes its rows; none where our copy states no number of it."""
+    """Function that computes the rows; none if our copy states no number of the figure."""
     note: str = ""
-    """What of it our copy does not state, or what is left out and why."""
+    """Note about what our copy does not state, or what is left out and why."""
     is_slow: bool = False
-    """Whether it takes more than a second: it trains, or measures."""
+    """Whether it takes more than a second, as it trains or measures."""
     is_error: bool = False
-    """Whether it has a counter-example: a case in which what the paper says does not hold."""
+    """Whether it has a counter-example: a case in which the paper's statement does not hold."""
 
 
 def shown(value: float) -> str:
-    """A number for people: four digits, five around 1.
+    """Format a number for people: four digits, five around 1.
 
     >>> shown(93.33333), shown(2926.0), shown(0.0), shown(1.00006)
     ('93.33', '2,926', '0', '1.0001')
@@ -125,6 +126,6 @@ def shown(value: float) -> str:
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """The rows' reasons for people: "likewise" where it is that of the row before."""
+    """Return the rows' reasons for people: "as above" if it equals that of the previous row."""
     befores = ["", *(row.why for row in rows)]
-    return ["likewise" if row.why == before else row.why for before, row in zip(befores, rows, strict=False)]
+    return ["as above" if row.why == before else row.why for before, row in zip(befores, rows, strict=False)]

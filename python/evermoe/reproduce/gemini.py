@@ -1,4 +1,4 @@
-"""Gemini: where copies go in the memory of other machines, and what is survived; times are in `gemini_times`."""
+"""Gemini: location of copies in the memory of other machines, and survival; times are in `gemini_times`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evermoe.reproduce.figure import Figure, Row, stated
 
 
 def survival(machines: int, copies: int, failures: int, policy: str = "mixed") -> float:
-    """Probability that the copies of every machine are left, in percent."""
+    """Probability that copies of every machine remain, in percent."""
     names = [f"machine{number:04}" for number in range(machines)]
     holders = copy_holders(names, copies, policy=policy)  # type: ignore[arg-type]
     return 100 * float(copy_recovery_probability(holders, failures))
@@ -24,7 +24,7 @@ def corollary(machines: int, copies: int, failures: int) -> float:
 
 
 def _fatal(machines: int, copies: int, policy: str) -> int:
-    """Losses of as many machines as there are copies that take all copies of one."""
+    """Count the losses of k machines, k copies, that take all copies of one machine."""
     names = [f"machine{number:04}" for number in range(machines)]
     holders = [set(found) for found in copy_holders(names, copies, policy=policy)]  # type: ignore[arg-type]
     losses = combinations(range(machines), copies)
@@ -48,7 +48,7 @@ def _figure_3() -> list[Row]:
             paper=stated("section 4; Figure 3b", 4),
             ours=ring,
             how="exact",
-            why="likewise",
+            why="as above",
         ),
         Row(
             quantity="how much less likely groups must read remote storage than a ring",
@@ -56,13 +56,13 @@ def _figure_3() -> list[Row]:
             paper=stated("section 4", 50),
             ours=100 * (1 - group / ring),
             how="exact",
-            why="likewise",
+            why="as above",
         ),
     ]
 
 
 def _fewest_fatal(machines: int) -> int:
-    """Fatal pairs of the best of all ways to give every machine's second copy to another machine."""
+    """Count the fatal pairs of the best assignment of every machine's second copy to another machine."""
     others = [[other for other in range(machines) if other != machine] for machine in range(machines)]
     return min(len({frozenset(pair) for pair in enumerate(chosen)}) for chosen in product(*others))
 
@@ -112,7 +112,7 @@ def _figure_9() -> list[Row]:
             paper=stated("section 7.2; Figure 10", 6.7),
             ours=100 - survival(16, 2, 2),
             how="exact",
-            why="likewise",
+            why="as above",
         ),
     ]
     for lost in (1, 3):
@@ -151,8 +151,12 @@ def _corollary_1() -> list[Row]:
         )
         for machines, lost, why in (
             (16, 2, "the formula is right for f < 2k"),
-            (8, 4, "losses of two whole groups are counted twice; its proof says so, and so it is only a lower bound"),
-            (16, 8, "likewise; the formula is below zero"),
+            (
+                8,
+                4,
+                "losses of two complete groups are counted twice; its proof says so, and so it is only a lower bound",
+            ),
+            (16, 8, "as above; the formula is below zero"),
         )
     ]
 
@@ -184,7 +188,7 @@ FIGURES = (
     Figure(
         id="gemini-f13",
         title="Figure 13: other models on p3dn.24xlarge",
-        note="Not stated in our copy: it says that nothing is delayed there either, without step or idle times.",
+        note="Not stated in our copy: it says that nothing is delayed on them either, without step or idle times.",
     ),
     Figure(id="gemini-f14", title="Figure 14: parts of a recovery", rows=gemini_times.figure_14),
     Figure(
@@ -194,4 +198,4 @@ FIGURES = (
     ),
     Figure(id="gemini-f16", title="Figure 16: ways to interleave copies with training", rows=gemini_times.figure_16),
 )
-"""All of Gemini's, in the paper's order."""
+"""All figures of Gemini, in the paper's order."""

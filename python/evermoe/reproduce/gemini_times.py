@@ -13,61 +13,61 @@ from evermoe.simulate import Constants, Failure, Scenario, SchemeName, Workload,
 from evermoe.simulate.scenario import DAY, SimulatedOptions
 
 GBPS = 1e9 / 8
-"""Bytes a second."""
+"""One gigabit per second, in bytes per second."""
 REMOTE = 20 * GBPS
-"""All machines together to remote storage (experiment setup; section 2.2)."""
+"""Bytes per second of all machines together to remote storage (experiment setup; section 2.2)."""
 MACHINES, GPUS, NETWORK = 16, 8, 400 * GBPS
-"""p4d.24xlarge: machines, GPUs of each, bytes a second of each (experiment setup)."""
+"""p4d.24xlarge: machines, GPUs per machine, bytes per second of each machine (experiment setup)."""
 STRAWMAN = 3 * 3600.0
 """Seconds between checkpoints of the baseline Strawman (section 7.2)."""
 STEP = STRAWMAN / 170
-"""Seconds of a step of GPT-2 100B, which our copy does not state: Gemini checkpoints at each step, which is 170 times
-as often as Strawman (section 7.2; Figure 12)."""
+"""Seconds of a step of GPT-2 100B, which our copy does not state: Gemini checkpoints at each step, 170 times as
+often as Strawman (section 7.2; Figure 12)."""
 BUFFERS = Memory(256 << 20, 4, Link(ALPHA_SECONDS, NETWORK / GPUS))
-"""A few hundred MB on a GPU (section 5.2), emptied to the host about as fast as the network fills it."""
+"""A few hundred MB on a GPU (section 5.2), copied to the host about as fast as the network fills them."""
 DETECT, SERIALIZE, WARM_UP = 15.0, 162.0, 240.0
 """Seconds of a recovery's parts (section 7.3; Figure 14)."""
 HIGH_FREQUENCY_STALL = 81.0
-"""Seconds for which HighFreq's `torch.save` blocks training, each time (section 7.3)."""
+"""Seconds for which each `torch.save` of HighFreq blocks training (section 7.3)."""
 
 
 def state_bytes(parameters: float) -> int:
-    """Master weight and two moments of each parameter, as 9.4 GB on each of 128 GPUs are for 100 billion."""
+    """Bytes of master weight and two moments: for 100 billion parameters 9.4 GB on each of 128 GPUs."""
     size = ModelSize(non_expert_parameters=round(parameters), layers=0, experts=0, expert_parameters=0, weight_bytes=0)
     return checkpoint_bytes(size, "full").total_bytes
 
 
 def wasted(checkpoint: float, interval: float, retrieval: float) -> float:
-    """Average seconds lost by a failure (equation 1): the checkpoint, half of the interval, and fetching it."""
+    """Average seconds lost by a failure (equation 1): the checkpoint, half of the interval, and its retrieval."""
     return checkpoint + interval / 2 + retrieval
 
 
 def _idle(step: float, share: float, gaps: int = 96) -> Windows:
-    """A network that is idle for a share of each step, in equal gaps between equal spans of traffic."""
+    """Return a network that is idle for a share of each step, in equal gaps between equal spans of traffic."""
     busy, gap = step * (1 - share) / gaps, step * share / gaps
     spans = [Span(f"layer {at}", "collective", "network", at * (busy + gap), busy) for at in range(gaps)]
     return find_windows([StepProfile(step, spans)], gamma=1.0)
 
 
 def _sent(nbytes: float, step: float, idle: float, bandwidth: float, memory: Memory) -> ChunkReason:
-    """A machine's copy to one other, in pieces, into idle windows."""
+    """Plan a machine's copy to one other machine, in pieces, into idle windows."""
     link = Link(ALPHA_SECONDS, bandwidth)
     return plan_chunks([CopyItem("state", round(nbytes), [1])], _idle(step, idle), link, memory, policy="gemini").reason
 
 
 def _transfer(nbytes: float, bandwidth: float) -> float:
-    """Seconds of that copy where nothing else is on the network."""
+    """Return the seconds of that copy on an otherwise idle network."""
     return _sent(nbytes, 1.0, 0.0, bandwidth, BUFFERS).delay_seconds
 
 
 def _gpt2_100b() -> tuple[float, float]:
-    """Seconds of a checkpoint of GPT-2 100B to remote storage, and to another machine."""
+    """Return the seconds of a checkpoint of GPT-2 100B to remote storage, and to another machine."""
     total = state_bytes(100e9)
     return total / REMOTE, _transfer(total / MACHINES / GPUS, NETWORK / GPUS)
 
 
 def equation_1() -> list[Row]:
-    """Section 2.2: what a failure wastes."""
+    """Return the rows of section 2.2: time wasted by a failure."""
     minutes = state_bytes(530e9) / REMOTE / 60
     return [
         Row(
@@ -98,7 +98,7 @@ def equation_1() -> list[Row]:
 
 
 def figure_7() -> list[Row]:
-    """A step's time, and the idle time that copies use."""
+    """Return the rows of a step's time, and of the idle time that copies use."""
     plan = _sent(state_bytes(100e9) / MACHINES / GPUS, STEP, 0.1, NETWORK / GPUS, BUFFERS)
     return [
         Row(
@@ -122,14 +122,14 @@ def figure_7() -> list[Row]:
 
 
 def _wasted_times() -> tuple[float, float]:
-    """Seconds that a failure wastes on average (Eq. 1), with HighFreq and with Gemini."""
+    """Return the average seconds wasted by a failure (Eq. 1), with HighFreq and with Gemini."""
     remote, peer = _gpt2_100b()
     interval = math.ceil(remote / STEP) * STEP
     return wasted(remote, interval, remote), wasted(STEP, STEP, peer)
 
 
 def figure_10() -> list[Row]:
-    """Average wasted time."""
+    """Return the rows of average wasted time."""
     frequent, ours = _wasted_times()
     return [
         Row(
@@ -145,7 +145,7 @@ def figure_10() -> list[Row]:
 
 
 def figure_11() -> list[Row]:
-    """Time of a checkpoint."""
+    """Return the rows of the time of a checkpoint."""
     remote, peer = _gpt2_100b()
     return [
         Row(
@@ -160,7 +160,7 @@ def figure_11() -> list[Row]:
 
 
 def figure_12() -> list[Row]:
-    """Frequency of checkpoints."""
+    """Return the rows of the frequency of checkpoints."""
     remote, _ = _gpt2_100b()
     return [
         Row(
@@ -169,14 +169,15 @@ def figure_12() -> list[Row]:
             paper=stated("section 7.2; Figure 12", 8),
             ours=math.ceil(remote / STEP),
             how="exact",
-            why="HighFreq's checkpoint takes so many steps; the step's time follows from the figure's other number, "
+            why="HighFreq's checkpoint takes this number of steps; the step's time follows from the figure's other "
+            "number, "
             "170",
         )
     ]
 
 
 def figure_14() -> list[Row]:
-    """Parts of a recovery."""
+    """Return the rows of the parts of a recovery."""
     return [
         Row(
             quantity="recovery from a software failure, GPT-2 100B",
@@ -193,13 +194,13 @@ def figure_14() -> list[Row]:
             paper=stated("section 7.3; Figure 14", 12),
             ours=(DETECT + SERIALIZE + WARM_UP + 5.5 * 60) / 60,
             how="arithmetic",
-            why="and 4 to 7 min, of which the middle, until a new machine is there",
+            why="and 4 to 7 min, of which the middle, until a new machine is available",
         ),
     ]
 
 
 def figure_15() -> list[Row]:
-    """Effective training time by failures and instances."""
+    """Return the rows of effective training time by failures and instances."""
     remote, _ = _gpt2_100b()
     restart, day = DETECT + SERIALIZE + WARM_UP, 86_400.0
     stalls = HIGH_FREQUENCY_STALL / (remote + HIGH_FREQUENCY_STALL)
@@ -241,14 +242,14 @@ def figure_15() -> list[Row]:
             paper=stated("section 7.3; Figure 15b", 54),
             ours=100 * (large / trained(15, frequent, stalls) - 1),
             how="arithmetic",
-            why="likewise; the paper simulates, and its iteration and retrieval times are not in our copy",
+            why="as above; the paper simulates, and its iteration and retrieval times are not in our copy",
         ),
         *_simulated(),
     ]
 
 
 def _simulated() -> list[Row]:
-    """The thousand instances in simulated time: two days, and the seeds 0 to 4."""
+    """Simulate the thousand instances for two days, with seeds 0 to 4."""
     instances, fatal = 1000, 0.015
     gemini = Constants(detect_seconds=DETECT, rebuild_seconds=SERIALIZE + WARM_UP, network_bytes_per_second=NETWORK)
     share = state_bytes(100e9) / instances
@@ -317,7 +318,7 @@ def _simulated() -> list[Row]:
 
 
 def figure_16() -> list[Row]:
-    """Ways to interleave copies with training."""
+    """Return the rows of ways to interleave copies with training."""
     machine = state_bytes(40e9) / MACHINES
     bandwidth = 100 * GBPS
     blocked = machine / bandwidth
@@ -352,7 +353,7 @@ def figure_16() -> list[Row]:
 
 
 def table_2() -> list[Row]:
-    """Sizes of the models."""
+    """Return the rows of model sizes."""
     hidden, layers, vocabulary = 12_288, 96, 50_265
     return [
         Row(

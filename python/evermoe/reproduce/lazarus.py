@@ -1,4 +1,4 @@
-"""Lazarus: replicas by load, their placement, and what survives how many losses."""
+"""Lazarus: replicas by load, their placement, and survival by number of losses."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from evermoe.reproduce.figure import Figure, Row, stated
 from evermoe.reproduce.routing import skewed_load
 
 NODES, SLOTS, LEAST = 10, 6, 2
-"""Nodes, slots for replicas on each, and replicas that every expert has at least (section 6.1)."""
+"""Nodes, slots for replicas per node, and least replicas of every expert (section 6.1)."""
 LAYERS = 12
 EARLY, LATE = 3.0, 0.5
-"""Skew of the loads that stand for steps 200 and 4000, of which our copy says that the later is more even."""
+"""Skew of the loads that represent steps 200 and 4000, of which our copy says that the later is more even."""
 LOAD = (
     "the paper's routing trace is not in our copy: log-normal loads of 12 layers stand for it, "
     "whose two hottest of 16 experts get up to 84 % of the tokens early (87 % in the paper's trace)"
 )
 STATE_BYTES = 14
-"""Bytes of a parameter: fp16 weight, fp32 master, two moments (section 6.1 trains in fp16)."""
+"""Bytes per parameter: fp16 weight, fp32 master, two moments (section 6.1 trains in fp16)."""
 
 Matrix = NDArray[np.int64]
 
 
 def placements(load_LE: NDArray[np.float64], nodes: int, policy: PlacementPolicy) -> list[Matrix]:
-    """Replicas [nodes, E] of each layer's experts, with fewer than two of each where the slots do not suffice."""
+    """Return replicas [nodes, E] of each layer's experts, fewer than two each if the slots do not suffice."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FewerReplicas)
         return [place(allocate(load_E, nodes, SLOTS, LEAST), nodes, SLOTS, policy, load_E).matrix for load_E in load_LE]
@@ -104,7 +104,7 @@ def _theorem_1() -> list[Row]:
 
 
 def _all_survivals(replicas: list[int], nodes: int, slots: int, lost: int) -> list[float]:
-    """Recovery probability of every placement, in percent; each replica on a node of its own."""
+    """Return the recovery probability of every placement, in percent, with each replica on its own node."""
     found = [np.zeros((nodes, 0), np.int64)]
     for count in replicas:
         columns = [np.isin(np.arange(nodes), held).astype(np.int64) for held in combinations(range(nodes), count)]
@@ -113,7 +113,7 @@ def _all_survivals(replicas: list[int], nodes: int, slots: int, lost: int) -> li
 
 
 def _even(model: str, slots: int) -> Matrix:
-    """Replicas of each expert under expert parallelism, which gives all the same."""
+    """Replicas of each expert under expert parallelism, equal for all."""
     return allocate(np.ones(MODELS[model].experts), NODES, slots, 1)
 
 
@@ -202,7 +202,7 @@ def _figure_8() -> list[Row]:
 
 
 def _ratio_load(ratio: float, experts: int = 8) -> NDArray[np.float64]:
-    """One expert gets `ratio` times its even share, the others what is left."""
+    """Return a load in which one expert gets `ratio` times its even share, and the others the rest."""
     share = ratio / experts
     return np.array([(1 - share) / (experts - 1)] * (experts - 1) + [share])
 
@@ -284,7 +284,8 @@ def _table_2() -> list[Row]:
 
 
 def _moved(load_LE: NDArray[np.float64], lost: int) -> float:
-    """Replicas that come to nodes without the expert, in all layers; mean over the losses that all experts survive."""
+    """Return the replicas that arrive on nodes without the expert, in all layers; mean over losses that all experts
+    survive."""
     before, after = placements(load_LE, NODES, "mro"), placements(load_LE, NODES - lost, "mro")
     together, one_E = np.hstack(before), np.ones(load_LE.shape[1], np.int64)
     left = [list(kept) for kept in combinations(range(NODES), NODES - lost)]
@@ -353,4 +354,4 @@ FIGURES = (
     ),
     Figure(id="lazarus-planning", title="Section 6.3: time of a plan", rows=_planning_time, is_slow=True),
 )
-"""All of Lazarus', in the paper's order."""
+"""All figures of Lazarus, in the paper's order."""

@@ -1,4 +1,4 @@
-"""Lazarus beside restarts from checkpoints: losses one after another, and spot nodes, simulated."""
+"""Lazarus against restarts from checkpoints: consecutive losses, and spot nodes, simulated."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from evermoe.simulate import Constants, Failure, Outcome, Scenario, SchemeName, 
 from evermoe.simulate.scenario import DAY, SimulatedOptions
 
 NODES, SLOTS, LEAST = 10, 6, 2
-"""GPUs that count as nodes, slots of each, and replicas that every expert has at least (section 6.1)."""
+"""GPUs that count as nodes, slots per node, and least replicas of every expert (section 6.1)."""
 LAYERS = 12
 TOKENS = NODES * 4 * 1024
-"""Of a global batch: 4 sequences of 1024 tokens on each GPU (section 6.1)."""
+"""Tokens of a global batch: 4 sequences of 1024 tokens on each GPU (section 6.1)."""
 STORE = 10e9 / 8
-"""Bytes a second of the NFS server, for all nodes together (section 6.1)."""
+"""Bytes per second of the NFS server, for all nodes together (section 6.1)."""
 NETWORK = 100e9 / 8 / 2
-"""Bytes a second of each node: two share a server's 100 Gbit/s (section 6.1)."""
+"""Bytes per second of each node: two share a server's 100 Gbit/s (section 6.1)."""
 RECONFIGURATION = 30.0
-"""Seconds: each takes 20 to 40 (section 6.3)."""
+"""Seconds of a reconfiguration: 20 to 40 (section 6.3)."""
 EARLY, LATE, SETTLED = 3.0, 0.5, 4000
-"""Skew of the load at the first step and from step 4000 on, those of Figure 8's rows; linear between."""
+"""Skew of the load at the first step and from step 4000 on, as in Figure 8's rows; linear in between."""
 LOSSES = (3, 7, 1, 8, 5)
-"""Nodes that fail, one after another; the paper chooses them at random, the same for all systems (section 6.2)."""
+"""Nodes that fail, one after another; the paper chooses them at random, equal for all systems (section 6.2)."""
 LEAVING = (0, 3, 6, 9)
 """The 4 of 10 nodes that are lost at minute 34 (section 6.4)."""
 SCHEMES: Mapping[str, SchemeName] = {"Lazarus": "lazarus", "DS": "restart", "DS(FT)": "restart-groups"}
-"""What the paper compares, by its names."""
+"""Systems of the paper's comparison, by its names."""
 
 Found = Mapping[str, Sequence[Outcome]]
-"""Outcomes for the load of each layer, by the paper's name of a scheme."""
+"""Outcomes for the load of each layer, by the paper's name of a system."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model of Table 1 as the paper trains it."""
+    """Model of Table 1, trained as in the paper."""
 
     name: str
     model: str
@@ -50,8 +50,8 @@ class Trained:
 SMALL = Trained("GPT-S", "gpt-s-moe", 2, (1800 - len(LOSSES) * RECONFIGURATION) / 2926)
 MIDDLE = Trained("GPT-M", "gpt-m-moe", 2, NODES * 4 / 45)
 LARGE = Trained("GPT-L", "gpt-l-moe", 4, (1800 - len(LOSSES) * RECONFIGURATION) / 1996)
-"""Seconds of a step: from the steps in 30 minutes with five losses (section 6.2; Figure 6), and from 45 samples a
-second of 10 nodes (section 6.2; Figure 7)."""
+"""Seconds of a step: from the steps in 30 minutes with five losses (section 6.2; Figure 6), and from 45 samples per
+second on 10 nodes (section 6.2; Figure 7)."""
 
 SETTING = (
     "the same losses for all three; a step as long as the paper's (30 min less five reconfigurations of 30 s, over its "
@@ -63,10 +63,11 @@ SETTING = (
 
 
 def _constants(scheme: SchemeName) -> Constants:
-    """The defaults, which have Lazarus' seconds to notice a loss and to connect, with the paper's network and store.
+    """Return the default constants, which have Lazarus' detection and connection times, with the paper's network and
+    store.
 
-    DeepSpeed's checkpoints make training wait until they are stored, here at a tenth of the store's bytes a second
-    for each node; evermoe's are written beside it.
+    DeepSpeed's checkpoints block training until they are stored, with a tenth of the store's rate for each node.
+    evermoe's are written in the background.
     """
     found = Constants(
         network_bytes_per_second=NETWORK,
@@ -78,37 +79,37 @@ def _constants(scheme: SchemeName) -> Constants:
 
 
 def _loads(experts: int, layer: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """Shares of the experts of a layer, every 500 steps until the load has settled."""
+    """Return the shares of a layer's experts, every 500 steps until the load has settled."""
     skews = [(step, EARLY + (LATE - EARLY) * step / SETTLED) for step in range(0, SETTLED + 1, 500)]
     return tuple((step, tuple(map(float, skewed_load(LAYERS, experts, skew)[layer]))) for step, skew in skews)
 
 
 def _started() -> float:
-    """Seconds before the first step, which the paper's figures do not have."""
+    """Return the seconds before the first step, which the paper's figures exclude."""
     return Constants().start_seconds + Constants().rebuild_seconds
 
 
 def one_by_one(minutes: float) -> Failure:
-    """Nodes fail for good every so many minutes of training, until half of them are left (section 6.2)."""
+    """Return losses of nodes for good at regular minutes of training, until half of them remain (section 6.2)."""
     lost = [(_started() + 60 * minutes * number, False, [node]) for number, node in enumerate(LOSSES, 1)]
     return Failure.at_times([(0.0, True, range(NODES)), *lost])
 
 
 def spot() -> tuple[Failure, ...]:
-    """Failures that stand for the trace of section 6.4: its loss of 4 nodes, and losses of one; all come back."""
+    """Return failures that represent the trace of section 6.4: its loss of 4 nodes, and single losses; all return."""
     at = _started() + 34 * 60
     at_once = Failure.at_times([(0.0, True, range(NODES)), (at, False, LEAVING), (at + 600, True, LEAVING)])
     return at_once, Failure.poisson(mtbf_seconds=300, repair_seconds=600)
 
 
 def outcomes(of: Trained, minutes: float, every: Sequence[int], failures: Sequence[Failure]) -> Found:
-    """Simulates all schemes on the paper's cluster.
+    """Simulate all systems on the paper's cluster.
 
     Args:
-        of: the model.
-        minutes: of training, after the first start.
-        every: steps between checkpoints of Lazarus, DS and DS(FT); 0 for none in the first.
-        failures: what happens; random ones differ by layer, and are the same for all schemes.
+        of: the trained model.
+        minutes: minutes of training, after the first start.
+        every: steps between checkpoints of Lazarus, DS and DS(FT); 0 disables those of Lazarus.
+        failures: the failures; random ones differ by layer, and are equal for all systems.
     """
     workload = Workload.preset(of.model, step_seconds=of.step_seconds, tokens_per_step=TOKENS)
 
@@ -136,7 +137,7 @@ def outcomes(of: Trained, minutes: float, every: Sequence[int], failures: Sequen
 
 
 def _rate(found: Sequence[Outcome]) -> float:
-    """Tokens a second, mean over the layers' loads."""
+    """Return tokens per second, mean over the layers' loads."""
     return fmean(each.goodput_tokens_per_second for each in found)
 
 
@@ -152,7 +153,7 @@ def _over(of: Trained, other: str, found: Found, paper: Stated, when: str, why: 
 
 
 def figure_6() -> list[Row]:
-    """A node lost every 5 minutes."""
+    """Return the rows for a node lost every 5 minutes."""
     rows = []
     for of, restart, groups in ((SMALL, 2.8, 1.4), (LARGE, 5.7, 2.8)):
         found = outcomes(of, 30, (0, 50, 250), [one_by_one(5)])
@@ -163,7 +164,7 @@ def figure_6() -> list[Row]:
 
 
 def figure_7() -> list[Row]:
-    """A node lost every 40 minutes."""
+    """Return the rows for a node lost every 40 minutes."""
     why = (
         "as in lazarus-f6, with checkpoints every 200 and 1000 steps. Losses hardly count here: what is left is the "
         "load, which is nearly even for most of our 4 hours"
@@ -194,9 +195,9 @@ def _through_spot(of: Trained) -> Found:
 
 
 def figure_9() -> list[Row]:
-    """Samples through the spot trace."""
+    """Return the rows of samples through the spot trace."""
     why = (
-        "the segment of Bamboo's trace is not in our copy: the loss of 4 nodes at minute 34 that the paper tells of, "
+        "the segment of Bamboo's trace is not in our copy: the loss of 4 nodes at minute 34 that the paper reports, "
         "and one node lost every 5 min on average, all back after 10 min, stand for it, drawn 12 times; else as in "
         "lazarus-f6. evermoe lets newcomers in at the next step, the others gather them for 2 min. DS(FT) falls back "
         "to checkpoints of GPT-L for longer than in the paper (lazarus-f11)"
@@ -220,7 +221,7 @@ def figure_9() -> list[Row]:
 
 
 def _share(of: Outcome, causes: Sequence[str]) -> float:
-    """Part of the time after the first start that these causes took."""
+    """Return the share of the time after the first start that these causes took."""
     spent = {cause: of.seconds_by_cause.get(cause, 0.0) for cause in causes}
     first = {"start": Constants().start_seconds, "rebuild": Constants().rebuild_seconds}
     later = sum(seconds - first.get(cause, 0.0) for cause, seconds in spent.items())
@@ -228,7 +229,7 @@ def _share(of: Outcome, causes: Sequence[str]) -> float:
 
 
 def figure_11() -> list[Row]:
-    """What time is spent on through the spot trace."""
+    """Return the rows of time by cause through the spot trace."""
 
     def row(of: Trained, name: str, quantity: str, paper: Stated, causes: Sequence[str], why: str) -> Row:
         found = _through_spot(of)[name]
@@ -264,8 +265,8 @@ def figure_11() -> list[Row]:
                 "reconfigurations take",
                 stated(place, at_most=10),
                 connecting,
-                "likewise, until training goes on; 25 s of each are the assumed 15 to notice a loss and 10 to connect, "
-                "and joins connect anew, too",
+                "as above, until training resumes; 25 s of each are the assumed 15 to notice a loss and 10 to connect, "
+                "and joins connect again, too",
             )
         )
     rows.append(
@@ -275,7 +276,7 @@ def figure_11() -> list[Row]:
             "restarts take",
             stated(place, 27),
             ("start", "fetch", "repeat"),
-            "likewise: starts, loading, and the steps since the checkpoint, of which the paper says 3 to 5 min a time",
+            "as above: starts, loading, and the steps since the checkpoint, of which the paper says 3 to 5 min a time",
         )
     )
     return rows

@@ -1,4 +1,4 @@
-"""MoEtion: the experts that a budget has room for, where their copies go, and what is sent of them."""
+"""MoEtion: experts within a budget, the placement of their copies, and the bytes that are sent."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from evermoe.simulate import Constants, Failure, Scenario, SchemeName, Workload,
 from evermoe.simulate.scenario import SimulatedOptions
 
 WEIGHT_BYTES, OPTIMIZER_BYTES, GRADIENT_BYTES = 2, 8, 2
-"""Of a parameter (section 2.3); gradients are as wide as weights."""
+"""Bytes per parameter (section 2.3); gradients are as wide as weights."""
 NODES, NODE_NETWORK, STORAGE = 16, 320e9 / 8, 40e9 / 8
-"""Nodes of 4 GPUs; bytes a second of a node's interconnect, and of all nodes to Blob Storage (section 7.1)."""
+"""Nodes of 4 GPUs; bytes per second of a node's interconnect, and of all nodes to Blob Storage (section 7.1)."""
 CHOSEN = 4
-"""Experts of 16 that a checkpoint has room for: S is 25 to 40 % of E (section 4.1)."""
+"""Experts of 16 that fit into a checkpoint: S is 25 to 40 % of E (section 4.1)."""
 
 
 def from_totals(dense: float, sparse: float, experts: int) -> ModelSize:
-    """Parameters inside and outside of experts, from those of the dense model and of the sparse one.
+    """Return the parameters inside and outside experts, from totals of the dense and the sparse model.
 
     The sparse one has E feed-forwards where the dense one has 1 (section 7.1): D + F and D + E * F. All layers count as
-    one, as their sizes are alike.
+    one, as their sizes are equal.
 
     Args:
         dense: parameters of the dense model, D + F.
@@ -77,7 +77,7 @@ def _figure_4() -> list[Row]:
             paper=stated("abstract; section 7.2", at_least=9),
             ours=full / some,
             how="exact",
-            why="likewise",
+            why="as above",
         ),
     ]
 
@@ -257,12 +257,12 @@ def _figure_10() -> list[Row]:
 
 
 def _is_peer(holders: Sequence[int], stages: Sequence[int]) -> bool:
-    """Whether all holders are of one stage, so that nothing is sent."""
+    """Return whether all holders belong to one stage, so that nothing is sent."""
     return len({stages[rank] for rank in holders}) == 1
 
 
 def at_risk(policy: str, tokens_SLE: NDArray[np.int64], each: int) -> float:
-    """Tokens at risk after each step's checkpoint, in steps' tokens; mean over steps."""
+    """Return the tokens at risk after each step's checkpoint, in steps' tokens; mean over steps."""
     layers, experts = tokens_SLE.shape[1:]
     ledger, found = TokenLedger(layers, experts), []
     for tokens_LE in tokens_SLE:
@@ -292,11 +292,11 @@ def _figure_11() -> list[Row]:
 
 
 SAVE_EVERY = 24
-"""Steps of 25 s from a checkpoint to the next: 10 minutes."""
+"""Steps of 25 s between checkpoints: 10 minutes."""
 
 
 def _effective_time() -> list[Row]:
-    """MoE-GPT-1.6B-64E on the paper's cluster, with spare nodes: one day, and the seeds 0 to 9."""
+    """Simulate MoE-GPT-1.6B-64E on the paper's cluster, with spare nodes: one day, seeds 0 to 9."""
     step = 100 / 4
     workload = Workload(
         name="moe-gpt-1.6b-64e",
@@ -384,4 +384,4 @@ FIGURES = (
         "Other models and measured constants: `benches/bench_ettr.py`.",
     ),
 )
-"""All of MoEtion's, in the paper's order."""
+"""All figures of MoEtion, in the paper's order."""

@@ -9,13 +9,13 @@ from evermoe.reproduce.figure import Row, stated
 
 
 def cluster_holders() -> TrainingCopies:
-    """Holders for 64 GPUs on 16 nodes, 8 stages and 8 data-parallel peers, ZeRO stage 1."""
+    """Return the holders for 64 GPUs on 16 nodes, 8 stages and 8 data-parallel peers, ZeRO stage 1."""
     names, ranks = [f"node{rank // 4:02}" for rank in range(64)], range(64)
     return training_copy_holders(names, [rank // 8 for rank in ranks], [rank % 8 for rank in ranks], 2, zero_stage=1)
 
 
 def as_printed(data: int, stages: int, copies: int) -> list[list[int]]:
-    """Holders of each worker's copies by Algorithm 2 as printed."""
+    """Return the holders of each worker's copies by Algorithm 2 as printed."""
     workers = data * stages
     counts, found = [0] * workers, []
     for worker in range(workers):
@@ -32,7 +32,7 @@ def as_printed(data: int, stages: int, copies: int) -> list[list[int]]:
 
 
 def algorithm_2() -> list[Row]:
-    """Algorithm 2 as printed, beside what its text promises."""
+    """Return the rows of Algorithm 2 as printed, against the promise of its text."""
     rows = []
     for data, stages, copies in ((2, 3, 3), (1, 4, 1)):
         workers = data * stages
@@ -76,7 +76,7 @@ def algorithm_2() -> list[Row]:
 
 
 def _mended(data: int, stages: int, copies: int) -> list[list[int]]:
-    """Holders of each worker's copies by what the algorithm's text promises, each worker a node of its own."""
+    """Return the holders of each worker's copies by the algorithm's text, each worker on its own node."""
     workers = range(data * stages)
     names = [f"node{rank:02}" for rank in workers]
     peers, stage = [rank % data for rank in workers], [rank // data for rank in workers]
@@ -84,7 +84,7 @@ def _mended(data: int, stages: int, copies: int) -> list[list[int]]:
 
 
 def placement_time() -> list[Row]:
-    """Time of the placement for the paper's cluster."""
+    """Return the row of the placement's time for the paper's cluster."""
     began = perf_counter()
     cluster_holders()
     return [

@@ -1,4 +1,4 @@
-"""PEC: checkpoints with K of the N experts, the tokens that a recovery loses, shards of the rest."""
+"""PEC: checkpoints with K of the N experts, the tokens that a recovery loses, shards of the dense part."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ HIDDEN, VOCABULARY, POSITIONS = 768, 50_257, 1024
 EXPERT = 8 * HIDDEN * HIDDEN + 5 * HIDDEN
 """Parameters of an expert, and of a feed-forward that is none."""
 STATE_BYTES = 12
-"""Of a parameter: fp32 weight and two moments, as torch's Adam has them."""
+"""Bytes per parameter: fp32 weight and two moments, as in torch's Adam."""
 UNTIED = "with an output matrix of its own, which we take from here on, as it fits the paper's numbers better"
 EPOCH = 640
-"""Steps of an epoch, which our copy does not state: those of which 48 are 7.5 %."""
+"""Steps of an epoch, which our copy does not state: 48 of them are 7.5 %."""
 
 Chosen = list[list[int]]
 Select = Callable[[TokenLedger], Chosen]
 
 
 def dense_modules(*, is_tied: bool) -> list[int]:
-    """Parameters of each module beside the experts."""
+    """Return the parameters of each dense module."""
     attention, norms = 4 * HIDDEN * HIDDEN + 4 * HIDDEN, 4 * HIDDEN
     layers = [part for _ in range(LAYERS) for part in (attention, norms, EXPERT, attention, norms, EXPERTS * HIDDEN)]
     outputs = [] if is_tied else [VOCABULARY * HIDDEN]
@@ -49,14 +49,15 @@ def model_size(*, is_tied: bool) -> ModelSize:
 
 
 def sequential(each: int) -> Select:
-    """The experts of each layer whose turn it is, K of them, or as many as Dynamic-K has come to."""
+    """Select the experts of each layer in turn, K of them, or the current number of Dynamic-K."""
     return lambda ledger: select_experts(
         "sequential", ledger.at_risk, ledger.checkpoint, experts_per_layer=max(each, ledger.experts_per_layer)
     )
 
 
 def as_printed(each: int) -> Select:
-    """Algorithm 1 as printed: from the last layer to the first, each its K most loaded experts whose rank has room."""
+    """Select by Algorithm 1 as printed: from the last layer to the first, the K most loaded experts whose rank has
+    room."""
 
     def select(ledger: TokenLedger) -> Chosen:
         layers, experts = ledger.at_risk.shape
@@ -75,9 +76,9 @@ def as_printed(each: int) -> Select:
 def after_faults(
     tokens_SLE: NDArray[np.int64], select: Select, interval: int, faults: list[int], ledger: TokenLedger
 ) -> TokenLedger:
-    """The ledger of a run that saves every `interval` steps, and falls back to what is saved at some of the steps.
+    """Return the ledger of a run that saves every `interval` steps and falls back to saved experts at some steps.
 
-    The steps since the latest checkpoint are repeated, so that they are no loss; a fault is at a checkpoint's step.
+    Steps since the latest checkpoint are repeated and count as no loss; faults occur at a checkpoint's step.
     """
     every = [list(range(ledger.at_risk.shape[1]))] * ledger.at_risk.shape[0]
     for step, tokens_LE in enumerate(tokens_SLE, 1):
@@ -90,7 +91,8 @@ def after_faults(
 
 
 def lost_steps(each: int, interval: int) -> float:
-    """Tokens that a fault loses, as steps of all tokens: mean over a round of checkpoints, sequential choice."""
+    """Return the tokens that a fault loses, in steps of all tokens: mean over a round of checkpoints, sequential
+    choice."""
     tokens = np.full((2 * EXPERTS * interval, LAYERS, EXPERTS), 64)
     ledger, select, at_risk = TokenLedger(LAYERS, EXPERTS, experts_per_layer=each), sequential(each), []
     for step, tokens_LE in enumerate(tokens, 1):
@@ -125,7 +127,8 @@ def _figure_2b() -> list[Row]:
 
 
 def parameters(*, is_tied: bool) -> tuple[int, int]:
-    """Parameters of GPT2-MoE-Small, and of GPT2-Small, which has a feed-forward in the place of router and experts."""
+    """Return the parameters of GPT2-MoE-Small, and of GPT2-Small, which has a feed-forward instead of router and
+    experts."""
     rest = model_size(is_tied=is_tied).non_expert_parameters
     return rest + LAYERS * EXPERTS * EXPERT, rest + LAYERS * (EXPERT - EXPERTS * HIDDEN)
 
@@ -166,7 +169,7 @@ def _figure_5a() -> list[Row]:
 
 
 def busiest(each: int, *, is_adaptive: bool) -> float:
-    """Bytes that the busiest rank saves, in the checkpoint of a round in which it saves most."""
+    """Return the bytes of the busiest rank in the checkpoint of a round in which it saves most."""
     sizes = [STATE_BYTES * parameters for parameters in dense_modules(is_tied=False)]
     tokens, loads = np.zeros((LAYERS, EXPERTS), np.int64), []
     for checkpoint in range(EXPERTS):
@@ -194,7 +197,7 @@ def _figure_5b() -> list[Row]:
             why="mean over ranks: all that is no expert's, and 6 of 8 experts in place of 6 on each rank",
         ),
         Row(
-            quantity="reduction of what a rank saves, K = 1, adaptive sharding of whole modules",
+            quantity="reduction of what a rank saves, K = 1, adaptive sharding of complete modules",
             unit="%",
             paper=stated("abstract; section 4.2; Figure 5b", 76.9),
             ours=100 * (1 - embedding / base),
@@ -210,7 +213,7 @@ def _figure_5b() -> list[Row]:
             why="`shard_modules` cuts modules, so that the busiest rank has an eighth of all",
         ),
         Row(
-            quantity="time of a checkpoint, adaptive below equal sharding, K = 1, whole modules",
+            quantity="time of a checkpoint, adaptive below equal sharding, K = 1, complete modules",
             unit="%",
             paper=stated("section 4.2", 11.7),
             ours=100 * (1 - embedding / (embedding + STATE_BYTES * EXPERT)),
@@ -271,7 +274,7 @@ def _algorithm_1() -> list[Row]:
 
 
 def _aware(ledger: TokenLedger) -> Chosen:
-    """The mended Algorithm 1."""
+    """Select by the corrected Algorithm 1."""
     at_risk, waiting = ledger.at_risk, ledger.waiting
     return select_experts("load-aware", at_risk, ledger.checkpoint, waiting=waiting, experts_per_layer=1)
 
@@ -326,4 +329,4 @@ FIGURES = (
         note="Our copy states no number of it.",
     ),
 )
-"""All of PEC's, in the paper's order."""
+"""All figures of PEC, in the paper's order."""

@@ -15,14 +15,14 @@ FIGURES: Mapping[str, Figure] = {
 
 
 def find(names: Sequence[str], *, is_slow: bool = False) -> list[Figure]:
-    """The figures that IDs, papers or `all` name, in the order of the registry.
+    """Return the figures that IDs, papers or `all` name, in the order of the registry.
 
     Args:
         names: IDs, each alone; prefixes of IDs that name a paper, such as `gemini`; or `all`.
-        is_slow: whether papers and `all` include the slow figures. A slow figure that is named itself is always there.
+        is_slow: whether papers and `all` include the slow figures. A slow figure named itself is always included.
 
     Raises:
-        ValueError: a name is none of these; the message has those that are close.
+        ValueError: a name is unknown; the message lists similar ones.
     """
     chosen: set[str] = set()
     for name in names:

@@ -1,6 +1,6 @@
-"""Synthetic routing in place of the papers' traces, which our copies do not have. L layers, E experts.
+"""Synthetic routing instead of the papers' traces, which our copies lack. L layers, E experts.
 
-The same seed gives the same tokens everywhere: nothing but NumPy's PCG64 and elementary functions.
+A seed gives the same tokens on every machine, as it uses only NumPy's PCG64 and elementary functions.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 
 def skewed_load(layers: int, experts: int, sigma: float, seed: int = 0) -> NDArray[np.float64]:
-    """Shares [L, E] of a layer's tokens: log-normal, each layer with hot experts of its own.
+    """Return shares [L, E] of a layer's tokens: log-normal, each layer with its own hot experts.
 
     Args:
         layers: L.
         experts: E.
-        sigma: of the logarithm: 0 is even; at 3, 2 of 16 experts get up to 84 % of the tokens with seed 0.
-        seed: of the draw.
+        sigma: deviation of the logarithm: 0 is even; at 3, 2 of 16 experts get up to 84 % of the tokens (seed 0).
+        seed: seed of the draw.
     """
     raw_LE = np.exp(sigma * np.random.default_rng(seed).standard_normal((layers, experts)))
     return raw_LE / raw_LE.sum(1, keepdims=True)
@@ -25,16 +25,16 @@ def skewed_load(layers: int, experts: int, sigma: float, seed: int = 0) -> NDArr
 def drifting_tokens(
     steps: int, layers: int, experts: int, sigma: float, *, tokens: int = 1 << 15, memory: int = 200, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Tokens [steps, L, E] of a skewed load whose hot experts change gradually: log-shares as an AR(1) process.
+    """Return tokens [steps, L, E] of a skewed load whose hot experts change gradually: log-shares as an AR(1) process.
 
     Args:
-        steps: how many.
+        steps: number of steps.
         layers: L.
         experts: E.
-        sigma: of the logarithm, at every step.
-        tokens: of a layer in a step, about, as shares are rounded.
+        sigma: standard deviation of the logarithm, at every step.
+        tokens: approximate tokens of a layer in a step, as shares are rounded.
         memory: steps after which the logarithms' correlation has fallen to 1 / e.
-        seed: of the draw.
+        seed: seed of the draw.
     """
     generator = np.random.default_rng(seed)
     keep = np.exp(-1 / memory)

@@ -195,13 +195,13 @@ def test_a_checkpoint_takes_the_steps_that_its_bytes_need(model):
         assert needed <= baft.plan(model, share, "auto").steps_per_version <= needed + 1
 
 
-def test_whole_layers_fill_a_bubble_like_a_knapsack():
+def test_complete_layers_fill_a_bubble_like_a_knapsack():
     sizes, capacity = [5, 9, 14, 3], 20
     reach = {0}
     for size in sizes:
         reach |= {total + size for total in reach if total + size <= capacity}
-    assert baft.whole_layers(sizes, capacity) == max(reach) == 19
-    assert baft.whole_layers([21], 20) == 0
+    assert baft.complete_layers(sizes, capacity) == max(reach) == 19
+    assert baft.complete_layers([21], 20) == 0
 
 
 # ---- moetion

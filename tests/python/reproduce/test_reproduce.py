@@ -121,7 +121,7 @@ def test_differences_and_repeated_reasons_read_well():
     assert difference(row(1, stated("4", 0))) == "not zero"
     assert difference(row(1)) == ""
     assert difference(replace(row(91.0, stated("4", 91)), is_fitted=True)) == "fitted"
-    assert reasons([row(1), row(2), row(3, why="else")]) == ["because", "likewise", "else"]
+    assert reasons([row(1), row(2), row(3, why="else")]) == ["because", "as above", "else"]
 
 
 @pytest.mark.full
