@@ -263,9 +263,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the
     command.wait_for("worker 2 of 2 at")
     while sum("this worker is a spare" in line for line in command.lines) < 2:
         command.wait_for("this worker is a spare")
-    assert any(
-        re.search(r"worker 1 \(pid \d+\) was killed by signal 9; restarting it", each) for each in command.lines
-    )
+    assert any(re.search(r"worker 1 \(pid \d+\) was killed by signal 9; restarting it", each) for each in command.lines)
     kill_worker(command.process.pid, 2)
     command.wait_for("worker 1 of 2 at")
     command.process.send_signal(signal.SIGTERM)
