@@ -59,7 +59,7 @@ def _plot_loss(axis: Any, run: Timeline) -> None:
         axis.plot(run.times[: len(without)], without, color=GREY, linewidth=5, alpha=0.45, label=WITHOUT)
     axis.plot(run.times, run.losses, color=BLUE, linewidth=1.6, label="this run")
     axis.set_ylabel("loss")
-    axis.legend(frameon=False, loc="upper right")
+    axis.legend(edgecolor="none", framealpha=1.0, loc="upper right")
 
 
 def _plot_throughput(axis: Any, run: Timeline) -> None:

@@ -127,9 +127,9 @@ def test_sizes(text, size):
         ([*ASKED, "--nodes", "0"], "--nodes: expected 1 to 16384"),
         ([*ASKED, "--slots", "0"], "--slots: expected 1 to"),
         ([*ASKED, "--workers-per-node", "0"], "--workers-per-node: expected 1 to"),
-        ([*ASKED, "--copies"], "--copies: expected it without --model"),
-        ([*ASKED, "--load", "zipf:1"], "--load: expected it without --model"),
-        ([*ASKED, "--experts", "8"], "--experts: expected it without --model"),
+        ([*ASKED, "--copies"], "--copies: expected no such flag with --model"),
+        ([*ASKED, "--load", "zipf:1"], "--load: expected no such flag with --model"),
+        ([*ASKED, "--experts", "8"], "--experts: expected no such flag with --model"),
         ([*ASKED, "--dense", "sharded", "--preset", "lazarus"], "dense: expected 'replicated' with preset lazarus"),
     ],
 )
