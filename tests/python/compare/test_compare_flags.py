@@ -28,7 +28,7 @@ from evermoe.cli.main import main
         (["--workers", "0"], "--workers"),
         (["--balance", "inf"], "--balance"),
         (["--limit", "-1"], "--limit"),
-        (["--held-out", "100000000"], "expected to leave a batch of 24 samples"),
+        (["--held-out", "100000000"], "expected to leave a batch of 24 of"),
         (["--checkpoint-interval", "0"], "--checkpoint-interval"),
     ],
 )
