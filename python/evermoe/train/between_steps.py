@@ -1,4 +1,4 @@
-"""What a script does between two steps with all members: evaluate, gather the whole model, work alone, stop."""
+"""Work of a script between two steps with all members: evaluate, gather the complete model, work alone, stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evermoe.train.substitute_weights import SubstituteWeights
 
 
 class BetweenSteps:
-    """The part of `evermoe.Session` that is about work between steps. A script gets at it by its session."""
+    """The part of `evermoe.Session` for work between steps."""
 
     model: nn.Module
     group: Group
@@ -31,9 +31,9 @@ class BetweenSteps:
 
     @property
     def is_main(self) -> bool:
-        """Whether this member has rank 0 of those that train: the one that logs and writes files for all.
+        """Whether this member has rank 0 of those that train: it logs and writes files for all.
 
-        When that member is lost, another one is the main one from the next recovery on.
+        When it is lost, another member has rank 0 after the recovery.
         """
         return self.config.role == "train" and self.group.rank == 0
 
@@ -75,15 +75,15 @@ class BetweenSteps:
 
             metrics = session.repeated(lambda: my_evaluation(session.model))
 
-        For an evaluation that divides its data in its own way, or does not divide it. Members may run different numbers
-        of forwards in it. After a loss `fn` runs again from its beginning on the members that are left, unless one of
-        them has finished it: then all get that result.
+        Use it for an evaluation that divides its data in its own way, or does not divide it. Members may run different
+        numbers of forwards. After a loss `fn` runs again from its beginning on the remaining members. If one of them
+        has finished it, all get that result instead.
 
         Args:
             fn: returns what JSON carries: numbers, texts, None, lists, and dicts with texts as keys.
 
         Returns:
-            What it returned on the first member that ran it, the same on all members; tuples as lists.
+            The result of the first member that ran it, the same on all members; tuples as lists.
 
         Raises:
             TypeError: JSON does not carry the result.
@@ -93,7 +93,7 @@ class BetweenSteps:
         return self._driver.evaluations.run(self.step, lambda *_: fn(), lambda parts: parts[0], self._recover)
 
     def gathered(self, work: Callable[[int, int], Any]) -> list[Any]:
-        """Run `work` on all members that train, in evaluation mode, and again after a loss; gather what it returned.
+        """Run `work` on all members that train, in evaluation mode, and again after a loss; gather the results.
 
             parts = session.gathered(lambda position, n: [predict(batch) for batch in batches[position::n]])
 
@@ -102,7 +102,7 @@ class BetweenSteps:
                 carries, as of `repeated`.
 
         Returns:
-            What it returned, by those numbers; the same on all members, tuples as lists.
+            The results by those numbers, the same on all members; tuples as lists.
 
         Raises:
             TypeError, UnequalForwards, RuntimeError: as of `repeated`.
@@ -113,7 +113,7 @@ class BetweenSteps:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """For other collective work between steps, such as generation: `with session.evaluation(): …`.
+        """Run other collective work between steps, such as generation: `with session.evaluation(): …`.
 
         All members that train enter it, between steps, inside the loop of `steps`. It puts the model in evaluation
         mode, without gradients. Each member may run any number of forwards, also none: at the end of the block it
@@ -132,16 +132,16 @@ class BetweenSteps:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """For long work of one member, during which no time limit counts.
+        """Run long work of one member, without a time limit.
 
             with session.alone() as is_mine:
                 if is_mine:
                     upload(folder)
 
         All members that train enter it, between steps, inside the loop of `steps`. At the end of the block each waits
-        until all have come there, for longer than `hang_timeout` if need be. A member that dies meanwhile is noticed at
-        once, one that is stopped after `heartbeat_timeout`: the block then ends without an exception, and the session
-        recovers before the next step. The work is not repeated. Replica nodes wait for the next step as long.
+        for all others, for longer than `hang_timeout` if need be; so do replica nodes. A death is noticed at once, a
+        stopped process after `heartbeat_timeout`: the block then ends without an exception, and the session recovers
+        before the next step. The work is not repeated.
 
         Returns:
             Whether this member has rank 0, as `is_main` says.
@@ -157,33 +157,33 @@ class BetweenSteps:
         """End the job on all members at the same step, as if that were the last one of `steps`.
 
         Any member may call it, from any thread. Inside a step, the job ends with that step. Between two steps it ends
-        at once if all members that train call it there; if only some do, it ends with the next step. The last
+        at once if all members that train call it; if only some do, it ends with the next step. The last
         checkpoint is written, `steps` ends on all members, and so do replica nodes and spares. Call it for early
-        stopping: to leave by `break` leaves the job as it is, for processes that resume it.
+        stopping. A `break` leaves the job as it is, for processes that resume it.
 
         A job that is started again after it was stopped resumes from its checkpoint and trains on.
         """
         self._driver.asks_to_stop = True
 
     def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
-        """The whole model on rank 0: what `model.state_dict()` has, with all experts wherever they are; collective.
+        """Return the complete `model.state_dict()` on rank 0, with the experts of all members; collective.
 
             if step.committed and session.step % 1000 == 0:
                 with session.evaluation():
                     state = session.full_state_dict()
 
-        For all members that train, between steps, inside the loop of `steps`; replica nodes wait for the next step.
-        Experts travel one at a time. When a member is lost, the folder has a whole model or is not there; the session
-        recovers before the next step, and the call can be repeated after it. For a transformers model,
+        All members that train call it, between steps, inside the loop of `steps`; replica nodes wait for the next step.
+        Experts travel one at a time. When a member is lost, the folder has a complete model or does not exist; the
+        session recovers before the next step, and the call can be repeated after it. For a transformers model,
         `evermoe.integrations.transformers.export` writes the files that `from_pretrained` loads.
 
         Args:
-            folder: None, or where rank 0 writes safetensors files with an index: empty, or not there yet. It appears
-                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_timeout` must
+            folder: where rank 0 writes safetensors files with an index, empty or missing; or None. It appears when
+                all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_timeout` must
                 allow for writing a file.
 
         Returns:
-            By the model's keys tensors on the CPU, which no step changes. Empty on the other ranks, and with `folder`.
+            Tensors on the CPU by the model's keys; no step changes them. Empty on the other ranks, and with `folder`.
 
         Raises:
             PeerLost: a member is gone; inside `evaluation` the block ends instead.
@@ -215,17 +215,17 @@ class BetweenSteps:
         return until if stopped is None else min(until, stopped)
 
     def _stop_if_asked(self) -> None:
-        """Between steps: ends the job here if all members ask for that; if only some do, the next vote says so."""
+        """End the job between two steps if all members ask for that; if only some do, the next vote ends it."""
         driver = self._driver
         if not driver.asks_to_stop or driver.evaluations.stopped is not None or not driver.reports:
             return
         if self.config.role == "train" and driver.evaluations.agree_to_stop():
             driver.evaluations.stopped = self.step
-            if self._protocol.is_stepping or driver.has_replica_nodes:  # others wait in a step that will not come
+            if self._protocol.is_stepping or driver.has_replica_nodes:  # others wait in a step that never comes
                 self.group.drop("the job is stopped")
 
     def _check_stops(self) -> None:
-        """Check that the script, which has left a step out, ends the job with all others.
+        """Check that a script which has left a step out ends the job, as all others do.
 
         Where a member is lost before they agree, the step is drawn again after the recovery, and the script can leave
         it out again.
@@ -244,12 +244,12 @@ class BetweenSteps:
 
 
 def check_trains(session: BetweenSteps) -> None:
-    """Check that the members of a session can be asked for their weights, and wait for those on their way.
+    """Check that the members of a session have weights, and wait for weights that are on their way.
 
     In an evaluation this member serves others until all have come to the same point of their scripts.
 
     Raises:
-        RuntimeError: its script is not inside the loop of `steps`.
+        RuntimeError: the script is not inside the loop of `steps`.
     """
     _check_has_weights(session)
     session._driver.evaluations.come_together()

@@ -1,4 +1,4 @@
-"""What a training loop does for the commit protocol of `src/protocol/`: a method for each of its commands."""
+"""Commands of the commit protocol of `src/protocol/`: a method of the training loop for each."""
 
 from __future__ import annotations
 
@@ -9,90 +9,90 @@ from evermoe.comm.vote import Ballot
 from evermoe.snapshot.snapshot_schedule import SnapshotSchedule
 
 Event = dict[str, Any]
-"""What happened, as `src/protocol/event.rs` has it."""
+"""An event, as in `src/protocol/event.rs`."""
 
 
 class Driver(ABC):
-    """What a training loop does when the protocol says so. Methods that return an event may raise `PeerLost`.
+    """Carries out the protocol's commands for a training loop. Methods that return an event may raise `PeerLost`.
 
-    The methods here are those of a job that has no replica nodes, moves no units and is ended by its script.
+    The defaults here are for a job without replica nodes that moves no units and ends with its script.
     """
 
     snapshot_schedule: SnapshotSchedule
-    """Which version of the copies is whole with which vote."""
+    """The version of the copies that each vote completes."""
 
     def interrupt(self) -> None:
-        """Ends what is under way in the group, which is about to be replaced."""
+        """End what is under way in the group, which is about to be replaced."""
 
     def agreeing(self) -> None:
-        """Is called before the Lighthouse is asked."""
+        """Prepare to ask the Lighthouse."""
 
     def connecting(self) -> None:
-        """Is called before a new group is connected."""
+        """Prepare to connect a new group."""
 
     def waiting(self) -> None:
-        """Is called while members are awaited. May raise `JobFinished`."""
+        """Called repeatedly while members are awaited. May raise `JobFinished`."""
 
     def weigh(self) -> Event:
-        """Agrees with all members whether experts should move: `weighed`."""
+        """Agree with all members whether experts should move: `weighed`."""
         return {"event": "weighed", "should_move": False}
 
     def step(self, number: int) -> None:
-        """Lets the training loop compute a step, which ends with `CommitProtocol.vote`."""
+        """Let the training loop compute a step, which ends with `CommitProtocol.vote`."""
 
     def follow(self, number: int) -> Ballot:
-        """Receives the others' step on a replica node, and returns this member's ballot."""
+        """Receive the others' step on a replica node, and return this member's ballot."""
         raise RuntimeError("this job has no replica nodes")
 
     def tallied(self, step: int, sums: Ballot) -> None:
-        """Is told the sums of the vote on a step before they count. May raise what ends the job."""
+        """Called with the tally before the step is applied. Raise to end the job."""
 
     @abstractmethod
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
-        """Takes the step from one version to the next; it is decided and cannot fail."""
+        """Take the step from one version to the next; the vote has decided it, and it cannot fail."""
 
     def commit(self, step: int) -> None:
-        """Reports a step that no failure covered by the preset can undo."""
+        """Report a step that no failure covered by the preset can undo."""
 
     @abstractmethod
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
-        """Brings this member to the version that all agree on: `restored`, `missing` or `unrecoverable`."""
+        """Bring this member to the version that all agree on: `restored`, `missing` or `unrecoverable`."""
 
     def count_losses(self, version: int) -> Event:
-        """Counts what was lost and agrees on it: `counted`."""
+        """Count what was lost and agree on it: `counted`."""
         return {"event": "counted"}
 
     @abstractmethod
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
-        """Plans who keeps copies of what, and makes those that are missing, perhaps beside the next step: `protected`.
+        """Plan who keeps copies of what, and make the missing ones, perhaps during the next step: `protected`.
 
         Args:
             version: of the state now.
             generation: of the members.
-            waits: whether the copies must be whole before training goes on.
+            waits: whether the copies must be complete before training continues.
         """
 
     def resume(self, version: int) -> None:
-        """Ends a recovery."""
+        """End a recovery."""
 
     def pause(self) -> None:
-        """Waits until holders of missing units may have come back."""
+        """Wait until holders of missing units may have come back."""
 
     @abstractmethod
     def units_lost(self) -> NoReturn:
-        """Raises the error of a job whose units survive nowhere."""
+        """Raise the error of a job whose units survive nowhere."""
 
     def settle(self) -> Event:
-        """Waits for the copies of the last step on all members: `settled`."""
+        """Wait for the copies of the last step on all members: `settled`."""
         return {"event": "settled", "is_whole": True}
 
     def farewell(self, version: int) -> Event:
-        """Ends the job with all members: `parted`."""
+        """End the job with all members: `parted`."""
         return {"event": "parted"}
 
     def close(self, standing: dict[str, Any] | None) -> None:
-        """Is called when the job is over.
+        """Called when the job is over.
 
         Args:
-            standing: what to tell spares that wait at the Lighthouse; None where none do.
+            standing: message for spares that wait at the Lighthouse; None without any.
         """

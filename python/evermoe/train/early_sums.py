@@ -1,14 +1,14 @@
 """Gradients that are summed at their owners while backward still computes others.
 
     backward         ──head──second──first──embedding──┐
-    beside it           └ bucket 0 ── bucket 1 ────────┴ bucket 2 ── VOTE
+    concurrently        └ bucket 0 ── bucket 1 ────────┴ bucket 2 ── VOTE
 
-Sums are begun before it is known that the gradients are final: a script may backpropagate again, or change them. So a
-bucket's sum counts only if no member has changed a gradient of it since; otherwise all members reduce it again.
+Sums begin before the gradients are known to be final: a script may backpropagate again, or change them. So a bucket's
+sum counts only if no member has changed a gradient of it since; otherwise all members reduce it again.
 
-Members begin the same buckets in the same order, in a group of their own: the exchanges of the MoE layers, which go on
-meanwhile, have another. What is in a bucket follows from the gradients of the latest step, on which all have agreed.
-A gradient that does not come is sent as zeros once backward is over.
+Members begin the same buckets in the same order, in a group of their own: the exchanges of the MoE layers, which
+continue meanwhile, have another. The gradients of the latest step, on which all agree, decide what a bucket holds.
+A missing gradient is sent as zeros after backward.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class _Sent:
         self.gradients_R[rank] = [gradient.clone() for gradient in self.gradients_R[rank]]
 
     def is_changed(self) -> bool:
-        """Whether a gradient is another one now; writing to `gradient.data` is not seen."""
+        """Return whether a gradient has changed; writes to `gradient.data` are not seen."""
         return any(p.grad is not g or (g is not None and g._version != version) for p, g, version in self._seen)
 
 
 class EarlySums:
-    """Sums gradients at their owners in buckets, in a thread beside backward.
+    """Sums gradients at their owners in buckets, in a background thread during backward.
 
     Args:
-        group: of those that train, in which nothing else is exchanged; of one member where nothing is summed early.
+        group: of those that train, for these sums alone; of one member where nothing is summed early.
         trainers: those members' group for all else.
     """
 
@@ -60,7 +60,7 @@ class EarlySums:
         self._planned: list[list[int]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._backwards = self._backwards_before = 0
-        """Backpropagations of this step, and of the one before: as many are waited for before a bucket is sent."""
+        """Backpropagations of this step and of the previous one: a bucket is sent after as many as that had."""
         self._missing: list[int] = []
         """Per bucket, gradients that this backpropagation has not brought."""
         self._sent: list[_Sent] = []
@@ -70,9 +70,9 @@ class EarlySums:
         """The same for many steps: each thread's allocations are in an arena of the C library's own."""
 
     def plan(self, parameters_R: Sequence[Sequence[Tensor]]) -> None:
-        """Notes which gradients the next step will probably have, by owner; the same on all members.
+        """Plan the buckets for the gradients that the next step will probably have; the same on all members.
 
-        A bucket has about as many bytes of each owner, the last parameters first, as backward has them first.
+        Buckets have about equal bytes of each owner, and the last parameters first, as backward reaches them first.
         """
         planned = [[id(parameter) for parameter in parameters] for parameters in parameters_R]
         if self._group.size == 1 or planned == self._planned:
@@ -85,7 +85,7 @@ class EarlySums:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(number)))
 
     def forget(self) -> None:
-        """Sums nothing early until it is planned again."""
+        """Sum nothing early until it is planned again."""
         self.end()
         if self._thread is not None:
             self._queue.put(None)
@@ -134,14 +134,14 @@ class EarlySums:
             raise
 
     def send_rest(self) -> list[bool]:
-        """Backward is over: begins the other buckets. Per bucket, whether this member's gradients have changed."""
+        """Begin the other buckets after backward. Return per bucket whether this member's gradients have changed."""
         changed = [sent.is_changed() for sent in self._sent]
         while len(self._sent) < len(self._buckets):
             self._send_next()
         return changed + [False] * (len(self._sent) - len(changed))
 
     def finish(self, is_changed: Sequence[bool]) -> set[int]:
-        """Waits for all sums and puts those of unchanged buckets in place at their owners; the ids of their parameters.
+        """Wait for all sums, put those of unchanged buckets in place at their owners, and return their parameters' ids.
 
         Args:
             is_changed: per bucket, whether any member's gradients have changed.
@@ -162,14 +162,14 @@ class EarlySums:
             if changed:
                 continue
             for parameter, gradient in zip(bucket[rank], sent.gradients_R[rank], strict=True):
-                if parameter.grad is not None:  # it has one somewhere
+                if parameter.grad is not None:  # some member has one
                     parameter.grad = gradient
             summed |= {id(parameter) for parameters in bucket for parameter in parameters}
         self.end()
         return summed
 
     def end(self) -> None:
-        """Waits until nothing is summed; where sums are under way, the group has been dropped before."""
+        """Wait until nothing is summed. If sums are under way, the group must have been dropped."""
         for task in self._tasks:
             task.is_over_within(threading.TIMEOUT_MAX)
         self._sent, self._tasks = [], []

@@ -1,4 +1,4 @@
-"""Divides the data of an evaluation among the members, and adds up what each has found."""
+"""Divides the data of an evaluation among the members, and adds up their results."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class _Every:
 
 
 def own_batches(data: Any, position: int, n: int) -> Iterable[Any]:
-    """The batches of one of n members: those at `position`, `position` + n, and so on.
+    """Return the batches of one of n members: those at `position`, `position` + n, and so on.
 
     Args:
-        data: of a `DataLoader` over a data set with indices, only these batches are loaded. So it is with other data
-            that has a length and indices; each item is a batch. Of other iterables each member goes through all
-            batches. The order must be the same on all members.
+        data: a `DataLoader`, or an iterable whose items are batches. Only these batches are loaded of data with a
+            length and indices; of other iterables each member reads all batches. The order must be the same on all
+            members.
         position: number of the member.
-        n: members.
+        n: number of members.
 
     Raises:
         ValueError: a `DataLoader` shuffles or divides its data already, or the data is no iterable, or one that can be
@@ -108,7 +108,7 @@ def _own_loader(loader: DataLoader[Any], position: int, n: int) -> DataLoader[An
 
 
 def sum_over(batches: Iterable[Any], fn: Callable[[Any], Mapping[str, float | Tensor]]) -> Sums:
-    """The sums over all batches of what `fn` returns for each, in float64.
+    """Return the sums over all batches of what `fn` returns for each, in float64.
 
     Raises:
         TypeError: it returns something else than numbers by name.
@@ -133,7 +133,7 @@ def _number(name: str, value: Any) -> float | Tensor:
 
 
 def add_up(parts: list[Sums]) -> Sums:
-    """The sums of all members, added in the order of ranks."""
+    """Return the sums of all members, added in the order of ranks."""
     total: Sums = {}
     for part in parts:
         for name, value in part.items():

@@ -1,9 +1,9 @@
 """Evaluations between two steps, which a loss repeats without counting one twice.
 
-Some members notice a loss in an evaluation when others have finished it. These cannot run it again: their script has
-continued. So in the next recovery all gather how many evaluations each has finished after this step. A member that is
-behind adopts the result. If nobody has finished, all members that were in the evaluation run it again, from within
-the recovery. A member that has joined in that recovery has no evaluation to run: it serves the experts of others until
+Some members may notice a loss in an evaluation that others have finished. Those cannot run it again, as their scripts
+have continued. So in the next recovery all gather how many evaluations each has finished after this step. A member that
+is behind adopts the result. If nobody has finished, all members that were in the evaluation run it again, within the
+recovery. A member that has joined in that recovery has no evaluation to run: it serves the experts of others until
 they begin the next step, and takes part when they gather the complete model.
 """
 
@@ -28,13 +28,13 @@ from evermoe.train.purposes import UNLIMITED, Meeting, Purpose
 from evermoe.train.substitute_weights import SubstituteWeights
 
 Work = Callable[[int, int], Any]
-"""Computes a part of an evaluation: the number of this member among those that evaluate, and how many these are."""
+"""Computes a part of an evaluation, from the number of this member among those that evaluate, and their number."""
 Combine = Callable[[list[Any]], Any]
-"""Makes the result of the parts, in the order of ranks."""
+"""Combines the parts, in the order of ranks, to the result."""
 
 
 class Evaluations:
-    """What a member that trains does between two steps with all others.
+    """Collective work of the members that train between two steps.
 
     Args:
         model: with the layers that exchange tokens.
@@ -77,7 +77,7 @@ class Evaluations:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """An evaluation that ends early, without an exception, when a member is lost."""
+        """Run an evaluation that ends early, without an exception, when a member is lost."""
         if self._is_open:
             yield
             return
@@ -126,7 +126,7 @@ class Evaluations:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Members wait for each other without a limit at the end of the block; whether this is rank 0."""
+        """Wait for each other without a limit at the end of the block; yields whether this is rank 0."""
         try:
             self._meeting.meet(Purpose.ALONE)
         except PeerLost as lost:
@@ -162,20 +162,20 @@ class Evaluations:
         if not can_follow:
             raise UnequalForwards(
                 "a worker has joined during this evaluation, and cannot take part in what needs all members at once: "
-                "of that only full_state_dict() works then, without a folder if rank 0 was there before. Catch this "
+                "then only full_state_dict() works, without a folder only if rank 0 was in the evaluation. Catch this "
                 "error outside of repeated(), and repeat the work after the next step"
             )
 
     def _follow_together(self) -> None:
-        """Takes part, as a member that follows, in what others have come together for."""
-        told = gather_json(self._group, None)[self._inside[0]]
-        if not told["can_follow"]:
+        """Take part, as a member that follows, in the work for which others have come together."""
+        plan = gather_json(self._group, None)[self._inside[0]]
+        if not plan["can_follow"]:
             raise PeerLost("others need all members at once in an evaluation which this one has not begun")
         with suppress(PersistFailed, UnsupportedState):  # the same on all: scripts may continue after it
-            if told["folder"] is None:
+            if plan["folder"] is None:
                 full_state.gather(self._model, self._group)
             else:
-                full_state.write(full_state.pieces(self._model), Path(told["folder"]), self._group)
+                full_state.write(full_state.pieces(self._model), Path(plan["folder"]), self._group)
 
     @property
     def others_continue(self) -> bool:
@@ -183,14 +183,14 @@ class Evaluations:
         return self._meeting.is_elsewhere
 
     def agree_to_stop(self) -> bool:
-        """Whether all members have asked to stop at this step; where some have not, the group is dropped."""
+        """Return whether all members have asked to stop at this step; where some have not, the group is dropped."""
         if self._group.broken is not None or not self._meeting.meet_unless_elsewhere(Purpose.STOP):
             return False
         self._inside = []
         return True
 
     def release(self) -> None:
-        """Begins the next step on this member and on those that have waited for its evaluations."""
+        """Begin the next step on this member and on those that have waited for its evaluations."""
         if self._inside and self._group.broken is None:
             try:
                 self._meeting.meet(Purpose.STEP)
@@ -210,7 +210,7 @@ class Evaluations:
             raise PeerLost("the job is stopped")
 
     def step_taken(self) -> None:
-        """A step was taken: no member needs the latest result any more."""
+        """Forget the latest result, as a step was taken."""
         self._result = ""
 
     # ---- a recovery
@@ -221,14 +221,14 @@ class Evaluations:
         Raises:
             UnequalForwards: a member has not come to an evaluation in which others waited for it.
         """
-        found = gather_json(everyone, self._told() if trains else {"stopped": self.stopped})
+        found = gather_json(everyone, self._report() if trains else {"stopped": self.stopped})
         trainers = [each for each in found if "step" in each]
         _refuse_absent(trainers)
         stops = [each["stopped"] for each in found if each["stopped"] is not None]
         self.stopped = min(stops, default=None)
         self._inside = [each["rank"] for each in trainers if each["is_pending"]]
         self._substitute.name = next((each["weights"] for each in trainers if each["weights"] is not None), None)
-        done = [] if self._work is None else _done(self._told(), trainers)
+        done = [] if self._work is None else _done(self._report(), trainers)
         if done:
             self._work, self._found = None, done[0]["result"]
         if trains and self._work is None:
@@ -236,7 +236,7 @@ class Evaluations:
             latest = max(pending or trainers, key=lambda each: (each["step"], each["finished"]))
             self._step, self._finished, self._result = latest["step"], latest["finished"], latest["result"]
 
-    def _told(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         return {
             "rank": self._group.rank,
             "node": self._node,
@@ -306,11 +306,11 @@ class Evaluations:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients. An error drops the group: nobody waits for this member."""
+        """Run a block in evaluation mode, without gradients. An error drops the group, so that nobody waits."""
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         for layer in self._layers:
-            layer.has_samples = True  # whatever part of the latest step this member had
+            layer.has_samples = True  # whichever part of the latest step this member had
         self._is_open = True
         try:
             with torch.no_grad():
@@ -327,7 +327,7 @@ class Evaluations:
 
 
 def _done(mine: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that have finished the evaluation which a member has to finish."""
+    """Return the reports of members that have finished the evaluation which this member has to finish."""
     return [each for each in found if each["step"] == mine["step"] and each["finished"] > mine["finished"]]
 
 

@@ -1,8 +1,8 @@
 """Notices a script that changes gradients between its backward and the sum over the members.
 
-Each member has a part of the gradient then. `clip_grad_norm_` there clips that part by its own norm, so that the sum is
-not what one process would have. A mask is the same on a part and on the sum, so that it is no error. Only the first
-steps of a process are looked at: a script does the same in all of them.
+Each member has a part of the gradient then. `clip_grad_norm_` clips that part by its own norm, so that the sum differs
+from the gradient of one process. A mask has the same effect on a part and on the sum, and is no error. Only the first
+steps of a process are checked, as a script does the same in all of them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class GradientEdits:
         if members > 1 and any(each.is_changed for each in self._seen):
             self._steps_left = 0
             warn(
-                "gradients were changed in `with step:` after step.backward. There each worker has the gradient of its "
-                "own samples: clipping or noise, applied to that, gives another sum than in one process. Use "
+                "gradients were changed in `with step:` after step.backward, where each worker has the gradient of "
+                "its own samples: clipping or noise gives another sum than in one process. Use "
                 "Session(max_grad_norm=...), or Session(on_gradients=...), which gets the gradients of all workers"
             )
         self._seen = []

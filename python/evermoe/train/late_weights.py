@@ -1,14 +1,13 @@
 """Weights that owners send while the next step's forward computes, each bucket before the modules that need it.
 
     update ─ VOTE's step is over ──embedding──first──second──head── backward
-    beside it └ bucket 0 ─── bucket 1 ─── bucket 2 ┘
+    thread    └ bucket 0 ─── bucket 1 ─── bucket 2 ┘
 
-A module's forward, and its `state_dict`, wait for the buckets of its own parameters. Whoever reads a weight in another
-way between an update and the next step's backward may find an older one; so this is only done where a session's options
-ask for it.
+A module's forward, and its `state_dict`, wait for the buckets of its own parameters. Code that reads a weight
+in another way between an update and the next step's backward may find an older value, so this is an option.
 
-Buckets have the parameters in the order in which the model registers them, which is that of most forwards. All are
-through before the backward begins, whose sums use the same group.
+Buckets have the parameters in the order in which the model registers them, as most forwards use them. All have come
+before the backward begins, whose sums use the same group.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ COMPILED = (
 
 
 class LateWeights:
-    """Sends updated weights in buckets, in a thread beside the forward.
+    """Sends updated weights in buckets, in a background thread during the forward.
 
     Args:
         group: of those that train, in which nothing else is exchanged meanwhile.
@@ -52,7 +51,7 @@ class LateWeights:
         """Number of each parameter's bucket, by its id, while some are under way."""
 
     def attach(self, model: nn.Module) -> None:
-        """Makes the modules of a model wait for their parameters before they compute or tell their state.
+        """Make the modules of a model wait for their parameters before they compute or return their state.
 
         Raises:
             UnsupportedState: a parameter is not on the CPU, or the model is compiled.
@@ -69,10 +68,10 @@ class LateWeights:
                 self._hooks.append(module.register_load_state_dict_pre_hook(self._before_state))
 
     def begin(self, updated_R: Sequence[Sequence[Tensor]]) -> None:
-        """Begins to send the weights `[rank][n]` that each rank owns and has updated; the same on all members."""
+        """Begin to send the weights `[rank][n]` that each rank owns and has updated; the same on all members."""
         for number, bucket in enumerate(buckets(updated_R, BUCKET_BYTES)):
             self._bucket |= {id(parameter): number for parameters in bucket for parameter in parameters}
-            # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is sent.
+            # A script may replace a parameter's data meanwhile, as `EMA.applied` does: that is not sent.
             task = Task(partial(self._send, [[each.detach() for each in parameters] for parameters in bucket]))
             self._tasks.append(task)
             self._thread.submit(task.run)
@@ -98,10 +97,10 @@ class LateWeights:
             self._wait(1 + max((self._bucket.get(id(parameter), -1) for parameter in parameters), default=-1))
 
     def wait(self) -> None:
-        """Waits until all weights have come.
+        """Wait until all weights have come.
 
         Raises:
-            PeerLost: a member is gone. The weights are mixed until a recovery has sent all anew.
+            PeerLost: a member is gone. The weights are mixed until a recovery has sent all again.
         """
         self._wait(len(self._tasks))
 
@@ -120,7 +119,7 @@ class LateWeights:
             self._clear()
 
     def end(self) -> None:
-        """Waits until the thread does nothing more; where weights are under way, the group has been dropped before."""
+        """Wait until the thread does nothing more; where weights are under way, the group has been dropped before."""
         for task in self._tasks:
             task.is_over_within(threading.TIMEOUT_MAX)
         self._clear()
@@ -136,7 +135,7 @@ class LateWeights:
         self._tasks, self._bucket, self._waited = [], {}, 0
 
     def close(self) -> None:
-        """Ends the thread, and the waits of the modules."""
+        """End the thread, and the waits of the modules."""
         self.end()
         self._thread.shutdown()
         for hook in self._hooks:
@@ -145,9 +144,9 @@ class LateWeights:
 
 
 def _used_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that a module's own forward may read.
+    """Return the parameters that a module's own forward may read.
 
-    Those of torch's modules read their children's, too, without calling these: `MultiheadAttention` does.
+    A module of torch may read its children's without a call of them, as `MultiheadAttention` does.
     """
     is_container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
     yield from module.parameters(recurse=type(module).__module__.startswith("torch.nn.") and not is_container)

@@ -1,6 +1,6 @@
 """The training loop's state in a recovery: the script's own where it continues, else that of the unit `session`.
 
-The unit has the state that the latest update found. Between two steps a script may have changed it: a learning rate,
+The unit has the state at the latest update. Between two steps a script may have changed it: a learning rate,
 the best value of a metric. A member that continues at the version of the recovery keeps that, and gives it to those
 that join. The unit itself is not written here: other nodes have copies of it with this version.
 """
@@ -21,8 +21,8 @@ from evermoe.state.loop_state import LoopParts
 logger = logging.getLogger(__name__)
 
 _NEW, _BEHIND, _BEHIND_WITH_OWN, _UNCHANGED, _CHANGED = range(5)
-"""A member's loop before a recovery: new; of another version; that, in a job that has taken this script's settings; as
-of the latest update; or with changes that the script made after it."""
+"""A member's loop before a recovery: new; of another version; of another version in a job that has taken this script's
+settings; as of the latest update; or with changes that the script made after it."""
 
 
 class LoopRestore:
@@ -42,7 +42,7 @@ class LoopRestore:
         """Whether the job has taken the settings of this script."""
 
     def restore(self, progress: dict[str, Any], step: int, *, is_new: bool, continues: bool) -> None:
-        """Restores the loop on all members that train; collective.
+        """Restore the loop on all members that train; collective.
 
         Where a member is lost meanwhile, the group is dropped, and this member keeps what it has or takes `progress`.
 
@@ -66,9 +66,9 @@ class LoopRestore:
     def _agree(
         self, progress: dict[str, Any], mine: dict[str, Any] | None, step: int, *, is_new: bool
     ) -> dict[str, Any]:
-        """What all members take: the state of the first whose script has changed it, else that of the unit.
+        """Return the state that all members take: of the first whose script has changed it, else of the unit.
 
-        Where none continues, and the job takes the script's settings, with those of the first that has them.
+        If none continues, and the job takes the script's settings, it has those of the first member.
         """
         own = _NEW if is_new else _BEHIND_WITH_OWN if self._has_own else _BEHIND
         if mine is not None:
@@ -91,10 +91,10 @@ class LoopRestore:
         return progress
 
     def _report_settings(self, progress: dict[str, Any], *, is_used: bool) -> None:
-        """Names the settings that differ between the script and the job, and those that are used."""
+        """Name the settings that differ between the script and the job, and those that are used."""
         for name, (own, job) in sorted(loop_state.differences(progress, self._settings).items()):
             if is_used or lr_schedule.FUNCTIONS_OF in name:
-                logger.warning("the %s was %s in job %s, and is that of this script now: %s", name, job, self._job, own)
+                logger.warning("the %s was %s in job %s, and is the script's now: %s", name, job, self._job, own)
             else:
                 logger.warning(
                     "the %s is %s in this script, but %s where job %s continues, and that is used; to take the "

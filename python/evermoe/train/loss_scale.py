@@ -12,9 +12,9 @@ from evermoe.errors import UnsupportedState
 
 
 class LossScale:
-    """What losses are multiplied by, and when that changes: by the settings of a `torch.amp.GradScaler`.
+    """The factor of losses and its changes, by the settings of a `torch.amp.GradScaler`.
 
-    The scale is known to the host, so that nothing waits for a GPU. After each step the scaler is told of it.
+    The scale is known to the host, so that nothing waits for a GPU. It is written to the scaler after each step.
 
     Args:
         scaler: of the script; None, or one that is not enabled, for a scale of 1 always.
@@ -35,7 +35,7 @@ class LossScale:
             self._read(self._scaler.state_dict())
 
     def check(self, model: nn.Module) -> None:
-        """Checks the parameters' types.
+        """Check the parameters' types.
 
         Raises:
             UnsupportedState: some are float16, in which gradients that are scaled back would vanish.
@@ -53,7 +53,7 @@ class LossScale:
         return self._scaler is not None
 
     def settings(self) -> dict[str, str]:
-        """What all members have alike, by name; nothing without a scaler."""
+        """Return the settings that all members must share, by name; empty without a scaler."""
         if self._scaler is None:
             return {}
         names = ("growth_factor", "backoff_factor", "growth_interval")
@@ -61,7 +61,7 @@ class LossScale:
         return {"scaler": ", ".join(f"{name} {state[name]}" for name in names)}
 
     def update(self, *, has_overflowed: bool) -> None:
-        """A step was agreed on: the scale shrinks if its gradients were not finite, and grows after many that were."""
+        """Update the scale after a step: it shrinks if gradients were not finite, and grows after many finite steps."""
         if self._scaler is None:
             return
         self._steps += 1
@@ -77,11 +77,11 @@ class LossScale:
         self._steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state needed to resume; empty without a scaler."""
+        """Return the state needed to resume; empty without a scaler."""
         return {"scale": self.value, "_growth_tracker": self._steps} if self._scaler is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; nothing to do without a scaler on either side."""
+        """Resume where `state` was taken. No-op without a scaler on either side."""
         if self.is_used and state:
             self._read(state)
             self._write()

@@ -1,15 +1,15 @@
-"""Which members are lost with each change of the group, what is left of them, and who calls `on_lost` for them.
+"""The members that are lost with each change of the group, what is left of them, and the caller of `on_lost`.
 
-All members know the same losses, as they gather them once a group is connected. Each loss has a caller: of the members
-with `on_lost` the one of the lowest rank. It says in its next votes that the call is over, and all forget the loss:
+All members know the same losses, as they gather them once a group is connected. Each loss has a caller: the member
+of the lowest rank with `on_lost`. Its next votes report that the call is over, and all forget the loss:
 
-    members   b is lost   gather: b, caller a   a calls   vote: a says so   all forget b
+    members   b is lost   gather: b, caller a   a calls   a's vote reports it   all forget b
     a dies before that vote: the next gather has b without a caller, and c calls again, with the same `MemberLost.key`
 
 So the hook is called once for a loss, unless its caller is lost before the vote that follows the call.
 
-In a pipeline no group is connected before others have come in the places of those that are lost. There members look
-for themselves, while they wait: the first of the last group that is left calls, and has itself noted as the caller.
+In a pipeline no group is connected before others have replaced the lost members. Members look for themselves while they
+wait: the first of the last group that is left calls, and notes itself as the caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from evermoe.observe.on_lost import Hook, OnLost
 from evermoe.observe.recovery_log import log_lost
 
 KINDS = ("", "left", "process", "hung", "host")
-"""What is left of lost members, from nothing lost to the worst; see `MemberLost.kind`."""
+"""Kinds of losses, from none to the worst; see `MemberLost.kind`."""
 SAID = {
     "left": "has left",
     "process": "has ended, and its host lives",
@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.25
 """Time that the hosts of lost members get to answer, and that a recovery waits where one is silent: they answer at
 once, or not at all."""
 MAX_REPORTED = 50
-"""Losses of which a vote can tell at a time: the bits of a float's whole numbers."""
+"""Losses that a vote can report at a time: the bits of the integers that a float represents."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Loss:
 
 
 REMEMBERED = 64
-"""Generations for which losses are remembered that are done with. A member that brings one again after so many changes
-of the group, as it was frozen meanwhile, has it called for once more."""
+"""Generations for which finished losses are remembered. A member that was frozen for more changes of the group brings
+an older loss again, and it is called for once more."""
 
 
 class LostMembers:
@@ -62,9 +62,9 @@ class LostMembers:
 
     Args:
         membership: connects the groups.
-        hook: calls for other machines; None: this member does not.
+        hook: calls for other machines; None: this member does not call.
         wanted: members that the job was to have.
-        emit: is told the losses.
+        emit: called with each loss.
     """
 
     def __init__(self, membership: MembershipManager, hook: str | Hook | None, wanted: int, emit: Listener) -> None:
@@ -79,15 +79,15 @@ class LostMembers:
         self._losses: list[Loss] = []
         """In the same order on all members that have noted the same group."""
         self._told: dict[str, int] = {}
-        """Losses that are done with, and that members which did not get so far may bring again: by member, the newest
-        generation that it was in."""
+        """Finished losses, by member, with the newest generation that it was in. Members that have missed the end may
+        bring them again."""
         self._begun: set[str] = set()
         """Keys of the losses for which this member has begun to call."""
         self.failure = ""
         """The worst kind of the losses since `recovered`."""
 
     def note(self, step: int, reason: str, leaving: int, returning: int) -> str:
-        """Agrees with all members of a new group on who is lost, and begins to call `on_lost`; collective.
+        """Agree with all members of a new group on the losses, and begin to call `on_lost`; collective.
 
         Args:
             step: taken in this member's state.
@@ -126,7 +126,7 @@ class LostMembers:
         return f"{reason}: {names}" if names else reason
 
     def look(self, step: int, reason: str) -> None:
-        """No group can be connected, as members are missing: calls `on_lost` for those of the last one that are lost.
+        """Call `on_lost` for lost members of the last group, while no group can be connected as members are missing.
 
         A missing member is lost if it does not answer. Then the first member of that group that is left calls for it.
 
@@ -157,7 +157,7 @@ class LostMembers:
                 log_lost(each.gone)
 
     def _find(self, step: int, reason: str, leaving: int, returning: int) -> list[Loss]:
-        """The members of the last group that are not in this one."""
+        """Return the members of the last group that are not in this one."""
         _, before = self._last
         lost = {member: about["door"] for member, about in before.items() if member not in self._membership.members}
         if len(lost) == returning:
@@ -166,7 +166,7 @@ class LostMembers:
         return self._of_group(kinds, step, reason, self._membership.num_trainers)
 
     def _of_group(self, kinds: Mapping[str, str], step: int, reason: str, members: int) -> list[Loss]:
-        """Losses of members of the last group, by what is left of them."""
+        """Return the losses of members of the last group, by what is left of them."""
         last, before = self._last
         return [
             Loss(
@@ -203,40 +203,40 @@ class LostMembers:
 
     @property
     def reported(self) -> float:
-        """`Ballot.reported` of this member."""
+        """Return `Ballot.reported` of this member."""
         first = self._losses[:MAX_REPORTED]
         is_mine = (each.caller == self._membership.id and self._is_called(each) for each in first)  # bits are added up
         return float(sum(2**bit for bit, is_over in enumerate(is_mine) if is_over))
 
     def tallied(self, reported: float) -> None:
-        """Forgets the losses of which a vote of all members tells that `on_lost` was called for them."""
+        """Forget the losses for which a vote of all members reports that `on_lost` was called."""
         bits = int(reported)
         told = [each for bit, each in enumerate(self._losses) if bits >> bit & 1]
         self._told |= {each.gone.member: each.last for each in told}
         self._losses = [each for each in self._losses if each not in told]
 
     def recovered(self) -> str:
-        """What has failed since the last recovery: the worst kind."""
+        """Return the worst kind of the losses since the last recovery."""
         failure, self.failure = self.failure, ""
         return failure
 
     def turn(self) -> str:
-        """This member is to leave and come back in its other role; why it must not, empty if it may."""
+        """Prepare to leave and return in the other role. Return the reason why it must not; empty if it may."""
         if self._membership.role == "train" and self._membership.num_trainers == 1:
             return "no other member trains"
         self.is_returning = True
         return ""
 
     def close(self) -> None:
-        """Lets calls end that were asked for."""
+        """Wait for calls that have begun."""
         if self._hook is not None:
             self._hook.close()
 
 
 def _merged(losses: Iterable[Loss]) -> list[Loss]:
-    """One of each member, the oldest first: of the newest generation, with the caller that any of them knows.
+    """Return one loss per member, the oldest first: of the newest generation, with the caller that any of them knows.
 
-    Where those that tried differ in what is left of it, one has got an answer that the others have not.
+    If reports differ in what is left of a member, one has got an answer that the others have not.
     """
     found: dict[str, Loss] = {}
     for each in losses:
@@ -251,7 +251,7 @@ def _merged(losses: Iterable[Loss]) -> list[Loss]:
 
 
 def _assigned(loss: Loss, present: Mapping[str, object], caller: str) -> Loss:
-    """The loss with a caller that is there."""
+    """Return the loss with a caller that is a member now."""
     if loss.caller in present:
         return loss
     attempt = loss.gone.attempt + bool(loss.caller)

@@ -1,4 +1,4 @@
-"""What the steps of a session take, how evenly they are spread, and how far its copies are behind."""
+"""Duration and balance of a session's steps, and the lag of its copies."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ IMBALANCE_EVERY = 10
 
 
 class StepMeasures:
-    """Measures each step, and tells it as `events.Measured`.
+    """Measures each step, and emits it as `events.Measured`.
 
     Args:
         state: this member's units, and the load of the experts.
         protection: keeps the copies.
         checkpointer: writes the checkpoints.
         emit: of the session.
-        counts: whether this member knows what experts get: not on a replica node.
+        counts: whether this member knows the tokens of experts; False on a replica node.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class StepMeasures:
         self._imbalances: tuple[float, float] | None = None
 
     def restart(self) -> None:
-        """All members resume: the next step begins now, and experts may be elsewhere."""
+        """Begin the next step after a recovery, in which experts may have moved."""
         self._since, self._imbalances = time.monotonic(), None
 
-    def tell(self, step: int) -> None:
-        """Step `step` was taken, and its copies are begun."""
+    def emit(self, step: int) -> None:
+        """Emit the measures of a step that was taken."""
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         if self._imbalances is None or step % IMBALANCE_EVERY == 0:
@@ -60,7 +60,7 @@ class StepMeasures:
         self._emit(Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting))
 
     def _count_tokens(self) -> int:
-        """Tokens of the global batch: the choices in a layer by those of each token."""
+        """Return the tokens of the global batch: the choices in a layer, divided by the choices of each token."""
         for load_E, layer in zip(self._state.expert_load.latest_LE, self._state.layers.values(), strict=True):
             if layer.top_k:
                 return round(load_E.sum() / layer.top_k)
@@ -68,10 +68,10 @@ class StepMeasures:
 
 
 def imbalances(load_LE: NDArray[np.int64], layers: Iterable[Experts]) -> tuple[float, float] | None:
-    """Tokens of the busiest member, and of the busiest expert, over the mean of all; each of the worst layer.
+    """Return tokens of the busiest member, and of the busiest expert, over the mean of all; each of the worst layer.
 
-    Example: experts 0 and 1, each on a member of its own, got 3 tokens and 1: 1.5 and 1.5. Both on both members: 1.0
-    and 1.5.
+    Example: experts 0 and 1, each on a member of its own, got 3 tokens and 1: 1.5 and 1.5. Both on both
+    members: 1.0 and 1.5.
 
     Args:
         load_LE: `[L, E]` tokens of each expert; more columns than a layer has experts are not read.

@@ -1,4 +1,4 @@
-"""How long members wait for units that are in no member's memory.
+"""The wait for units that are in no member's memory.
 
 Their holders may be on their way back: a process that has ended is started again by its launcher, within
 `rejoin_timeout`. A holder that lives, and cannot be reached, is waited for longer, up to `quorum_timeout`: a cut heals,
@@ -26,15 +26,15 @@ from evermoe.errors import LostExperts
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
-"""Seconds between two agreements: each pause is twice the one before. A member that the others cannot reach comes to
-the Lighthouse from time to time. It waits for the others by the Lighthouse's join limit, which is longer."""
+"""Seconds between two agreements: each pause is twice the previous one. A member that the others cannot reach asks the
+Lighthouse from time to time. It waits for the others for the Lighthouse's join timeout, which is longer."""
 
 
 class MissingUnits:
     """Waits for units, as long as the options say and their holders live.
 
     Args:
-        membership: knows who is there.
+        membership: knows the members.
         options: limits.
     """
 
@@ -44,16 +44,16 @@ class MissingUnits:
         """Time since which some units are missing; infinite when none are."""
         self._pause = FIRST_PAUSE
         self._group: dict[str, Mapping[str, Any]] = {}
-        """What the members of the latest group that trained have told, by id."""
+        """Data of the members of the latest group that trained, by id."""
         self._living: dict[str, str] = {}
-        """Of these, those that are not here and live: why they are not, by id."""
+        """Reason why each living member of that group is absent, by id."""
         self._connected: dict[str, float] = {}
-        """When hosts last connected to the doors of those that are not here, by id."""
+        """Time of the latest connection to the door of each absent member, by id."""
         self._has_said = False
 
     @property
     def are_awaited(self) -> bool:
-        """Whether members agree again and again, as some units are missing."""
+        """Whether members agree repeatedly, as some units are missing."""
         return self._since < math.inf
 
     @property
@@ -69,7 +69,7 @@ class MissingUnits:
         return self._options.rejoin_timeout > 0 and is_in_time and bool(self._living)
 
     def look(self) -> None:
-        """A recovery begins: finds out which members of the latest group live, if they are not here and are missed."""
+        """Find out, as a recovery begins, which absent members of the latest group live."""
         if not self.are_awaited:
             return
         here, reach, now = self._membership.members, self._membership.reach, time.monotonic()
@@ -84,7 +84,7 @@ class MissingUnits:
                 self._living[member] = "the network between them is cut"
 
     def found(self) -> None:
-        """Some units are in no member's memory, and this member waits for them."""
+        """Begin to wait, as some units are in no member's memory."""
         if not self.are_awaited:
             self._since = time.monotonic()
         if self._living and not self._has_said:
@@ -97,22 +97,22 @@ class MissingUnits:
             )
 
     def wait(self) -> None:
-        """Waits before the members agree again."""
+        """Wait before the members agree again."""
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, LAST_PAUSE)
 
     def over(self) -> None:
-        """All units are there, and the members train."""
+        """End the wait: the members have all units, and train."""
         self._since, self._pause, self._has_said = math.inf, FIRST_PAUSE, False
         self._group, self._living, self._connected = dict(self._membership.members), {}, {}
 
     def explained(self, lost: LostExperts) -> LostExperts:
-        """The error of a wait in vain; where holders live, it says so."""
+        """Return the error of a wait in vain; it names holders that live."""
         if not self._living:
             return lost
         return LostExperts(
             f"{lost} These members live and were waited for, for quorum_timeout = {self._options.quorum_timeout:g} s: "
-            f"{self._names()}. Mend the network or continue their processes, then start the job again",
+            f"{self._names()}. Repair the network or continue their processes, then start the job again",
             lost.units,
         )
 

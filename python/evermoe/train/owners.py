@@ -2,11 +2,11 @@
 
     replicated   backward ─ all-reduce ─ VOTE ─ update everywhere
     sharded      backward ─ reduce to owners ─ VOTE ─ update at owners ─ weights to all
-                   │ in buckets, on CPUs, as soon as their gradients are there: see `evermoe.train.early_sums`
-                   └ with `overlap_param_gather` the weights come beside the next forward: `evermoe.train.late_weights`
+                   │ in buckets, on CPUs, as soon as their gradients exist: see `evermoe.train.early_sums`
+                   └ with `overlap_param_gather` the weights come during the next forward: `evermoe.train.late_weights`
 
-An owner that is lost while it sends weights takes nothing with it: its units are protected as experts are, and in the
-recovery that follows all get the weights again.
+Nothing is lost with an owner that dies while it sends weights: its units are protected as experts are, and in the
+recovery all get the weights again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DenseExchange:
     Args:
         state: whose parameters they are, and who owns them.
         membership: has the groups of all that train.
-        overlaps_gather: whether updated weights are sent beside the next forward.
+        overlaps_gather: whether updated weights are sent during the next forward.
     """
 
     def __init__(self, state: TrainingState, membership: MembershipManager, *, overlaps_gather: bool = False) -> None:
@@ -47,14 +47,14 @@ class DenseExchange:
         """Parameters with a gradient that each rank owns: those that the update changes."""
 
     def complete(self, weights: Sequence[nn.Parameter]) -> None:
-        """Makes all ranks agree on which parameters have a gradient, also of `weights`, the experts'; collective."""
+        """Make all ranks agree on which parameters have a gradient, also of `weights`, the experts'; collective."""
         changed = self.early.send_rest()
         self._is_changed = complete_gradients([*self._state.dense, *weights], self._group, changed)
 
     def reduce(self) -> None:
-        """Sums the gradients over all ranks, which `complete` has brought to an agreement; collective.
+        """Sum the gradients over all ranks, which `complete` has brought to an agreement; collective.
 
-        Those that have an owner are left to it: the others have none any more, and their optimizers skip them.
+        The owner keeps a sum. The other members drop their gradients, and their optimizers skip those parameters.
         """
         every_R = self._state.owners.tensors_R(self._group.size)
         owned = {id(tensor) for tensors in every_R for tensor in tensors}
@@ -72,7 +72,7 @@ class DenseExchange:
 
     @torch.no_grad()
     def send_updated(self) -> None:
-        """Sends the weights that the update of the latest `reduce` has changed; collective.
+        """Send the weights that the update of the latest `reduce` has changed; collective.
 
         The step itself is taken: where a member is lost, the group is dropped, and no error raised.
         """
@@ -87,13 +87,13 @@ class DenseExchange:
 
     @torch.no_grad()
     def send_all(self) -> None:
-        """Sends the weights and buffers of all units that have owners, as after each change of them; collective."""
+        """Send the weights and buffers of all units that have owners, after a change of owners; collective."""
         self.early.forget()
         self.end()
         send_from_owners(self._state.owners.tensors_R(self._group.size), self._group)
 
     def await_weights(self) -> None:
-        """Waits for the weights that are still on their way; where a member is lost, the group is dropped."""
+        """Wait for the weights that are still on their way; where a member is lost, the group is dropped."""
         if self.late is not None:
             try:
                 self.late.wait()
@@ -111,13 +111,13 @@ class DenseExchange:
         self.early.begin_backward()
 
     def end(self) -> None:
-        """Waits until nothing is under way; where something is, the group has been dropped before."""
+        """Wait until nothing is under way; if something is, the group must have been dropped."""
         self.early.end()
         if self.late is not None:
             self.late.end()
 
     def close(self) -> None:
-        """Ends all threads and removes all hooks."""
+        """End all threads and remove all hooks."""
         self.early.forget()
         if self.late is not None:
             self.late.close()

@@ -20,7 +20,7 @@ from evermoe.errors import LEFT_CODE, REQUEUE_CODE
 logger = logging.getLogger(__name__)
 
 ONE_NOTICE_SECONDS = 2.0
-"""Time in which a second SIGTERM is the same notice: schedulers send it to each process, and launchers pass it on."""
+"""Time in which a second SIGTERM counts as the first: schedulers send it to each process, and launchers forward it."""
 CODES = {signal.SIGTERM: LEFT_CODE, signal.SIGUSR1: REQUEUE_CODE, signal.SIGUSR2: REQUEUE_CODE}
 """Exit code of a process that has left on each signal."""
 
@@ -33,8 +33,8 @@ class PreemptionHandler:
 
     Args:
         leave: asks to leave after the step.
-        limit: seconds that this may take; 0: no signal is listened to.
-        has_begun: whether this member takes part in the job; until then it is ended at once.
+        limit: seconds that this may take; 0: signals are ignored.
+        has_begun: whether this member takes part in the job; before that a signal ends it at once.
     """
 
     def __init__(self, leave: Callable[[], None], limit: float, has_begun: Callable[[], bool]) -> None:
@@ -46,7 +46,7 @@ class PreemptionHandler:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Listens meanwhile, unless this is not the main thread or the script has handlers of its own."""
+        """Handle signals in the block, unless this is not the main thread or the script has handlers of its own."""
         is_main = threading.current_thread() is threading.main_thread()
         own = [each for each in CODES if is_main and self._limit and signal.getsignal(each) is signal.SIG_DFL]
         for each in own:
@@ -60,7 +60,7 @@ class PreemptionHandler:
                 self._timer.cancel()
 
     def obey(self) -> None:
-        """Ends the process of a member that has left its job, if a signal has asked for that.
+        """End the process of a member that has left its job, if a signal has asked for that.
 
         Raises:
             SystemExit: one has.

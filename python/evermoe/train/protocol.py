@@ -1,7 +1,7 @@
-"""The drivers' face of the commit protocol, whose state machine is `src/protocol/`: events in, commands out.
+"""The drivers' interface to the commit protocol, a state machine in `src/protocol/`: events in, commands out.
 
-The machine decides; what is here carries out the commands that are the same for all drivers (membership, votes), and
-hands the others to a `Driver`, the session or the pipeline's session. The machine is told what came of each.
+The machine decides. This module carries out the commands that are the same for all drivers (membership, votes). It
+hands the others to a `Driver`: the session or the pipeline's session. The machine gets the outcome of each command.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HELD = ("settle", "farewell")
 """Commands that end a job, which wait until the script asks for the next step."""
 
 Recorder = Callable[[str, str], None]
-"""Is told each event and the commands that followed, both as JSON."""
+"""Called with each event and the commands that follow, both as JSON."""
 
 
 class Rendezvous:
-    """The commands that concern who takes part: the same for all drivers.
+    """The commands that concern membership, the same for all drivers.
 
     Args:
-        driver: is told what is about to happen.
+        driver: notified before each.
         membership: asks the Lighthouse and connects the groups.
     """
 
@@ -48,16 +48,16 @@ class Rendezvous:
         self._minority = (0, 0)
 
     def drop(self, reason: str) -> None:
-        """Closes this member's connections."""
+        """Close this member's connections."""
         self._membership.trainer_group.drop(reason)
 
     def ask(self, standing: dict[str, Any], is_intact: bool) -> Event:
-        """Asks the Lighthouse who takes part: `quorum`, `unanswered` or `out_of_time`."""
+        """Ask the Lighthouse who takes part: `quorum`, `unanswered` or `out_of_time`."""
         self._driver.agreeing()
         if self._membership.trainer_group.broken is not None:
             self._sit_out()
         if is_intact:
-            gather_json(self._membership.everyone, None)  # for an answer, the Lighthouse waits for all of them
+            gather_json(self._membership.everyone, None)  # the Lighthouse answers once all have asked
         else:
             self._membership.begin_agreement()
         try:
@@ -78,22 +78,22 @@ class Rendezvous:
         }
 
     def inquire(self, standing: dict[str, Any]) -> None:
-        """Asks the Lighthouse beside training."""
+        """Ask the Lighthouse in the background."""
         self._membership.inquire(standing)
 
     def overheard(self) -> list[Event]:
-        """What it has answered since the last call."""
+        """Return the Lighthouse's answers since the last call."""
         return [
             {"event": "overheard", "id": number, "participants": participants}
             for number, participants in self._membership.overheard()
         ]
 
     def compare(self, set: int | None) -> Event:
-        """Gathers what the members of the group have heard: `compared`."""
+        """Gather what the members of the group have heard: `compared`."""
         return {"event": "compared", "sets": gather_json(self._membership.everyone, set)}
 
     def _sit_out(self) -> None:
-        """Stays away for a while if the others have waited for this member in vain."""
+        """Stay away for a while if the others have waited for this member in vain."""
         self._membership.watch.look_around()
         end = time.monotonic() + self._membership.watch.seconds_to_sit_out()
         while time.monotonic() < end:
@@ -101,7 +101,7 @@ class Rendezvous:
             time.sleep(WAIT_SECONDS)
 
     def wait(self, why: str, found: int = 0, needed: int = 0, size: int = 0) -> Event:
-        """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
+        """Wait before the Lighthouse is asked again: `waited` or `out_of_time`."""
         if why in ("training", "spare"):
             self._membership.expect_members(as_spare=why == "spare")
         if why == "members":
@@ -135,7 +135,7 @@ class Rendezvous:
         )
 
     def withdraw(self) -> Event:
-        """Leaves the others to themselves until they can be reached again: `waited` or `out_of_time`."""
+        """Withdraw until the others can be reached again: `waited` or `out_of_time`."""
         if self._membership.is_out_of_time():
             return {"event": "out_of_time", "reason": "this member and the others cannot reach each other"}
         self._driver.waiting()
@@ -143,7 +143,7 @@ class Rendezvous:
         return {"event": "waited"}
 
     def connect(self, epoch: int, generation: int, members: list[str], num_trainers: int) -> Event:
-        """Connects a new group: `connected`."""
+        """Connect a new group: `connected`."""
         self._membership.trainer_group.drop("the membership has changed")
         self._driver.interrupt()
         self._driver.connecting()
@@ -152,12 +152,12 @@ class Rendezvous:
         return {"event": "connected"}
 
     def farewell(self, version: int) -> Event:
-        """Ends the job with all members: `parted`."""
+        """End the job with all members: `parted`."""
         self._membership.watch.end()  # the first to be done leaves
         return self._driver.farewell(version)
 
     def recall(self, vote: dict[str, Any] | None) -> Event:
-        """Gathers the latest passed vote of every member: `recalled`."""
+        """Gather the latest passed vote of every member: `recalled`."""
         self._driver.interrupt()
         return {"event": "recalled", "votes": gather_json(self._membership.everyone, vote)}
 
@@ -169,12 +169,12 @@ class CommitProtocol:
         driver: carries out what concerns training.
         membership: asks the Lighthouse and connects the groups.
         members: members that train, for which a new job waits.
-        is_fixed: whether that many are needed always.
+        is_fixed: whether that number is always needed.
         join_interval: steps between looks for new members; 0 for none.
-        join_wait: seconds from when this member hears of a newcomer until it says so in its votes.
+        join_wait: seconds between the first sign of a newcomer and this member's vote for it.
         rebalance_interval: steps between looks whether experts should move; 0 for none.
         generation: newest generation that this node's memory names.
-        on_record: is told each event and its commands.
+        on_record: called with each event and its commands.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class CommitProtocol:
         self._ballot = Ballot(0.0)
         self._leaves = False
         self._join_wait, self._heard_at = join_wait, math.inf
-        """Since when this member knows of newcomers that the group has not taken in."""
+        """Time since which this member knows of newcomers that the group has not admitted."""
         self._holds = False
         self._held: tuple[str, dict[str, Any]] | None = None
         """The command that waits for the script, and its fields."""
@@ -241,10 +241,10 @@ class CommitProtocol:
         """Whether the job is over for this member."""
         return self._machine.is_over
 
-    # ---- what drivers tell
+    # ---- events of drivers
 
     def look(self, until: int, *, holds: bool = False) -> None:
-        """Does what comes next, up to the point where a step must be computed or the job is over.
+        """Carry out commands until a step must be computed or the job is over.
 
         Args:
             until: steps after which the job is over.
@@ -261,16 +261,16 @@ class CommitProtocol:
             self._advance({"event": "look", "until": until})
 
     def vote(self, ballot: Ballot) -> None:
-        """Votes on a step, and takes it if all members do."""
+        """Vote on a step, and take it if all members agree."""
         self.is_stepping = False
         self._advance(self._say(ballot))
 
     def leave(self) -> None:
-        """Leaves the job after the step that is under way, unless it is the last one."""
+        """Leave the job after the step that is under way, unless it is the last one."""
         self._leaves = True
 
     def lose(self, reason: str) -> None:
-        """A peer was lost, or the group was dropped."""
+        """Note that a peer was lost or the group was dropped."""
         self._held = None
         self._advance({"event": "lost", "reason": reason})
 
@@ -303,9 +303,9 @@ class CommitProtocol:
             self._held = name, fields
             return None
         if name == "connect":
-            self._heard_at = math.inf  # whoever has come is in the new group
+            self._heard_at = math.inf  # newcomers are in the new group
         if name == "stop":
-            self._stop(**fields)  # whatever it raises ends the job, PeerLost too
+            self._stop(**fields)  # any exception ends the job, PeerLost too
         own = getattr(self, f"_{name}", None) or getattr(self._rendezvous, name, None) or getattr(self._driver, name)
         try:
             return own(**fields)
@@ -361,8 +361,8 @@ class CommitProtocol:
         if why == "left_behind":
             raise LeftBehind(
                 f"this member took part until agreement {fields['adopted']} of the Lighthouse, which is at agreement "
-                f"{fields['id']} now, and no member of those between is left: the others went on without it, and may "
-                "have committed steps that it does not know. Start it anew to join them or to resume from what is "
+                f"{fields['id']} now, and no member of those between is left: the others continued without it, and may "
+                "have committed steps that it does not know. Start it again to join them or to resume from what is "
                 "left; with allow_solo_resume it would train on from its own state."
             )
         raise self._membership.timeout(fields["reason"])

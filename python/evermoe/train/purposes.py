@@ -1,7 +1,7 @@
-"""Where members that train meet between two steps, each with what it is about to do.
+"""Meetings of members that train between two steps, to compare what each is about to do.
 
-Their messages have a tag of their own, so that a member that does not come is found by a time limit: were it a
-collective, one that has gone on to the next step would answer with another collective's bytes.
+Their messages have a tag of their own, so that a time limit finds a member that does not come. In a collective, a
+member that has begun the next step would answer with the bytes of another collective.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ UNLIMITED = timedelta(days=1000)
 """Limit of a wait that only the death of a member ends."""
 NOT_COME = -1
 ELSEWHERE_SECONDS = 1.0
-"""Time for which a member must wait for others somewhere else, until it counts as one that does not come."""
+"""Time for which a member must wait for others elsewhere, until it counts as absent."""
 LOOK_SECONDS = 0.2
 
 
 class Purpose(IntEnum):
-    """What a member is about to do."""
+    """The next work of a member."""
 
     NONE = 0
-    """What the others do: it has just joined them."""
+    """The same as the others: the member has just joined them."""
     STEP = 1
     EVALUATION = 2
     ALONE = 3
@@ -45,14 +45,14 @@ class Meeting:
 
     Args:
         group: the members that train.
-        waiting: ranks of those that wait for other members now, whatever for.
+        waiting: returns ranks of members that wait for others now, for any reason.
     """
 
     def __init__(self, group: Group, waiting: Callable[[], Collection[int]]) -> None:
         self._group, self._waiting = group, waiting
         self._come: dict[int, Tensor] = {}
         self.purpose: Purpose | None = None
-        """What this member came for where the others did not come, until the next meeting; else None."""
+        """Purpose of this member's latest meeting if that failed, until the next meeting; else None."""
         self.is_vain = False
         """Whether it has waited for them until the time limit."""
         self.is_elsewhere = False
@@ -89,7 +89,7 @@ class Meeting:
         return _common(come)
 
     def meet_unless_elsewhere(self, mine: Purpose) -> bool:
-        """As `meet`, of members of which some may be elsewhere: then the group is dropped. Returns whether all came."""
+        """Meet members of which some may be elsewhere: then drop the group. Return whether all came."""
         with self._dropping_if_elsewhere():
             try:
                 self.meet(mine)
@@ -110,7 +110,7 @@ class Meeting:
             thread.join()
 
     def _look(self, is_over: threading.Event) -> None:
-        """Drops the group once a member that has not come waits for others elsewhere: that would be for this one."""
+        """Drop the group once an absent member waits for others elsewhere, as it then waits for this member."""
         since: dict[int, float] = {}
         while not is_over.wait(LOOK_SECONDS):
             absent = [rank for rank, each in self._come.items() if int(each) == NOT_COME]
@@ -123,7 +123,7 @@ class Meeting:
 
 
 def waiting_ranks(membership: MembershipManager) -> set[int]:
-    """Ranks of the other members of a group that wait for members now; asks them all."""
+    """Ask all other members of a group, and return the ranks of those that wait for members now."""
     doors = {each: data["door"] for each, data in membership.members.items() if each != membership.id}
     ranks = {each: rank for rank, each in enumerate(membership.members)}
     return {ranks[each] for each in membership.reach.waiting(doors)}

@@ -1,4 +1,4 @@
-"""What a member says of a step's reduced gradients in its ballot, and how the script changes them before."""
+"""Reduced gradients of a step: a script's changes of them, and their part of a member's ballot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evermoe.train.training_inputs import TrainingInputs
 
 
 class ReducedGradients:
-    """The gradients of a step between their reduction and the vote.
+    """Gradients of a step between their reduction and the vote.
 
     Args:
         script: whose model and optimizer they are of.
@@ -31,7 +31,7 @@ class ReducedGradients:
         self._script, self._state, self._group, self._config = script, state, group, config
 
     def count(self, step: Step, has_finite: Tensor) -> Ballot:
-        """Reads this member's part of the step's loss and of the gradients' squares.
+        """Read this member's part of the step's loss and of the gradients' squares.
 
         Args:
             step: whose loss it is.
@@ -55,7 +55,7 @@ class ReducedGradients:
         )
 
     def change(self, on_gradients: Callable[[StepGradients], object], step: Step, has_finite: Tensor) -> Ballot:
-        """Divides the reduced gradients and lets the script change them, unless the step cannot count; collective.
+        """Divide the reduced gradients and let the script change them, unless the step cannot count; collective.
 
         Args:
             on_gradients: the script's function.
@@ -63,7 +63,7 @@ class ReducedGradients:
             has_finite: as of `count`.
 
         Returns:
-            What `count` has found before, and whether they were divided.
+            The result of `count` before the change, and whether they were divided.
         """
         mine = self.count(step, has_finite)
         sums = cast(self._group, mine)

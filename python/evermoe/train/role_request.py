@@ -3,8 +3,8 @@
     /dev/shm/evermoe-1000-JOB/PID.role      written by `evermoe role`: the role that the process is to have
     /dev/shm/evermoe-1000-JOB/PID.answer    written by the process: empty if it takes the role, else the reason
 
-The member leaves its job after the step, which repeats no step, and its process begins its program again in the other
-role. So the protocol knows no change of roles: a member leaves, and another one joins.
+The member leaves its job after the step, which repeats no step. Its process then runs its program again in the other
+role. So the protocol has no change of roles: a member leaves, and another one joins.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class RoleRequest:
     Args:
         folder: of the job on this machine.
         role: of this member.
-        turn: prepares the change, and returns the reason why it cannot be; empty if it can.
+        turn: prepares the change, and returns why it is impossible; empty if it is possible.
         leave: asks to leave after the step.
     """
 
     def __init__(self, folder: Path, role: Role, turn: Callable[[], str], leave: Callable[[], None]) -> None:
         self._role, self._turn = role, turn
-        self._leave = WeakMethod(leave)  # a session that nobody refers to ends, though its optimizer refers to this
+        self._leave = WeakMethod(leave)  # the optimizer refers to this object, which must not keep a session alive
         self._request, self._answer = role_files(folder, os.getpid())
         self._request.unlink(missing_ok=True)  # of an earlier process with this number
         self._next: Role | None = None
 
     def look(self) -> None:
-        """Follows a request, if there is one. In a step: the member leaves after it."""
+        """Follow a request, if there is one: the member leaves after the current step."""
         if self._next is not None or not self._request.exists():
             return
         wanted: Role = "train" if self._request.read_text() == "train" else "replica"
@@ -58,7 +58,7 @@ class RoleRequest:
             leave()
 
     def obey(self) -> None:
-        """Runs the program again in its new role, if this member has left its job for one."""
+        """Run the program again in its new role, if this member has left its job for one."""
         if self._next is not None:
             _begin_again(self._next)
 

@@ -1,8 +1,8 @@
-"""The run that a member belongs to, on which the members that meet agree before they write or remove anything.
+"""The run that a member belongs to. Members agree on it before they write or remove anything.
 
-Each proposes a run: the one that it takes part in; else the one whose members live and hold its folders, if these use
-the same Lighthouse and so belong to this group, though they may be stopped or cut off; else a new one. All adopt the
-best proposal, and take their folders for it. A folder that living processes of another run hold is refused, by name.
+Each proposes a run. A member proposes its own run first; then the run whose living members hold its folders, if these
+use the same Lighthouse and so belong to this group; else a new one. All adopt the best proposal, and take their folders
+for it. A folder that living processes of another run hold is refused, by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evermoe.memory_folder import make_private
 from evermoe.run_claim import Run, RunClaim, meeting_point
 
 CLAIM_SECONDS = 10.0
-"""Time that processes of another run get to end, as those do that were just killed; half of `hang_timeout` at most."""
+"""Time that processes of another run get to end after a kill; half of `hang_timeout` at most."""
 MEMBER, FOUND, NEW = range(3)
 """Kinds of proposals, the best first."""
 
@@ -29,13 +29,13 @@ class Claimed(Protocol):
     """A place that one run at a time may use."""
 
     def found(self) -> Run | None:
-        """The run that the place names."""
+        """Return the run that the place names."""
 
     def take(self, run: Run, patience: float) -> None:
-        """Takes the place for a run; raises `FolderInUse`."""
+        """Take the place for a run; raises `FolderInUse`."""
 
     def release(self) -> None:
-        """Lets other runs take the place."""
+        """Let other runs take the place."""
 
 
 class MemoryClaim(RunClaim):
@@ -46,7 +46,7 @@ class MemoryClaim(RunClaim):
         self._folder = folder
 
     def take(self, run: Run, patience: float) -> None:
-        """See `RunClaim.take`. A folder that cannot be made needs no claim: nobody can write to it."""
+        """Take the folder, as `RunClaim.take`. A folder that cannot be made needs no claim: nobody can write to it."""
         with suppress(OSError):
             make_private(self._folder.parent)
             make_private(self._folder)
@@ -69,7 +69,7 @@ class SameRun:
         self._run: Run | None = None
 
     def meet(self) -> None:
-        """Agrees on the run with the members of a new group, and takes this member's places for it; collective.
+        """Agree on the run with the members of a new group, and take this member's places for it; collective.
 
         Raises:
             FolderInUse: living processes of another run hold a place of this member; in a group without state also that
@@ -106,6 +106,6 @@ class SameRun:
         return NEW, Run.begin(job, self._point)
 
     def leave(self) -> None:
-        """Lets other runs take the places."""
+        """Let other runs take the places."""
         for place in self._places:
             place.release()

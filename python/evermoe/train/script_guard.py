@@ -1,4 +1,4 @@
-"""What a script must not do in the block of a step, or only with a warning."""
+"""Errors and warnings for actions of a script inside the block of a step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ScriptGuard:
         self._edits = GradientEdits(script.model)
 
     def begin_step(self) -> None:
-        """The block begins, without gradients."""
+        """Begin to watch a block, which has no gradients yet."""
         self._is_open = False
         self._edits.begin_step()
 
     def check_loss(self, loss: Tensor) -> None:
-        """Checks the first loss of all.
+        """Check the first loss of all.
 
         Raises:
             UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
@@ -39,20 +39,20 @@ class ScriptGuard:
             refuse_scaled(loss)
 
     def end_backward(self) -> None:
-        """A loss is backpropagated."""
+        """Note that a loss is backpropagated."""
         self._edits.note()
 
     def end_step(self, members: int) -> None:
-        """Called at the end of the block on one of `members` members that train."""
+        """End the block on one of `members` members that train."""
         self._is_open = True
         self._edits.check(members)
 
     def allow_step(self) -> None:
-        """The session steps the optimizer."""
+        """Allow the session to step the optimizer."""
         self._is_open = True
 
     def remove(self) -> None:
-        """Leaves the optimizer to the script."""
+        """Leave the optimizer to the script."""
         self._hook.remove()
 
     def _refuse_step(self, *_: object) -> None:

@@ -2,9 +2,8 @@
 
     vote before update:   forward, backward → reduce → send → VOTE → update
 
-What a member does when is decided by the commit protocol (`train.protocol`); what it then does is
-`train.session_driver`'s. A script sees steps: each is one attempt, and the one that a failure interrupts comes again
-with the same data.
+The commit protocol (`train.protocol`) decides what a member does; `train.session_driver` does it. A script sees steps.
+Each is one attempt: a step that a failure interrupts is repeated with the same data.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class Session(BetweenSteps):
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the latest step's gradient over the whole model, before it is changed or clipped; NaN before."""
+        """Norm of the latest step's gradient over all parameters, before changes and clipping; NaN before a step."""
         return self._driver.grad_norm
 
     @property
@@ -190,13 +189,13 @@ class Session(BetweenSteps):
         return self._protection.window_planner.windows
 
     def sent(self) -> list[Sent]:
-        """The latest transfers of copies, for `Profiler.write_trace`."""
+        """Return the latest transfers of copies, for `Profiler.write_trace`."""
         return self._protection.sent()
 
     # ---- the loop
 
     def steps(self, until: int) -> Iterator[Step]:
-        """Yields steps until `until` are taken, and again the one that a failure interrupted.
+        """Yield steps until `until` are taken, and again the one that a failure interrupted.
 
         On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done. It
         returns earlier after `leave`. SIGTERM also ends the process then (code 143), as SIGUSR1 and SIGUSR2 do (75),
@@ -206,7 +205,7 @@ class Session(BetweenSteps):
             SystemExit: the job ended without this member, it has left on a signal, or was a spare that nobody needed.
             FolderInUse: living processes of another run of the job use its memory folder or checkpoint_dir.
             LostExperts: more copies were lost than are kept, and no checkpoint is left. JoinTimeout: no Lighthouse, or
-            too few members. LeftBehind: the others went on without this member, and none of them is left.
+            too few members. LeftBehind: the others continued without this member, and none of them is left.
             NonFiniteLoss: a loss or a gradient is infinite or not a number; raised on all members, replica nodes too.
             PersistFailed: all steps are taken, and the last checkpoint could not be written.
         """
@@ -248,16 +247,16 @@ class Session(BetweenSteps):
                     self._check_stops()
 
     def leave(self) -> None:
-        """Leaves the job after the step that is under way: the loop of `steps` ends, and the others go on without it.
+        """Leave the job after the step that is under way: the loop of `steps` ends, and the others continue without it.
 
-        The others repeat no step. What they have no copies of is written to a checkpoint first, if there is a folder.
-        Does nothing in the last step. Any thread may call it, and a signal handler.
+        The others repeat no step. State without a copy on them is written to a checkpoint first, if there is a
+        checkpoint_dir. No-op in the last step. Any thread may call it, and a signal handler.
         """
         self._driver.lost.is_leaving = True
         self._protocol.leave()
 
     def _commit(self, step: Step) -> bool:
-        """Ends a step: reduces, votes and updates. Whether it was taken."""
+        """Reduce, vote and update at the end of a step. Return whether it was taken."""
         before = self._driver.taken
         try:
             ballot = self._driver.finish_step(step)
@@ -271,12 +270,12 @@ class Session(BetweenSteps):
         return is_taken
 
     def _fail(self, failure: BaseException | None) -> None:
-        """Gives up this process: no member shall wait for it, and its memory stays for the next process."""
+        """Leave the job after an error, so that no member waits; the memory stays for the next process."""
         self.group.drop(f"a member failed: {type(failure).__name__}")
         _leave_job(self)
 
     def write_trace(self, path: str | Path) -> None:
-        """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.
+        """Write a trace for Perfetto of this member's latest profiled steps, windows and copies.
 
         Raises:
             ValueError: no step was profiled yet.
@@ -284,7 +283,7 @@ class Session(BetweenSteps):
         self._protection.write_trace(path)
 
     def close(self) -> None:
-        """Leaves the job and removes this member's shared memory.
+        """Leave the job and remove this member's shared memory.
 
         `steps` does this when all steps are done. A loop that is left early, by `break` or an error, only leaves the
         job: its memory stays for the processes that resume with it, until this is called.
@@ -299,7 +298,7 @@ class Session(BetweenSteps):
             self._membership.close()
             self._protection.close()
             self._driver.leave()
-            if self.group.size == 1:  # this member has all experts: the model goes on working without a session
+            if self.group.size == 1:  # this member has all experts: the model works without a session
                 for layer in self._state.layers.values():
                     layer.group = Group()
         if self._lighthouse is not None:
@@ -308,7 +307,7 @@ class Session(BetweenSteps):
 
 
 def _find_lighthouse(given: str | None) -> tuple[Any, str]:
-    """The Lighthouse of this process, if none was given; and the address of the job's."""
+    """Return the Lighthouse of this process, if none was given, and the address of the job's Lighthouse."""
     return start_local_lighthouse(heartbeat_timeout=1, join_timeout=5) if given is None else (None, given)
 
 
@@ -317,7 +316,7 @@ def _describe(deferral: Deferral | None) -> str:
 
 
 def _leave_job(session: Session) -> None:
-    """Leaves the job. Its memory stays for processes that resume it, which a job without a name has none of."""
+    """Leave the job. Its memory stays for processes that resume it, if the job has a name."""
     if session.config.job is None:
         session.close()
     else:
@@ -325,7 +324,7 @@ def _leave_job(session: Session) -> None:
 
 
 def _end_too_late(session: Session) -> NoReturn:
-    """Closes the session of a worker whose job is over, and ends its process: its script has no trained model.
+    """Close the session of a worker whose job is over, and end its process: its script has no trained model.
 
     Raises:
         SystemExit: always.

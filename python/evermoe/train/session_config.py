@@ -1,4 +1,4 @@
-"""How a session runs: all its options in one, and the environment variables that stand in for some."""
+"""All options of a session, and the environment variables that stand in for some."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evermoe.state.loop_state import LoopOptions
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, LoopOptions):
-    """How a session runs. Arguments win over `EVERMOE_*` variables, those over a launcher's, those over defaults."""
+    """Options of a session. Arguments override `EVERMOE_*` variables, those a launcher's, those the defaults."""
 
     memory_dir: str | None = None
     """Folder of named shared memory (EVERMOE_MEMORY_DIR; default /dev/shm)."""
@@ -27,24 +27,24 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
     """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
     on_gradients: Callable[[Any], object] | None = None
     """Called in each step on each member that trains, with the reduced gradients as an `evermoe.StepGradients`, before
-    they go to replicas: whatever it changes in place is part of the step. It must change them the same way on all
+    they go to replicas: its changes in place are part of the step. It must change them the same way on all
     members, and is called again when a failure has interrupted the step. `max_grad_norm` clips afterwards. It costs a
     small all-reduce in each step, and no gradient is sent while backward computes others: `gradient_bucket_bytes` is 0.
     """
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
-    """What a loss or a gradient of infinity or NaN on any member does: `error` ends the job with `NonFiniteLoss` on all
-    of them, the state unchanged; `skip` makes all of them leave out that step's update."""
+    """Reaction to a loss or a gradient of infinity or NaN on any member: `error` ends the job with `NonFiniteLoss` on
+    all, the state unchanged; `skip` leaves out that step's update on all."""
     seed: int | None = option(0, shared=True)
     """Seeds the global generators of torch, NumPy and `random` from (seed, step, rank) for the block of each step: a
-    repeated step draws the same numbers. Afterwards they are where the script had them. None: they are left alone."""
+    repeated step draws the same numbers. Afterwards they have the script's state again. None: they are not changed."""
 
     overlap_param_gather: bool = option(False, shared=True)
     """With `dense="sharded"` on CPUs: owners send updated weights while the next step's forward computes, and a module
     waits for its own parameters before its forward or `state_dict`. Between an update and the next backward, weights
-    must then be read in no other way. False: training waits for the weights after each update."""
+    must not be read in another way. False: training waits for the weights after each update."""
 
     on_lost: str | Callable[[MemberLost], object] | None = None
-    """Is called when a member is lost, once for each loss in the whole job, to ask for another machine: a shell command
+    """Called once for each loss of a member in the job, to ask for another machine: a shell command
     (EVERMOE_ON_LOST), or a function of the event `MemberLost`, in a thread of its own."""
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
             object.__setattr__(self, "gradient_bucket_bytes", 0)
         if self.overlap_param_gather and self.dense != "sharded":
             raise ValueError(
-                "overlap_param_gather is about the weights that owners send, and there are no owners with "
+                "overlap_param_gather concerns the weights that owners send, and there are no owners with "
                 f"dense={self.dense!r}: use dense='sharded', or leave the option out"
             )
         if self.choices.copies_late and self.copy_pacing == "blocking" and (self.snapshot_interval or 1) > 1:
@@ -69,7 +69,7 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
             )
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same for all members, and the name of the function that changes gradients."""
+        """Return the options that must be the same for all members, and the name of `on_gradients`."""
         function = self.on_gradients
         name = getattr(function, "__qualname__", type(function).__qualname__)
         return super().shared() | {"on_gradients": "None" if function is None else name}
@@ -82,17 +82,17 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, Loop
 
     @property
     def replicas(self) -> int:
-        """Active replicas of each expert that are wanted."""
+        """Wanted number of active replicas of each expert."""
         return self.choices.replicas(self.copies, self.min_replicas)
 
     @property
     def placement_policy(self) -> PlacementPolicy:
-        """Policy for which rank holds which expert."""
+        """Policy that places experts on ranks."""
         return self.placement or self.choices.placement
 
 
 def with_environment(config: SessionConfig) -> SessionConfig:
-    """Fills what was not given from `EVERMOE_*` variables, where they are set, then from those of a launcher.
+    """Fill missing options from `EVERMOE_*` variables, then from the variables of a launcher.
 
     Raises:
         ValueError: a variable is wrong, the job has no name, or a launcher has started several processes without a
@@ -117,7 +117,7 @@ def with_environment(config: SessionConfig) -> SessionConfig:
 
 
 def _with_launcher(config: SessionConfig) -> SessionConfig:
-    """Fills what torchrun, srun or a user of torchft says of a job of several processes."""
+    """Fill missing options from the variables of torchrun, srun or torchft."""
     lighthouse = config.lighthouse or environment.lighthouse()
     if lighthouse is None:
         others = environment.others()
@@ -132,7 +132,7 @@ def _with_launcher(config: SessionConfig) -> SessionConfig:
     job = config.job or environment.job()
     if job is None:
         raise ValueError(
-            "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same for all; "
+            "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same on all workers; "
             f"{', '.join(environment.JOBS)} do not (torchrun: --rdzv-id)"
         )
     domain, members = config.domain or environment.domain(), config.members or environment.processes()

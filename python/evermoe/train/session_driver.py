@@ -1,4 +1,4 @@
-"""What a session does when the commit protocol says so: steps, updates, checkpoints and the end of a job."""
+"""Commands of the commit protocol in a session: steps, updates, checkpoints and the end of a job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SessionDriver(RecoveryDriver):
         """Restores the random generators after the block of a step."""
         self._version = 0
         self.taken = 0
-        """Votes that have passed here; counts, and nothing else."""
+        """Number of votes that this member has seen pass."""
         if self._trains:
             self._save_progress()
         else:
@@ -63,7 +63,7 @@ class SessionDriver(RecoveryDriver):
     # ---- a step
 
     def step(self, number: int) -> None:
-        """Lets the script compute a step, unless the job was stopped before this member joined it."""
+        """Let the script compute a step, unless the job was stopped before this member joined it."""
         self.evaluations.check_goes_on(number)
         if not self.taken:
             mark(BEGUN)
@@ -72,10 +72,10 @@ class SessionDriver(RecoveryDriver):
         self._membership.watch.step_begins()
 
     def begin_step(self, step: Step) -> None:
-        """The script begins to compute.
+        """Prepare for the script's computation.
 
-        Where members have changed since the step was drawn, the group is dropped, so that all draw it again: its share
-        is that of other members, some of whom may be gone.
+        If members have changed since the step was drawn, drop the group, so that all draw it again: the shares were
+        those of the previous members.
         """
         self.substitute.forget()
         if self.is_stale(step):
@@ -92,21 +92,21 @@ class SessionDriver(RecoveryDriver):
             self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
 
     def is_stale(self, step: Step) -> bool:
-        """Whether a recovery came after the step was drawn."""
+        """Return whether a recovery came after the step was drawn."""
         return step.generation != self._membership.generation
 
     def end_step(self) -> None:
-        """The block of the step has ended: what follows is of no share, and draws the script's own random numbers."""
+        """End the block of the step: restore the script's own random numbers."""
         self._random.close()
         self.begin_part(1.0)
 
     def begin_part(self, weight: float) -> None:
-        """The script begins to compute a part of its share: layers leave out the tokens of one without samples."""
+        """Begin a part of the share: layers leave out the tokens of a part without samples."""
         for layer in self._state.layers.values():
             layer.has_samples = weight > 0
 
     def check_loss(self, loss: Tensor) -> float:
-        """A loss is about to be backpropagated: checks that of the session's first step; what to multiply it by.
+        """Return the factor of a loss that is about to be backpropagated; check the loss of the first step.
 
         Raises:
             UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
@@ -117,11 +117,11 @@ class SessionDriver(RecoveryDriver):
         return self._script.loss_scale.value
 
     def end_backward(self) -> None:
-        """A loss is backpropagated."""
+        """Note that a loss is backpropagated."""
         self.guard.end_backward()
 
     def finish_step(self, step: Step) -> Ballot:
-        """All gradients of this member are computed: reduces them, and waits for what must be safe before the vote.
+        """Reduce the gradients, and wait for all copies that must be complete before the vote.
 
         Raises:
             PeerLost: a member is gone, or members have changed since the step was drawn.
@@ -163,7 +163,7 @@ class SessionDriver(RecoveryDriver):
         )
 
     def follow(self, number: int) -> Ballot:
-        """Receives a step of the others, on a replica node."""
+        """Receive a step of the members that train, on a replica node."""
         self.evaluations.check_goes_on(number)
         if not self.taken:
             mark(BEGUN)
@@ -185,7 +185,7 @@ class SessionDriver(RecoveryDriver):
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
-        """Ends the job on all members if the step would be taken with a loss or gradient that is not finite.
+        """End the job on all members if the step would be taken with a loss or gradient that is not finite.
 
         A smaller loss scale may help where it is above 1: then the update is left out.
 
@@ -201,7 +201,7 @@ class SessionDriver(RecoveryDriver):
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
-        """Updates the state, and begins to copy it."""
+        """Update the state, and begin to copy it."""
         if is_recalled:
             self._update(after, sums)
             self._note_commit(before, after)
@@ -216,10 +216,10 @@ class SessionDriver(RecoveryDriver):
         self.taken += 1
         self._note_commit(before, after)
         self._heal_and_pace(step_of(after), sums)
-        self._measures.tell(step_of(before))
+        self._measures.emit(step_of(before))
 
     def _note_commit(self, before: int, after: int) -> None:
-        """Keeps what is reported of a step until it is committed."""
+        """Keep the report of a step until it is committed."""
         members, generation = self._membership.num_trainers, generation_of(after)
         self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation, self.grad_norm)
 
@@ -248,7 +248,7 @@ class SessionDriver(RecoveryDriver):
             self._script.sampler.advance()
             self._save_progress()
         arrived = self._protection.first.version
-        if arrived is not None:  # with this vote: members that had no part in its steps report none of them
+        if arrived is not None:  # with this vote; members that had no part in its steps report none of them
             self.committed = max(self.committed, step_of(arrived))
         self._protection.committed(version, clip)
 
@@ -267,7 +267,7 @@ class SessionDriver(RecoveryDriver):
             self._group.drop(str(lost))
 
     def commit(self, step: int) -> None:
-        """Reports a step that no failure covered by the preset can undo."""
+        """Report a step that no failure covered by the preset can undo."""
         self.committed = step + 1
         self._emit(self._commit_events.pop(step))
 
@@ -277,7 +277,7 @@ class SessionDriver(RecoveryDriver):
     # ---- checkpoints and the end
 
     def checkpoint_if_due(self, version: int) -> None:
-        """Begins a checkpoint of `version` if its step is due."""
+        """Begin a checkpoint of `version` if one is scheduled for its step."""
         try:
             if self._checkpointer.begin_if_due(version):
                 self._protection.ledger.checkpointed(version)
@@ -285,17 +285,17 @@ class SessionDriver(RecoveryDriver):
             _warn_unwritten(version, lost)
 
     def settle(self) -> Event:
-        """Waits for the copies of the last step, which no vote follows or after which members leave.
+        """Wait for the copies of the last step, which no vote follows or after which members leave.
 
-        What those that leave would take with them is written to a checkpoint.
+        A checkpoint is written first if members leave that have the only copies.
         """
         self.substitute.put_back()
         everyone = self._membership.everyone
         if self._trains and self._leaving and (self._leaving == everyone.size or self._leaving >= self._config.copies):
             self._save_before_leaving(everyone.size)
         self._dense.await_weights()
-        whole = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
-        return {"event": "settled", "is_whole": bool(whole == everyone.size)}
+        complete = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
+        return {"event": "settled", "is_whole": bool(complete == everyone.size)}
 
     def _save_before_leaving(self, members: int) -> None:
         if self._checkpointer.writes:
@@ -308,7 +308,7 @@ class SessionDriver(RecoveryDriver):
             _warn_unsaved(self._step, self._leaving, members)
 
     def farewell(self, version: int) -> Event:
-        """Writes the last checkpoint, then waits for all: no member leaves while another still needs its copies.
+        """Write the last checkpoint, then wait for all: no member leaves while another still needs its copies.
 
         Raises:
             PersistFailed: it could not be written. The state stays where a failure leaves it.
@@ -330,7 +330,7 @@ class SessionDriver(RecoveryDriver):
         return {"event": "parted"}
 
     def close(self, standing: dict[str, Any] | None) -> None:
-        """Tells processes that come too late, and spares that wait, that the job is over."""
+        """Notify late processes and waiting spares that the job is over."""
         mark(FINISHED)
         if standing is not None:
             self._membership.tell_end(standing)

@@ -1,4 +1,4 @@
-"""What a session does when the commit protocol says so: who takes part, and recoveries."""
+"""Commands of the commit protocol in a session: membership and recoveries."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ logger = logging.getLogger(__name__)
 
 
 class SessionContext(NamedTuple):
-    """What a session consists of."""
+    """Components of a session."""
 
     script: TrainingInputs
-    """What is trained."""
+    """Inputs of the script."""
     state: TrainingState
     """Its units."""
     membership: MembershipManager
-    """Asks the Lighthouse and connects the groups."""
+    """Membership: asks the Lighthouse and connects the groups."""
     protection: Protection
-    """What protects the state."""
+    """Protection of the state."""
     config: SessionConfig
     emit: Listener
-    """Is told the session's events."""
+    """Called with the session's events."""
 
 
 class RecoveryDriver(Driver):
@@ -109,9 +109,9 @@ class RecoveryDriver(Driver):
         self.committed = -1
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
         self._commit_events: dict[int, Commit] = {}
-        """What is reported of a step once it is committed."""
+        """Report of each step, until it is committed."""
         self.lost = LostMembers(self._membership, self._config.on_lost, self._config.members or 1, self._emit)
-        """The members that are lost, and who asks for others in their place."""
+        """Lost members, and the callers that ask for replacements."""
         self._leaving = 0
         """Members that leave after the step."""
         self._returning = 0
@@ -126,15 +126,15 @@ class RecoveryDriver(Driver):
         self._missing = MissingUnits(self._membership, self._config)
         """The wait for units that are in no member's memory."""
         self._is_paused = False
-        """Whether members agree again because of these."""
+        """Whether members agree again because of missing units."""
         self._unrecoverable: LostExperts | None = None
 
     def saved_generation(self) -> int:
-        """The newest generation that wrote to the checkpoint folder; 0 if there is none."""
+        """Return the newest generation that wrote to the checkpoint folder; 0 if there is none."""
         return self._checkpointer.newest_generation()
 
     def leave(self) -> None:
-        """Lets other jobs have the checkpoint folder, and leaves gradients to the script."""
+        """Release the checkpoint folder, and leave gradients to the script."""
         self._standby.end()
         self._early.drop()
         self._dense.close()
@@ -142,11 +142,11 @@ class RecoveryDriver(Driver):
         self.lost.close()
 
     def await_weights(self) -> None:
-        """Waits for weights that owners still send; where a member is lost, the group is dropped."""
+        """Wait for weights that owners still send; where a member is lost, the group is dropped."""
         self._dense.await_weights()
 
     def _settle_weights(self) -> None:
-        """Waits until no thread reads or writes the weights by the model."""
+        """Wait until no thread reads or writes the weights by the model."""
         self.await_weights()
         if self._protection.first.is_arriving:  # of the state as it is now, read in the background
             self._protection.snapshots.pacer.hurry()
@@ -163,8 +163,8 @@ class RecoveryDriver(Driver):
     # ---- membership
 
     def agreeing(self) -> None:
-        """Begins the report of a recovery, which the answer may turn out to need."""
-        if self._clock.phase != "agree":  # else it asks again, in the same agreement
+        """Begin the report of a recovery, which the answer may turn out to need."""
+        if self._clock.phase != "agree":  # otherwise it asks again in the same agreement
             is_member = self._membership.established
             self._begin_report(self._group.broken or ("new members" if is_member else "this process has started"))
 
@@ -181,25 +181,25 @@ class RecoveryDriver(Driver):
         self._clock.enter("agree")
 
     def waiting(self) -> None:
-        """Stops a process that came too late: it must not wait for members of a job that is over. Readies a spare."""
+        """Stop a process that came after the end of its job. Prepare a spare."""
         if is_marked(FINISHED):
             raise JobFinished(f"job {self._config.job} has committed all its steps")
         self._standby.go_on()
 
     def interrupt(self) -> None:
-        """Ends what is under way in the group."""
+        """End what is under way in the group."""
         self._dense.end()
         self._state.late.end()
         self._protection.settle()
 
     def connecting(self) -> None:
-        """Times how long it takes to connect; surveys what this member has meanwhile."""
+        """Time the connection, and survey this member's state meanwhile."""
         self._clock.enter("rebuild")
         self._standby.end()
         self._early.agreed(begins=self._trains)
 
     def weigh(self) -> Event:
-        """Agrees whether the load has shifted so far that experts should move, as those who train see it."""
+        """Agree whether the load has shifted so far that experts should move."""
         nodes, spread = _places(self._membership, self._config.copies)
         boosts = self._protection.ledger.boosted()
         mine = self._trains and should_rebalance(self._state, nodes, self._config, boosts, spread)
@@ -211,7 +211,7 @@ class RecoveryDriver(Driver):
     # ---- a recovery
 
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
-        """Surveys what survives, and fetches what this member needs.
+        """Survey the surviving state, and fetch what this member needs.
 
         Raises:
             UnequalForwards: members' scripts differ in what they do in a step, or between steps.
@@ -250,10 +250,10 @@ class RecoveryDriver(Driver):
         return {"event": "restored", "version": report.outcome.version, "is_stale": bool(report.outcome.stale)}
 
     def _forget_step(self) -> None:
-        """Frees what the interrupted step has left: it is either taken by now, or computed anew.
+        """Free the memory of the interrupted step, which is taken by now or will be repeated.
 
-        The votes were recalled before; a vote is recalled once. What is freed, logs whose steps replicas have
-        repeated included, makes room for units that come.
+        Votes were recalled before this. The freed memory, including logs of repeated steps, makes room for units that
+        arrive.
         """
         if self._trains:
             self._script.zero_gradients()
@@ -265,18 +265,18 @@ class RecoveryDriver(Driver):
         return self._report
 
     def units_lost(self) -> NoReturn:
-        """Raises what the recovery found."""
+        """Raise the recovery's error."""
         assert self._unrecoverable is not None
         raise self._unrecoverable
 
     def pause(self) -> None:
-        """Waits a little: nothing tells that a holder has come back, so agree again and see."""
+        """Wait a little before members agree again: nothing else shows that a holder has come back."""
         self.waiting()
         self._is_paused = True
         self._missing.wait()
 
     def count_losses(self, version: int) -> Event:
-        """Counts the tokens that stale experts have lost."""
+        """Count the tokens that stale experts have lost."""
         found = self._report_now().outcome  # of the copies' version: the state may have got another one since
         found.lost_tokens = self._protection.count_losses(found.stale, found.version, self._before)
         found.plt = self._protection.ledger.plt
@@ -284,12 +284,12 @@ class RecoveryDriver(Driver):
         return {"event": "counted"}
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
-        """Sends the owners' weights to all; plans who keeps copies of what, and makes those that are missing.
+        """Send the owners' weights to all, plan who keeps copies of what, and make the missing copies.
 
-        Where nobody `waits`, they are made while the next step computes, and are whole at its vote.
+        If nobody `waits`, they are made while the next step computes, and are complete at its vote.
         """
         self._step = step_of(version)
-        return_freed_memory()  # units that came are taken over
+        return_freed_memory()  # received units have been adopted
         at, rank = self._membership, self._membership.everyone.rank
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, at.role, generation, list(at.nodes)))
         if self._trains:
@@ -302,7 +302,7 @@ class RecoveryDriver(Driver):
         return {"event": "protected", "is_whole": is_whole}
 
     def resume(self, version: int) -> None:
-        """Ends a recovery: reports it, and finishes an evaluation that a loss has interrupted."""
+        """End a recovery: report it, and finish an evaluation that a loss has interrupted."""
         report = self._report_now()
         self._missing.over()
         step = step_of(version)
@@ -348,6 +348,6 @@ class RecoveryDriver(Driver):
 
 
 def _places(at: MembershipManager, copies: int) -> tuple[list[str], list[str]]:
-    """Of each rank that trains, its node, and over what replicas are spread."""
+    """Return the node of each rank that trains, and the domains over which replicas are spread."""
     nodes, domains = at.nodes[: at.num_trainers], at.domains[: at.num_trainers]
     return nodes, planning.spread_over(nodes, domains, copies)

@@ -1,4 +1,4 @@
-"""What a spare does beside waiting: it connects to the members, and reserves the shared memory that it will need."""
+"""Preparation of a waiting spare: it connects to the members, and reserves the shared memory that it will need."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from evermoe.train.session_config import SessionConfig
 
 
 class Standby:
-    """Makes a spare ready, in threads of its own, so that the recovery in which it takes a place has less to do.
+    """Prepares a spare in background threads, which shortens the recovery in which it begins to train.
 
     Args:
         membership: knows the members.
-        state: built, and of no use as yet.
+        state: built, not in use yet.
         store: where its arenas will be.
         config: of the session.
         is_replayable: whether a unit's steps can be repeated.
-        emit: is told once all is there, and again when members have changed.
+        emit: called once all is ready, and again when members have changed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Standby:
         self._reserving: Task[None] | None = None
 
     def go_on(self) -> None:
-        """Does what has not been done for the members as they are now; called again and again while it waits."""
+        """Prepare for the current members; called repeatedly during the wait."""
         if not self._membership.is_spare or self._membership.established:
             return
         members = {
@@ -64,7 +64,7 @@ class Standby:
             self._emit(StandsBy(connected, 0 if room is None else room.nbytes))
 
     def _reserve(self, members: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Reserves room, unless there is enough; returns whether nothing is under way."""
+        """Reserve memory unless there is enough, and return whether nothing is under way."""
         if self._reserving is not None:
             if not self._reserving.is_over_within(0):
                 return False
@@ -81,12 +81,12 @@ class Standby:
         if self._store.room is None:
             self._store.room = SpareRoom(self._store.directory, self._membership.id)
         room, fetched = self._store.room, sum(nbytes for _, nbytes in state.catalog.sizes())
-        self._reserving = Task(lambda: room.reserve(sizes, beside=fetched))
+        self._reserving = Task(lambda: room.reserve(sizes, fetched))
         run_beside(self._reserving, "evermoe-spare-room", ())
         return False
 
     def end(self) -> None:
-        """It takes a place, or leaves: reserves no more, and keeps what it has reserved."""
+        """Stop reserving, as the spare trains or leaves; keep the reserved memory."""
         task, self._reserving = self._reserving, None
         if task is not None and self._store.room is not None:
             self._store.room.end()

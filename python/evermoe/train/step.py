@@ -15,22 +15,22 @@ from evermoe.sampler import Share
 
 
 class Watcher(Protocol):
-    """What is told of a step while the script computes it."""
+    """Notifications of a step while the script computes it."""
 
     def begin_step(self, step: Step) -> None:
-        """The script begins to compute."""
+        """Called when the script begins to compute."""
 
     def end_step(self) -> None:
-        """The block of the step has ended, by an error or not."""
+        """Called when the block of the step has ended, also by an error."""
 
     def begin_part(self, weight: float) -> None:
-        """The script begins to compute a part of this member's share, of this share of the global batch."""
+        """Called when a part of this member's share begins, with its share of the global batch."""
 
     def check_loss(self, loss: Tensor) -> float:
-        """The script backpropagates a loss: what it is to be multiplied by. May raise what is wrong with it."""
+        """Return the factor of a loss that is about to be backpropagated. May raise an error of the loss."""
 
     def end_backward(self) -> None:
-        """The loss is backpropagated."""
+        """Called when the loss is backpropagated."""
 
 
 class Step:
@@ -71,7 +71,7 @@ class Step:
         self.loss: Tensor | None = None
         """This member's part of the global batch's mean loss, or of its sum; None before `backward`."""
         self.count: float | Tensor | None = None
-        """What this member has counted; None where losses are means."""
+        """Count of this member; None for losses that are means."""
         self.is_entered = False
         """Whether it was used as `with step:`."""
         self._share, self._part = share, share
@@ -83,14 +83,14 @@ class Step:
         return self._part.weight
 
     def micro_batches(self, n: int) -> Iterator[Any]:
-        """Yields this member's batch in n parts, to accumulate their gradients with less memory.
+        """Yield this member's batch in n parts, to accumulate their gradients with less memory.
 
             with step:
                 for part in step.micro_batches(4):
                     step.backward(loss_of(data[part]))
 
         All members need the same n: each forward is an exchange among them. Sizes differ by one at most. With more
-        parts than samples, some parts are one of these samples with weight 0: their losses change nothing. The losses
+        parts than samples, some parts repeat a sample with weight 0: their losses change nothing. The losses
         of a part are weighted by its size: call `step.backward` inside the loop.
 
         Raises:
@@ -115,9 +115,9 @@ class Step:
 
         Args:
             loss: one number. With `count` it is a sum, not a mean.
-            count: over how much `loss` is a sum on this member, 0 or more: tokens that are not padding, for example,
-                of which other members may have more. The step's gradient is then that of the sum over all members
-                divided by the count over all members. A tensor may stay on its device. All members give it, or none.
+            count: number of terms of the sum `loss` on this member, 0 or more, such as its tokens without padding. The
+                step's gradient is then that of the sum over all members divided by the count over all members. A
+                tensor may stay on its device. All members give it, or none.
 
         Raises:
             ValueError: the loss is no tensor of one number that depends on parameters, or the count no number.
@@ -165,7 +165,7 @@ class Step:
 
 
 def check_loss(loss: Any, where: str) -> None:
-    """Checks a loss that is to be backpropagated.
+    """Check a loss that is to be backpropagated.
 
     Raises:
         ValueError: it is no tensor of one number that depends on parameters; `where` says who asks.
@@ -178,7 +178,7 @@ def check_loss(loss: Any, where: str) -> None:
 
 
 def check_count(count: Any) -> None:
-    """Checks over how much a loss is a sum.
+    """Check the count of a loss that is a sum.
 
     Raises:
         ValueError: it is neither None nor a number of 0 or more.
@@ -193,5 +193,5 @@ def check_count(count: Any) -> None:
 
 
 def detached(count: float | Tensor) -> float | Tensor:
-    """The same number in float64, on its device."""
+    """Return the same number in float64, on its device."""
     return count.detach().double() if isinstance(count, Tensor) else float(count)

@@ -13,10 +13,10 @@ from evermoe.experts import Experts
 
 
 class StepCalls:
-    """What this member's script has begun in the latest step, kept until a failure asks for it.
+    """Calls that this member's script has begun in the latest step, kept until a failure asks for them.
 
-    One that ended its step after fewer forwards than another has begun would never have met it: the one waits in the
-    reduction of gradients, the other in a forward, until the time limit. A member that failed has ended no step.
+    A member that ends its step after fewer forwards than another waits in the reduction of gradients, and the other in
+    a forward, until the time limit. A member that failed has ended no step.
 
     Args:
         layers: by module path.
@@ -29,16 +29,16 @@ class StepCalls:
         self._attempt: dict[str, Any] | None = None
         self._end: dict[str, Any] | None = None
         self._begun = group.begun
-        """Of the attempt alone: the collectives by which members agree after a failure are not the script's."""
+        """Collectives of this attempt, without those by which members agree after a failure."""
 
     def begin(self, step: int, generation: int) -> None:
-        """The script begins to compute a step; the layers count from zero."""
+        """Begin a step; the layers count from zero."""
         self._attempt = {"step": step, "generation": generation, "rank": self._group.rank, "node": self._node}
         self._group.begun = self._begun = Begun()
         self._end = None
 
     def end(self) -> None:
-        """The script has computed the step."""
+        """End the step."""
         self._end = self._counts()
 
     def _counts(self) -> dict[str, Any]:
@@ -46,10 +46,10 @@ class StepCalls:
         return {"forwards": forwards, "exchanges": self._begun.count}
 
     def check(self, everyone: Group) -> None:
-        """Compares what all members had begun when they were interrupted; collective.
+        """Compare the calls of all members when they were interrupted; collective.
 
         Raises:
-            UnequalForwards: names the members, and what they have begun.
+            UnequalForwards: names the members and their calls.
         """
         mine = None
         if self._attempt is not None:
@@ -63,7 +63,7 @@ class StepCalls:
 
 
 def _difference(ended: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """What a member has begun more than one that has ended its step."""
+    """Return the difference if a member has begun more calls than one that has ended its step."""
     who, fewer = (f"rank {each['rank']} on {each['node']}" for each in (other, ended))
     for path, count in other["forwards"].items():
         if count > ended["forwards"].get(path, 0):

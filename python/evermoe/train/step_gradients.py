@@ -1,9 +1,9 @@
-"""The gradients of a step as `Session(on_gradients=...)` gets them: reduced, not sent anywhere yet.
+"""The gradients of a step as `Session(on_gradients=...)` gets them: reduced, and not sent to replicas yet.
 
     backward ─ reduce ─ divide ─ [on_gradients] ─ [gradients to replicas] ─ VOTE ─ clip by max_grad_norm ─ update
 
-Replicas repeat a step from the gradient that they were sent and from the factor that follows from the vote. So whatever
-else changes a gradient must come before it is sent, and must be the same on all members that train the same weights.
+Replicas repeat a step from the gradient that they receive and from the factor that follows from the vote. So other
+changes of a gradient must come before it is sent, and must be the same on all members that train the same weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepGradients:
         self._seed, self._model, self._state, self._group = seed, model, state, group
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the gradient of each parameter and expert here that has one."""
+        """Yield the name and the gradient of each parameter and expert here that has one."""
         dense = {id(parameter) for parameter in self._state.dense}
         for name, parameter in self._model.named_parameters():
             if id(parameter) in dense and parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""What a training script gives its session: whether it can be trained, and what of it all members must have alike."""
+"""The inputs of a training script: checks whether they can be trained, and what all members must share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _trained: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakK
 
 
 class TrainingInputs(NamedTuple):
-    """What a training script gives its session."""
+    """The inputs that a training script gives its session."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -48,16 +48,16 @@ class TrainingInputs(NamedTuple):
 
     @property
     def loop(self) -> loop_state.LoopParts:
-        """What has state of the loop."""
+        """Objects with state of the loop."""
         return loop_state.LoopParts(self.sampler, self.optimizer, self.scheduler, self.loss_scale, self.stateful)
 
     def check(self, *, trains: bool) -> None:
-        """Checks the types of all, and on a member that trains the size of what is kept of the loop.
+        """Check all types, and on a member that trains the size of the loop's state.
 
         Raises:
-            ValueError: one is of another type, or the first batch of a loader cannot be divided.
-            UnsupportedState: something of them divides or reduces parameters among processes itself, or averages them;
-                or the loop's states are no JSON, or too large.
+            ValueError: an input is of another type, or the first batch of a loader cannot be divided.
+            UnsupportedState: an input divides or reduces parameters among processes itself, or averages them; or the
+                loop's states are no JSON, or too large.
         """
         check_types(model=self.model, optimizer=self.optimizer, sampler=self.sampler, scheduler=self.scheduler)
         refuse_divided(self.model, self.optimizer)
@@ -67,19 +67,19 @@ class TrainingInputs(NamedTuple):
             loop_state.LoopState().store(loop_state.collect(self.loop))
 
     def zero_gradients(self) -> None:
-        """Frees the gradients of all parameters, those that the optimizer does not step included."""
+        """Free the gradients of all parameters, those that the optimizer does not step included."""
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
 
     def claim(self, session: Any) -> None:
-        """Makes `session` the one that trains the model, until it has left its job or is gone.
+        """Make `session` the one that trains the model, until it has left its job or is gone.
 
         Raises:
             ValueError: another session trains it.
         """
         others = {id(module): _trained[module] for module in self.model.modules() if module in _trained}
         if any(_is_live(other) for other in others.values()):
-            gc.collect()  # one that nothing but its own threads refers to
+            gc.collect()  # a session to which only its own threads refer
         if any(_is_live(other) for other in others.values()):
             raise ValueError(
                 "another session trains this model, or a part of it: end its loop or call its close() first, or make a "
@@ -88,7 +88,7 @@ class TrainingInputs(NamedTuple):
         _trained.update(dict.fromkeys(self.model.modules(), weakref.ref(session)))
 
     def common(self) -> dict[str, str]:
-        """What must be the same for all members, as text by name: data, classes, the layers' settings, versions."""
+        """Return text by name that must be the same for all members: data, classes, settings of layers, versions."""
         layers = Counter(layer_settings(self.model))
         return {
             **{name: str(value) for name, value in self.sampler.settings().items()},
@@ -102,7 +102,7 @@ class TrainingInputs(NamedTuple):
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The settings of the optimizer's groups, before a step has changed them: each group's, or one if all are alike."""
+    """Return the settings of the optimizer's groups before the first step: of each group, or one if all are equal."""
     groups = [loop_state.group_options(group) for group in optimizer.param_groups]
     names = dict.fromkeys(name for group in groups for name in group)
     # A scheduler changes some, and keeps the first learning rate as initial_lr. Names are in the layout's digest; how
@@ -115,16 +115,16 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes and of what members send each other, which all members have alike."""
+    """Return the versions of software and messages, which all members must share."""
     try:
         own = version("evermoe")
     except PackageNotFoundError:
-        own = "not installed"  # used from its sources
+        own = "not installed"  # runs from its sources
     return {"evermoe": own, "torch": torch.__version__}
 
 
 def refuse_scaled(loss: Tensor) -> None:
-    """Refuses a loss that `torch.amp.GradScaler` has scaled: nothing here would scale its gradients back.
+    """Refuse a loss that `torch.amp.GradScaler` has scaled: nothing here would scale its gradients back.
 
     Raises:
         UnsupportedState: a scaler of this process has multiplied it.
@@ -151,7 +151,7 @@ def refuse_scaled(loss: Tensor) -> None:
 
 
 def check_types(**given: object) -> None:
-    """Checks the types of what a script gives, by name; without a scheduler there may be None.
+    """Check the types of a script's inputs, by name; the scheduler may be None.
 
     Raises:
         ValueError: one is of another type.
@@ -168,7 +168,7 @@ def check_types(**given: object) -> None:
 
 
 def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses parameters or optimizers of which each process has a part, and modules that reduce gradients themselves.
+    """Refuse parameters or optimizers of which each process has a part, and modules that reduce gradients themselves.
 
     Raises:
         UnsupportedState: there is one.
@@ -182,7 +182,7 @@ def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_tensor_parallel(stage: nn.Module) -> None:
-    """Refuses a stage whose parameters are spread over tensor-parallel ranks.
+    """Refuse a stage whose parameters are spread over tensor-parallel ranks.
 
     Raises:
         UnsupportedState: names the parameter.
@@ -196,7 +196,7 @@ def refuse_tensor_parallel(stage: nn.Module) -> None:
 
 
 def refuse_balanced(stage: nn.Module) -> None:
-    """Refuses routers whose bias follows the load: no rank of a pipeline knows that of its peers in each step.
+    """Refuse routers whose bias follows the load: no rank of a pipeline knows the load of its peers in each step.
 
     Raises:
         UnsupportedState: names the layer.
@@ -204,7 +204,7 @@ def refuse_balanced(stage: nn.Module) -> None:
     for path, layer in expert_layers(stage).items():
         if layer.on_load is not None:
             raise UnsupportedState(
-                f"layer {path} is to be told the load of all ranks after each step, as a Router with balance_rate is, "
+                f"layer {path} expects the load of all ranks after each step, as a Router with balance_rate is, "
                 "but a PipelineSession does not count it: leave balance_rate out"
             )
 
@@ -229,7 +229,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def _refuse_averages(model: nn.Module) -> None:
-    """Refuses an average of the model that a copy of it keeps: a session moves experts, and the copy's stay.
+    """Refuse an average that a copy of the model keeps: a session moves experts, but not the copy's.
 
     Raises:
         UnsupportedState: there is one.

@@ -313,7 +313,7 @@ def test_parts_without_samples_reach_no_expert_and_count_no_labels(tmp_path):
         ({"fp16": True}, "expected fp16=False in args, got True"),
         ({"bf16_full_eval": True}, "it would change the weights that the session trains"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "other than 'reduce_lr_on_plateau'"),
-        ({"train_sampling_strategy": "group_by_length"}, "other than 'group_by_length': the order of samples is"),
+        ({"train_sampling_strategy": "group_by_length"}, "other than 'group_by_length': the sampler orders"),
         ({"include_num_input_tokens_seen": "all"}, "expected include_num_input_tokens_seen='no'"),
     ],
 )

@@ -201,7 +201,7 @@ def refused(module, optimizer=None, **options):
 def test_routers_that_follow_the_load_are_refused_by_name():
     router = evermoe.Router(8, 4, 2, balance_rate=1e-3)
     stage = torch.nn.Sequential(evermoe.MoE.of(router, evermoe.Experts(evermoe.Expert(8, 16), 4)))
-    with pytest.raises(evermoe.UnsupportedState, match=r"layer 0\.experts is to be told the load of all ranks"):
+    with pytest.raises(evermoe.UnsupportedState, match=r"layer 0\.experts expects the load of all ranks"):
         refused(stage)
 
 

@@ -17,11 +17,11 @@ from evermoe.integrations.transformers.router_loss import span_members
 from evermoe.router import follow_load
 
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""What models call the numbers that are added to the scores for the choice alone."""
+"""Names that models give to the bias that is added to the scores for the choice alone."""
 
 
 def describe(source: nn.Module) -> Expert:
-    """The expert that a module of transformers' experts interface has many of.
+    """Return the kind of expert that a module of transformers' experts interface has.
 
     Args:
         source: of a class with `@use_experts_implementation`.
@@ -40,15 +40,15 @@ def describe(source: nn.Module) -> Expert:
 class ElasticExperts(Experts):
     """The experts of a transformers model, spread over the members of a session.
 
-    Takes over the weights of `source`, which has none afterwards. `state_dict` has transformers' names and shapes, and
-    `load_state_dict` takes them, so that `save_pretrained` of a model that holds all its experts works as it is.
+    It takes over the weights of `source`, which has none afterwards. `state_dict` has transformers' names and
+    shapes, and `load_state_dict` takes them. So `save_pretrained` works for a model that holds all its experts.
 
     Args:
         source: the module that this one replaces.
         options: of `evermoe.Experts`.
 
     Raises:
-        UnsupportedState: it has parameters that are not known here, or of several types.
+        UnsupportedState: it has unknown parameters, or parameters of several types.
     """
 
     def __init__(self, source: Any, **options: Any) -> None:
@@ -59,15 +59,15 @@ class ElasticExperts(Experts):
                 f"{kind} has the parameters {sorted(parameters)}, and experts of transformers' interface have "
                 f"{sorted(hub_name(name) for name in expert.shapes)}: it cannot be made elastic"
             )
-        places = {p.device for p in parameters.values() if not p.is_meta}  # a deferred model has memory for small ones
-        alike = {(p.dtype, p.requires_grad) for p in parameters.values()}
-        if len(alike) > 1 or len(places) > 1 or not next(iter(alike))[0].is_floating_point:
+        devices = {p.device for p in parameters.values() if not p.is_meta}  # a deferred model has memory for small ones
+        types = {(p.dtype, p.requires_grad) for p in parameters.values()}
+        if len(types) > 1 or len(devices) > 1 or not next(iter(types))[0].is_floating_point:
             raise UnsupportedState(
                 f"{kind}: expected parameters of one floating-point type, on one device, all frozen or none; got "
-                f"{sorted(map(str, alike | places))}. Load the model without quantisation"
+                f"{sorted(map(str, types | devices))}. Load the model without quantisation"
             )
-        ((dtype, requires_grad),) = alike
-        device = next(iter(places), torch.device("meta"))
+        ((dtype, requires_grad),) = types
+        device = next(iter(devices), torch.device("meta"))
         norm = getattr(source, "post_expert_norm", None)
         super().__init__(expert, source.num_experts, post_norm=norm, device="meta", dtype=dtype, **options)
         self.kind = kind
@@ -83,22 +83,22 @@ class ElasticExperts(Experts):
         self.register_load_state_dict_pre_hook(_from_hub)
 
     def reset_parameters(self) -> None:
-        """Leaves the weights as they are: transformers draws those of its models."""
+        """Leave the weights as they are: transformers draws those of its models."""
 
     def extra_repr(self) -> str:
-        """What `print(layer)` shows."""
+        """Return the text that `print(layer)` shows."""
         return f"{self.kind}, {super().extra_repr()}"
 
 
 def hub_name(name: str) -> str:
-    """transformers' name of a matrix or bias: `gate_up_proj_bias` for `gate_up_bias`."""
+    """Return transformers' name of a matrix or bias: `gate_up_proj_bias` for `gate_up_bias`."""
     matrix = name.removesuffix("_bias")
     return f"{matrix}_proj_bias" if matrix != name else f"{matrix}_proj"
 
 
 def _as_hub(layer: Experts, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     for name, view in layer.expert.views(state.pop(f"{prefix}weights")).items():
-        state[f"{prefix}{hub_name(name)}"] = view.contiguous()  # savers take what shares memory for tied
+        state[f"{prefix}{hub_name(name)}"] = view.contiguous()  # savers treat tensors that share memory as tied
     for key in [key for key in state if key.startswith(f"{prefix}post_norm.")]:
         state[key.replace(f"{prefix}post_norm.", f"{prefix}post_expert_norm.")] = state.pop(key)
 
@@ -118,37 +118,37 @@ def _from_hub(layer: Experts, state: dict[str, Any], prefix: str, *_: Any) -> No
 
 
 def is_hub_experts(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' experts interface."""
+    """Return whether a module is one of transformers' experts interface."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
 
 
 def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **options: Any) -> nn.Module:
-    """Replaces all experts modules of a transformers model by `ElasticExperts`, in place; returns the model.
+    """Replace all experts modules of a transformers model by `ElasticExperts`, in place, and return it.
 
-    Call it before the optimizer is made. One layer at a time is copied. The balancing loss that a model adds with
+    Call it before you make the optimizer. It copies one layer at a time. The balancing loss that a model adds with
     `output_router_logits` is then over the tokens of all members: see `router_loss`.
 
     Args:
         model: any whose experts use transformers' experts interface.
-        balance_rate: with it a session moves the numbers that a model adds to its router's scores for the choice
-            (`e_score_correction_bias`) after each step: up by so much for experts with fewer tokens than the mean, down
-            for others (DeepSeek-V3, section 2.1.2). None: they stay.
+        balance_rate: step by which a session moves the bias of a router's scores for the choice
+            (`e_score_correction_bias`) after each step: up for experts with fewer tokens than the mean, down for others
+            (DeepSeek-V3, section 2.1.2). None: the bias stays.
         options: of `evermoe.Experts`: `token_split`, `max_tokens`, `fp8_dispatch`.
 
     Raises:
         ValueError: no module uses the interface, or `balance_rate` is given and no router has such numbers.
         UnsupportedState: as of `ElasticExperts`.
     """
-    places = [
+    devices = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if is_hub_experts(child)
     ]
-    if not places and not expert_layers(model):
+    if not devices and not expert_layers(model):
         raise _no_experts(model)
     balances = 0
-    for parent, name, child in places:
+    for parent, name, child in devices:
         experts = ElasticExperts(child, **options)
         setattr(parent, name, experts)
         biases = {id(tensor): tensor for key, tensor in _tensors(parent) if key.rpartition(".")[2] in BIASES}
@@ -166,7 +166,7 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
 
 
 def _no_experts(model: nn.Module) -> ValueError:
-    """The error for a model without experts of the interface; names what seems to be experts of another kind."""
+    """Return the error for a model without experts of the interface. It names modules that look like experts."""
     kinds = {
         type(part).__name__: name for name, part in reversed([*model.named_modules()]) if _seems_experts(name, part)
     }
@@ -183,7 +183,7 @@ def _no_experts(model: nn.Module) -> ValueError:
 
 
 def _seems_experts(name: str, module: nn.Module) -> bool:
-    """Whether a module with parameters is called experts, by its class or by the model."""
+    """Return whether a module with parameters is called experts, by its class or by the model."""
     is_named = "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts"
     return is_named and any(True for _ in module.parameters())
 
@@ -201,7 +201,7 @@ class Balance:
 
     @torch.no_grad()
     def __call__(self, load_E: NDArray[np.int64]) -> None:
-        """Moves them once: up where the load is less than the mean, down where it is more."""
+        """Move them once: up where the load is less than the mean, down where it is more."""
         follow_load(self._bias, load_E, self._rate)
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Result(NamedTuple):
-    """What a model computed of a batch: nested tensors on the CPU, or None."""
+    """Result of a model for one batch: nested tensors on the CPU, or None."""
 
     size: int
     """Samples of the batch."""
@@ -61,9 +61,9 @@ class Replay(DataLoaderStateMixin):
 
 
 def batches_of(loader: Any, place: int, places: int) -> Iterator[tuple[int, int, Any]]:
-    """Yields number, size and content of the batches that fall to one of several members: each n-th.
+    """Yield number, size and content of the batches of one of n members: each n-th.
 
-    Of data without a length, every member reads all batches. The size is 0 where no sampler knows it.
+    Every member reads all batches of data that has no length. The size is 0 where no sampler knows it.
     """
     if isinstance(loader.dataset, IterableDataset) or getattr(loader, "batch_sampler", None) is None:
         for number, batch in itertools.islice(enumerate(loader), place, None, places):
@@ -77,19 +77,19 @@ def batches_of(loader: Any, place: int, places: int) -> Iterator[tuple[int, int,
 
 
 def on_cpu(value: Any) -> Any:
-    """Nested tensors on the CPU."""
+    """Return nested tensors on the CPU."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 
 def to_text(results: dict[int, Result]) -> str:
-    """Results by the number of their batch, as JSON carries them."""
+    """Return results by the number of their batch, as text for JSON."""
     written = io.BytesIO()
     torch.save({number: tuple(result) for number, result in results.items()}, written)
     return base64.b64encode(written.getvalue()).decode()
 
 
 def from_texts(texts: Sequence[str]) -> list[Result]:
-    """The results of all members in the order of their batches."""
+    """Return the results of all members in the order of their batches."""
     found: dict[int, tuple[Any, ...]] = {}
     for text in texts:
         found |= torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

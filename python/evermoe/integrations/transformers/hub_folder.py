@@ -1,4 +1,4 @@
-"""Weights in transformers' folders, one unit at a time: what a deferred model starts from, and what is exported.
+"""Weights in transformers' folders, one unit at a time: the first weights of a deferred model, and exports.
 
 transformers' own conversions are used both ways, so that keys and shapes in the files are those of its
 `from_pretrained` and `save_pretrained`.
@@ -40,8 +40,7 @@ from evermoe.train.session import Session
 class HubWeights:
     """Reads a deferred model's first weights from a folder that transformers can load; see `evermoe.WeightSource`.
 
-    No rank reads what it does not hold, and of an expert no more than its own tensors where the files have them apart,
-    or its part of a stack.
+    A rank reads only the units that it holds. Of an expert it reads the expert's own tensors, or its part of a stack.
 
     Args:
         folder: on a disk, with safetensors files.
@@ -62,7 +61,7 @@ class HubWeights:
         self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         self._first: dict[str, str] = {}
-        with warnings.catch_warnings():  # of a model that is trained, that it has some of the experts alone
+        with warnings.catch_warnings():  # a model in training warns that it has only some of the experts
             warnings.simplefilter("ignore")
             state = model.state_dict()
         for key in sorted(self._files.keys(), key=dot_natural_key):
@@ -74,12 +73,12 @@ class HubWeights:
                 self._first[name.replace(first, other)] = name
 
     def describe(self) -> str:
-        """The files' keys, by their digest."""
+        """Return the digest of the files' keys."""
         return self._files.describe()
 
     @torch.no_grad()
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Writes the first values of one unit; see `evermoe.WeightSource`."""
+        """Write the first values of one unit; see `evermoe.WeightSource`."""
         path = self._paths.get(id(module), path)
         if expert is not None and isinstance(module, Experts):
             row = tensors["weights"]
@@ -99,7 +98,7 @@ class HubWeights:
         target.copy_(found)
 
     def _read(self, name: str, expert: int | None) -> Tensor:
-        """A tensor by transformers' name; of an expert as a stack of one."""
+        """Return a tensor by transformers' name; of an expert as a stack of one."""
         first = self._first.get(name, name)
         sources = self._sources.get(first)
         if sources is None:
@@ -123,7 +122,7 @@ class HubWeights:
 def from_pretrained(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, **options: Any
 ) -> tuple[nn.Module, HubWeights]:
-    """A deferred elastic model of a folder, and what gives the session its weights; nothing large is read yet.
+    """Return a deferred elastic model of a folder, and the source of its weights; nothing large is read yet.
 
         model, weights = from_pretrained("Qwen3-30B-A3B")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -154,7 +153,7 @@ def export(
     prefix: str = "",
     add_more: Callable[[Path], None] = lambda draft: None,
 ) -> None:
-    """Writes a folder that transformers' `from_pretrained` loads, one layer in memory at a time.
+    """Write a folder that transformers' `from_pretrained` loads, one layer in memory at a time.
 
     It appears when all of it is on disk. From a session, all members that train call this between steps, and rank 0
     writes what the others send: `evermoe.Session.full_state_dict` says when, and what follows when a member is lost.
@@ -162,8 +161,8 @@ def export(
     Args:
         source: of the weights, such as `evermoe.CheckpointWeights`; or the session that trains `model`.
         model: of transformers, elastic; deferred or on `meta` where the source is no session.
-        folder: must be empty, or not be there.
-        prefix: path of `model` in the model that was trained, where that is not the same.
+        folder: must be empty or missing.
+        prefix: path of `model` in the model that was trained, if that is a larger one.
         add_more: writes other files into the folder before it appears; in the process that writes it.
 
     Raises:
@@ -195,13 +194,13 @@ def export(
 
 
 def _as_saved(model: PreTrainedModel, pieces: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The pieces by the keys of transformers' files."""
+    """Yield the pieces by the keys of transformers' files."""
     for piece in pieces:
         yield revert_weight_conversion(model, piece)
 
 
 def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:
-    """The state by transformers' names: of each layer's experts, and of all other modules of a layer, together."""
+    """Yield the state by transformers' names: per layer its experts, and all its other modules together."""
     seen: set[int] = set()
     layer, piece = "", dict[str, Tensor]()
     for path, module in model.named_modules():

@@ -13,7 +13,7 @@ from evermoe.state.model_shape import shape_of
 
 
 def read_shape(folder: str | Path) -> ModelShape:
-    """Sizes of the model that a folder's config.json describes; no weights are read, and no memory is taken for them.
+    """Return the sizes of the model that a folder's config.json describes, without reading weights.
 
     Args:
         folder: with a config.json, as transformers writes it. Code in the folder is not run.

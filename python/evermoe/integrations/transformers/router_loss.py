@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "load_balancing_loss_func"
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-"""What the function takes in all models with transformers' experts interface."""
+"""Arguments of the function in all models with transformers' experts interface."""
 
 
 class _Running(threading.local):
@@ -40,7 +40,7 @@ _running = _Running()
 
 
 def span_members(model: nn.Module) -> None:
-    """Has the balancing losses of a model, and of those in it, be over the tokens of all members; once for each.
+    """Compute the balancing losses of a model, and of models in it, over the tokens of all members.
 
     Args:
         model: elastic.
@@ -74,7 +74,7 @@ def _leave(module: nn.Module, *_: Any) -> None:
 
 
 def _over_members(of_one_member: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a model's forward calls instead of `of_one_member`, which remains for a member alone."""
+    """Return the function that a model's forward calls instead of `of_one_member`, which remains for a member alone."""
 
     def load_balancing_loss_func(
         gate_logits: Any, num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
@@ -89,7 +89,7 @@ def _over_members(of_one_member: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer() -> Experts | None:
-    """Any layer of experts of the model that runs: all have the same members."""
+    """Return a layer of experts of the model that runs; all layers have the same members."""
     if not _running.models:
         return None
     return next((module for module in _running.models[-1].modules() if isinstance(module, Experts)), None)
@@ -98,7 +98,7 @@ def _layer() -> Experts | None:
 def balancing_loss(
     layer: Experts, gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, attention_mask: Tensor | None
 ) -> Tensor:
-    """The loss of all members' tokens together, as transformers computes it in one process. Collective.
+    """Return the loss of all members' tokens together, as transformers computes it in one process. Collective.
 
     Args:
         layer: of these members; a member without samples brings no tokens.

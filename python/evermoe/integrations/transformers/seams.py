@@ -21,18 +21,18 @@ NAME = "evermoe"
 
 
 def register() -> None:
-    """Makes both known to transformers."""
+    """Register both with transformers."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, Dispatch)
 
 
 def experts_forward(module: nn.Module, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The forward of an experts module, for `model.set_experts_implementation("evermoe")`.
+    """Run the forward of an experts module, for `model.set_experts_implementation("evermoe")`.
 
     Args:
         module: of transformers' experts interface.
         x_TH: tokens `[T, H]`.
-        ids_TK: int64 `[T, K]`; those of E and more are of no expert here.
+        ids_TK: int64 `[T, K]`; ids of E and more belong to no expert of this rank.
         weights_TK: `[T, K]`.
 
     Returns:
@@ -40,7 +40,7 @@ def experts_forward(module: nn.Module, x_TH: Tensor, ids_TK: Tensor, weights_TK:
     """
     experts: Any = module
     expert = module.__dict__.get("_evermoe")
-    if expert is None:  # found out once
+    if expert is None:  # described once
         expert = module.__dict__["_evermoe"] = describe(module)
     if experts._is_expert_parallel:
         ids_TK = ids_TK.masked_fill(ids_TK >= experts.num_experts, -1)
@@ -58,11 +58,11 @@ def experts_forward(module: nn.Module, x_TH: Tensor, ids_TK: Tensor, weights_TK:
 class Dispatch(EPImplementation):
     """Sends tokens to the experts' ranks and back, for `DistributedConfig(ep_implementation="evermoe")`.
 
-    Every rank holds as many experts, as transformers has divided them.
+    Every rank holds the same number of experts, as transformers divides them.
     """
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted outputs `[T, H]` of the experts of this rank's tokens; collective.
+        """Return the weighted outputs `[T, H]` of the experts of this rank's tokens; collective.
 
         Args:
             hidden_states: `[T, H]`.
@@ -83,7 +83,7 @@ class Dispatch(EPImplementation):
         ids_N1 = torch.repeat_interleave(torch.arange(local, device=rows_NH.device), receive_Re.sum(0)).unsqueeze(1)
         if len(rows_NH):
             rows_NH = self.experts_forward(rows_NH, ids_N1, rows_NH.new_ones(ids_N1.shape))
-        else:  # in the graph nonetheless: all ranks take part in the backward exchange
+        else:  # part of the graph nonetheless: all ranks take part in the backward exchange
             one_1H = rows_NH.sum(0, keepdim=True)
             rows_NH = self.experts_forward(one_1H, ids_N1.new_zeros(1, 1), one_1H.new_ones(1, 1))[:0]
         rows_NH = _exchange(ops.regroup(rows_NH, receive_Re, inverse=True), sent, received, group)

@@ -1,4 +1,4 @@
-"""What transformers' Trainer sees of a session's steps: batches, an optimizer and a scheduler."""
+"""A session's steps as transformers' Trainer sees them: batches, an optimizer and a scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepBatches:
         self.dataset, self._collate, self._sampler = loader.dataset, loader.collate_fn, sampler
 
     def __len__(self) -> int:
-        """Steps of an epoch, rounded up."""
+        """Return the steps of an epoch, rounded up."""
         return math.ceil(self._sampler.num_samples / self._sampler.batch_size)
 
     def of_step(self, step: Step, n: int) -> list[tuple[float, Any]]:
@@ -45,22 +45,22 @@ class Epochs:
         self._num_samples, self._batch_size = num_samples, batch_size
 
     def end(self, epoch: int) -> int:
-        """Steps after which an epoch ends."""
+        """Return the number of steps after which an epoch ends."""
         return math.ceil((epoch + 1) * self._num_samples / self._batch_size)
 
     def of(self, steps: int) -> int:
-        """Epoch of the step that follows after this number of steps."""
+        """Return the epoch of the step that follows this number of steps."""
         epoch = steps * self._batch_size // self._num_samples
         while epoch and self.end(epoch - 1) > steps:
             epoch -= 1
         return epoch
 
     def is_end(self, steps: int) -> bool:
-        """Whether an epoch ends after this number of steps."""
+        """Return whether an epoch ends after this number of steps."""
         return steps > 0 and self.of(steps) != self.of(steps - 1)
 
     def progress(self, steps: int) -> float:
-        """Epochs after this number of steps; a whole number at the end of each."""
+        """Return the epochs after this number of steps, as an integer at the end of each."""
         epoch = self.of(steps)
         begin = self.end(epoch - 1) if epoch else 0
         return epoch + (steps - begin) / (self.end(epoch) - begin)

@@ -14,11 +14,11 @@ VARIABLES = {
     "WandbCallback": {"WANDB_RUN_ID": "{}", "WANDB_RESUME": "allow"},
     "MLflowCallback": {"MLFLOW_RUN_ID": "{}"},
 }
-"""What makes a callback resume a run, by its name; `{}` stands for the run's id."""
+"""Environment variables by which a callback resumes a run; `{}` stands for the run's id."""
 
 
 def found(callbacks: Sequence[Any]) -> dict[str, str]:
-    """The runs that this process has begun, by the callback's name."""
+    """Return the runs that this process has begun, by the callback's name."""
     runs: dict[str, str] = {}
     for each in callbacks:
         name = type(each).__name__
@@ -32,7 +32,7 @@ def found(callbacks: Sequence[Any]) -> dict[str, str]:
 
 
 def resume(callbacks: Sequence[Any], runs: dict[str, str]) -> None:
-    """Has callbacks resume runs once their process is the main one."""
+    """Make callbacks resume runs once their process is the main one."""
     for each in callbacks:
         run = runs.get(type(each).__name__)
         if run is None:
@@ -44,14 +44,14 @@ def resume(callbacks: Sequence[Any], runs: dict[str, str]) -> None:
 
 
 def take_over(callbacks: Sequence[Any]) -> None:
-    """Makes callbacks open their runs when they log next, in a process that has become the main one."""
+    """Make callbacks open their runs when they log next, in a process that has become the main one."""
     for each in callbacks:
         if getattr(each, "_initialized", False) is True:
             each._initialized = False
 
 
 def hand_over(callbacks: Sequence[Any]) -> None:
-    """Closes the runs here, in a process that is not the main one any more; the new one resumes them."""
+    """Close the runs here, in a process that is no longer the main one; the new main process resumes them."""
     for each in callbacks:
         name = type(each).__name__
         if name == "TensorBoardCallback" and each.tb_writer is not None:

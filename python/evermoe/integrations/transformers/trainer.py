@@ -1,4 +1,4 @@
-"""transformers' `Trainer` with an `evermoe.Session`: its steps survive the death of members, and are counted once."""
+"""transformers' `Trainer` with an `evermoe.Session`: its steps survive the death of members and count once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXPECTED: dict[str, tuple[Any, str]] = {
     "save_on_each_node": (False, "one process writes, for all members"),
     "include_num_input_tokens_seen": ("no", "each member would count the tokens of its own share"),
 }
-"""Arguments that have no meaning in a session: the value to have, and why. None: any that is unset or empty."""
+"""Arguments that have no meaning in a session: the value to have, and why. None: the value must be unset or empty."""
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedulers that follow an evaluation's metric."""
 BY_LENGTH = ("group_by_length", "batch_rebalance")
@@ -69,9 +69,9 @@ class ElasticTrainer(TrainerLoop):
     saves complete models and calls the callbacks, after the same steps on all members. Batches are collated as they are
     needed, in this process.
 
-    With `gradient_accumulation_steps=n` each member computes its share of a step in n parts. A step is still one: it is
-    counted, logged and evaluated as such, and there is no `on_substep_end`. As in transformers' own, a loss over tokens
-    is divided by those of all parts, and what a model adds to it, a router's loss, is added once for each part.
+    With `gradient_accumulation_steps=n` each member computes its share of a step in n parts. It still counts as one
+    step for logs and evaluations, and there is no `on_substep_end`. As in transformers, a loss over tokens is divided
+    by the tokens of all parts, and a router's loss is added once for each part.
 
     `evaluate`, `predict` and `save_model` are for all members, also after `train`: the members stay connected until
     `end`, or the end of the script. Evaluations are divided among the members, and repeated after a death.
@@ -79,12 +79,12 @@ class ElasticTrainer(TrainerLoop):
     Args:
         model: elastic.
         args: as transformers' own; the trainer keeps a copy, whose `gradient_accumulation_steps` is 1.
-        sampler: divides the global batches, all parts together; `per_device_train_batch_size` says nothing.
+        sampler: divides the global batches, all parts together; `per_device_train_batch_size` is ignored.
         session: options of `evermoe.Session`.
         options: of `Trainer`.
 
     Raises:
-        ValueError: an argument asks for what the session does, or cannot do; the message says which.
+        ValueError: an argument asks for something that the session does itself or cannot do; the message names it.
     """
 
     preprocess_logits_for_metrics: Any
@@ -107,7 +107,7 @@ class ElasticTrainer(TrainerLoop):
             super().__init__(model, args, **options)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Trains to the last step, or until a callback stops all members. They stay connected, until `end`.
+        """Train to the last step, or until a callback stops all members. They stay connected, until `end`.
 
         Raises:
             ValueError: it is asked to resume from a checkpoint of transformers; the session resumes from its own.
@@ -129,11 +129,11 @@ class ElasticTrainer(TrainerLoop):
         return found
 
     def end(self) -> None:
-        """Ends the job on all members, which all call it: writes the last checkpoint, and closes the connections.
+        """End the job: write the last checkpoint and close the connections. All members call it.
 
-        Call it at the end of the script. If you do not, it happens when the process exits. Members wait here for each
-        other, without a limit; if one is lost meanwhile, the others end the job. Afterwards the model has this member's
-        experts alone, if there were several members.
+        Call it at the end of the script. Otherwise it runs when the process exits. Members wait here for each
+        other, without a limit; if one is lost meanwhile, the others end the job. Afterwards the model has only this
+        member's experts, if there were several members.
         """
         atexit.unregister(self._end_at_exit)
         self._end_at_once()
@@ -151,7 +151,7 @@ class ElasticTrainer(TrainerLoop):
             self._end_at_once()
 
     def _give_up(self) -> None:
-        """Leaves the others, which continue without this member."""
+        """Leave the others, which continue without this member."""
         if self._steps is not None:
             self._steps.close()
 
@@ -171,7 +171,7 @@ class ElasticTrainer(TrainerLoop):
     # ---- the best model
 
     def _load_best_model(self) -> None:
-        """Loads the best model on all members, each its own experts, until `end` and afterwards."""
+        """Load the best model on all members, each for its own experts."""
         folder = self.state.best_model_checkpoint
         assert folder is not None
         if not self._check_all_see(folder):
@@ -203,7 +203,7 @@ class ElasticTrainer(TrainerLoop):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """transformers' loop, whose batches are divided among the members; repeated after a death.
+        """Run transformers' loop on batches that are divided among the members; repeat it after a death.
 
         Raises:
             ValueError: the loader shuffles.
@@ -236,7 +236,7 @@ class ElasticTrainer(TrainerLoop):
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
-        """The evaluation loop reads results instead of computing them."""
+        """Make the evaluation loop read results instead of computing them."""
         preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         replayed = lambda model, inputs, *_, **__: inputs["result"][1:4]  # noqa: E731
         self.prediction_step = replayed  # in place of a subclass's own, too
@@ -249,7 +249,7 @@ class ElasticTrainer(TrainerLoop):
     # ---- folders
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the complete model, which `from_pretrained` loads; by the main process, for all members to call.
+        """Write the complete model, which `from_pretrained` loads. All members call it; the main process writes.
 
         Raises:
             PersistFailed: it could not be written.
@@ -274,7 +274,7 @@ class ElasticTrainer(TrainerLoop):
         self._together(lambda *_: trainer_folders.save_model(session, model, folder, add_more))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes the complete model after this step. The optimizer's state is in the session's own checkpoints."""
+        """Write the complete model after this step. The optimizer's state is in the session's own checkpoints."""
         run = Path(self._together(lambda *_: self._get_output_dir(trial))[0])  # the same on all members
         folder = run / f"checkpoint-{self.state.global_step}"
         if self.state.best_global_step == self.state.global_step:
@@ -311,5 +311,5 @@ def _check_arguments(args: Any) -> None:
     if args.train_sampling_strategy in BY_LENGTH:
         raise ValueError(
             "ElasticTrainer: expected a train_sampling_strategy other than "
-            f"{args.train_sampling_strategy!r}: the order of samples is the sampler's"
+            f"{args.train_sampling_strategy!r}: the sampler orders the samples"
         )

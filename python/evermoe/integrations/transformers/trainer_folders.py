@@ -25,12 +25,12 @@ VISIBLE_SECONDS = 5.0
 
 
 def save_model(session: Session, model: PreTrainedModel, folder: Path, add_more: Callable[[Path], None]) -> None:
-    """Writes the complete model as rank 0; collective. Files of an earlier model in the folder are replaced.
+    """Write the complete model as rank 0; collective. Files of an earlier model in the folder are replaced.
 
     Args:
-        session: that trains the model.
-        model: of transformers, elastic.
-        folder: may have other files, which stay.
+        session: trains the model.
+        model: an elastic model of transformers.
+        folder: may have other files, which it keeps.
         add_more: writes other files into a folder, on rank 0.
 
     Raises:
@@ -56,7 +56,7 @@ def save_model(session: Session, model: PreTrainedModel, folder: Path, add_more:
 
 
 def _move(draft: Path, folder: Path) -> None:
-    """Moves a model's files into a folder, in place of those of an earlier model."""
+    """Move a model's files into a folder, in place of those of an earlier model."""
     new = {entry.name for entry in draft.iterdir()}
     for old in [folder / INDEX, *folder.glob("model*.safetensors")]:
         if old.name not in new:
@@ -86,7 +86,7 @@ def not_shared(folder: str, hosts: list[str]) -> str:
 
 
 def add_settings(trainer: Trainer, folder: Path) -> None:
-    """Writes what transformers' Trainer adds to a model's folder: its processing class and the training arguments."""
+    """Write the files that transformers' Trainer adds to a model's folder: processing class and training arguments."""
     processing: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)
@@ -94,7 +94,7 @@ def add_settings(trainer: Trainer, folder: Path) -> None:
 
 
 def add_state(trainer: Trainer, folder: Path) -> None:
-    """Writes the Trainer's state, as transformers does in a checkpoint."""
+    """Write the Trainer's state, as transformers does in a checkpoint."""
     state: Any = trainer.state
     exportable = [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
     state.stateful_callbacks = {type(each).__name__: each.state() for each in [*exportable, trainer.control]}

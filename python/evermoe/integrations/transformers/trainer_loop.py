@@ -4,9 +4,9 @@ transformers' own loop counts the batches that its process has read. Here member
 session's step is what counts: epochs, logs, evaluations and callbacks follow from it, after the same steps on all
 members.
 
-A step and the work after it (logs, evaluation, callbacks) are two things. A member that has missed the second, because
-it has joined or has lost the others in the vote, gets its results from the others before the next step. If nobody has
-done that work, as when a job is started again, all members do it first.
+The work after a step (logs, evaluation, callbacks) is separate from the step. A member may miss it: it has joined, or
+has lost the others in the vote. Then it gets the results from the others before the next step. If nobody has done that
+work, as when a job is started again, all members do it first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from evermoe.train.step import Step
 logger = logging.getLogger(__name__)
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_evaluate", "should_save", "should_log")
-"""What callbacks decide, in transformers' `TrainerControl`."""
+"""Decisions of callbacks, in transformers' `TrainerControl`."""
 
 
 class StepUndone(Exception):
@@ -42,7 +42,7 @@ class StepUndone(Exception):
 
 
 class TrainerLoop(Trainer):
-    """A `Trainer` whose steps are those of a session. `ElasticTrainer` says how it is used."""
+    """A `Trainer` whose steps are those of a session. See `ElasticTrainer` for its use."""
 
     optimizer: Any
     control: Any
@@ -66,20 +66,20 @@ class TrainerLoop(Trainer):
     _is_looping = False
     """Whether steps are taken now."""
     _best: str | None = None
-    """Folder of the best model, which is loaded since the end of the training; None for the trained one."""
+    """Folder of the best model that is loaded; None while the model has the trained weights."""
     _has_begun = False
-    """Whether the callbacks know of the training's begin."""
+    """Whether `on_train_begin` was called."""
 
     # ---- what transformers asks for before the first step
 
     def get_train_dataloader(self) -> Any:
-        """The batches of this member."""
+        """Return the batches of this member."""
         self._batches = StepBatches(super().get_train_dataloader(), self.sampler)
         self._epochs = Epochs(self.sampler.num_samples, self.sampler.batch_size)
         return self._batches
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """The numbers of epochs, steps and samples, by the sampler's batches."""
+        """Return the numbers of epochs, steps and samples, by the sampler's batches."""
         _, in_epoch, examples, _, _, _, steps = super().set_initial_training_values(args, dataloader)
         size, samples = self.sampler.batch_size, self.sampler.num_samples
         if args.max_steps <= 0:
@@ -87,7 +87,7 @@ class TrainerLoop(Trainer):
         return math.ceil(steps * size / samples), in_epoch, examples, steps * size, size, in_epoch, steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The scheduler. With it a session has all that it needs: it begins, and its members meet."""
+        """Return the scheduler. The session begins here, as this is the last of its inputs; its members meet."""
         real: Any = getattr(self.optimizer, "optimizer", self.optimizer) if optimizer is None else optimizer
         scheduler = super().create_scheduler(num_training_steps, real)
         norm = self.args.max_grad_norm if self.args.max_grad_norm and self.args.max_grad_norm > 0 else None
@@ -109,7 +109,7 @@ class TrainerLoop(Trainer):
     def _run_epoch(
         self, model: nn.Module, trial: Any, ignore_keys_for_eval: list[str] | None, start_time: float, **_: Any
     ) -> None:
-        """Trains to the end: all epochs, as a recovery may lead back to an earlier one."""
+        """Train to the end: all epochs, as a recovery may lead back to an earlier one."""
         self._initial_global_step = 0  # of the job, whose losses the progress has
         self._has_begun = True
         self._report = lambda: self._log_save_evaluate(model, trial, ignore_keys_for_eval, start_time)
@@ -119,7 +119,7 @@ class TrainerLoop(Trainer):
         self._total_loss_scalar = self.progress.loss_total
 
     def _go_on(self, model: nn.Module, steps: int) -> None:
-        """Trains until this number of steps is taken and all work after them is done, or a callback stops."""
+        """Train until this number of steps is taken and all work after them is done, or a callback stops."""
         assert self.session is not None
         self._is_looping = True
         while self.progress.done < max(steps, self.session.step):
@@ -138,13 +138,13 @@ class TrainerLoop(Trainer):
         self._is_looping, self.control.should_training_stop = False, True
 
     def _draw(self) -> None:
-        """Waits for the session's next step."""
+        """Wait for the session's next step."""
         if not self._has_drawn():
             logger.warning("the job is over, and this worker has no part in it any more: it ends")
             raise SystemExit(0)
 
     def _has_drawn(self) -> bool:
-        """As `_draw`; whether there is a step. New members agree with the others on what is done."""
+        """Draw a step and return whether there is one. New members agree with the others on the work that is done."""
         assert self.session is not None
         self._step = next(self._steps, None)
         if self._step is None:
@@ -158,7 +158,7 @@ class TrainerLoop(Trainer):
         return True
 
     def _end_together(self) -> None:
-        """Ends the job when all members have come here. If one is lost meanwhile, those that are left recover first."""
+        """End the job when all members have come here. If one is lost meanwhile, those that are left recover first."""
         session = self.session
         while session is not None and not session.has_left:
             with session.alone():
@@ -170,7 +170,7 @@ class TrainerLoop(Trainer):
                 self._together(lambda *_: None)
 
     def _take(self, model: nn.Module) -> None:
-        """Takes a step of the session; a death on the way leaves it to the next one."""
+        """Take a step of the session; a death on the way leaves it to the next one."""
         step, self._step = self._step, None
         assert step is not None and self.session is not None
         self._place(self.session.step)
@@ -201,7 +201,7 @@ class TrainerLoop(Trainer):
             step.backward(loss if divisor is None else loss * divisor, count=count)
 
     def _finish_step(self) -> None:
-        """Does the work after the step that was taken last: logs, evaluation, checkpoints, callbacks.
+        """Do the work after the step that was taken last: logs, evaluation, checkpoints, callbacks.
 
         Raises:
             StepUndone: a recovery has led back to an earlier step.
@@ -219,13 +219,13 @@ class TrainerLoop(Trainer):
         self._agree()
         if self.control.should_epoch_stop:
             raise RuntimeError(
-                "ElasticTrainer: a callback has set control.should_epoch_stop, but the order of samples is the "
-                "sampler's: no epoch can be cut short. Set control.should_training_stop, or choose max_steps"
+                "ElasticTrainer: a callback has set control.should_epoch_stop, but the sampler "
+                "orders the samples: an epoch cannot end early. Set control.should_training_stop, or choose max_steps"
             )
         self.progress.end_work(step)
 
     def _log_save_evaluate(self, model: nn.Module, trial: Any, ignored: list[str] | None, start_time: float) -> None:
-        """Does what callbacks have asked for."""
+        """Log, evaluate and save as callbacks have asked."""
         progress, epoch = self.progress, self.state.epoch
         self._tr_loss = torch.tensor(progress.loss_sum, dtype=torch.float64)
         self._total_loss_scalar, self._globalstep_last_logged = progress.loss_total, progress.logged
@@ -240,10 +240,10 @@ class TrainerLoop(Trainer):
     # ---- what all members do together
 
     def _meet(self) -> None:
-        """Members agree on what is done: the progress of the one that has done most is that of all."""
+        """Agree with all members on the work that is done: all take the progress of the member that has done most."""
         mine = {"state": self.progress.state_dict(), "history": self.state.log_history}
-        told = self._together(lambda *_: mine)
-        latest = max(told, key=lambda each: (each["state"]["done"], len(each["history"])))  # new members have none
+        reported = self._together(lambda *_: mine)
+        latest = max(reported, key=lambda each: (each["state"]["done"], len(each["history"])))  # new members have none
         self.progress.load_state_dict(latest["state"])
         self.state.log_history = latest["history"]
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
@@ -260,30 +260,30 @@ class TrainerLoop(Trainer):
             raise RuntimeError(trainer_folders.not_shared(folder, [platform.node()]))
 
     def _share_runs(self) -> None:
-        """All members get to know the trackers' runs that the main process has begun."""
+        """Share with all members the trackers' runs that the main process has begun."""
         callbacks = self.callback_handler.callbacks
-        told = self._together(lambda *_: trackers.found(callbacks) if self.is_world_process_zero() else None)
-        runs: dict[str, str] = next((each for each in told if each is not None), {})
+        reported = self._together(lambda *_: trackers.found(callbacks) if self.is_world_process_zero() else None)
+        runs: dict[str, str] = next((each for each in reported if each is not None), {})
         self.progress.runs = self.progress.runs | runs
         trackers.resume(callbacks, self.progress.runs)
 
     def _agree(self) -> None:
-        """Makes a callback's decision on one member that of all. transformers' own callbacks decide the same on all."""
+        """Make a callback's decision on one member the decision of all. transformers' own decide the same on all."""
         if not any(_is_foreign(callback) for callback in self.callback_handler.callbacks):
             return
-        told = self._together(lambda *_: [getattr(self.control, flag) for flag in FLAGS])
-        for flag, values in zip(FLAGS, zip(*told, strict=True), strict=True):
+        reported = self._together(lambda *_: [getattr(self.control, flag) for flag in FLAGS])
+        for flag, values in zip(FLAGS, zip(*reported, strict=True), strict=True):
             setattr(self.control, flag, any(values))
 
     def _together(self, work: Callable[[int, int], Any]) -> list[Any]:
-        """What `work` returns on each member, as JSON carries it; collective, and repeated after a death.
+        """Return what `work` returns on each member, as JSON carries it. Collective; it is repeated after a death.
 
         Args:
             work: gets the number of this member among those that work, and how many these are.
 
         Raises:
-            StepUndone: a recovery has led back to an earlier step than that whose work is under way. After `train`
-                that step is taken again instead.
+            StepUndone: a recovery has led back to a step before the one whose work is under way. After `train` that
+                step is taken again instead.
         """
         assert self.session is not None
         session, step = self.session, self.session.step
@@ -295,10 +295,10 @@ class TrainerLoop(Trainer):
                 self._use_best(session)
             return {"value": work(place, places)}
 
-        told = session.gathered(part)
+        reported = session.gathered(part)
         self._note_main()
         if session.step == step:
-            return [each["value"] for each in told]
+            return [each["value"] for each in reported]
         if self._is_looping:
             raise StepUndone
         self.control.should_training_stop = False
@@ -310,7 +310,7 @@ class TrainerLoop(Trainer):
         substitute_of(session).use(self._best)
 
     def _note_main(self) -> None:
-        """Notes whether this process is the main one, which reports and writes."""
+        """Note whether this process is the main one, which reports and writes."""
         assert self.session is not None
         is_main, was_main = self.session.is_main, self.state.is_world_process_zero
         self.args.set_member(0 if is_main else max(1, self.session.group.rank))
@@ -320,11 +320,11 @@ class TrainerLoop(Trainer):
             change(self.callback_handler.callbacks)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the member that reports and writes; another one does when it dies."""
+        """Return whether this member reports and writes. When it dies, another one does."""
         return self.args.process_index == 0
 
     def is_local_process_zero(self) -> bool:
-        """As `is_world_process_zero`."""
+        """Return whether `is_world_process_zero`."""
         return self.is_world_process_zero()
 
 

@@ -16,12 +16,12 @@ BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 class TrainerProgress:
     """The state of a Trainer's loop, for `Session(stateful=…)`.
 
-    A step's update stores the state before the logs, the evaluation and the callbacks that follow the step. A job that
-    is started again repeats these. While they are under way that is the state for others, and this member keeps its
-    own, as long as the step is not undone.
+    A step's update stores the state before the work that follows the step: logs, evaluation, callbacks. A job that is
+    started again repeats that work. While it is under way, others get the stored state, and this member keeps its own
+    unless the step is undone.
 
     Args:
-        trainer: whose state it is; with a `session`, once that is made.
+        trainer: owner of the state; has a `session` once that is made.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -31,7 +31,7 @@ class TrainerProgress:
         self.counted = 0
         """Steps whose losses are part of the sums."""
         self.loss_sum = self.loss_total = 0.0
-        """Losses since the latest log, and those before it."""
+        """Losses since the latest log, and up to it."""
         self.logged = 0
         """Steps at the latest log."""
         self.learning_rate = 0.0
@@ -43,16 +43,16 @@ class TrainerProgress:
         """The state before the work that is under way."""
 
     def begin_work(self) -> None:
-        """The work after a step begins."""
+        """Begin the work after a step."""
         self._before = None
         self._before = self.state_dict()
 
     def end_work(self, step: int) -> None:
-        """The work after a step is done."""
+        """End the work after a step."""
         self._before, self.done = None, step
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON, the same on all members; with the loss of the step that was taken last."""
+        """Return the state as JSON, the same on all members; with the loss of the step that was taken last."""
         if self._before is not None and self._before["counted"] == self._steps():
             return self._before
         self.count_step()
@@ -68,7 +68,7 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes where `state` was taken."""
+        """Resume where `state` was taken."""
         if self._before is not None and self._before["counted"] == state["counted"]:
             return
         self._before = None
@@ -95,7 +95,7 @@ class TrainerProgress:
         return 0 if session is None else session.step
 
     def count_step(self) -> None:
-        """Adds the loss of the step that was taken last, unless it is counted."""
+        """Add the loss of the step that was taken last, unless it is counted."""
         session = self._trainer.session
         if session is None or self._steps() != self.counted + 1:
             return

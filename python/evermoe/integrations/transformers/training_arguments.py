@@ -1,4 +1,4 @@
-"""`TrainingArguments` of one member of a session: to transformers, each member trains by itself."""
+"""`TrainingArguments` of one member of a session: transformers sees each member as a single process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from transformers import TrainingArguments
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables from which accelerate would make a group of processes of its own, which no death survives."""
+"""Variables from which accelerate would make its own process group, which survives no death."""
 
 
 @contextmanager
 def as_one_process() -> Iterator[None]:
-    """Hides the launcher's variables from accelerate."""
+    """Hide the launcher's variables from accelerate."""
     hidden = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
     try:
         yield
@@ -28,7 +28,7 @@ def as_one_process() -> Iterator[None]:
 
 @dataclass
 class ElasticTrainingArguments(TrainingArguments):
-    """`TrainingArguments` of one member: to transformers each trains by itself, on the GPU of its LOCAL_RANK.
+    """`TrainingArguments` of one member, which transformers sees as a single process on the GPU of its LOCAL_RANK.
 
     `process_index`, `should_log` and `should_save` are those of the member: 0 and True on the main process alone.
     """
@@ -46,7 +46,7 @@ class ElasticTrainingArguments(TrainingArguments):
         return self.process_index
 
     def set_member(self, index: int) -> None:
-        """Sets the index of this member: 0 for the main process."""
+        """Set the index of this member: 0 for the main process."""
         self._member = index
 
     @cached_property
