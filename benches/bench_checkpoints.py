@@ -37,8 +37,8 @@ def measure(preset, arguments):
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         more = {
             "again": [],
-            "disk": ["--checkpoint-dir", f"{folder}/disk"],
-            "slow disk": ["--checkpoint-dir", f"{folder}/slow", "--disk-rate", str(arguments.rate)],
+            "disk": ["--checkpoints", f"{folder}/disk"],
+            "slow disk": ["--checkpoints", f"{folder}/slow", "--disk-rate", str(arguments.rate)],
         }
         started = [Candidate(preset, arguments)]
         try:

@@ -36,7 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="of each run")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (%(default)s)")
     parser.add_argument(
-        "--copies", type=int, default=0, help="nodes that keep each unit; each worker is one (%(default)s)"
+        "--replication", type=int, default=0, help="nodes that keep each unit; each worker is one (%(default)s)"
     )
     parser.add_argument("--json", help="where to write the figures")
     return parser.parse_args()
@@ -52,7 +52,7 @@ def build(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*blocks, evermoe.MoE(width, 64, 4), nn.Linear(width, 1))
 
 
-def work(options: argparse.Namespace, dense: str, session: dict[str, Any], rank: int, folder: str) -> None:
+def work(options: argparse.Namespace, dense: str, member: dict[str, Any], rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     model = build(options.width, options.layers)
     optimizer = evermoe.optim.AdamW(model.parameters(), lr=1e-4)
@@ -61,9 +61,9 @@ def work(options: argparse.Namespace, dense: str, session: dict[str, Any], rank:
         model,
         optimizer,
         evermoe.ElasticSampler(len(data), batch_size=24),
-        dense=dense,
-        node=f"node{rank}",
-        **session,
+        replication=options.replication,
+        membership=evermoe.Membership(node=f"node{rank}", **member),
+        shard_optimizer=dense == "sharded",
     )
     seconds, began = [], 0.0
     for step in trained.steps(options.steps):
@@ -82,17 +82,15 @@ def work(options: argparse.Namespace, dense: str, session: dict[str, Any], rank:
 def run(options: argparse.Namespace, dense: str, address: str) -> list[dict[str, Any]]:
     """What each worker of one run has measured."""
     with tempfile.TemporaryDirectory() as folder:
-        session = {
+        member = {
             "job": f"bench-{uuid.uuid4().hex[:8]}",
             "memory_dir": str(Path(folder, "memory")),
             "lighthouse": address,
             "members": options.workers,
-            "copies": options.copies,
         }
         context = multiprocessing.get_context("spawn")
         workers = [
-            context.Process(target=work, args=(options, dense, session, rank, folder))
-            for rank in range(options.workers)
+            context.Process(target=work, args=(options, dense, member, rank, folder)) for rank in range(options.workers)
         ]
         for each in workers:
             each.start()

@@ -33,6 +33,7 @@ from torch import nn
 import evermoe
 from common import Table, demo_workload
 from evermoe.cli.measurements import measure_session
+from evermoe.config.placement import Placement
 from evermoe.planning import PRESET_NAMES, allocate, copy_holders, migrate, place, recovery_plan
 from evermoe.planning.protection import RankInfo, plan_protection
 from evermoe.protection_inputs import covered, covered_now, missing_bytes, unit_infos
@@ -41,7 +42,6 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
-from evermoe.train.session_config import SessionConfig
 
 KINDS = ["recovery", "planners", "live"]
 SESSION = ["--no-join", "--no-baseline", "--hang-timeout", "60"]
@@ -90,7 +90,7 @@ class Job:
 
     def _target(self, nodes):
         group = SimpleNamespace(rank=1, size=len(nodes))  # rank 0 would warn
-        return ExpertTarget(self.state, group, nodes, SessionConfig(), None)
+        return ExpertTarget(self.state, group, nodes, Placement(), None)
 
     def infos(self, placement, members):
         """All units, and the ranks that train them."""
@@ -230,8 +230,8 @@ def live(workers, experts, width, phases, session):
 
 def session_flags(arguments):
     """Of the demo, but for its sizes."""
-    flags = ["--preset", arguments.preset, "--copies", str(arguments.copies), "--batch", str(arguments.batch)]
-    flags += ["--slots", str(arguments.slots)] if arguments.slots else []
+    flags = ["--preset", arguments.preset, "--replication", str(arguments.replication), "--batch", str(arguments.batch)]
+    flags += ["--expert-slots", str(arguments.expert_slots)] if arguments.expert_slots else []
     return [*flags, "--steps", str(arguments.steps), "--kill", f"1@{arguments.steps // 2}"]
 
 
@@ -259,8 +259,10 @@ def main():
     parser.add_argument("--widths", type=int, nargs="*", default=widths, help="of the model: for live, with 3 workers")
     parser.add_argument("--steps", type=int, default=24, help="for live; a worker dies half-way (%(default)s)")
     parser.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="for live (%(default)s)")
-    parser.add_argument("--slots", type=int, default=0, help="for live: of each worker and layer, 0 for the demo's own")
-    parser.add_argument("--copies", type=int, default=2, help="for live: nodes that hold each unit (%(default)s)")
+    parser.add_argument(
+        "--expert-slots", type=int, default=0, help="for live: of each worker and layer, 0 for the demo's own"
+    )
+    parser.add_argument("--replication", type=int, default=2, help="for live: nodes that hold each unit (%(default)s)")
     parser.add_argument("--batch", type=int, default=24, help="for live: samples of a step (%(default)s)")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from bench_start import Model, Watch
 from evermoe.events import Begin, ConnectionLost, CoverageChanged, Event
 from evermoe.planning.footprint import PHASES, footprint
 from evermoe.planning.seating import FootprintOptions
+from evermoe.presets import BY_NAME, ReplayedCopies
 from evermoe.state.model_shape import shape_of
 
 SIZES = {"layers": 3, "hidden": 512, "intermediate": 1024, "experts": 24, "vocabulary": 8192}
@@ -45,14 +47,27 @@ def model_of(options: argparse.Namespace) -> Model:
     return Model(*(getattr(options, name) for name in SIZES))
 
 
-def session_options(options: argparse.Namespace, name: str, dense: str) -> dict[str, object]:
-    """Options that the session and the planner share."""
+def session_options(options: argparse.Namespace, name: str, dense: str) -> dict[str, Any]:
+    """Return the options of the planner."""
     setting = SETTINGS[name]
     slots = -(-options.experts * setting["replicas"] // options.workers)
     log = options.log_mib << 20
     preset = "auto" if name == "none" and dense == "sharded" else setting["preset"]
     chosen = {"preset": preset, "copies": setting["copies"], "slots": slots, "min_replicas": setting["replicas"]}
     return chosen | {"dense": dense, "replay_log_bytes": log}
+
+
+def session_arguments(options: argparse.Namespace, name: str, dense: str) -> dict[str, Any]:
+    """Return the same options for a session."""
+    found = session_options(options, name, dense)
+    preset = BY_NAME[found["preset"]]
+    log = {"replay_log_bytes": found["replay_log_bytes"]} if issubclass(preset, ReplayedCopies) else {}
+    return {
+        "preset": preset(**log),
+        "replication": found["copies"],
+        "placement": evermoe.Placement(expert_slots=found["slots"], min_replicas=found["min_replicas"]),
+        "shard_optimizer": dense == "sharded",
+    }
 
 
 def has_recovery(name: str, dense: str) -> bool:
@@ -80,8 +95,9 @@ def work(options: argparse.Namespace) -> None:
         model = model_of(options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     sampler = evermoe.ElasticSampler(64, batch_size=12)
-    chosen = session_options(options, options.setting, options.as_dense)
-    session = evermoe.Session(model, optimizer, sampler, on_event=listen, **chosen)
+    session = evermoe.Session(
+        model, optimizer, sampler, on_event=listen, **session_arguments(options, options.setting, options.as_dense)
+    )
     data = torch.randint(options.vocabulary, (64, 9), generator=torch.Generator().manual_seed(0))
     arenas = 0
     for step in session.steps(options.steps):

@@ -7,7 +7,7 @@ their line. Each turn has one of `none` right before or after it, and each ratio
 time over that turn's: a slow moment of the machine hits both. Processes have a bias of their own, which no number of
 rounds shows: with `--launches` all of them are started anew so often, and what is shown is over the launches' medians.
 
-A preset can have options: `auto+local_snapshot_interval=100` is `auto` with fewer snapshots in own memory, which shows
+A preset can have options: `auto+snapshot_interval=100` is `auto` with fewer snapshots in own memory, which shows
 what doing less would cost. Beside the presets there are (all with copies=0):
 
     none        no copies
@@ -57,7 +57,9 @@ class Candidate:
         """Of the candidate without copies, right before or after each turn."""
         self.recovery = {}
         self.folder = Path(tempfile.mkdtemp(prefix=f"evermoe-bench-{name}-", dir=arguments.memory_dir))
-        sizes = {each: getattr(arguments, each) for each in (*MODEL, "batch", "slots")} | {"threads": arguments.threads}
+        sizes = {each: getattr(arguments, each) for each in (*MODEL, "batch", "expert_slots")} | {
+            "threads": arguments.threads
+        }
         options = [
             part for each, value in sizes.items() if value for part in (f"--{each.replace('_', '-')}", str(value))
         ]
@@ -217,7 +219,7 @@ def parser(doc, *, presets=PRESET_NAMES, rounds=4):
     made.add_argument("--pin", action="store_true", help="training leaves one processor to the copies")
     made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
     made.add_argument("--batch", type=int, default=16, help="samples of a step over all workers (%(default)s)")
-    made.add_argument("--slots", type=int, help="expert replicas per worker and layer (the session's default)")
+    made.add_argument("--expert-slots", type=int, help="expert replicas per worker and layer (the session's default)")
     sizes = {"layers": 4, "hidden": 128, "heads": 4, "intermediate": 256, "experts": 8, "top_k": 2, "sequence": 128}
     for name, value in sizes.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the model (%(default)s)")

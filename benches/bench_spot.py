@@ -96,8 +96,8 @@ def scenario_of(options, schedule):
     """The same job and failures for the simulator, with this machine's constants."""
     sizes = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence", "batch")
     model = [part for name in sizes for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-    slots = options.slots or options.experts // options.expert_parallel
-    common = ["--workers", str(options.workers), "--slots", str(slots), *model]
+    slots = options.expert_slots or options.experts // options.expert_parallel
+    common = ["--workers", str(options.workers), "--expert-slots", str(slots), *model]
     session = ["--steps", "36", "--kill", "1@12", "--no-join", "--no-baseline"]
     constants, details = measure_session(Console(quiet=True), [*session, *common])
     constants |= measure_persisting(Console(quiet=True), common)

@@ -132,8 +132,15 @@ def work(options: argparse.Namespace) -> None:
         weights = evermoe.FolderWeights(options.folder, expert_matrices)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     sampler = evermoe.ElasticSampler(64, batch_size=6)
-    kept = {"copies": options.copies, "preset": options.preset}
-    session = evermoe.Session(model, optimizer, sampler, weights=weights, slots=options.slots, **kept)
+    session = evermoe.Session(
+        model,
+        optimizer,
+        sampler,
+        preset=options.preset,
+        replication=options.replication,
+        placement=evermoe.Placement(expert_slots=options.expert_slots),
+        weights=weights,
+    )
     data = torch.randint(1024, (64, 9), generator=torch.Generator().manual_seed(0))
     said: dict[str, object] = {}
     for step in session.steps(2):
@@ -225,8 +232,8 @@ def main() -> None:
     parser.add_argument("--from", dest="kinds", nargs="+", default=["deferred", "normal", "folder"])
     for name, size in (("layers", 4), ("hidden", 512), ("intermediate", 1024), ("experts", 24)):
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--slots", type=int, default=8, help="experts of a layer on each worker (%(default)s)")
-    parser.add_argument("--copies", type=int, default=0)
+    parser.add_argument("--expert-slots", type=int, default=8, help="experts of a layer on each worker (%(default)s)")
+    parser.add_argument("--replication", type=int, default=0)
     parser.add_argument("--preset", default="auto")
     parser.add_argument("--limit", type=float, default=600.0)
     parser.add_argument("--json")

@@ -28,6 +28,7 @@ from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.persist import checkpoint_folder
 from evermoe.persist import folder as partial_folder
+from evermoe.presets import BY_NAME
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 SPANS = {  # of the training thread, between two events of the session
@@ -85,7 +86,10 @@ class Dcp:
         self.is_staged, self._stager, self._staged, self._saved = is_staged, None, None, None
         self.nbytes = 0
         dist.init_process_group(
-            "gloo", f"file://{folder}/rendezvous", rank=int(os.environ["LOCAL_RANK"]), world_size=session.config.members
+            "gloo",
+            f"file://{folder}/rendezvous",
+            rank=int(os.environ["LOCAL_RANK"]),
+            world_size=session._config.membership.members,
         )
         if is_staged:
             session.optimizer.register_step_pre_hook(lambda *_: self._staged and self._staged.result())
@@ -222,23 +226,24 @@ class Worker:
         model = ByteGPT(**{name: getattr(options, name) for name in MODEL})
         self.corpus = Corpus(None, options.sequence)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        keeping = {"copies": 0} if options.name in BASELINES else {"preset": options.name}
-        if options.name == "pec":
-            keeping["checkpoint_dir"] = f"{options.folder}/checkpoints"
-        keeping |= {name: ast.literal_eval(value) for name, value in (each.split("=", 1) for each in options.option)}
-        if options.checkpoint_dir:
-            keeping |= {"checkpoint_dir": options.checkpoint_dir, "checkpoint_interval": 1}
+        given = {name: ast.literal_eval(value) for name, value in (each.split("=", 1) for each in options.option)}
+        checkpoints = None
+        if options.checkpoints:
+            checkpoints = evermoe.Checkpoints(options.checkpoints, interval=1)
+        elif options.name == "pec":
+            checkpoints = f"{options.folder}/checkpoints"
         if options.disk_rate:
             limit_writes(options.disk_rate)
         self.session = evermoe.Session(
             model,
             optimizer,
             evermoe.ElasticSampler(len(self.corpus), options.batch),
+            membership=evermoe.Membership(join_interval=1 << 40),
+            placement=evermoe.Placement(expert_slots=options.expert_slots, rebalance_interval=0),
             on_event=self.clock,
-            slots=options.slots,
-            join_interval=1 << 40,
-            rebalance_interval=0,
-            **keeping,
+            preset="auto" if options.name in BASELINES else BY_NAME[options.name](**given),
+            replication=0 if options.name in BASELINES else 2,
+            checkpoints=checkpoints,
         )
         self.baseline = baseline(options.name, self.session, options.folder)
 
@@ -346,12 +351,12 @@ def main():
     made = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     made.add_argument("name", help="a preset, or one of " + ", ".join(BASELINES))
     made.add_argument("--folder", required=True, help="in memory, of all workers of this name")
-    made.add_argument("--checkpoint-dir", help="writes a checkpoint here after each step")
-    made.add_argument("--option", action="append", default=[], help="one more of the session: NAME=VALUE")
+    made.add_argument("--checkpoints", help="writes a checkpoint here after each step")
+    made.add_argument("--option", action="append", default=[], help="option of the preset: NAME=VALUE")
     made.add_argument("--pin", action="store_true", help="leaves a processor to the copies")
     made.add_argument("--disk-rate", type=float, help="bytes a second at which they are written, at most")
-    for name in (*MODEL, "batch", "slots", "threads"):
-        made.add_argument(f"--{name.replace('_', '-')}", type=int, required=name != "slots")
+    for name in (*MODEL, "batch", "expert_slots", "threads"):
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, required=name != "expert_slots")
     Worker(made.parse_args()).run()
 
 

@@ -216,11 +216,11 @@ class Island:
 # ---- processes
 
 
-def work(options: argparse.Namespace, kind: str, victims: list[int], session: dict[str, Any], me: int) -> None:
+def work(options: argparse.Namespace, kind: str, victims: list[int], member: dict[str, Any], me: int) -> None:
     """One process: trains, and writes what it has found."""
     torch.set_num_threads(1)
     number, position = divmod(me, options.ranks)
-    folder = Path(session.pop("folder"))
+    folder = Path(member.pop("folder"))
     Path(folder, f"{me}.pid").write_text(str(os.getpid()))
     model, data = Model(options.width, options.layers), draw_data(options.width)
     island = None
@@ -239,9 +239,8 @@ def work(options: argparse.Namespace, kind: str, victims: list[int], session: di
         own,
         evermoe.optim.AdamW(own.parameters(), lr=1e-3),
         evermoe.ElasticSampler(len(data), batch_size=BATCH),
-        node=f"island{number}",
+        membership=evermoe.Membership(node=f"island{number}", **member),
         on_event=lambda event: die("update", event.step) if isinstance(event, Update) else None,
-        **session,
     )
     if island is not None:
         trained.group.linked.append(island)  # type: ignore[arg-type]
@@ -315,7 +314,7 @@ def run(options: argparse.Namespace, kind: str, victims: list[int], address: str
     """What each surviving process has found, with its tensors, and the exit codes of all."""
     members = options.islands * options.ranks
     with tempfile.TemporaryDirectory() as folder:
-        session = {
+        member = {
             "job": f"spike-{uuid.uuid4().hex[:8]}",
             "memory_dir": str(Path(folder, "memory")),
             "lighthouse": address,
@@ -324,7 +323,7 @@ def run(options: argparse.Namespace, kind: str, victims: list[int], address: str
         }
         context = multiprocessing.get_context("spawn")
         workers = [
-            context.Process(target=run_process, args=(options, kind, victims, session, me)) for me in range(members)
+            context.Process(target=run_process, args=(options, kind, victims, member, me)) for me in range(members)
         ]
         for each in workers:
             each.start()

@@ -45,7 +45,7 @@ def train():
     model, data = Model(), torch.randn(4096, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = evermoe.ElasticSampler(len(data), batch_size=96)
-    session = evermoe.Session(model, optimizer, sampler, join_interval=1)
+    session = evermoe.Session(model, optimizer, sampler, membership=evermoe.Membership(join_interval=1))
     for step in session.steps(STEPS):
         with step as indices:
             loss = model.loss(data[indices])

@@ -37,9 +37,8 @@ def train():
         model,
         optimizer,
         sampler,
-        node=f"node-{process}",  # as if each process had a machine of its own
-        slots=2,  # 4 experts on 2 workers: each expert is trained by one of them
-        join_interval=1,
+        membership=evermoe.Membership(node=f"node-{process}", join_interval=1),
+        placement=evermoe.Placement(expert_slots=2),
     )
     for step in session.steps(STEPS):
         with step as indices:

@@ -26,7 +26,7 @@ def train(folder, steps):
     model, data = make_model(), torch.arange(8 * 512.0).view(512, 8).sin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = evermoe.ElasticSampler(len(data), batch_size=32)
-    session = evermoe.Session(model, optimizer, sampler, checkpoint_dir=folder, checkpoint_interval=10)
+    session = evermoe.Session(model, optimizer, sampler, checkpoints=evermoe.Checkpoints(folder, interval=10))
     first = None
     for step in session.steps(steps):
         first = step.number if first is None else first

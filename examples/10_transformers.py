@@ -55,9 +55,9 @@ def train(folder):
         model,
         optimizer,
         evermoe.ElasticSampler(len(data), batch_size=24),
+        membership=evermoe.Membership(join_interval=1),
+        checkpoints=folder / "checkpoints",
         weights=weights,
-        checkpoint_dir=folder / "checkpoints",
-        join_interval=1,
     )
     for step in session.steps(STEPS):
         with step as indices:

@@ -39,8 +39,14 @@ def train(memory):
     data = torch.randn(4096, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = evermoe.ElasticSampler(len(data), batch_size=64)
-    # local_snapshot_interval=1: each step is in shared memory, as torchrun leaves no worker of its machine that has it.
-    session = evermoe.Session(model, optimizer, sampler, memory_dir=memory, local_snapshot_interval=1)
+    # snapshot_interval=1: each step is in shared memory, as torchrun leaves no worker of its machine that has it.
+    session = evermoe.Session(
+        model,
+        optimizer,
+        sampler,
+        preset=evermoe.presets.Auto(snapshot_interval=1),
+        membership=evermoe.Membership(memory_dir=memory),
+    )
     is_first = True
     for step in session.steps(STEPS):
         if worker == 0 and is_first:

@@ -74,7 +74,7 @@ def train(folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     sampler = evermoe.ElasticSampler(256, batch_size=24)
     weights = evermoe.FolderWeights(folder, matrices)
-    session = evermoe.Session(model, optimizer, sampler, weights=weights, slots=6)
+    session = evermoe.Session(model, optimizer, sampler, placement=evermoe.Placement(expert_slots=6), weights=weights)
     data = torch.randint(64, (256, 9), generator=torch.Generator().manual_seed(1))
     worker, largest = int(os.environ["LOCAL_RANK"]), 0
     for step in session.steps(STEPS):

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.pipeline_step import PipelineMicroBatch, PipelineStep
     from evermoe.train.session import Session
-    from evermoe.train.session_config import SessionConfig
     from evermoe.train.step import Step
     from evermoe.train.step_gradients import StepGradients
 
@@ -74,7 +73,6 @@ _HOMES = {
     "PipelineStep": "train.pipeline_step",
     "Session": "train.session",
     "Sampler": "sampler",
-    "SessionConfig": "train.session_config",
     "Share": "sampler",
     "Step": "train.step",
     "StepGradients": "train.step_gradients",
@@ -121,7 +119,6 @@ __all__ = [
     "Routes",
     "Sampler",
     "Session",
-    "SessionConfig",
     "Share",
     "Step",
     "StepGradients",

@@ -1,6 +1,6 @@
 """What launchers tell a process by environment variables: read from torchrun, srun, Kubernetes; torchrun's, written.
 
-`evermoe.config` reads them where no option and no `EVERMOE_*` variable says it; `evermoe run` writes torchrun's.
+`evermoe.config.variables` reads them after options and `EVERMOE_*` variables; `evermoe run` writes torchrun's.
 """
 
 from __future__ import annotations

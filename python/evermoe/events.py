@@ -146,8 +146,8 @@ class Measured(Event):
     """Bytes of the GPU's memory in which snapshots are made, see `snapshot_memory`, and what they need besides."""
     plt_at_risk: float | None = None
     """With `moetion` and `pec`, the portion of the run's tokens that a failure now would lose which takes all experts
-    that are copied back to their latest copies on other nodes, or in `checkpoint_dir`: over the tokens of all experts
-    of a layer, averaged over layers. None with other presets, without a MoE layer, and on a replica node."""
+    that are copied back to their latest copies on other nodes, or in the checkpoint store: over the tokens of all
+    experts of a layer, averaged over layers. None with other presets, without a MoE layer, and on a replica node."""
     starvation: int | None = None
     """Likewise, copies that have passed over the expert with tokens at risk that waits longest: steps with `moetion`,
     saves with `pec`; 0 if no expert waits."""

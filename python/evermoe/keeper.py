@@ -1,4 +1,4 @@
-"""Keepers: each keeps copies of some units, in its own way, and all are driven alike.
+"""Keepers: each keeps copies of some units, in its own way, and all are driven the same way.
 
     replan ─ protect_all ─ wait ─ release ─ restart ─ [ before_vote ─ VOTE ─ before_update ─ update ─ after_update ]
 
@@ -10,106 +10,12 @@ may come at any time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
-
-from evermoe import ops
-from evermoe.options import Options, option
-from evermoe.planning.presets import PRESETS, Preset, PresetName
 from evermoe.planning.protection import ProtectionPlan
 from evermoe.state.stored import NO_COPIES, KeptCopies, StoredUnit
-
-SnapshotMemory = Literal["host", "gpu", "auto"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyOptions(Options):
-    """What is copied, how often, and what that may cost."""
-
-    preset: PresetName = option("auto", shared=True)
-    """How the state is protected: a name of `evermoe.planning.PRESETS`."""
-    copies: int = option(2, shared=True, least=0)
-    """Nodes that hold each unit's state after every step, those that train on it included; 0 for no copies."""
-    copy_budget: float = option(0.01, shared=True, above=0, most=1)
-    """Share of a step that copies may take where they do not fit into idle time."""
-    local_snapshot_interval: int | None = option(None, shared=True, least=1)
-    """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: so many
-    that they take no more than the budget, of which they get a tenth where the model is on the host. `gemini` and
-    `baft` make them at every step."""
-    replay_log_bytes: int = option(1 << 30, least=1)
-    """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
-    gradient_bucket_bytes: int | None = option(None, shared=True, least=0)
-    """Bytes of a member's gradients that are sent to replicas together, at least, while backward computes others. 0:
-    all are sent once backward is over. None: 32 MiB where the model is on a GPU, else 0: on a CPU it costs more than it
-    hides."""
-    snapshot_memory: SnapshotMemory = "host"
-    """Where a snapshot of state on a GPU is made. `host`: in host memory, and the optimizer's step waits until it is
-    there. `gpu`: in as many bytes of the GPU's own memory, from where it goes to the host while training goes on.
-    `auto`: on the GPU if that leaves a sixteenth of its memory free, once a step has shown what training takes."""
-    replica_device: str = "cpu"
-    """Device of the units that a member keeps for others by repeating their steps: `cpu`, or a GPU such as `cuda:1`."""
-    experts_per_snapshot: int | None = option(None, shared=True, least=1)
-    """Experts of each layer of which `pec` makes a snapshot at a time, in their own node's memory; None: half."""
-    experts_per_save: int | None = option(None, shared=True, least=1)
-    """Experts of each layer that `pec` saves to checkpoint_dir at a time, no more than those; None: a quarter."""
-    expert_selection: Literal["load-aware", "sequential"] = option("load-aware", shared=True)
-    """Order in which `pec` copies experts: those with the most tokens at risk, or each in its turn."""
-    snapshot_interval: int | None = option(None, shared=True, least=1)
-    """Steps between the versions that `gemini` and `baft` copy, each over so many steps, and between the snapshots of
-    `pec`. None: as few as the idle windows need for a version, or where these have too little room, as many as lose the
-    least time to delays and failures; 1 until windows are known. `pec`: 1."""
-    max_lost_token_fraction: float = option(1.0, shared=True, above=0, most=1)
-    """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
-    save_interval: int = option(1, shared=True, least=1)
-    """Steps between the saves of `pec`."""
-    remote_bytes_per_step: int | None = option(None, shared=True, least=0)
-    """What `moetion` may send to peers in a step, all members together; None: bandwidth × time of a step, as they were
-    measured, and until then an eighth of the experts' state."""
-    local_bytes_per_step: int | None = option(None, shared=True, least=0)
-    """What `moetion` may copy to the experts' own nodes in a step, likewise."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_replica_device()
-        most = self.choices.most_copies
-        if most is not None and self.copies > most:
-            others = ", ".join(name for name, preset in PRESETS.items() if preset.most_copies is None)
-            raise ValueError(
-                f"expected copies to be at most {most} with the preset {self.preset}, got {self.copies}: it copies an "
-                f"expert to its own node's memory and to checkpoint_dir, not to other nodes; use one of {others}"
-            )
-        if (self.experts_per_save or 0) > (self.experts_per_snapshot or math.inf):
-            raise ValueError(
-                f"experts_per_save: expected at most experts_per_snapshot, {self.experts_per_snapshot}, got "
-                f"{self.experts_per_save}: memory keeps as many experts as are saved to checkpoint_dir, or more"
-            )
-
-    def _check_replica_device(self) -> None:
-        try:
-            device = torch.device(self.replica_device)
-        except RuntimeError:
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"expected replica_device to be cpu, cuda or cuda:N, got {self.replica_device!r}")
-        if device.type == "cuda" and not ((device.index or 0) < torch.cuda.device_count() and ops.has_cuda_kernels()):
-            raise ValueError(
-                f"replica_device is {self.replica_device!r}, but this process has no such GPU, or this build no CUDA "
-                "kernels; use cpu"
-            )
-
-    @property
-    def steps_per_version(self) -> int | None:
-        """Steps over which each version of the snapshots of all state is copied; None for as few as windows need."""
-        return self.snapshot_interval if self.choices.copies_late else 1
-
-    @property
-    def choices(self) -> Preset:
-        """What the preset stands for."""
-        return PRESETS[self.preset]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
-from evermoe.keeper import CopyOptions
 from evermoe.moe_load import TokenCount
 from evermoe.planning import TokenLedger, presets
+from evermoe.presets import Pec
 from evermoe.state.copy_marks import CHECKPOINT, LOCAL, SAVED, Places
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -46,7 +46,7 @@ class LossLedger:
         notes_copies: False where no recovery ever takes an expert at an older version than the rest.
     """
 
-    def __init__(self, state: TrainingState, options: CopyOptions, *, notes_copies: bool = True) -> None:
+    def __init__(self, state: TrainingState, options: Pec, *, notes_copies: bool = True) -> None:
         self._state, self.marks, self._notes_copies = state, state.expert_load.marks, notes_copies
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
         self._latest: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=LATEST_STEPS)

@@ -63,7 +63,7 @@ class PartialExperts(nn.Module):
             warn(
                 f"state_dict() has {len(self.ids)} of the {self.num_experts} experts of layer "
                 f"{prefix.removesuffix('.') or 'Experts'}: those that this rank holds. All of them are in "
-                "session.full_state_dict(), called by all members, and in a checkpoint (checkpoint_dir=), which "
+                "session.full_state_dict(), called by all members, and in a checkpoint (checkpoints=), which "
                 "evermoe.load_weights and `evermoe export` read"
             )
 

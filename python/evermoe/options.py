@@ -156,7 +156,9 @@ def _is_within(value: float, least: float | None, above: float | None, most: flo
 def _noun(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    return "None" if kind is types.NoneType else _NOUNS[get_origin(kind) or kind]
+    if kind is types.NoneType:
+        return "None"
+    return _NOUNS.get(get_origin(kind) or kind) or f"an evermoe.{kind.__name__}"
 
 
 def _range(least: float | None, above: float | None, most: float | None) -> str:

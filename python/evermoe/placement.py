@@ -4,49 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from evermoe import planning
-from evermoe.options import Options, option
-from evermoe.planning import PlacementPolicy
+from evermoe.config.placement import Placement
 from evermoe.state.training_state import TrainingState
 
 LayerPlacements = dict[str, np.ndarray]
 """Module path of each MoE layer → int64 [R, E], replicas of each expert on each rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementOptions(Options):
-    """Which rank trains which expert."""
-
-    slots: int | None = option(None, shared=True, least=1)
-    """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
-    min_replicas: int | None = option(None, shared=True, least=1)
-    """Active replicas of each expert, where slots allow; None for 1, and for `copies` with `lazarus`."""
-    placement: PlacementPolicy | None = option(None, shared=True)
-    """Policy of `evermoe.planning.place` for which rank holds which expert; None: the preset's. Ranks of one node fail
-    together."""
-    placement_failures: int | None = option(None, shared=True, least=1)
-    """Nodes that fail at once, for which the policy weighs survival: `failures` of `evermoe.planning.place`. Of fewer
-    nodes all but one. None: as many as the fewest replicas of any expert; for `balanced` at least 2."""
-    dense: Literal["replicated", "sharded"] = option("replicated", shared=True)
-    """Where the optimizer's state of what is not an expert is: on all workers, or of each module on one of them alone,
-    which takes its steps and sends the new weights to all. Weights are on all in both."""
-    rebalance_interval: int = option(100, shared=True, least=0)
-    """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
-
-    @property
-    def replicas(self) -> int:
-        """Active replicas of each expert that are wanted."""
-        return 1 if self.min_replicas is None else self.min_replicas
-
-    @property
-    def placement_policy(self) -> PlacementPolicy:
-        """Policy for which rank holds which expert."""
-        return self.placement or "balanced"
 
 
 def place_layers(
@@ -54,7 +20,7 @@ def place_layers(
     load_LE: Sequence[Sequence[float]],
     previous: Mapping[str, np.ndarray],
     nodes: Sequence[str],
-    options: PlacementOptions,
+    options: Placement,
     boosts: Mapping[str, Sequence[float]],
     spread: Sequence[str] | None = None,
 ) -> LayerPlacements:
@@ -65,21 +31,22 @@ def place_layers(
         load_LE: tokens of each expert, in the order of `experts`; rows may be longer than their layer.
         previous: [R, E] of each layer, what each rank runs now.
         nodes: name of the node of each rank; ranks of one node fail together.
-        options: slots, replicas and policy.
+        options: resolved, with the choices of the preset.
         boosts: factors of the load of the experts of some layers.
         spread: name of what fails with each rank, such as its rack, over which replicas are spread; None: its node.
     """
     sizes = [len(ranks) for ranks in planning.failure_domains(nodes)]
     domains = planning.failure_domains(nodes if spread is None else spread)
-    failures = options.placement_failures and min(options.placement_failures, max(1, len(domains) - 1))
+    failures = options.failures and min(options.failures, max(1, len(domains) - 1))
+    wanted, policy = options.min_replicas or 1, options.policy or "balanced"
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
-        slots = planning.session_slots(number, sizes, options.slots, options.replicas)
+        slots = planning.session_slots(number, sizes, options.expert_slots, wanted)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         now = previous[path].sum(axis=0)
-        replicas = planning.allocate(load, len(nodes), slots, options.replicas, now)
+        replicas = planning.allocate(load, len(nodes), slots, wanted, now)
         placement[path] = planning.place(
-            replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains, failures
+            replicas, len(nodes), slots, policy, load, previous[path], domains, failures
         ).matrix
     return placement
 
@@ -146,7 +113,7 @@ def with_vacant(now_RE: np.ndarray, vacant: Sequence[Sequence[int]]) -> np.ndarr
 def should_rebalance(
     state: TrainingState,
     nodes: Sequence[str],
-    options: PlacementOptions,
+    options: Placement,
     boosts: Mapping[str, Sequence[float]],
     spread: Sequence[str] | None = None,
 ) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeVar
 
 from evermoe.options import Options, option
@@ -20,7 +20,7 @@ from evermoe.planning.presets import PresetName
 __all__ = ["Auto", "Baft", "Gemini", "Lazarus", "Moetion", "Pec", "PresetOptions"]
 
 SnapshotMemory = Literal["host", "gpu", "auto"]
-_Group = TypeVar("_Group", bound=Options)
+_Group = TypeVar("_Group", bound="PresetOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,17 @@ class PresetOptions(Options):
         """Planners that the preset uses."""
         return planned.PRESETS[self.name]
 
+    def sent_after_backward(self) -> PresetOptions:
+        """Return these options where gradients are final only after backward, so that none are sent during it."""
+        return self
+
     def group(self, kind: type[_Group]) -> _Group:
         """Return these options as those of `kind`; the defaults of `kind` if the preset has none of these options."""
         return self if isinstance(self, kind) else kind()
 
 
 @dataclass(frozen=True, kw_only=True)
-class IdleWindows(Options):
+class IdleWindows(PresetOptions):
     """Options of presets that send snapshots while the network is idle."""
 
     copy_buffer_bytes: int = option(4 << 20, shared=True, least=1)
@@ -72,7 +76,7 @@ class IdleWindows(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayedCopies(Options):
+class ReplayedCopies(PresetOptions):
     """Options of presets whose replicas repeat the optimizer's steps from gradients."""
 
     replay_log_bytes: int = option(1 << 30, least=1)
@@ -89,9 +93,13 @@ class ReplayedCopies(Options):
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.replica_device):
             raise ValueError(f"expected replica_device to be cpu, cuda or cuda:N, got {self.replica_device!r}")
 
+    def sent_after_backward(self) -> ReplayedCopies:
+        """Return these options where gradients are final only after backward, so that none are sent during it."""
+        return replace(self, gradient_bucket_bytes=0)
+
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSnapshots(Options):
+class LocalSnapshots(PresetOptions):
     """Options of presets that make snapshots in the memory of a unit's own node as often as a budget allows."""
 
     snapshot_interval: int | None = option(None, shared=True, least=1)
@@ -102,7 +110,7 @@ class LocalSnapshots(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Versions(Options):
+class Versions(PresetOptions):
     """Options of presets that send versions of the complete state to peers."""
 
     snapshot_interval: int | None = option(None, shared=True, least=1)
@@ -112,14 +120,14 @@ class Versions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto(LocalSnapshots, ReplayedCopies, IdleWindows, PresetOptions):
+class Auto(LocalSnapshots, ReplayedCopies, IdleWindows):
     """Protect each unit in the cheapest way, by one cost model. No step is lost where windows and memory allow it."""
 
     name = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemini(Versions, IdleWindows, PresetOptions):
+class Gemini(Versions, IdleWindows):
     """Copy everything to the host memory of a group of peers after each step, in idle network time (SOSP'23)."""
 
     name = "gemini"
@@ -138,7 +146,7 @@ class Gemini(Versions, IdleWindows, PresetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baft(Versions, IdleWindows, PresetOptions):
+class Baft(Versions, IdleWindows):
     """Copy complete units to the previous node, packed into idle time that both ends have."""
 
     name = "baft"
@@ -177,7 +185,7 @@ class Pec(PresetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moetion(LocalSnapshots, ReplayedCopies, IdleWindows, PresetOptions):
+class Moetion(LocalSnapshots, ReplayedCopies, IdleWindows):
     """Copy the experts with the most tokens at risk to peers, as many as a budget of bytes allows.
 
     Tokens of experts that were not copied are lost in a failure.
@@ -194,7 +202,7 @@ class Moetion(LocalSnapshots, ReplayedCopies, IdleWindows, PresetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lazarus(LocalSnapshots, PresetOptions):
+class Lazarus(LocalSnapshots):
     """Train each expert on several nodes, by load, placed so that most losses leave one. No other copies but snapshots.
 
     The snapshots are in the memory of an expert's own nodes.

@@ -13,23 +13,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
+from evermoe.config.copies import CopyConfig
 from evermoe.events import Confirm, CoverageChanged, Listener, ProtectionPlanned, Send
 from evermoe.first_copies import FirstCopies
-from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
+from evermoe.keeper import Assignment, Keeper, StateKeeper
 from evermoe.loss_ledger import LossLedger
-from evermoe.persist.checkpoint_store import is_read_only
-from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.folder import PERSISTED
+from evermoe.persist.object_store import Location
 from evermoe.persist.partial import PartialCheckpoints
 from evermoe.persist.partial_store import open_partial
-from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection
+from evermoe.planning.protection import ProtectionPlan, RankInfo
 from evermoe.planning.recovery import Lagging
+from evermoe.presets import Pec
 from evermoe.profile.memory import return_freed_memory_beside
 from evermoe.protection_inputs import (
     about_member,
@@ -41,6 +42,7 @@ from evermoe.protection_inputs import (
     has_room,
     in_order_of_risk,
     missing_bytes,
+    plan_copies,
     unit_infos,
     without,
 )
@@ -50,25 +52,11 @@ from evermoe.selection import ExpertSelector
 from evermoe.snapshot.rank_plan import COPIES
 from evermoe.snapshot.snapshots import Snapshots
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.snapshot.window_plan import WindowOptions
 from evermoe.state.stored import KeptCopies, StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProtectionOptions(CopyOptions, WindowOptions, CheckpointOptions):
-    """What protects a session's state."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.choices.needs_checkpoint_dir and ((where := self.checkpoints()) is None or is_read_only(where)):
-            raise ValueError(
-                f"the preset {self.preset} saves to checkpoint_dir: expected a folder that all members share, s3://, "
-                f"gs:// or az://, got {self.checkpoint_dir}"
-            )
 
 
 class Protection:
@@ -78,7 +66,8 @@ class Protection:
         state: this member's units.
         store: this node's arenas.
         membership: who takes part; replica nodes keep copies alone.
-        options: preset, copies, budgets.
+        options: the preset, with its options, and the number of copies.
+        location: of the checkpoint store; None without one.
         arithmetic: of the optimizer, if its steps can be repeated.
         emit: of the session.
     """
@@ -88,7 +77,8 @@ class Protection:
         state: TrainingState,
         store: SnapshotStore,
         membership: MembershipManager,
-        options: ProtectionOptions,
+        options: CopyConfig,
+        location: Location | None,
         arithmetic: Arithmetic | None,
         emit: Listener,
     ) -> None:
@@ -98,18 +88,19 @@ class Protection:
         self.active: dict[str, tuple[int, ...]] = {}
         """Per unit, the ranks that train it, as of the latest plan."""
         lagging = self.preset.lagging
-        self.lagging: Lagging = lagging if lagging != "if needed" or options.copies else "never"
+        self.lagging: Lagging = lagging if lagging != "if needed" or options.replication else "never"
         """Whether a recovery may take experts at older versions than the rest."""
-        self.ledger = LossLedger(state, options, notes_copies=self.lagging != "never")
-        selector = self.selector = ExpertSelector(state, options, self.ledger)
-        self.snapshots = Snapshots(state, store, membership, options, options, emit)
-        pacer, message_bytes = self.snapshots.pacer, options.copy_buffer_bytes
+        self.ledger = LossLedger(state, options.preset.group(Pec), notes_copies=self.lagging != "never")
+        selector = self.selector = ExpertSelector(state, options.preset, self.ledger)
+        self.snapshots = Snapshots(state, store, membership, options, emit)
+        pacer, message_bytes = self.snapshots.pacer, options.windows.copy_buffer_bytes
         self.replicas = Replicas(state, membership, options, arithmetic, emit, pacer, message_bytes)
         self._state_keepers: list[StateKeeper] = [self.snapshots]
-        where, courier = options.checkpoints(), self.snapshots.courier
-        if self.preset.needs_checkpoint_dir and where is not None:
-            partial = open_partial(where / PERSISTED, state.catalog.layout, membership.identity.job)
-            self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, options.save_interval))
+        courier = self.snapshots.courier
+        if self.preset.needs_checkpoint_dir and location is not None:
+            partial = open_partial(location / PERSISTED, state.catalog.layout, membership.identity.job)
+            interval = options.preset.group(Pec).save_interval
+            self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, interval))
         self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
         """All that keep copies, in the order in which they are driven."""
         self.window_planner = self.snapshots.window_planner
@@ -164,8 +155,7 @@ class Protection:
         self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
-        preset, nodes, budget = self.options.preset, self.options.copies, self.options.copy_budget
-        plan = plan_protection(preset, infos, ranks, copies=nodes, budget=budget)
+        plan = plan_copies(self.options, infos, ranks)
         self.plan = in_order_of_risk(plan, infos, ranks, copies)
         kept = self.plan.units
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
@@ -175,7 +165,7 @@ class Protection:
         self.copies_late = copies_are_late(plan, self.options)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes)
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
-        waits = waits or not self.options.copies or any(each["failed"] for each in everyone)
+        waits = waits or not self.options.replication or any(each["failed"] for each in everyone)
         assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
         if not assignment.is_beside:
             self.state.late.finish()  # what is retained of it is given up with the copies of before
@@ -211,7 +201,7 @@ class Protection:
         if not is_beside:
             self.snapshots.pacer.hurry("recovery")
             self.state.late.finish()
-            self.first.make(version, self.options.copies > 0)
+            self.first.make(version, self.options.replication > 0)
             self._release(version)
         for keeper in self.keepers:
             keeper.restart(step)
@@ -225,7 +215,7 @@ class Protection:
         kept = [each.unit for each in self.plan.units if each.holders]
         if kept:
             self.ledger.copied(kept, version)
-        if self.options.copies:
+        if self.options.replication:
             self.ledger.copied_locally(self.snapshots.local_units, version)
         for keeper in self.keepers:
             keeper.release(step_of(version))
@@ -300,7 +290,7 @@ class Protection:
         for keeper in self._state_keepers:
             keeper.make_room(step)
         self.snapshots.pacer.begin_step()
-        if self.options.copies:
+        if self.options.replication:
             for keeper, choose in zip(self._state_keepers, self._choose, strict=False):
                 due = keeper.due(step, choose)
                 if due.remote is not None:

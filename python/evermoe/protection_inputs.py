@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from evermoe.comm.membership import MembershipManager
+from evermoe.config.copies import CopyConfig
+from evermoe.config.placement import Placement
 from evermoe.events import CoverageChanged
-from evermoe.keeper import Assignment, CopyOptions
-from evermoe.placement import PlacementOptions, place_layers
+from evermoe.keeper import Assignment
+from evermoe.placement import place_layers
 from evermoe.planning.placement import FewerReplicas, spread_over
 from evermoe.planning.protection import (
     ProtectionPlan,
@@ -24,6 +26,7 @@ from evermoe.planning.protection import (
     riskiest_first,
     survival,
 )
+from evermoe.presets import LocalSnapshots, ReplayedCopies
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.part import parameters_of
 from evermoe.replay.replicas import Replicas
@@ -40,27 +43,28 @@ VERSIONS = 2
 """Of a replica's state, at a time: what it begins with is in messages beside it."""
 
 
-def about_member(membership: MembershipManager, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
+def about_member(membership: MembershipManager, planner: WindowPlanner, options: CopyConfig) -> RankInfo:
     """Memory, role and measured times of this member."""
     nodes, rank = membership.nodes, membership.everyone.rank
     share = share_of_host_bytes(nodes, rank)
     return RankInfo(
-        spread_over(nodes, membership.domains, options.copies)[rank],
+        spread_over(nodes, membership.domains, options.replication)[rank],
         1 << 62 if share is None else share,
         membership.role == "train",
         planner.step_seconds,
         planner.network_seconds,
-        options.replay_log_bytes,
+        options.preset.group(ReplayedCopies).replay_log_bytes,
         planner.link,
         planner.host_speed or None,
     )
 
 
-def gradient_bucket_bytes(state: TrainingState, options: CopyOptions) -> int:
+def gradient_bucket_bytes(state: TrainingState, options: CopyConfig) -> int:
     """The option of that name, as this trainer's device has it."""
     is_on_gpu = any(device.type == "cuda" for device in state.devices())
     default = GPU_BUCKET_BYTES if is_on_gpu else 0
-    return default if options.gradient_bucket_bytes is None else options.gradient_bucket_bytes
+    given = options.preset.group(ReplayedCopies).gradient_bucket_bytes
+    return default if given is None else given
 
 
 def about_units(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
@@ -134,7 +138,7 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
 
 
 def has_room(
-    assignment: Assignment, state: TrainingState, membership: MembershipManager, options: CopyOptions, directory: Path
+    assignment: Assignment, state: TrainingState, membership: MembershipManager, options: CopyConfig, directory: Path
 ) -> bool:
     """Whether this host has memory for a step's gradients and a plan's copies beside those of before, which are there.
 
@@ -159,8 +163,8 @@ def has_room(
 
 def expected_arenas(
     state: TrainingState,
-    options: CopyOptions,
-    placing: PlacementOptions,
+    options: CopyConfig,
+    placing: Placement,
     nodes: Sequence[str],
     trains: Sequence[bool],
     is_replayable: Callable[[str], bool],
@@ -193,17 +197,23 @@ def expected_arenas(
     }
     infos = unit_infos(state, active, [(0.0, is_replayable(unit.name)) for unit in state.catalog.units])
     ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
-    plan = plan_protection(options.preset, infos, ranks, copies=options.copies, budget=options.copy_budget)
+    plan = plan_copies(options, infos, ranks)
     assignment = Assignment(plan, active, 0, "", copies_are_late(plan, options), NO_COPIES)
     planned = [each for part in planned_bundles(assignment, options) for each in part]
     sizes = dict(state.catalog.sizes())
     return max((arena_sizes(planned, rank, sizes) for rank in range(len(nodes))), key=sum)
 
 
-def copies_are_late(plan: ProtectionPlan, options: CopyOptions) -> bool:
+def plan_copies(options: CopyConfig, units: Sequence[UnitInfo], ranks: Sequence[RankInfo]) -> ProtectionPlan:
+    """Return who keeps copies of what: see `plan_protection`."""
+    budget = options.preset.group(LocalSnapshots).copy_budget
+    return plan_protection(options.name, units, ranks, copies=options.replication, budget=budget)
+
+
+def copies_are_late(plan: ProtectionPlan, options: CopyConfig) -> bool:
     """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
     is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in plan.units)
-    return options.copies > 0 and (options.choices.copies_late or is_followed_late)
+    return options.replication > 0 and (options.choices.copies_late or is_followed_late)
 
 
 def covered_now(

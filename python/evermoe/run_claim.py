@@ -182,7 +182,7 @@ class RunClaim:
         return (
             f"{self._what} {self._path.parent} is in use by {who}{here}: end that run, or wait until it has ended. To "
             "add workers to it, start them with its Lighthouse. For a job of its own, give this one another name and "
-            "another checkpoint_dir"
+            "another folder for checkpoints"
         )
 
     def refusal(self) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evermoe import planning
-from evermoe.keeper import CopyOptions
 from evermoe.loss_ledger import LossLedger
 from evermoe.planning import TokenLedger, budgets
+from evermoe.presets import Moetion, Pec, PresetOptions
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 
@@ -49,11 +49,12 @@ class Risk(NamedTuple):
 class ExpertSelector:
     """MoEtion's and PEC's choices of experts."""
 
-    def __init__(self, state: TrainingState, options: CopyOptions, ledger: LossLedger) -> None:
+    def __init__(self, state: TrainingState, options: PresetOptions, ledger: LossLedger) -> None:
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
         experts = [unit.nbytes for unit in state.catalog.units if unit.layer is not None]
         self._expert_bytes, self._all_bytes = max(experts, default=1), sum(experts)
-        self._options, self._ledger, self._load = options, ledger, state.expert_load
+        self._turns, self._budgets = options.group(Pec), options.group(Moetion)
+        self._ledger, self._load = ledger, state.expert_load
         self._ranks_LE = np.full(ledger.total_LE.shape, -1)
         self.copied: Collection[str] | None = None
         """Experts of which there are copies at all; None for all. Others train on enough nodes."""
@@ -78,12 +79,12 @@ class ExpertSelector:
             return set()
         expected_LE = np.maximum(np.rint(self._load.mean_LE), 1).astype(np.int64)
         at_risk = self._only(kept, ledger.at_risk + expected_LE)
-        given = self._options.remote_bytes_per_step
+        given = self._budgets.remote_bytes_per_step
         return self._by_budget(at_risk, measured if given is None else given)
 
     def for_local_memory(self, measured: int | None = None) -> set[str]:
         """MoEtion: the experts with the most tokens at risk if all processes die but their node lives; likewise."""
-        ledger, given = self._ledger.local, self._options.local_bytes_per_step
+        ledger, given = self._ledger.local, self._budgets.local_bytes_per_step
         return set() if ledger is None else self._by_budget(ledger.at_risk, measured if given is None else given)
 
     def risk(self) -> Risk | None:
@@ -107,7 +108,7 @@ class ExpertSelector:
         if ledger is None:
             return set()
         each = ledger.experts_per_layer
-        if self._options.expert_selection == "sequential":
+        if self._turns.expert_selection == "sequential":
             chosen = planning.select_experts("sequential", ledger.at_risk, ledger.checkpoint, experts_per_layer=each)
             numbers = self._layers.values()
             return self._names([[e for e in row if e < number] for row, number in zip(chosen, numbers, strict=True)])

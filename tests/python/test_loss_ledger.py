@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evermoe import MoE
-from evermoe.keeper import CopyOptions
 from evermoe.loss_ledger import LossLedger
+from evermoe.presets import Pec
 from evermoe.protection import Protection
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
@@ -29,7 +29,7 @@ def ledger():
 def make_ledger(has_marks=True, experts=2, **options):
     layer = MoE(8, 8, experts, top_k=1)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1), has_marks=has_marks)
-    found = LossLedger(state, CopyOptions(preset="pec", **options))
+    found = LossLedger(state, Pec(**options))
 
     def take(step, *tokens):
         layer.experts.count.forget()
@@ -324,7 +324,7 @@ def test_tokens_of_steps_that_are_undone_are_neither_seen_nor_at_risk(tmp_path):
 def test_a_preset_whose_recoveries_lose_nothing_notes_no_copies():
     layer = MoE(8, 8, 2, top_k=1)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    ledger = LossLedger(state, CopyOptions(preset="gemini"), notes_copies=False)
+    ledger = LossLedger(state, Pec(), notes_copies=False)
     ledger.copied([FIRST, SECOND], at(1))
     ledger.copied_locally([FIRST], at(1))
     ledger.checkpointed(at(1))

@@ -21,7 +21,12 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 def session_in(folder):
     layer = evermoe.MoE(8, 16, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    return evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), job="j", node="n", memory_dir=str(folder))
+    return evermoe.Session(
+        layer,
+        optimizer,
+        evermoe.ElasticSampler(64, 8),
+        membership=evermoe.Membership(job="j", node="n", memory_dir=str(folder)),
+    )
 
 
 def steps(session, until):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evermoe import SessionConfig, planning
+from evermoe import Placement, planning
 from evermoe.placement import place_layers
 from evermoe.planning.owners import place_owners
 
@@ -14,7 +14,7 @@ LOAD = [18.0, 17.0, 13.0, 13.0, 8.0, 7.0, 7.0, 7.0]
 
 def placed(nodes, **options):
     """[R, E] replicas of experts with `LOAD` on ranks of these nodes."""
-    config = SessionConfig(slots=4, **options)
+    config = Placement(expert_slots=4, **options)
     previous = {"layer": np.zeros((len(nodes), len(LOAD)), np.int64)}
     return place_layers({"layer": len(LOAD)}, [LOAD], previous, nodes, config, {})["layer"]
 
@@ -24,18 +24,18 @@ def survival(matrix, failures, domains=None):
 
 
 def test_a_placement_is_made_for_as_many_failures_as_asked():
-    one, default = placed("abcd", placement_failures=1), placed("abcd")
+    one, default = placed("abcd", failures=1), placed("abcd")
     assert (survival(one, 1), survival(default, 1)) == (0.75, 0.5)
     evenness = [planning.imbalance(matrix, LOAD, "balanced") for matrix in (one, default)]
     assert evenness[0] > evenness[1]  # the price
-    assert (placed("abcd", placement_failures=2) == default).all()
+    assert (placed("abcd", failures=2) == default).all()
 
 
 def test_failures_are_those_of_nodes_and_not_of_workers():
     nodes = [node for node in "abcd" for _ in range(2)]
     domains = planning.failure_domains(nodes)
     for failures in (1, 2, 3):
-        matrix = placed(nodes, placement="safest", placement_failures=failures)
+        matrix = placed(nodes, policy="safest", failures=failures)
         replicas = planning.allocate(LOAD, len(nodes), 4, 1)
         expected = planning.place(replicas, len(nodes), 4, "safest", LOAD, np.zeros_like(matrix), domains, failures)
         assert (matrix == expected.matrix).all()
@@ -46,8 +46,8 @@ def test_failures_are_those_of_nodes_and_not_of_workers():
 def test_a_job_that_has_shrunk_is_placed_for_the_loss_of_all_nodes_but_one(nodes):
     most = max(1, len(planning.failure_domains(nodes)) - 1)
     for placement in planning.POLICIES:
-        shrunk = placed(nodes, placement=placement, placement_failures=100)
-        assert (shrunk == placed(nodes, placement=placement, placement_failures=most)).all()
+        shrunk = placed(nodes, policy=placement, failures=100)
+        assert (shrunk == placed(nodes, policy=placement, failures=most)).all()
 
 
 def spread(nbytes, owners, ranks, loads=None):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import evermoe
 from evermoe import ElasticSampler, Session
 from evermoe.seeds import seeded
 from support.habits import DATA, DIES_IN, Model, adamw, mean_loss
@@ -60,7 +61,9 @@ def test_steps_do_not_change_what_a_script_draws_between_them(tmp_path):
     with seeded(4):
         model = Model()
     inside, between = [], []
-    session = Session(model, adamw(model), ElasticSampler(len(DATA), 12), memory_dir=str(tmp_path))
+    session = Session(
+        model, adamw(model), ElasticSampler(len(DATA), 12), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     with seeded(4):
         for step in session.steps(3):
             between.append(draw())

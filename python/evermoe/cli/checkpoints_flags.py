@@ -6,7 +6,7 @@ import argparse
 
 from evermoe.cli import export
 
-_PLACE = "checkpoint_dir of a session: a folder, s3://BUCKET/PATH, gs://…, az://…, or https://… for reading"
+_PLACE = "where a session writes checkpoints: a folder, s3://BUCKET/PATH, gs://…, az://…, or https://… for reading"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in (every, show):
         each.add_argument("--json", action="store_true", help="print JSON")
     every.add_argument("folder", metavar="PLACE", help=_PLACE)
-    show.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint step-… in a checkpoint_dir")
-    verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint_dir, or checkpoints step-… of one")
-    copies.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint_dir, or checkpoints step-… of one")
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint step-… of a session")
+    verify.add_argument("paths", nargs="+", metavar="PATH", help="a folder of checkpoints, or single ones, step-…")
+    copies.add_argument("paths", nargs="+", metavar="PATH", help="a folder of checkpoints, or single ones, step-…")
     copies.add_argument("to", metavar="PLACE", help="folder or URL to copy them to")
-    prune.add_argument("folder", metavar="PLACE", help="checkpoint_dir of a session that is not running")
+    prune.add_argument("folder", metavar="PLACE", help="folder of checkpoints of a session that is not running")
     prune.add_argument(
         "--keep", type=int, default=2, metavar="N", help="number of newest checkpoints to keep (%(default)s)"
     )

@@ -125,8 +125,8 @@ def check(options: argparse.Namespace) -> Schedule:
         raise ValueError(
             f"--held-out {options.held_out}: expected to leave a batch of {options.batch} of {windows} samples"
         )
-    if options.slots is None:
-        options.slots = options.experts // size
+    if options.expert_slots is None:
+        options.expert_slots = options.experts // size
     schedule = _schedule(options)
     options.joins = sum(change.action == "join" for change in schedule.changes)
     return schedule

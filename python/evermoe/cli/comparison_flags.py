@@ -28,8 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks of one expert-parallel group in ds, ds-ft and nvrx; presets get --experts / P slots, so that each "
         "worker holds the same number of experts (%(default)s)",
     )
-    what.add_argument("--copies", type=int, default=2, help="presets: nodes that hold each unit's state (%(default)s)")
-    what.add_argument("--slots", type=int, help="presets: expert replicas per worker and layer (--experts / P)")
+    what.add_argument(
+        "--replication", type=int, default=2, help="presets: nodes that hold each unit's state (%(default)s)"
+    )
+    what.add_argument("--expert-slots", type=int, help="presets: expert replicas per worker and layer (--experts / P)")
     what.add_argument(
         "--checkpoint-interval", type=int, default=50, help="ds and nvrx: steps between checkpoints (%(default)s)"
     )

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="hf: attribute that held the model, if it was a submodule of the trained module",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint step-… in a session's checkpoint_dir")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint step-… of a session")
     parser.add_argument("out", metavar="OUT", help="folder to write; it must be empty or missing")
 
 

@@ -191,12 +191,12 @@ def _run(console: Console, flags: Sequence[str]) -> Mapping[int, Sequence[Event]
     kills = check(options)
     with tempfile.TemporaryDirectory(prefix="evermoe-measure-") as folder:
         run = Run(options, Path(folder), console=console, title="a real session")
-        return run.run_workers(kills, None, options.steps, options.copies)
+        return run.run_workers(kills, None, options.steps, options.replication)
 
 
 PERSISTING = ["--workers", "3", "--steps", "40", "--no-kill", "--no-join", "--no-baseline", "--preset", "pec"]
 """The demo's flags for the sessions of which one saves after every step."""
-NEVER = ["--save-interval", "1000"]
+NEVER = ["--pec.save-interval", "1000"]
 PERSISTING_ROUNDS = 3
 
 

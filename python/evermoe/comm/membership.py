@@ -27,13 +27,12 @@ from evermoe.comm.gathering import not_taken_in
 from evermoe.comm.group import Group, connect_timeout
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses
-from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.reachability import LOOK_SECONDS, Reachability, find_endpoint
 from evermoe.comm.transport import Transport
-from evermoe.config.membership import split_addresses
+from evermoe.config.membership import Membership, split_addresses
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.native_calls import close_at_exit
 
@@ -67,7 +66,7 @@ class MembershipManager:
 
     def __init__(
         self,
-        options: MembershipOptions,
+        options: Membership,
         *,
         lighthouse: str,
         identity: Identity,
@@ -83,7 +82,8 @@ class MembershipManager:
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
         self.identity = identity = replace(identity, options=common)
         self.messages = Messages(self.id, identity, lighthouse, secret)
-        self.role, self.is_spare, self.goes_on_alone = options.role, options.spare, options.allow_solo_resume
+        self.role, self.is_spare = "train" if options.trains else "replica", options.role == "spare"
+        self.goes_on_alone = options.allow_solo_resume
         self._members, self._domain = options.members or 1, options.domain or ""
         interface = place.address or options.address
         self.trainer_group = Group(interface)

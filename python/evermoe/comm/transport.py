@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
 from evermoe import _native
+from evermoe.config.membership import Carrier
 from evermoe.errors import PeerLost
 from evermoe.options import count
 
@@ -23,7 +23,6 @@ STREAMS = 4
 UCX_LIBRARY = "libucp.so.0"
 """Name of UCX's library in a system that has it."""
 
-Carrier = Literal["tcp", "ucx"]
 """What carries the bytes of long messages."""
 
 

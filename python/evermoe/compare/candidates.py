@@ -82,14 +82,14 @@ class Launch:
         """Return the flags of a worker."""
         options = self.options
         return [
-            *worker_arguments(self.settings(), options.steps, options.copies, self.folder),
+            *worker_arguments(self.settings(), options.steps, options.replication, self.folder),
             *("--held-out", str(options.held_out), "--expert-parallel", str(options.expert_parallel)),
             *("--events", str(self.events(worker)), "--worker", str(worker)),
         ]
 
     def settings(self) -> argparse.Namespace:
         """Return the options of the run for this candidate, with its own folder of checkpoints."""
-        return argparse.Namespace(**vars(self.options) | {"checkpoint_dir": str(self.folder / "checkpoints")})
+        return argparse.Namespace(**vars(self.options) | {"checkpoints": str(self.folder / "checkpoints")})
 
     def command(self, worker: int) -> list[str]:
         """Return the command of a worker's process, without its flags."""

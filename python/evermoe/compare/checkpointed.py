@@ -92,8 +92,8 @@ def train(program: Program, reporter: Reporter, store: dist.Store, rank: int, wo
     parallel = ExpertParallel(program.model, program.optimizer, options.expert_parallel, options.hang_timeout)
     parallel.hold(rank % options.expert_parallel)
     parallel.connect(store, rank, world)
-    checkpoints = Checkpoints(Path(options.checkpoint_dir), options.checkpoint_interval, group)
-    step = newest(Path(options.checkpoint_dir), store, rank)
+    checkpoints = Checkpoints(Path(options.checkpoints), options.checkpoint_interval, group)
+    step = newest(Path(options.checkpoints), store, rank)
     if step:
         checkpoints.load(parallel.entries(), step)
         parallel.set_step(step)

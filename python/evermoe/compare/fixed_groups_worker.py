@@ -71,7 +71,7 @@ class Member:
     def __init__(self, program: Program, reporter: Reporter) -> None:
         self._options, self._program, self._reporter = program.options, program, reporter
         self._epochs = Epochs(program.options.store)
-        self._folder = Path(program.options.checkpoint_dir)
+        self._folder = Path(program.options.checkpoints)
         self._step = 0
         self._group: str | None = None
         self._everybody = Group()

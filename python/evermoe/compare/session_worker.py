@@ -6,7 +6,7 @@ import os
 
 from evermoe.compare.program import MAX_GRAD_NORM, Program, main
 from evermoe.demo.train import Reporter
-from evermoe.demo.worker_flags import session_options
+from evermoe.demo.worker_flags import session_arguments
 from evermoe.train.session import Session
 
 
@@ -18,10 +18,8 @@ def work(program: Program, reporter: Reporter) -> None:
         program.optimizer,
         program.sampler,
         on_event=reporter,
-        join_interval=1,
         max_grad_norm=MAX_GRAD_NORM,
-        checkpoint_dir=options.checkpoint_dir or None,
-        **session_options(options),
+        **session_arguments(options, join_interval=1),
     )
     reporter.session = session
     reporter.write("ready", {"pid": os.getpid()})

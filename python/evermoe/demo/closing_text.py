@@ -90,7 +90,7 @@ def _facts(result: Mapping[str, Any], options: argparse.Namespace) -> Iterator[t
     yield "loss", f"{result['loss_first']:.3f} → {result['loss_last']:.3f}; {_compared(result, is_partial=is_partial)}"
     yield "digests", f"{result['digests_checked']:,} checked, {result['digests_mismatched']} mismatched"
     yield "fetched", f"{result['fetched_bytes'] / 1e6:.1f} MB in all recoveries and joins"
-    if result["step_seconds"] and options.copies:
+    if result["step_seconds"] and options.replication:
         copying, step = result["copy_seconds"], result["step_seconds"]
         yield "copies", f"training waited {copying * 1000:.1f} ms for them in a step of {step * 1000:.0f} ms (medians)"
     if result["messages_in_windows"] is not None:

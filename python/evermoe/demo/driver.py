@@ -238,7 +238,7 @@ def main(options: argparse.Namespace) -> int:
             baseline = run.run_workers({}, None, options.steps, 0)
         join = None if options.no_join else options.join
         run = Run(options, folder / "run", console=console, title="with failures")
-        events = run.run_workers(kills, join, options.steps, options.copies)
+        events = run.run_workers(kills, join, options.steps, options.replication)
         if options.trace:
             merge_files(sorted(run.folder.glob("trace-*.json")), options.trace)
     except LaunchError as error:

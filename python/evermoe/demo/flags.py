@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evermoe.demo.worker_flags import COPY_FLAGS, session_options
+from evermoe.config.flags import as_flags, given_preset
 from evermoe.demo.worker_flags import add_arguments as add_worker_arguments
+from evermoe.demo.worker_flags import session_arguments
 from evermoe.options import checked
 from evermoe.planning import PRESETS
 from evermoe.planning.presets import levels
+from evermoe.presets import Moetion, Pec
 
 SIZES = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 """Flags that set the size of the model and of its samples."""
@@ -28,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK@STEP",
         help="SIGKILL a worker in the middle of this step, and remove its node's memory; repeatable (2@20). A kill in "
         "the step after an interrupted one strikes during the recovery. With moetion and pec, which may lose "
-        "tokens, --slots has its minimum by default: most experts then train on one worker alone, and the kill "
+        "tokens, --expert-slots has its minimum by default: most experts then train on one worker alone, and the kill "
         "shows what such a preset loses. The links of one machine carry all experts in a step: with moetion add "
-        "--remote-bytes-per-step",
+        "--moetion.remote-bytes-per-step",
     )
     show.add_argument("--no-kill", action="store_true", help="kill no worker")
     show.add_argument(
@@ -90,8 +92,8 @@ def check(options: argparse.Namespace) -> dict[int, int]:
     from evermoe.demo.corpus import read_text  # torch takes seconds to import, and --help needs none of it
 
     read_text(options.data)
-    if options.slots is None and options.min_replicas is None and PRESETS[options.preset].may_lose_tokens:
-        options.slots = 1  # the fewest that hold all experts
+    if options.expert_slots is None and options.min_replicas is None and PRESETS[options.preset].may_lose_tokens:
+        options.expert_slots = 1  # the fewest that hold all experts
     if options.join is None:
         options.join = options.steps * 2 // 3
     if not options.no_join and not 0 <= options.join < options.steps:
@@ -104,44 +106,45 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
     checked("--balance", options.balance, float, least=0, most=MOST)
-    from evermoe.train.session_config import SessionConfig  # as above
+    from evermoe.train.session_config import session_config  # as above
 
-    given = session_options(options) | {"seed": options.seed}
-    SessionConfig(**given, checkpoint_dir=options.checkpoint_dir or "anywhere")
+    given = session_arguments(argparse.Namespace(**vars(options) | {"checkpoints": options.checkpoints or "anywhere"}))
+    session_config(**given, seed=options.seed)
 
 
-def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folder: Path) -> list[str]:
+def worker_arguments(options: argparse.Namespace, steps: int, replication: int, folder: Path) -> list[str]:
     """Return the flags of each worker of a run.
 
     Args:
         options: the checked options of the demo.
         steps: number of steps of the run.
-        copies: value of `--copies`; 0 for the run without failures.
+        replication: value of `--replication`; 0 for the run without failures.
         folder: folder of this run, for the files that a preset saves.
     """
     training = ("balance", "batch", "learning_rate", "seed", "hang_timeout", "rejoin_timeout", "checkpoint_interval")
-    values = {name: getattr(options, name) for name in (*SIZES, *training)} | {"steps": steps, "copies": copies}
-    values["preset"] = options.preset if copies else "auto"
-    if copies and (options.checkpoint_dir or PRESETS[options.preset].needs_checkpoint_dir):
-        values["checkpoint_dir"] = options.checkpoint_dir or folder / "store"
-    for name in ("data", "slots", "min_replicas", "placement", *COPY_FLAGS):
+    values = {name: getattr(options, name) for name in (*SIZES, *training)} | {"steps": steps}
+    values["replication"] = replication
+    values["preset"] = options.preset if replication else "auto"
+    if replication and (options.checkpoints or PRESETS[options.preset].needs_checkpoint_dir):
+        values["checkpoints"] = options.checkpoints or folder / "store"
+    for name in ("data", "expert_slots", "min_replicas", "placement"):
         if getattr(options, name) is not None:
             values[name] = getattr(options, name)
-    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [*flags, *(as_flags(given_preset(options)) if replication else [])]
 
 
 def copied_at_a_time(options: argparse.Namespace) -> str:
     """Return what a preset that may lose tokens copies at a time, in words."""
-    from evermoe.train.session_config import SessionConfig  # as above
-
-    given = SessionConfig(**session_options(options), checkpoint_dir=options.checkpoint_dir or "anywhere")
-    if given.choices.takes_turns:
+    preset = given_preset(options)
+    if preset.choices.takes_turns:
+        given = preset.group(Pec)
         each = levels(options.experts, given.experts_per_snapshot, given.experts_per_save)
         often = "step" if given.save_interval == 1 else f"{given.save_interval} steps"
         return (
-            f"{given.preset} saves {each.save} of {options.experts} experts of each layer each {often}; snapshots of "
+            f"{preset.name} saves {each.save} of {options.experts} experts of each layer each {often}; snapshots of "
             f"{each.snapshot} are in their own node's memory, and lost with it"
         )
-    budget = given.remote_bytes_per_step
+    budget = preset.group(Moetion).remote_bytes_per_step
     most = "the capacity of the links in" if budget is None else f"{budget:,} bytes"
-    return f"{given.preset} brings copies on other nodes up to date for {most} a step, the most tokens first"
+    return f"{preset.name} brings copies on other nodes up to date for {most} a step, the most tokens first"

@@ -21,7 +21,7 @@ import torch
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
-from evermoe.demo.worker_flags import add_arguments, session_options
+from evermoe.demo.worker_flags import add_arguments, session_arguments
 from evermoe.environment import local_rank
 from evermoe.events import Event
 from evermoe.moe import moe_layers
@@ -122,10 +122,8 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         optimizer,
         sampler,
         on_event=reporter,
-        join_interval=1,
         max_grad_norm=1.0,
-        checkpoint_dir=options.checkpoint_dir or None,
-        **session_options(options),
+        **session_arguments(options, join_interval=1),
     )
     reporter.session = session
     if PRESETS[options.preset].may_lose_tokens:
@@ -145,7 +143,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
     if options.trace:
         profiler.rank = session.group.rank
         profiler.write_trace(options.trace, windows=session.windows, sent=session.sent())
-    if reporter.out is None and session.group.rank == 0 and session.config.role == "train":
+    if reporter.out is None and session.is_main:
         print(f"{session.step} steps, loss {session.loss:.3f}, {len(session.reports) - 1} changes of membership")
 
 

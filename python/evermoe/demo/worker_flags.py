@@ -3,60 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-from evermoe.planning import POLICIES, PRESET_NAMES
+from evermoe.config.checkpoints import Checkpoints
+from evermoe.config.copies import CopyConfig
+from evermoe.config.flags import add_flags, add_preset_flags, given_options, given_preset
+from evermoe.config.membership import Membership
+from evermoe.config.placement import Placement
 
-COPY_FLAGS: Mapping[str, tuple[type, str, str]] = MappingProxyType(
-    {
-        "experts_per_snapshot": (int, "K", "pec: experts of each layer of a snapshot in their node's memory (half)"),
-        "experts_per_save": (int, "K", "pec: experts of each layer that are saved to --checkpoint-dir (a quarter)"),
-        "snapshot_interval": (
-            int,
-            "STEPS",
-            "pec: steps between snapshots (1); gemini, baft: steps of a version (as needed)",
-        ),
-        "save_interval": (int, "STEPS", "pec: steps between saves (1)"),
-        "expert_selection": (str, "ORDER", "pec: load-aware, or sequential, in turn (load-aware)"),
-        "max_lost_token_fraction": (
-            float,
-            "PORTION",
-            "pec: fraction of lost tokens above which more experts are saved (1.0)",
-        ),
-        "remote_bytes_per_step": (
-            int,
-            "BYTES",
-            "moetion: bytes to peers, all workers together (capacity of the links in a step)",
-        ),
-        "local_bytes_per_step": (int, "BYTES", "moetion: bytes to the experts' own nodes"),
-        "local_snapshot_interval": (
-            int,
-            "STEPS",
-            "steps between snapshots in own memory (as few as --copy-budget allows; not pec)",
-        ),
-        "copy_budget": (float, "SHARE", "share of a step by which copies may prolong it (0.01)"),
+MEMBERSHIP = {"hang_timeout": 10.0, "rejoin_timeout": 5.0}
+"""Options of `Membership` that have flags, and their defaults."""
+
+
+def session_arguments(options: argparse.Namespace, **membership: Any) -> dict[str, Any]:
+    """Return the arguments of `evermoe.Session` that the flags give; `membership`: further fields of it.
+
+    Raises:
+        ValueError: one is wrong, or is one of another preset.
+    """
+    return {
+        "preset": given_preset(options),
+        "replication": options.replication,
+        "membership": given_options(options, Membership, **membership),
+        "placement": given_options(options, Placement),
+        "checkpoints": given_options(options, Checkpoints),
     }
-)
-"""Options of a session about what is copied and how often: type, name of the value, and help."""
-OPTIONS = (
-    "preset",
-    "copies",
-    "slots",
-    "min_replicas",
-    "placement",
-    "hang_timeout",
-    "rejoin_timeout",
-    "checkpoint_interval",
-    *COPY_FLAGS,
-)
-"""Flags that are options of the session under the same names."""
-
-
-def session_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that were given or have a default in the demo."""
-    return {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,26 +59,9 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> Any:
 
 
 def add_session_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
-    """Add the flags of protection; `run` is the group of flags about training."""
-    run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (%(default)s)")
-    run.add_argument(
-        "--slots",
-        type=int,
-        help="expert replicas per worker and layer (default: the fewest that hold all experts, plus one; in evermoe "
-        "demo "
-        "with moetion and pec the fewest)",
-    )
-    run.add_argument(
-        "--placement", choices=POLICIES, help="placement policy of experts on workers (default: the preset's)"
-    )
-    run.add_argument(
-        "--min-replicas", type=int, help="least replicas of each expert (default: 1; --copies with lazarus)"
-    )
-    run.add_argument("--copies", type=int, default=2, help="nodes that hold each unit's state; 0: none (%(default)s)")
-    run.add_argument("--hang-timeout", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
-    run.add_argument("--rejoin-timeout", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
-    run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
-    run.add_argument("--checkpoint-interval", type=int, default=0, help="steps between checkpoints (%(default)s)")
-    copying = parser.add_argument_group("what presets copy, and how often (default: as in a session)")
-    for name, (kind, metavar, text) in COPY_FLAGS.items():
-        copying.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    """Add the options of the session; `run`: the group of flags about training."""
+    add_flags(run, CopyConfig, ["replication"], {"replication": 2})
+    add_flags(run, Membership, [*MEMBERSHIP], MEMBERSHIP)
+    add_flags(run, Placement, ["expert_slots", "min_replicas", "policy"])
+    add_flags(run, Checkpoints, ["url", "interval"], {"interval": 0})
+    add_preset_flags(parser)

@@ -94,7 +94,7 @@ class CheckpointBucket:
         is_other = found is not None and found.layout != self._owner.layout
         if found is not None and is_other and (sort(self._attempts.look()) or self._saved()):
             raise ValueError(
-                f"checkpoint_dir {self.directory} has checkpoints of job {found.job!r}, which trained another model or "
+                f"checkpoints: {self.directory} has checkpoints of job {found.job!r}, which trained another model or "
                 f"optimizer than this job, {self._owner.job!r}. Give it a URL of its own, or remove those"
             )
         if found != self._owner:

@@ -178,14 +178,14 @@ class CheckpointFolder:
         self._retention = retention
         self._owner, self._member = owner, member
         self._claim: Claim | None = None
-        self._run_claim = RunClaim(directory, "checkpoint_dir", 0o666)
+        self._run_claim = RunClaim(directory, "the checkpoint store", 0o666)
         self._run: Run | None = None
         try:
             make_folder(directory)
             probe(directory, member)
             self._claim = Claim(directory, owner, is_used=self._is_used())
         except OSError as error:
-            problem = f"checkpoint_dir {directory} cannot be written to: {error.strerror or error}"
+            problem = f"checkpoints: {directory} cannot be written to: {error.strerror or error}"
             if read_owner(directory) != owner:
                 raise OSError(
                     error.errno, f"{problem}. Make room, or make it writable, or give another folder"

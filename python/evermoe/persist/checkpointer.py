@@ -12,18 +12,16 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Worker
+from evermoe.config.checkpoints import Checkpoints
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint, Listener
-from evermoe.options import Options, option
 from evermoe.persist.checkpoint_store import CheckpointStore, find, is_read_only, open_store
 from evermoe.persist.checkpoint_write import THREAD, CheckpointWrite
-from evermoe.persist.object_store import PATIENCE, Location, locate
+from evermoe.persist.object_store import Location, locate
 from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
 from evermoe.run_claim import Run
@@ -33,50 +31,22 @@ from evermoe.state.version import step_of
 from evermoe.warn import warn
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(Options):
-    """Where and when checkpoints are written."""
+def find_location(options: Checkpoints, patience: float | None = None) -> Location | None:
+    """Return where checkpoints are; None without any.
 
-    checkpoint_dir: str | Path | None = None
-    """Folder for checkpoints on a file system that all members share, or a URL such as `s3://bucket/run`; None for
-    none."""
-    checkpoint_interval: int = option(0, shared=True, least=0)
-    """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
-    keep_checkpoints: int = option(2, shared=True, least=1)
-    """How many of the newest checkpoints stay on disk."""
-    keep_checkpoint_interval: int = option(0, shared=True, least=0)
-    """Checkpoints of the steps that are multiples of it stay for ever; 0: none do."""
-    store_timeout: float = option(PATIENCE, above=0)
-    """Seconds for which a request to the URL of a checkpoint_dir is tried again, with back-off, before it fails."""
-    checkpoint_upload_limit: float = option(0.0, least=0)
-    """Bytes per second that each member writes to the URL of a checkpoint_dir at most; 0 for no limit."""
-    checkpoint_download_limit: float = option(0.0, least=0)
-    """Bytes per second of units that each member reads from the URL of a checkpoint_dir at most; 0 for no limit."""
+    Args:
+        options: of the session.
+        patience: seconds during which a request to a URL is retried; None for that of the options.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.checkpoint_interval and self.checkpoint_dir is None:
-            raise ValueError("checkpoint_interval is set, so checkpoint_dir must say where to write")
-
-    def checkpoints(self, patience: float | None = None) -> Location | None:
-        """Where checkpoints are; None for nowhere.
-
-        Args:
-            patience: of requests to a URL; None for that of the options.
-
-        Raises:
-            ValueError: checkpoint_dir is a URL of no known kind, or has credentials.
-            OSError: there are no credentials for it.
-        """
-        if self.checkpoint_dir is None:
-            return None
-        patience = self.store_timeout if patience is None else min(patience, self.store_timeout)
-        return locate(
-            self.checkpoint_dir,
-            patience=patience,
-            upload_limit=self.checkpoint_upload_limit,
-            download_limit=self.checkpoint_download_limit,
-        )
+    Raises:
+        ValueError: the URL is of no known kind, or has credentials.
+        OSError: there are no credentials for it.
+    """
+    if options.url is None:
+        return None
+    patience = options.store_timeout if patience is None else min(patience, options.store_timeout)
+    limits = {"upload_limit": options.upload_limit, "download_limit": options.download_limit}
+    return locate(options.url, patience=patience, **limits)
 
 
 class Checkpointer:
@@ -94,7 +64,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self, options: CheckpointOptions, state: TrainingState, membership: MembershipManager, emit: Listener
+        self, options: Checkpoints, state: TrainingState, membership: MembershipManager, emit: Listener
     ) -> None:
         self._options, self._state, self._membership, self._emit = options, state, membership, emit
         self._newest = -1
@@ -113,18 +83,18 @@ class Checkpointer:
         self._published = 0
         """Steps taken in the newest checkpoint on disk."""
         self._store: CheckpointStore | None = None
-        where = options.checkpoints()
+        where = find_location(options)
         if where is not None and is_read_only(where):
-            if options.checkpoint_interval:
+            if options.interval:
                 raise ValueError(
-                    f"checkpoint_interval is set, but checkpoint_dir {where} can only be read: write to a folder, "
-                    "s3://, gs:// or az://"
+                    f"checkpoints: interval is {options.interval} steps, but {where} can only be read: write to a "
+                    "folder, s3://, gs:// or az://"
                 )
         elif where is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
-            retention = Retention(options.keep_checkpoints, options.keep_checkpoint_interval)
+            retention = Retention(options.keep, options.keep_interval)
             self._store = open_store(where, owner, membership.id, retention)
-            if options.checkpoint_interval:
+            if options.interval:
                 with suppress(OSError):  # a place that does not answer now may do so later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
 
@@ -188,7 +158,7 @@ class Checkpointer:
         Raises:
             PeerLost: a member is gone.
         """
-        every, step = self._options.checkpoint_interval, step_of(version)
+        every, step = self._options.interval, step_of(version)
         is_due = self._is_owed or (bool(every) and step % every == 0)
         if self._store is None or not is_due:
             return False
@@ -240,7 +210,7 @@ class Checkpointer:
 
     def lag(self, step: int) -> dict[str, int]:
         """Steps since the newest checkpoint, after so many; empty where none are due."""
-        is_due = self._store is not None and self._options.checkpoint_interval
+        is_due = self._store is not None and self._options.interval
         return {"checkpoint": max(0, step - self._published)} if is_due else {}
 
     # ---- the end

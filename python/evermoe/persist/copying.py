@@ -27,7 +27,7 @@ def copy(manifest: Manifest, to: Location) -> Location | None:
 
     Args:
         manifest: of the checkpoint.
-        to: a checkpoint_dir.
+        to: a folder for checkpoints.
 
     Raises:
         CorruptCopy: a unit is missing, or does not match its digest; nothing is there then.

@@ -82,7 +82,7 @@ def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
             raise UnsupportedState(
                 f"{prefix.removesuffix('.') or 'the model'} ({type(module).__name__}) has MoE layers and changes its "
                 "state dict by a hook or a method of its own, which would need all of it in memory: use a checkpoint "
-                "of the session (checkpoint_dir=), which evermoe.load_weights reads"
+                "of the session (checkpoints=), which evermoe.load_weights reads"
             )
         own: Piece = {}
         module._save_to_state_dict(own, prefix, keep_vars=False)

@@ -144,7 +144,7 @@ class Claim:
             write_owner(self._folder, self._owner)
         elif found.job != self._owner.job:
             raise ValueError(
-                f"checkpoint_dir {self._folder} belongs to job {found.job!r}, which is running; this is job "
+                f"checkpoints: {self._folder} belongs to job {found.job!r}, which is running; this is job "
                 f"{self._owner.job!r}. Give it a folder of its own, or wait until {found.job!r} has ended"
             )
         else:
@@ -153,7 +153,7 @@ class Claim:
     def _check_model(self, found: Owner | None, is_used: bool) -> None:
         if is_used and found is not None and found.layout != self._owner.layout:
             raise ValueError(
-                f"checkpoint_dir {self._folder} has checkpoints of job {found.job!r}, which trained another model or "
+                f"checkpoints: {self._folder} has checkpoints of job {found.job!r}, which trained another model or "
                 f"optimizer than this job, {self._owner.job!r}. Give it a folder of its own, or remove that one"
             )
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from evermoe import planning
 from evermoe.comm.group import Group
+from evermoe.config.placement import Placement
 from evermoe.options import count
 from evermoe.persist.object_store import Location
 from evermoe.placement import (
     LayerPlacements,
-    PlacementOptions,
     keep_in_place,
     place_layers,
     vacant_rows,
@@ -100,7 +100,7 @@ class ExpertTarget:
         state: TrainingState,
         group: Group,
         nodes: Sequence[str],
-        options: PlacementOptions,
+        options: Placement,
         checkpoints: Location | None,
         spread: Sequence[str] | None = None,
     ) -> None:
@@ -229,6 +229,9 @@ class ExpertTarget:
         return (
             f"no {'usable ' if unfit else ''}copy is left of {count(len(lost), 'unit')} ({shown}) in the memory of "
             f"{count(self._group.size, 'member')}, and {where}. "
-            + (unfit or "Too many nodes failed at once for the number of copies; use more copies or set checkpoint_dir")
+            + (
+                unfit
+                or "Too many nodes failed at once for the number of copies; use a higher replication or set checkpoints"
+            )
             + "."
         )

@@ -45,7 +45,7 @@ def explain(state: TrainingState, stored: Iterable[tuple[StoredUnit, str]], grou
     return (
         f"Memory has {units} of steps {steps} with other contents: preset {presets} wrote them, and this run has "
         "another preset or other options. No node needs to have failed. To resume from memory, start with that preset. "
-        "To change the preset, resume with it and a checkpoint_dir, end all workers by SIGTERM, which writes a "
+        "To change the preset, resume with it and checkpoints, end all workers by SIGTERM, which writes a "
         "checkpoint, and start with the new preset"
     )
 

@@ -24,12 +24,15 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.task import Task
+from evermoe.config.copies import CopyConfig
 from evermoe.ema import is_averaged
 from evermoe.errors import NotReplayable
 from evermoe.events import Damaged, GradientsLogged, Listener
-from evermoe.keeper import Assignment, CopyOptions, Keeper
+from evermoe.keeper import Assignment, Keeper
 from evermoe.planning.schedule import DEFAULT_LINK
+from evermoe.presets import ReplayedCopies
 from evermoe.replay.calibrate import Arithmetic, calibrate
+from evermoe.replay.devices import check_device
 from evermoe.replay.early_states import MESSAGE_BYTES
 from evermoe.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.replay.part import parts_of
@@ -128,13 +131,14 @@ class Replicas(Keeper):
         self,
         state: TrainingState,
         membership: MembershipManager,
-        options: CopyOptions,
+        options: CopyConfig,
         arithmetic: Arithmetic | None,
         emit: Listener,
         pacer: Pacer,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         self._state, self._membership, self._options, self._emit = state, membership, options, emit
+        self._replayed = check_device(options.preset.group(ReplayedCopies))
         self._pacer, self._message_bytes = pacer, message_bytes
         device = membership.device
         self.courier = Courier(membership.transport, pacer, "evermoe-gradients", device=device, link=DEFAULT_LINK)
@@ -200,9 +204,9 @@ class Replicas(Keeper):
             kept,
             rank,
             self._arithmetic,
-            log_bytes=self._options.replay_log_bytes,
+            log_bytes=self._replayed.replay_log_bytes,
             keeps_previous=assignment.copies_late,
-            device=self._options.replica_device,
+            device=self._replayed.replica_device,
             message_bytes=self._message_bytes,
             alone=alone,
             bucket_bytes=assignment.gradient_bucket_bytes,

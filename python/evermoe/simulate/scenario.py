@@ -92,7 +92,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOptions:
-    """Options of a session, as in `evermoe.SessionConfig`, and of its simulation."""
+    """Options of a session, as in `evermoe.Session`, and of its simulation."""
 
     slots: int | None = None
     most_slots: int | None = None

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from evermoe._native import Capture
 from evermoe.errors import CaptureCancelled
-from evermoe.keeper import SnapshotMemory
 from evermoe.planning.schedule import snapshot_places
+from evermoe.presets import SnapshotMemory
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.warn import warn
 
@@ -25,7 +25,7 @@ class GpuSources:
     """The sources of this member's bundles.
 
     Args:
-        memory: where snapshots of a GPU's state are made: see `CopyOptions.snapshot_memory`.
+        memory: where snapshots of a GPU's state are made: see `evermoe.presets`.
     """
 
     def __init__(self, memory: SnapshotMemory = "host") -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
+from evermoe.config.copies import CopyConfig
 from evermoe.events import Listener
-from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
+from evermoe.keeper import Assignment, Due, StateKeeper
+from evermoe.presets import Gemini, LocalSnapshots, Pec
 from evermoe.profile.follower import StreamFollower
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.bundles import Bundle, bundles
@@ -22,7 +24,7 @@ from evermoe.snapshot.previous_epoch import PreviousEpochSnapshots
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
-from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
+from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
@@ -35,14 +37,14 @@ SHARE_ON_HOST = 0.1
 the copies on other nodes do, too, which come first."""
 
 
-def planned_bundles(assignment: Assignment, options: CopyOptions) -> tuple[list[Bundle], list[Bundle]]:
+def planned_bundles(assignment: Assignment, options: CopyConfig) -> tuple[list[Bundle], list[Bundle]]:
     """The bundles of a plan: those that others keep, too, and those that stay on the nodes of ranks that train them.
 
     Args:
         assignment: the plan.
         options: preset and copies; without any there are none.
     """
-    if not options.copies:
+    if not options.replication:
         return [], []
     some = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
     found = bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some], [k.period for k in some])
@@ -60,8 +62,7 @@ class Snapshots(StateKeeper):
         state: this member's units.
         store: this node's arenas.
         membership: who takes part.
-        options: preset, copies and budget.
-        windows: how snapshots travel.
+        options: the preset, with its options, and the number of copies.
         emit: of the session.
     """
 
@@ -70,24 +71,23 @@ class Snapshots(StateKeeper):
         state: TrainingState,
         store: SnapshotStore,
         membership: MembershipManager,
-        options: CopyOptions,
-        windows: WindowOptions,
+        options: CopyConfig,
         emit: Listener,
     ) -> None:
         self._state, self._store, self._membership = state, store, membership
         self._options, self._emit = options, emit
-        self.sources = store.sources = GpuSources(options.snapshot_memory)
+        self.sources = store.sources = GpuSources(options.preset.snapshot_memory)
         """Through which captures from a GPU go."""
         self.pacer = Pacer()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
-        self._blocks = windows.copy_pacing == "blocking"
-        policy = options.choices.schedule if options.copies and not self._blocks else None
+        self._blocks = options.preset.group(Gemini).copy_pacing == "blocking"
+        policy = options.choices.schedule if options.replication and not self._blocks else None
         self._follower = StreamFollower() if policy is not None and membership.device.type == "cuda" else None
         self.pacer.attach(membership.trainer_group, self._follower)
         if self._follower is not None:
             self.pacer.on_idle = store.pace
         self.window_planner = WindowPlanner(
-            self.pacer, self.courier, store, membership, windows, policy, options.steps_per_version
+            self.pacer, self.courier, store, membership, options.windows, policy, options.steps_per_version
         )
         self.snapshot_schedule = SnapshotSchedule()
         """Which versions are copied, where that is late."""
@@ -107,9 +107,9 @@ class Snapshots(StateKeeper):
         self._whole: dict[int, int] = {}
         """Steps taken in the newest whole version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
-        self._fixed_steps = (
-            (options.snapshot_interval or 1) if options.choices.takes_turns else options.local_snapshot_interval
-        )
+        local, in_turns = options.preset.group(LocalSnapshots), options.preset.group(Pec)
+        self._copy_budget = local.copy_budget
+        self._fixed_steps = in_turns.snapshot_interval if options.choices.takes_turns else local.snapshot_interval
         """Steps between local snapshots; None for as few as the budget allows."""
         self._local_steps = 1
         self._newest_local: float = 0
@@ -139,7 +139,7 @@ class Snapshots(StateKeeper):
         self._local_steps = self._fixed_steps or 1
         as_budget_allows = self._fixed_steps is None and not self._options.choices.per_expert_versions
         self._is_local_later = assignment.is_beside and as_budget_allows and not self.copies_late and had_room
-        if not self._options.copies:
+        if not self._options.replication:
             return
         found, local = planned_bundles(assignment, self._options)
         by_unit, planned = assignment.plan.by_unit, [*found, *local]
@@ -186,7 +186,7 @@ class Snapshots(StateKeeper):
         """Removes the arenas of earlier plans, unless their local snapshots are all there is."""
         copied = self._sent if self._is_local_later else self._sent | self._local
         self._whole = dict.fromkeys(copied.keys() & {kept.number for kept in self._store.own}, step)
-        if self._options.copies:
+        if self._options.replication:
             self._former.release(are_needed=self._is_local_later and bool(self._local))
 
     def restart(self, step: int) -> None:
@@ -267,7 +267,7 @@ class Snapshots(StateKeeper):
         """Sets, from the sums over all members, how often local snapshots cost no more than the budget."""
         if self._fixed_steps is None and step_seconds > 0:
             share = SHARE_ON_HOST if self._membership.device.type == "cpu" else 1.0
-            steps = math.ceil(capture_seconds / (share * self._options.copy_budget * step_seconds))
+            steps = math.ceil(capture_seconds / (share * self._copy_budget * step_seconds))
             self._local_steps = min(max(steps, 1), MAX_LOCAL_STEPS)
 
     # ---- what is due

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, replace
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
@@ -24,11 +23,11 @@ from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.step_record import TimedStep
-from evermoe.options import Options, option
 from evermoe.planning.budgets import Budgets, budgets_of
 from evermoe.planning.schedule import DEFAULT_LINK, ChunkPlan, ChunkPolicy, Link, Memory
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
+from evermoe.presets import IdleWindows
 from evermoe.profile.peers import clock_offset, connect
 from evermoe.snapshot.frequency import lowered, steps_of
 from evermoe.snapshot.link import measure_link
@@ -57,35 +56,6 @@ TOLERANCE = 0.05
 """Part of a step by which windows may change before it is planned anew."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WindowOptions(Options):
-    """How snapshots travel."""
-
-    copy_buffer_bytes: int = option(4 << 20, shared=True, least=1)
-    """Bytes of a snapshot that travel at once, at most."""
-    copy_buffers: int = option(2, shared=True, least=1, most=64)
-    """Messages of a snapshot that are under way at a time: Gemini's b sub-buffers. 1: each waits for the end of the
-    one before, which is the paper's variant without a pipeline."""
-    window_share: float = option(0.9, shared=True, above=0, most=1)
-    """Part of an idle window that copies may use: Gemini's gamma."""
-    copy_pacing: Literal["windows", "blocking"] = option("windows", shared=True)
-    """`windows`: snapshots travel while the network is idle. `blocking`: training waits after each update until they
-    are there, as in the paper's baseline."""
-    profile_steps: int = option(20, shared=True, least=0)
-    """Steps that are recorded to find the network's idle windows, in which snapshots travel; the first of them is
-    enough for a first plan. 0: none, they travel whenever no collective runs."""
-    profile_interval: int = option(1000, shared=True, least=1)
-    """Steps between two such profiles. Another one follows each change of the members."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.profile_interval < self.profile_steps + 2:
-            raise ValueError(
-                f"expected profile_interval >= profile_steps + 2 = {self.profile_steps + 2}, "
-                f"got {self.profile_interval}"
-            )
-
-
 class WindowPlanner:
     """Profiles the session's steps and says when its snapshots travel.
 
@@ -105,7 +75,7 @@ class WindowPlanner:
         courier: Courier,
         store: SnapshotStore,
         membership: MembershipManager,
-        options: WindowOptions,
+        options: IdleWindows,
         policy: ChunkPolicy | None,
         fixed_steps: int | None = 1,
     ) -> None:

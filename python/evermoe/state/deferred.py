@@ -103,19 +103,15 @@ class Deferral:
     Args:
         model: built in `deferred`, or on the `meta` device.
         source: of its weights; None for the constructors' own.
-        device: where it is made; None for that of `deferred`.
 
     Raises:
         UnsupportedState: a part was built otherwise or changed since, or its buffers have no values.
     """
 
-    def __init__(
-        self, model: nn.Module, source: WeightSource | Initializer | None, device: torch.device | str | None
-    ) -> None:
+    def __init__(self, model: nn.Module, source: WeightSource | Initializer | None) -> None:
         built = [_built[module] for module in model.modules() if module in _built]
         self._built = built[0] if built else None
-        default = self._built.device if self._built else torch.get_default_device()
-        self.device = default if device is None else torch.device(device)
+        self.device = self._built.device if self._built else torch.get_default_device()
         self._source = source
         self._modules = dict(model.named_modules())
         named = dict(model.named_parameters())
@@ -278,12 +274,11 @@ def find_deferral(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     source: WeightSource | Initializer | None = None,
-    device: torch.device | str | None = None,
 ) -> Deferral | None:
     """Find the recipe of a model that has no values yet; None for one that has.
 
     Raises:
-        ValueError: `source` or `device` is given for a model that has values.
+        ValueError: `source` is given for a model that has values.
         UnsupportedState: as of `Deferral`; or the optimizer has state already.
     """
     is_built = any(module in _built for module in model.modules())
@@ -293,10 +288,7 @@ def find_deferral(
                 f"{type(optimizer).__name__} has state of parameters that have no values yet: expected an optimizer "
                 "that makes its state in its first step, such as torch.optim.AdamW(fused=True)"
             )
-        return Deferral(model, source, device)
-    for name, value in (("weights", source), ("device", device)):
-        if value is not None:
-            raise ValueError(
-                f"{name} is for a model that is built in evermoe.deferred() or on meta: this one has values"
-            )
+        return Deferral(model, source)
+    if source is not None:
+        raise ValueError("weights is for a model that is built in evermoe.deferred() or on meta: this one has values")
     return None

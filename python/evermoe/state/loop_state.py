@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from evermoe.errors import UnsupportedState
 from evermoe.loader import ElasticLoader
-from evermoe.options import Options, option
 from evermoe.sampler import Sampler
 from evermoe.state import lr_schedule
 from evermoe.state.lr_schedule import Scheduler
@@ -43,30 +41,18 @@ SCHEDULED = ("lr", "betas", "momentum", "max_momentum", "base_momentum", "initia
 """Settings of an optimizer's groups that torch's schedulers change, or keep as `base_lrs`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopOptions(Options):
-    """Options of the training loop's state."""
+def check_stateful(stateful: Mapping[str, Stateful]) -> None:
+    """Check the script's own objects with state.
 
-    stateful: Mapping[str, Stateful] | None = option(None, shared=True)
-    """Objects of the script by name, whose states are kept with the sampler's: a metric's best value, the patience of
-    early stopping, the id of a tracker's run. The names are the same on all members. Each state is JSON, small, and the
-    same on all members. `load_state_dict` gets it in a restart, and on a member that joins. Change an object between
-    two steps, on all members: recoveries keep such changes. After the loss of all processes the job resumes with the
-    states that its latest step's update found."""
-
-    resume_settings: Literal["job", "script"] = option("job", shared=True)
-    """Optimizer settings and schedule that a job resumes with when all its processes start again. `job`: its own; a
-    warning names each one that the script has changed. `script`: the script's, with its schedule stepped as often as
-    the job has taken steps. Members that join a running job always take the job's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in (self.stateful or {}).items():
-            if not isinstance(name, str) or not isinstance(value, Stateful):
-                raise ValueError(
-                    "expected stateful to have names and objects with state_dict() and load_state_dict(state), got "
-                    f"{name!r}: {value!r}"
-                )
+    Raises:
+        ValueError: a name is no text, or an object has no state that can be loaded.
+    """
+    for name, value in stateful.items():
+        if not isinstance(name, str) or not isinstance(value, Stateful):
+            raise ValueError(
+                "expected stateful to have names and objects with state_dict() and load_state_dict(state), got "
+                f"{name!r}: {value!r}"
+            )
 
 
 class LoopParts(NamedTuple):

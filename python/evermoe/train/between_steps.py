@@ -23,7 +23,7 @@ class BetweenSteps:
 
     model: nn.Module
     group: Group
-    config: SessionConfig
+    _config: SessionConfig
     has_left: bool
     _driver: SessionDriver
     _protocol: CommitProtocol
@@ -35,7 +35,7 @@ class BetweenSteps:
 
         When it is lost, another member has rank 0 after the recovery.
         """
-        return self.config.role == "train" and self.group.rank == 0
+        return self._config.membership.trains and self.group.rank == 0
 
     def evaluate(self, data: Any, fn: Callable[[Any], Mapping[str, float | Tensor]]) -> dict[str, float]:
         """Evaluate on all members that train, each on a part of the data; again after a loss.
@@ -219,7 +219,7 @@ class BetweenSteps:
         driver = self._driver
         if not driver.asks_to_stop or driver.evaluations.stopped is not None or not driver.reports:
             return
-        if self.config.role == "train" and driver.evaluations.agree_to_stop():
+        if self._config.membership.trains and driver.evaluations.agree_to_stop():
             driver.evaluations.stopped = self.step
             if self._protocol.is_stepping or driver.has_replica_nodes:  # others wait in a step that never comes
                 self.group.drop("the job is stopped")

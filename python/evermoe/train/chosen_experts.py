@@ -23,6 +23,7 @@ from evermoe.loss_ledger import LossLedger
 from evermoe.options import count
 from evermoe.planning import budgets
 from evermoe.planning.recovery import Lagging
+from evermoe.presets import Pec
 from evermoe.recovery.report import Outcome
 from evermoe.selection import most_at_risk
 from evermoe.snapshot.bundles import Bundle
@@ -69,7 +70,7 @@ class ChosenExperts:
     ) -> None:
         self._options, self._state, self._membership, self._planner = options, state, membership, planner
         self._are_chosen = options.chooses_experts
-        self._ledger = LossLedger(state, options.copy_options(), notes_copies=self._are_chosen)
+        self._ledger = LossLedger(state, Pec(), notes_copies=self._are_chosen)
         self._numbers: dict[str, int] = {}
         """By expert of all stages that others keep copies of, the number of its bundle."""
         self._expert_bytes = self._all_bytes = self._other_bytes = 0

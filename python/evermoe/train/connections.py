@@ -16,7 +16,6 @@ import torch.distributed as dist
 from evermoe.comm.courier import UNLIMITED, Courier
 from evermoe.comm.group import leave_failures_to_us, share_a_gpu
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import (
@@ -26,6 +25,7 @@ from evermoe.comm.torch_groups import (
     is_group_error,
     quick_groups,
 )
+from evermoe.config.membership import Membership
 from evermoe.errors import PeerLost
 from evermoe.experts import Experts
 
@@ -55,7 +55,7 @@ class TorchConnections:
         membership: MembershipManager,
         shape: tuple[int, int, int],
         rank: int,
-        limits: MembershipOptions,
+        limits: Membership,
         device: torch.device,
     ) -> None:
         self._membership, self._group = membership, membership.trainer_group

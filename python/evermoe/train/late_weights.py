@@ -27,8 +27,8 @@ from evermoe.comm.task import Task
 from evermoe.errors import PeerLost, UnsupportedState
 
 COMPILED = (
-    "overlap_param_gather makes modules wait for their weights before they compute, which a compiled graph leaves out: "
-    "leave out the option, or torch.compile"
+    "shard_optimizer='overlap' makes modules wait for their weights before they compute, which a compiled graph leaves "
+    "out: use shard_optimizer=True, or leave out torch.compile"
 )
 
 
@@ -58,7 +58,7 @@ class LateWeights:
         """
         device = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
         if device is not None:
-            raise UnsupportedState(f"overlap_param_gather is for models on CPUs, and this one is on {device}")
+            raise UnsupportedState(f"shard_optimizer='overlap' is for models on CPUs, and this one is on {device}")
         if any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
             raise UnsupportedState(COMPILED)
         for module in model.modules():

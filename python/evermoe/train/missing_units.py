@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.reachability import CUT_OFF_SECONDS, REACH_SECONDS, what_is_left
+from evermoe.config.membership import Membership
 from evermoe.errors import LostExperts
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class MissingUnits:
         options: limits.
     """
 
-    def __init__(self, membership: MembershipManager, options: MembershipOptions) -> None:
+    def __init__(self, membership: MembershipManager, options: Membership) -> None:
         self._membership, self._options = membership, options
         self._since = math.inf
         """Time since which some units are missing; infinite when none are."""

@@ -3,7 +3,7 @@
     replicated   backward ─ all-reduce ─ VOTE ─ update everywhere
     sharded      backward ─ reduce to owners ─ VOTE ─ update at owners ─ weights to all
                    │ in buckets, on CPUs, as soon as their gradients exist: see `evermoe.train.early_sums`
-                   └ with `overlap_param_gather` the weights come during the next forward: `evermoe.train.late_weights`
+                   └ with "overlap" the weights are sent during the next forward: `evermoe.train.late_weights`
 
 Nothing is lost with an owner that dies while it sends weights: its units are protected as experts are, and in the
 recovery all get the weights again.

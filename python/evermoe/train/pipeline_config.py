@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from evermoe.comm.membership_options import MembershipOptions
+from evermoe.config.copies import CopyConfig
+from evermoe.config.membership import Membership
 from evermoe.events import MemberLost
-from evermoe.keeper import CopyOptions, SnapshotMemory
 from evermoe.memory_folder import DEFAULT
 from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, option
-from evermoe.snapshot.window_plan import WindowOptions
+from evermoe.presets import BY_NAME, IdleWindows, SnapshotMemory
 from evermoe.train.stages import PipelinePreset
 
 
@@ -162,9 +162,9 @@ class PipelineConfig(Options):
         """Number of ranks in the whole pipeline."""
         return self.stages * self.data_parallel_size
 
-    def membership_options(self) -> MembershipOptions:
+    def membership_options(self) -> Membership:
         """Options of the rooms that know who is alive."""
-        return MembershipOptions(
+        return Membership(
             lighthouse=self.lighthouse,
             job=self.job,
             node=self.node,
@@ -172,18 +172,14 @@ class PipelineConfig(Options):
             quorum_timeout=self.quorum_timeout,
         )
 
-    def copy_options(self) -> CopyOptions:
+    def copy_options(self) -> CopyConfig:
         """Options of the rooms that keep copies."""
-        return CopyOptions(
-            preset=self.preset,
-            copies=self.copies,
-            snapshot_interval=self.snapshot_interval,
-            snapshot_memory=self.snapshot_memory,
-        )
+        preset = BY_NAME[self.preset](snapshot_memory=self.snapshot_memory)
+        return CopyConfig(preset=preset, replication=self.copies)
 
-    def window_options(self) -> WindowOptions:
+    def window_options(self) -> IdleWindows:
         """Options of the rooms that find idle windows."""
-        return WindowOptions(
+        return IdleWindows(
             copy_buffer_bytes=self.copy_buffer_bytes,
             profile_steps=self.profile_steps,
             profile_interval=self.profile_interval,

@@ -65,7 +65,7 @@ class PipelineRecovery(Driver):
         self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
         windows, copies = options.window_options(), options.copy_options()
-        schedule = copies.choices.schedule if copies.copies else None
+        schedule = copies.choices.schedule if copies.replication else None
         self.window_planner = StageWindowPlanner(
             self.pacer, self.courier, store, membership, windows, schedule, options.version_steps, options.stages
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 from weakref import WeakMethod
 
-from evermoe.comm.membership_options import Role
+from evermoe.config.membership import Role
 from evermoe.memory_folder import replace_text, role_files
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RoleRequest:
 
 
 def _begin_again(role: Role) -> NoReturn:
-    os.environ |= {"EVERMOE_ROLE": role, "EVERMOE_SPARE": "0"}
+    os.environ["EVERMOE_ROLE"] = role
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

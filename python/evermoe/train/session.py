@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -23,32 +23,37 @@ from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
+from evermoe.config.checkpoints import Checkpoints
+from evermoe.config.membership import Membership
+from evermoe.config.placement import Placement
+from evermoe.config.variables import find_membership
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.observe import combined, from_environment
-from evermoe.options import check_known
+from evermoe.planning.presets import PresetName
 from evermoe.planning.windows import Windows
+from evermoe.presets import PresetOptions
 from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
 from evermoe.sampler import Sampler
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.deferred import Deferral, Initializer, WeightSource, find_deferral
+from evermoe.state.loop_state import Stateful
 from evermoe.state.training_state import TrainingState
+from evermoe.train import ended_jobs
 from evermoe.train.between_steps import BetweenSteps, check_open
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.preemption import PreemptionHandler
 from evermoe.train.protocol import CommitProtocol
-from evermoe.train.session_config import SessionConfig, with_environment
+from evermoe.train.session_config import find_store, session_config
 from evermoe.train.session_driver import SessionDriver
 from evermoe.train.session_recovery import SessionContext
 from evermoe.train.step import Step
+from evermoe.train.step_gradients import StepGradients
 from evermoe.train.training_inputs import TrainingInputs
 
 logger = logging.getLogger(__name__)
-
-_ended: set[str] = set()
-"""Lighthouses whose job has ended in this process."""
 
 
 class Session(BetweenSteps):
@@ -60,23 +65,44 @@ class Session(BetweenSteps):
                 step.backward(model.loss(data[indices]))
 
     Args:
-        model: any module on one device; its `evermoe.MoE` layers are spread over the members. The rest is
-            replicated; the optimizer's state of it as well, or on one member each (`dense="sharded"`).
+        model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
         optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
-        sampler: divides the global batches: an `ElasticSampler` or `ElasticLoader`, or one of yours.
+        data: divides the global batches: an `ElasticLoader` or `ElasticSampler`, or a sampler of your own.
+        preset: how the state is protected: the name of a preset, or its options, an object of `evermoe.presets`.
+        replication: nodes that hold each unit's state after every step, those that train it included; 0 for no copies.
+        membership: the job, and how long its members wait for each other.
+        placement: which rank trains which expert.
+        checkpoints: a folder that all members share or a URL; or all options of checkpoints.
+        shard_optimizer: True: keep the optimizer's state of each module that is no expert on one worker, which takes
+            its steps and sends the new weights to all. `"overlap"`: as True, and on CPUs these weights are sent while
+            the next forward computes; a module waits for its own before its forward or `state_dict`, and weights must
+            be read in no other way between an update and the next backward. False: replicate it.
+        max_grad_norm: clips the gradient's global norm, over the experts of all ranks; None for no clipping.
+        on_nonfinite: action where a loss or a gradient of any member is infinite or NaN. `error`: end the job with
+            `NonFiniteLoss` on all members, the state unchanged; `skip`: leave out the update of that step on all.
+        seed: seeds the global generators of torch, NumPy and `random` from (seed, step, rank) for the block of each
+            step, so that a repeated step draws the same numbers. Afterwards they are as the script left them. None:
+            they are not seeded.
         scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
         scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
+        weights: source of the first weights of a model built in `evermoe.deferred`: an `evermoe.WeightSource`, or a
+            function that initialises a module. None: its constructors.
+        on_gradients: called in each step on each member that trains, with the reduced gradients as an
+            `evermoe.StepGradients`, before they are sent to replicas and clipped: what it changes in place is part of
+            the step. It must make the same changes on all members, and is called again when a failure has interrupted
+            the step. It costs a small all-reduce in each step, and no gradient is sent during backward.
+        stateful: objects of the script by name whose states are kept with the loader's: a metric's best value, the
+            patience of early stopping, the id of a tracker's run. All members have the same names and states; a state
+            is JSON, and small. `load_state_dict` gets it in a restart, and on a member that joins. Change an object
+            between two steps, on all members. After the loss of all processes the job resumes with the states at the
+            update of its latest step.
         on_event: called with each event, a dataclass of `evermoe.events`: a function, or several (`evermoe.observe` has
             some). It must not block or raise. `ChunkSent`, `SnapshotReceived`, `GradientsLogged` and `Damaged` come
             from other threads.
-        weights: of a model built in `evermoe.deferred`, where its first weights come from: an `evermoe.WeightSource`,
-            or what initialises a module. None: what its constructors do.
-        device: where such a model is made; None for the device given to `deferred`.
-        options: fields of `SessionConfig`.
 
     Raises:
-        ValueError: an option is wrong, or another job runs in checkpoint_dir. UnsupportedState: the optimizer's state
-            cannot be divided into units, or a part of the model is deferred and another is not. OSError: checkpoint_dir
+        ValueError: an option is wrong, or another job writes to `checkpoints`. UnsupportedState: the optimizer's state
+            cannot be divided into units, or a part of the model is deferred and another is not. OSError: `checkpoints`
             cannot be written to. TooFewFiles: this process may not open as many connections as `members` need.
             RuntimeError: a job of the same Lighthouse has ended in this process.
     """
@@ -85,43 +111,65 @@ class Session(BetweenSteps):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        sampler: Sampler,
+        data: Sampler,
         *,
+        preset: PresetName | PresetOptions = "auto",
+        replication: int = 2,
+        membership: Membership | None = None,
+        placement: Placement | None = None,
+        checkpoints: Checkpoints | str | Path | None = None,
+        shard_optimizer: bool | Literal["overlap"] = False,
+        max_grad_norm: float | None = None,
+        on_nonfinite: Literal["error", "skip"] = "error",
+        seed: int | None = 0,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        on_event: Listener | Sequence[Listener] = (),
         weights: WeightSource | Initializer | None = None,
-        device: torch.device | str | None = None,
-        **options: Any,
+        on_gradients: Callable[[StepGradients], object] | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
+        on_event: Listener | Sequence[Listener] = (),
     ) -> None:
-        check_known(options, SessionConfig.names())
         emit = combined(on_event, from_environment())
-        self.config = with_environment(SessionConfig(**options))
-        if self.config.lighthouse is not None:
-            _check_is_first(self.config.lighthouse)
-        self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
+        self._config = config = session_config(
+            preset=preset,
+            replication=replication,
+            membership=find_membership(membership),
+            placement=placement,
+            checkpoints=checkpoints,
+            shard_optimizer=shard_optimizer,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+            on_gradients=on_gradients,
+            stateful=stateful,
+        )
+        joining, location = config.membership, find_store(config)
+        if joining.lighthouse is not None:
+            ended_jobs.check_is_first(joining.lighthouse)
+        self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, data, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
         self._until = 0
-        script = TrainingInputs(model, optimizer, sampler, scheduler, LossScale(scaler), self.config.stateful or {})
-        script.check(trains=self.config.role == "train")
+        script = TrainingInputs(model, optimizer, data, scheduler, LossScale(scaler), config.stateful or {})
+        script.check(trains=joining.trains)
         script.claim(self)
-        deferral = find_deferral(model, optimizer, weights, device)
-        is_sharded = self.config.dense == "sharded"
-        marks = self.config.choices.may_lose_tokens
-        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=marks)
-        arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
-        job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        node, folder = node_name(self.config.node), job_folder(self.config.memory_dir or DEFAULT, job)
-        self._store = SnapshotStore(folder / node, self._state, self.config.preset)
+        deferral = find_deferral(model, optimizer, weights)
+        is_sharded, choices = bool(config.shard_optimizer), config.copies.choices
+        self._state = TrainingState(
+            model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=choices.may_lose_tokens
+        )
+        arithmetic = find_arithmetic(optimizer) if config.sends_gradients else None
+        job = joining.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        node, folder = node_name(joining.node), job_folder(joining.memory_dir or DEFAULT, job)
+        self._store = SnapshotStore(folder / node, self._state, config.copies.name)
         self._store.check()
         for layer in self._state.layers.values():
-            layer.split_as(self.config.choices.token_split)
-        common = self.config.shared() | script.common() | {"first weights": _describe(deferral)}
-        rounding = arithmetic.variant if arithmetic else "none" if self.config.sends_gradients else ""
-        self._lighthouse, lighthouse = _find_lighthouse(self.config.lighthouse)
+            layer.split_as(choices.token_split)
+        common = config.shared() | script.common() | {"first weights": _describe(deferral)}
+        rounding = arithmetic.variant if arithmetic else "none" if config.sends_gradients else ""
+        self._lighthouse, lighthouse = _find_lighthouse(joining.lighthouse)
         self._membership = MembershipManager(
-            self.config,
+            joining,
             lighthouse=lighthouse,
             identity=Identity(job, self._state.catalog.layout, common, rounding),
             node=node,
@@ -132,20 +180,22 @@ class Session(BetweenSteps):
         """The members that train: its `rank` and `size` change with them."""
         for layer in self._state.layers.values():
             layer.group = self.group
-        self._protection = Protection(self._state, self._store, self._membership, self.config, arithmetic, emit)
-        parts = SessionContext(script, self._state, self._membership, self._protection, self.config, emit)
+        self._protection = Protection(
+            self._state, self._store, self._membership, config.copies, location, arithmetic, emit
+        )
+        parts = SessionContext(script, self._state, self._membership, self._protection, config, emit)
         self._driver = SessionDriver(parts, self._store.directory.parent, self.leave)
         self._protocol = CommitProtocol(
             self._driver,
             self._membership,
-            members=self.config.members or 1,
-            join_interval=self.config.join_interval,
-            join_wait=self.config.join_wait,
-            rebalance_interval=self.config.rebalance_interval,
+            members=joining.members or 1,
+            join_interval=joining.join_interval,
+            join_wait=joining.join_wait,
+            rebalance_interval=config.placement.rebalance_interval,
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        self._preemption = PreemptionHandler(self.leave, self.config.drain_timeout, lambda: bool(self._driver.reports))
+        self._preemption = PreemptionHandler(self.leave, joining.drain_timeout, lambda: bool(self._driver.reports))
         self.has_left = False
 
     @property
@@ -171,7 +221,7 @@ class Session(BetweenSteps):
     @property
     def copied_step(self) -> int:
         """Steps that no failure which the preset covers can undo; -1 before the first copies."""
-        return self._driver.committed if self.config.copies else -1
+        return self._driver.committed if self._config.copies.replication else -1
 
     @property
     def reports(self) -> list[Recovered]:
@@ -203,7 +253,7 @@ class Session(BetweenSteps):
 
         Raises:
             SystemExit: the job ended without this member, it has left on a signal, or was a spare that nobody needed.
-            FolderInUse: living processes of another run of the job use its memory folder or checkpoint_dir.
+            FolderInUse: living processes of another run of the job use its memory folder or `checkpoints`.
             LostExperts: more copies were lost than are kept, and no checkpoint is left. JoinTimeout: no Lighthouse, or
             too few members. LeftBehind: the others continued without this member, and none of them is left.
             NonFiniteLoss: a loss or a gradient is infinite or not a number; raised on all members, replica nodes too.
@@ -214,7 +264,7 @@ class Session(BetweenSteps):
                 yield from self._steps(until)
             if not self._protocol.has_left:
                 self.close()
-                _ended.update(filter(None, [self.config.lighthouse]))
+                ended_jobs.remember(self._config.membership.lighthouse)
         except JobFinished:
             _end_too_late(self)
         except BaseException as failure:  # GeneratorExit, too: the caller left the loop
@@ -317,7 +367,7 @@ def _describe(deferral: Deferral | None) -> str:
 
 def _leave_job(session: Session) -> None:
     """Leave the job. Its memory stays for processes that resume it, if the job has a name."""
-    if session.config.job is None:
+    if session._config.membership.job is None:
         session.close()
     else:
         session._leave()
@@ -330,7 +380,7 @@ def _end_too_late(session: Session) -> NoReturn:
         SystemExit: always.
     """
     session.close()
-    if session.config.spare:
+    if session._config.membership.role == "spare":
         logger.warning("the job is over, and this spare was not needed")
     else:
         logger.warning(
@@ -339,17 +389,3 @@ def _end_too_late(session: Session) -> NoReturn:
             session.step,
         )
     raise SystemExit(0)
-
-
-def _check_is_first(lighthouse: str) -> None:
-    """Check that no job of this Lighthouse has ended in this process.
-
-    Raises:
-        RuntimeError: one has.
-    """
-    if lighthouse in _ended:
-        raise RuntimeError(
-            f"a job of the Lighthouse {lighthouse} has ended in this process, and its other workers may still be in "
-            "it, or be started again: under a Lighthouse (evermoe run, torchrun, srun) a script has one session. Give "
-            "the second training a script and a start of its own"
-        )

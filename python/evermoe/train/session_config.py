@@ -1,139 +1,148 @@
-"""All options of a session, and the environment variables that stand in for some."""
+"""Arguments of a session, checked together: combinations of groups that do not work are refused here."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
-from evermoe import environment
-from evermoe.comm.membership_options import MembershipOptions, Role
-from evermoe.events import MemberLost
-from evermoe.options import checked, option
-from evermoe.placement import PlacementOptions
-from evermoe.planning import PRESETS, PlacementPolicy
-from evermoe.protection import ProtectionOptions
-from evermoe.state.loop_state import LoopOptions
+import torch
+
+from evermoe.config.checkpoints import Checkpoints
+from evermoe.config.copies import CopyConfig
+from evermoe.config.membership import Membership
+from evermoe.config.placement import Placement
+from evermoe.events import Listener
+from evermoe.options import Options, checked, option
+from evermoe.persist.checkpoint_store import is_read_only
+from evermoe.persist.checkpointer import find_location
+from evermoe.persist.object_store import Location
+from evermoe.planning import PRESETS
+from evermoe.planning.presets import PresetName
+from evermoe.presets import PresetOptions, preset_options
+from evermoe.state.deferred import Initializer, WeightSource
+from evermoe.state.loop_state import Stateful, check_stateful
+from evermoe.train.step_gradients import StepGradients
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions, LoopOptions):
-    """Options of a session. Arguments override `EVERMOE_*` variables, those a launcher's, those the defaults."""
+class SessionConfig(Options):
+    """Arguments of a session, with the choices of its preset. `Session` documents them."""
 
-    memory_dir: str | None = None
-    """Folder of named shared memory (EVERMOE_MEMORY_DIR; default /dev/shm)."""
+    copies: CopyConfig
+    membership: Membership
+    placement: Placement
+    checkpoints: Checkpoints
+    shard_optimizer: bool | Literal["overlap"] = option(False, shared=True)
     max_grad_norm: float | None = option(None, shared=True, above=0)
-    """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
-    on_gradients: Callable[[Any], object] | None = None
-    """Called in each step on each member that trains, with the reduced gradients as an `evermoe.StepGradients`, before
-    they go to replicas: its changes in place are part of the step. It must change them the same way on all
-    members, and is called again when a failure has interrupted the step. `max_grad_norm` clips afterwards. It costs a
-    small all-reduce in each step, and no gradient is sent while backward computes others: `gradient_bucket_bytes` is 0.
-    """
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
-    """Reaction to a loss or a gradient of infinity or NaN on any member: `error` ends the job with `NonFiniteLoss` on
-    all, the state unchanged; `skip` leaves out that step's update on all."""
     seed: int | None = option(0, shared=True)
-    """Seeds the global generators of torch, NumPy and `random` from (seed, step, rank) for the block of each step: a
-    repeated step draws the same numbers. Afterwards they have the script's state again. None: they are not changed."""
-
-    overlap_param_gather: bool = option(False, shared=True)
-    """With `dense="sharded"` on CPUs: owners send updated weights while the next step's forward computes, and a module
-    waits for its own parameters before its forward or `state_dict`. Between an update and the next backward, weights
-    must not be read in another way. False: training waits for the weights after each update."""
-
-    on_lost: str | Callable[[MemberLost], object] | None = None
-    """Called once for each loss of a member in the job, to ask for another machine: a shell command
-    (EVERMOE_ON_LOST), or a function of the event `MemberLost`, in a thread of its own."""
+    on_gradients: Callable[[Any], object] | None = None
+    stateful: Mapping[str, Stateful] | None = option(None, shared=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.on_gradients is not None:
-            object.__setattr__(self, "gradient_bucket_bytes", 0)
-        if self.overlap_param_gather and self.dense != "sharded":
+        check_stateful(self.stateful or {})
+        name, choices = self.copies.name, self.copies.choices
+        if choices.needs_checkpoint_dir and self.checkpoints.url is None:
             raise ValueError(
-                "overlap_param_gather concerns the weights that owners send, and there are no owners with "
-                f"dense={self.dense!r}: use dense='sharded', or leave the option out"
+                f"the preset {name} saves to a checkpoint store: expected checkpoints to be a folder that all members "
+                "share, s3://, gs:// or az://, got none"
             )
-        if self.choices.copies_late and self.copy_pacing == "blocking" and (self.snapshot_interval or 1) > 1:
-            raise ValueError(
-                "copy_pacing='blocking' waits for each version at once, so that it takes one step: expected "
-                f"snapshot_interval=1 or None, got {self.snapshot_interval}; or use copy_pacing='windows'"
-            )
-        if self.dense == "sharded" and not self.choices.protects_owners:
+        if self.shard_optimizer and not choices.protects_owners:
             fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_owners)
             raise ValueError(
-                f"dense='sharded' leaves the optimizer's state of a module to one worker, and the preset {self.preset} "
-                f"makes no copies of it: use preset {fitting}, or dense='replicated'"
+                f"shard_optimizer={self.shard_optimizer} leaves the optimizer's state of a module to one worker, and "
+                f"the preset {name} makes no copies of it: use preset {fitting}, or shard_optimizer=False"
             )
 
     def shared(self) -> dict[str, str]:
-        """Return the options that must be the same for all members, and the name of `on_gradients`."""
+        """Return the options that must be the same for all members, and the name of the function for gradients."""
         function = self.on_gradients
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        return super().shared() | {"on_gradients": "None" if function is None else name}
+        groups = {"membership": self.membership, "placement": self.placement, "checkpoints": self.checkpoints}
+        by_group = {f"{group}.{key}": value for group, some in groups.items() for key, value in some.shared().items()}
+        own = super().shared() | {"on_gradients": "None" if function is None else name}
+        return self.copies.shared() | by_group | own
 
     @property
     def sends_gradients(self) -> bool:
         """Whether this member sends the gradients of its steps to replicas on other members."""
-        is_followed = bool(self.copies) and "replayed" in self.choices.kinds
-        return is_followed and self.role == "train" and self.lighthouse is not None
-
-    @property
-    def replicas(self) -> int:
-        """Wanted number of active replicas of each expert."""
-        return self.choices.replicas(self.copies, self.min_replicas)
-
-    @property
-    def placement_policy(self) -> PlacementPolicy:
-        """Policy that places experts on ranks."""
-        return self.placement or self.choices.placement
+        is_followed = bool(self.copies.replication) and "replayed" in self.copies.choices.kinds
+        return is_followed and self.membership.trains and self.membership.lighthouse is not None
 
 
-def with_environment(config: SessionConfig) -> SessionConfig:
-    """Fill missing options from `EVERMOE_*` variables, then from the variables of a launcher.
+class SessionArguments(TypedDict, total=False):
+    """Keyword arguments of `evermoe.Session`, for code that passes them on; `Session` documents them."""
+
+    preset: PresetName | PresetOptions
+    replication: int
+    membership: Membership | None
+    placement: Placement | None
+    checkpoints: Checkpoints | str | Path | None
+    shard_optimizer: bool | Literal["overlap"]
+    max_grad_norm: float | None
+    on_nonfinite: Literal["error", "skip"]
+    seed: int | None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    scaler: torch.amp.GradScaler | None
+    weights: WeightSource | Initializer | None
+    on_gradients: Callable[[StepGradients], object] | None
+    stateful: Mapping[str, Stateful] | None
+    on_event: Listener | Sequence[Listener]
+
+
+def session_config(
+    *,
+    preset: str | PresetOptions = "auto",
+    replication: int = 2,
+    membership: Membership | None = None,
+    placement: Placement | None = None,
+    checkpoints: Checkpoints | str | Path | None = None,
+    shard_optimizer: bool | Literal["overlap"] = False,
+    max_grad_norm: float | None = None,
+    on_nonfinite: Literal["error", "skip"] = "error",
+    seed: int | None = 0,
+    on_gradients: Callable[[Any], object] | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+) -> SessionConfig:
+    """Return the checked arguments of a session, with the choices of its preset; see `Session`.
 
     Raises:
-        ValueError: a variable is wrong, the job has no name, or a launcher has started several processes without a
-            Lighthouse, which would not find each other.
+        ValueError: an option is wrong, or a combination of them.
     """
-    found: dict[str, Any] = {}
-    for name in ("lighthouse", "job", "node", "domain", "address", "memory_dir", "on_lost"):
-        if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
-            found[name] = os.environ[f"EVERMOE_{name.upper()}"]
-    if os.environ.get("EVERMOE_ALLOW_SOLO_RESUME"):
-        found["allow_solo_resume"] = (
-            checked("EVERMOE_ALLOW_SOLO_RESUME", os.environ["EVERMOE_ALLOW_SOLO_RESUME"], Literal["0", "1"]) == "1"
-        )
-    if os.environ.get("EVERMOE_SPARE"):
-        found["spare"] = checked("EVERMOE_SPARE", os.environ["EVERMOE_SPARE"], Literal["0", "1"]) == "1"
-    if os.environ.get("EVERMOE_ROLE"):
-        found["role"] = checked("EVERMOE_ROLE", os.environ["EVERMOE_ROLE"], Role)
-    if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
-        text = os.environ["EVERMOE_MEMBERS"]
-        found["members"] = checked("EVERMOE_MEMBERS", int(text) if text.isdecimal() else text, int, least=1)
-    return _with_launcher(replace(config, **found))
+    chosen = preset_options(preset)
+    if on_gradients is not None:
+        chosen = chosen.sent_after_backward()
+    copies = CopyConfig(preset=chosen, replication=replication)
+    placing = checked("placement", placement, Placement | None) or Placement()
+    where = checked("checkpoints", checkpoints, Checkpoints | str | Path | None)
+    return SessionConfig(
+        copies=copies,
+        membership=checked("membership", membership, Membership | None) or Membership(),
+        placement=placing.resolved(copies.choices, copies.replication),
+        checkpoints=where if isinstance(where, Checkpoints) else Checkpoints(where),
+        shard_optimizer=shard_optimizer,
+        max_grad_norm=max_grad_norm,
+        on_nonfinite=on_nonfinite,
+        seed=seed,
+        on_gradients=on_gradients,
+        stateful=stateful,
+    )
 
 
-def _with_launcher(config: SessionConfig) -> SessionConfig:
-    """Fill missing options from the variables of torchrun, srun or torchft."""
-    lighthouse = config.lighthouse or environment.lighthouse()
-    if lighthouse is None:
-        others = environment.others()
-        if others and config.members != 1:
-            raise ValueError(
-                f"{others}, but no Lighthouse is named: each process would train a job of its own. Start the workers "
-                "with `evermoe run`; or start a Lighthouse that outlives them, `torchft_lighthouse --bind "
-                "0.0.0.0:29510 --min_replicas 1`, and set TORCHFT_LIGHTHOUSE=http://HOST:29510 for all of them; or, "
-                "for jobs of one process each, set EVERMOE_MEMBERS=1"
-            )
-        return config
-    job = config.job or environment.job()
-    if job is None:
+def find_store(config: SessionConfig) -> Location | None:
+    """Return where checkpoints are; None without any.
+
+    Raises:
+        ValueError: the URL is of no known kind, has credentials, or can only be read and the preset writes to it.
+        OSError: there are no credentials for it.
+    """
+    location = find_location(config.checkpoints)
+    if config.copies.choices.needs_checkpoint_dir and location is not None and is_read_only(location):
         raise ValueError(
-            "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same on all workers; "
-            f"{', '.join(environment.JOBS)} do not (torchrun: --rdzv-id)"
+            f"the preset {config.copies.name} saves to a checkpoint store: expected checkpoints to be a folder that "
+            f"all members share, s3://, gs:// or az://, got {config.checkpoints.url}"
         )
-    domain, members = config.domain or environment.domain(), config.members or environment.processes()
-    return replace(config, lighthouse=lighthouse, job=job, domain=domain, members=members)
+    return location

@@ -45,7 +45,7 @@ class SessionDriver(RecoveryDriver):
 
     def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
-        self.role_request = RoleRequest(folder, self._config.role, self.lost.turn, leave)
+        self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
         self.skipped = 0
         """Steps whose update was left out, as a loss or a gradient was not finite."""
         self.guard = ScriptGuard(self._script)
@@ -291,7 +291,8 @@ class SessionDriver(RecoveryDriver):
         """
         self.substitute.put_back()
         everyone = self._membership.everyone
-        if self._trains and self._leaving and (self._leaving == everyone.size or self._leaving >= self._config.copies):
+        nodes = min(everyone.size, self._config.copies.replication)
+        if self._trains and self._leaving and self._leaving >= nodes:
             self._save_before_leaving(everyone.size)
         self._dense.await_weights()
         complete = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
@@ -338,8 +339,8 @@ class SessionDriver(RecoveryDriver):
 
 def _warn_unsaved(step: int, leaving: int, members: int) -> None:
     logger.warning(
-        "%d of %d members leave the job after step %d, and no checkpoint is written, as there is no checkpoint_dir: "
-        "set it, and a checkpoint is written before members leave that take the only copies with them",
+        "%d of %d members leave the job after step %d, and no checkpoint is written, as there is no folder for it: "
+        "give the session checkpoints, and one is written before members leave that take the only copies with them",
         leaving,
         members,
         step,

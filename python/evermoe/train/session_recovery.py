@@ -17,7 +17,7 @@ from evermoe.errors import JobFinished, LostExperts, UnitsMissing
 from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.observe.recovery_log import log_recovery
-from evermoe.persist.checkpointer import Checkpointer
+from evermoe.persist.checkpointer import Checkpointer, find_location
 from evermoe.placement import should_rebalance
 from evermoe.profile.memory import return_freed_memory, return_freed_memory_beside
 from evermoe.protection import Protection
@@ -69,12 +69,12 @@ class RecoveryDriver(Driver):
         self._script, self._state, self._membership, self._protection, self._config, self._emit = parts
         self._group = self._membership.trainer_group
         self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
-        self._trains = self._config.role == "train"
+        self._trains = self._config.membership.trains
         self._loop = LoopRestore(
             self._script.loop,
             self._group,
             self._membership.identity.job,
-            takes_own=self._config.resume_settings == "script",
+            takes_own=self._config.checkpoints.resume_settings == "script",
         )
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self.substitute = SubstituteWeights(self._script.model, self._settle_weights)
@@ -85,15 +85,17 @@ class RecoveryDriver(Driver):
             Meeting(self._group, lambda: waiting_ranks(self._membership)),
             self.substitute,
         )
-        self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
+        self._checkpointer = Checkpointer(self._config.checkpoints, self._state, self._membership, self._emit)
         store = self._protection.store
         places = MemoryClaim(store.directory), self._checkpointer
-        self._run = SameRun(self._membership, self._config.hang_timeout, places)
+        self._run = SameRun(self._membership, self._config.membership.hang_timeout, places)
         self._measures = StepMeasures(
             self._state, self._protection, self._checkpointer, self._emit, counts=self._trains
         )
         self._reducer = ExpertReducer([], [], 0)
-        self._dense = DenseExchange(self._state, self._membership, overlaps_gather=self._config.overlap_param_gather)
+        self._dense = DenseExchange(
+            self._state, self._membership, overlaps_gather=self._config.shard_optimizer == "overlap"
+        )
         if self._dense.late is not None:
             self._dense.late.attach(self._script.model)
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
@@ -110,7 +112,8 @@ class RecoveryDriver(Driver):
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
         self._commit_events: dict[int, Commit] = {}
         """Report of each step, until it is committed."""
-        self.lost = LostMembers(self._membership, self._config.on_lost, self._config.members or 1, self._emit)
+        joining = self._config.membership
+        self.lost = LostMembers(self._membership, joining.on_lost, joining.members or 1, self._emit)
         """Lost members, and the callers that ask for replacements."""
         self._leaving = 0
         """Members that leave after the step."""
@@ -123,7 +126,7 @@ class RecoveryDriver(Driver):
         self._before: int | None = None
         """Version before the recovery that is under way; None if that was of no running job."""
         self._was_established = False
-        self._missing = MissingUnits(self._membership, self._config)
+        self._missing = MissingUnits(self._membership, joining)
         """The wait for units that are in no member's memory."""
         self._is_paused = False
         """Whether members agree again because of missing units."""
@@ -183,7 +186,7 @@ class RecoveryDriver(Driver):
     def waiting(self) -> None:
         """Stop a process that came after the end of its job. Prepare a spare."""
         if is_marked(FINISHED):
-            raise JobFinished(f"job {self._config.job} has committed all its steps")
+            raise JobFinished(f"job {self._config.membership.job} has committed all its steps")
         self._standby.go_on()
 
     def interrupt(self) -> None:
@@ -200,9 +203,9 @@ class RecoveryDriver(Driver):
 
     def weigh(self) -> Event:
         """Agree whether the load has shifted so far that experts should move."""
-        nodes, spread = _places(self._membership, self._config.copies)
+        nodes, spread = _places(self._membership, self._config.copies.replication)
         boosts = self._protection.ledger.boosted()
-        mine = self._trains and should_rebalance(self._state, nodes, self._config, boosts, spread)
+        mine = self._trains and should_rebalance(self._state, nodes, self._config.placement, boosts, spread)
         should_move = float(self._membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
         if should_move:
             self._begin_report("the load has shifted")
@@ -341,9 +344,9 @@ class RecoveryDriver(Driver):
             lagging=self._protection.lagging,
             committed=max(0, self.committed),
         )
-        nodes, spread = _places(self._membership, self._config.copies)
-        where = self._config.checkpoints()
-        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, where, spread)
+        nodes, spread = _places(self._membership, self._config.copies.replication)
+        where = find_location(self._config.checkpoints)
+        target = ExpertTarget(self._state, membership.everyone, nodes, self._config.placement, where, spread)
         return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing, known or {})
 
 

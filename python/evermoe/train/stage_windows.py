@@ -13,11 +13,12 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
+from evermoe.presets import IdleWindows
 from evermoe.profile import Profiler
 from evermoe.profile.bubble_time import BubbleTime, bubble_time
 from evermoe.snapshot.rank_plan import COPIES, Outgoing, RankReport, lead, plan_of
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.snapshot.window_plan import WARM_UP, WindowOptions, WindowPlanner
+from evermoe.snapshot.window_plan import WARM_UP, WindowPlanner
 
 
 class _Known(NamedTuple):
@@ -58,7 +59,7 @@ class StageWindowPlanner(WindowPlanner):
         courier: Courier,
         store: SnapshotStore,
         membership: MembershipManager,
-        options: WindowOptions,
+        options: IdleWindows,
         policy: ChunkPolicy | None,
         fixed_steps: int | None,
         stages: int,

@@ -72,12 +72,16 @@ class Standby:
             self._reserving = None
         ranks = sorted((data["node"], data["role"] == "train") for data in members.values())
         ranks.sort(key=lambda rank: not rank[1])
-        if not self._config.copies or not any(trains for _, trains in ranks) or len(ranks) == len(self._known):
+        if (
+            not self._config.copies.replication
+            or not any(trains for _, trains in ranks)
+            or len(ranks) == len(self._known)
+        ):
             return True
         self._known = ranks
         config, state = self._config, self._state
         nodes, trains = [node for node, _ in ranks], [does for _, does in ranks]
-        sizes = expected_arenas(state, config, config, nodes, trains, self._is_replayable)
+        sizes = expected_arenas(state, config.copies, config.placement, nodes, trains, self._is_replayable)
         if self._store.room is None:
             self._store.room = SpareRoom(self._store.directory, self._membership.id)
         room, fetched = self._store.room, sum(nbytes for _, nbytes in state.catalog.sizes())

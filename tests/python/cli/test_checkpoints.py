@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from evermoe import ElasticSampler, Session
+from evermoe import Checkpoints, ElasticSampler, Membership, Session
 from evermoe.cli.main import main
 from evermoe.persist.checkpoint_folder import CheckpointFolder, find
 from evermoe.persist.owner import Owner, read_owner
@@ -18,10 +18,10 @@ from support.worker import SAMPLES, Model, dataset, wait_until_written
 def folder(tmp_path):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"keep_checkpoints": 2, "keep_checkpoint_interval": 4, "checkpoint_interval": 2, "job": "listed"}
     (tmp_path / "memory").mkdir()
-    options |= {"checkpoint_dir": tmp_path / "saved", "memory_dir": str(tmp_path / "memory")}
-    session = Session(model, optimizer, ElasticSampler(SAMPLES, 4), **options)
+    membership = Membership(job="listed", memory_dir=str(tmp_path / "memory"))
+    checkpoints = Checkpoints(tmp_path / "saved", interval=2, keep=2, keep_interval=4)
+    session = Session(model, optimizer, ElasticSampler(SAMPLES, 4), membership=membership, checkpoints=checkpoints)
     for step in session.steps(10):
         wait_until_written(session)
         with step:

@@ -45,7 +45,7 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
 
 @pytest.mark.long
 def test_demo_fails_when_too_much_is_lost(tmp_path):
-    run = ["--workers", "2", "--steps", "8", "--kill", "1@4", "--no-join", "--copies", "1", "--slots", "1"]
+    run = ["--workers", "2", "--steps", "8", "--kill", "1@4", "--no-join", "--replication", "1", "--expert-slots", "1"]
     done = evermoe("demo", *run, *SMALL, "--experts", "3", "--top-k", "1", "--no-baseline", folder=tmp_path)
     assert done.returncode == 1
     assert "LostExperts" in done.stdout
@@ -62,7 +62,7 @@ def test_demo_fails_when_too_much_is_lost(tmp_path):
         (["--workers", "1", "--kill", "0@3"], "at least one survivor"),
         (["--join", "60"], "--join: expected a step below 60, got 60"),
         (["--data", "missing.txt"], "found no file"),
-        (["--copies", "-1"], "expected copies to be a whole number, >= 0, got -1"),
+        (["--replication", "-1"], "expected replication to be a whole number, >= 0, got -1"),
         (["--hang-timeout", "inf"], "expected hang_timeout"),
         (["--batch", "0"], "expected --batch to be a whole number, >= 1"),
     ],

@@ -20,7 +20,7 @@ def trained(tmp_path_factory):
     model, data = elastic("gpt-oss"), dataset()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = package.ElasticSampler(len(data), 12)
-    for step in package.Session(model, optimizer, sampler, checkpoint_dir=folder / "checkpoints").steps(2):
+    for step in package.Session(model, optimizer, sampler, checkpoints=folder / "checkpoints").steps(2):
         with step:
             step.backward(model(data[step.indices]))
     model.model.config.save_pretrained(folder / "config")

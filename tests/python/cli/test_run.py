@@ -26,8 +26,9 @@ torch.manual_seed(0)
 layer = evermoe.MoE(width, 16, 4, top_k=1)
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 data = torch.randn(100, 3, width)
-session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), local_snapshot_interval=1, join_interval=1,
-                          checkpoint_dir=os.environ.get("SAVED"), copies=1)
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), replication=1,
+                          preset=evermoe.presets.Auto(snapshot_interval=1),
+                          membership=evermoe.Membership(join_interval=1), checkpoints=os.environ.get("SAVED"))
 for step in session.steps(1000000 if last > 10 else 10):
     with step:
         step.backward(layer(data[step.indices]).square().mean())

@@ -85,6 +85,6 @@ def test_a_session_without_the_library_names_what_it_tried(library, why, monkeyp
 
 
 def test_the_option_has_two_values():
-    assert evermoe.SessionConfig().transport == "tcp"
+    assert evermoe.Membership().transport == "tcp"
     with pytest.raises(ValueError, match="transport"):
-        evermoe.SessionConfig(transport="rdma")
+        evermoe.Membership(transport="rdma")

@@ -164,7 +164,7 @@ def test_another_run_of_the_same_job_that_starts_later_has_the_place(spot):
         with pytest.raises(PersistFailed, match="taken over by another run of job 'job', which process 4711 on host-7"):
             writer.write(2)
     else:
-        with pytest.raises(FolderInUse, match=r"checkpoint_dir .* is in use by another run of job 'job', which"):
+        with pytest.raises(FolderInUse, match=r"the checkpoint store .* is in use by another run of job 'job', which"):
             later.store.take(two, 0.0)
         with pytest.raises(PersistFailed, match="is in use by another run"):
             later.write(2)

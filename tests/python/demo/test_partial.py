@@ -8,7 +8,7 @@ import json
 import pytest
 
 from evermoe.demo import flags, train
-from evermoe.demo.worker_flags import COPY_FLAGS
+from evermoe.presets import Pec
 from support.commands import evermoe
 
 SMALL = ["--layers", "2", "--hidden", "32", "--intermediate", "32", "--sequence", "16", "--no-baseline"]
@@ -19,10 +19,6 @@ GIVEN = {
     "save_interval": 5,
     "expert_selection": "sequential",
     "max_lost_token_fraction": 0.25,
-    "remote_bytes_per_step": 6000,
-    "local_bytes_per_step": 7000,
-    "local_snapshot_interval": 8,
-    "copy_budget": 0.5,
 }
 
 
@@ -31,7 +27,11 @@ GIVEN = {
     ("preset", "given", "reason"),
     [
         ("pec", [], "pec saves 2 of 8 experts of each layer"),
-        ("moetion", ["--remote-bytes-per-step", "80000"], "moetion brings copies on other nodes up to date for 80,000"),
+        (
+            "moetion",
+            ["--moetion.remote-bytes-per-step", "80000"],
+            "moetion brings copies on other nodes up to date for 80,000",
+        ),
     ],
 )
 @pytest.mark.long
@@ -55,24 +55,23 @@ def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, pr
 def test_flags_reach_the_session(tmp_path):
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    assert GIVEN.keys() == COPY_FLAGS.keys()
-    given = [part for name, value in GIVEN.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    given = [part for name, value in GIVEN.items() for part in (f"--pec.{name.replace('_', '-')}", str(value))]
     options = parser.parse_args([*SMALL, "--preset", "pec", "--workers", "1", *given])
     flags.check(options)
     reporter = train.Reporter(None, None)
     train.train(train.parse(flags.worker_arguments(options, 1, 2, tmp_path)), reporter)
-    config = reporter.session.config
-    assert {name: getattr(config, name) for name in GIVEN} == GIVEN
-    assert (config.preset, config.checkpoint_dir) == ("pec", str(tmp_path / "store"))
+    config = reporter.session._config
+    assert config.copies.preset == Pec(**GIVEN)
+    assert config.checkpoints.url == str(tmp_path / "store")
+    assert (config.membership.join_interval, config.membership.hang_timeout) == (1, 10.0)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--experts-per-save", "0"], "expected experts_per_save to be a whole number"),
-        (["--experts-per-save", "3", "--experts-per-snapshot", "2"], "experts_per_save: expected at most"),
-        (["--expert-selection", "oldest"], "expected expert_selection to be one of load-aware, sequential"),
-        (["--max-lost-token-fraction", "2"], "expected max_lost_token_fraction"),
+        (["--pec.experts-per-save", "0"], "expected experts_per_save to be a whole number"),
+        (["--pec.experts-per-save", "3", "--pec.experts-per-snapshot", "2"], "experts_per_save: expected at most"),
+        (["--pec.max-lost-token-fraction", "2"], "expected max_lost_token_fraction"),
     ],
 )
 def test_what_a_session_would_refuse_is_refused_before_any_worker_starts(given, message):

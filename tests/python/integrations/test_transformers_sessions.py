@@ -64,7 +64,7 @@ def distances(losses, weights, others, other_weights):
 def test_a_model_trains_as_alone_through_a_kill(tmp_path, start_job, name, dense, dtype):
     """In bfloat16 both round: no farther apart than twice what one process is from one that computes in float32."""
     folder = tmp_path / "checkpoints"
-    job = start_job(3, checkpoint_dir=str(folder), max_grad_norm=CLIP, join_interval=1, dense=dense)
+    job = start_job(3, checkpoints=str(folder), max_grad_norm=CLIP, join_interval=1, shard_optimizer=dense == "sharded")
     options = {"model": name, "optimizer": OPTIMIZER[dtype], "dtype": dtype, "steps": STEPS, "batch_size": BATCH}
     workers = job.start_all({"c": [Fault("reduce", 4)]}, **options)
     assert [each.join(80) for each in workers] == [0, 0, -9]

@@ -237,7 +237,10 @@ def test_a_job_that_is_started_again_keeps_its_patience_best_metric_and_run(tmp_
 
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
-    session = {"job": "patience", "memory_dir": str(memory), "local_snapshot_interval": 1}
+    session = {
+        "preset": evermoe.presets.Auto(snapshot_interval=1),
+        "membership": evermoe.Membership(job="patience", memory_dir=str(memory)),
+    }
     first = elastic(tmp_path, session=session, more={"callbacks": [*common()["callbacks"], Call(event, crash)]})
     with pytest.raises(Crash):
         first.train()

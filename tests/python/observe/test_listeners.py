@@ -13,7 +13,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from evermoe import ElasticSampler, Session
+from evermoe import Checkpoints, ElasticSampler, Session
 from evermoe.environment import free_port
 from evermoe.events import (
     Begin,
@@ -61,7 +61,7 @@ def test_a_session_in_a_file_and_in_metrics(tmp_path, monkeypatch):
     port, path = free_port(), tmp_path / "new" / "events.jsonl"
     monkeypatch.setenv("EVERMOE_METRICS", str(port))
     seen = []
-    train(5, on_event=[JsonLines(path), seen.append], checkpoint_dir=tmp_path / "saved", checkpoint_interval=4)
+    train(5, on_event=[JsonLines(path), seen.append], checkpoints=Checkpoints(tmp_path / "saved", interval=4))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "commit"] == [0, 1, 2, 3, 4]
     assert {line["pid"] for line in lines} == {os.getpid()}

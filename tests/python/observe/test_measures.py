@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evermoe import ElasticSampler, Expert, Experts, Session
+from evermoe import Checkpoints, ElasticSampler, Expert, Experts, Membership, Session
 from evermoe.events import Begin, Checkpoint, Measured, Recovered
 from evermoe.persist.partial import PartialCheckpoints
 from evermoe.train.measures import IMBALANCE_EVERY, imbalances
@@ -135,7 +135,7 @@ def test_a_full_disk_is_a_lag_until_there_is_room_again(tmp_path, small_disk):
             {3: lambda: fill(small_disk), 8: lambda: free(small_disk)}.get(event.step, lambda: None)()
 
     with pytest.warns(UserWarning, match="the checkpoint of step [34] was not written: .*No space left"):
-        train(listen, 14, before=wait_until_written, checkpoint_dir=small_disk, checkpoint_interval=1)
+        train(listen, 14, before=wait_until_written, checkpoints=Checkpoints(small_disk, interval=1))
     published = 0
     for event in events:
         if isinstance(event, Checkpoint):
@@ -150,10 +150,9 @@ def test_a_full_disk_is_a_lag_until_there_is_room_again(tmp_path, small_disk):
 
 def test_the_lag_of_checkpoints_counts_from_those_of_an_earlier_start(tmp_path):
     first, second = [], []
-    options = {"checkpoint_dir": tmp_path / "saved", "checkpoint_interval": 4, "job": "twice"}
     for seen, steps in ((first, 6), (second, 8)):
-        options["memory_dir"] = str(tmp_path / f"memory{steps}")
-        train(seen.append, steps, **options)
+        membership = Membership(job="twice", memory_dir=str(tmp_path / f"memory{steps}"))
+        train(seen.append, steps, membership=membership, checkpoints=Checkpoints(tmp_path / "saved", interval=4))
     (recovered,) = (event for event in second if isinstance(event, Recovered))
     assert recovered.step == 6
     assert next(event.lag["checkpoint"] for event in second if isinstance(event, Measured)) == 1
@@ -169,7 +168,7 @@ def flush(session):
 
 def test_pec_says_how_far_what_is_on_disk_is_behind(tmp_path):
     events = []
-    train(events.append, 6, preset="pec", before=flush, checkpoint_dir=tmp_path / "saved")
+    train(events.append, 6, preset="pec", before=flush, checkpoints=tmp_path / "saved")
     lags = [event.lag["persisted"] for event in events if isinstance(event, Measured)]
     assert len(lags) == 6
     assert set(lags) <= {0, 1}
@@ -184,7 +183,7 @@ def test_pec_on_a_full_disk_falls_behind(small_disk):
             {4: lambda: fill(small_disk), 11: lambda: free(small_disk)}.get(event.step, lambda: None)()
 
     with pytest.warns(UserWarning, match="was not persisted: .*No space left on device.*Training continues"):
-        train(listen, 12, preset="pec", checkpoint_dir=small_disk)
+        train(listen, 12, preset="pec", checkpoints=small_disk)
     lags = [event.lag["persisted"] for event in events if isinstance(event, Measured)]
     assert lags[10] == lags[5] + 5 >= 6
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from evermoe import ElasticSampler, Session
+from evermoe import Checkpoints, ElasticSampler, Membership, Session
 from evermoe.events import Commit, CoverageChanged, Damaged, Measured, Recovered, Skipped
 from evermoe.observe import TensorBoard, from_environment
 from support.worker import SAMPLES, Model, dataset
@@ -61,7 +61,7 @@ def test_curves_of_a_session_are_what_its_events_say(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     model, seen = Model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"checkpoint_dir": tmp_path / "saved", "checkpoint_interval": 2, "node": "here"}
+    options = {"checkpoints": Checkpoints(tmp_path / "saved", interval=2), "membership": Membership(node="here")}
     session = Session(model, optimizer, ElasticSampler(SAMPLES, 4), on_event=seen.append, **options)
     for step in session.steps(5):
         with step:

@@ -7,6 +7,7 @@ import threading
 import torch
 from safetensors.torch import load_file
 
+import evermoe
 from evermoe import EMA, ElasticSampler, Session
 from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.partial import PartialCheckpoint
@@ -26,7 +27,11 @@ def test_a_checkpoint_that_is_read_while_averages_are_applied_has_the_weights(tm
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ema = EMA(optimizer, 0.5)
     session = Session(
-        model, optimizer, ElasticSampler(16, 4), checkpoint_dir=str(tmp_path), checkpoint_interval=2, copies=0
+        model,
+        optimizer,
+        ElasticSampler(16, 4),
+        checkpoints=evermoe.Checkpoints(str(tmp_path), interval=2),
+        replication=0,
     )
     weights = {}
     for step in session.steps(3):
@@ -57,7 +62,7 @@ def test_a_save_of_pec_that_is_read_while_averages_are_applied_has_the_weights(t
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ema = EMA(optimizer, 0.5)
-    session = Session(model, optimizer, ElasticSampler(16, 4), preset="pec", checkpoint_dir=str(tmp_path))
+    session = Session(model, optimizer, ElasticSampler(16, 4), preset="pec", checkpoints=str(tmp_path))
     saves = session._protection.keepers[1]
     weights = {}
     for step in session.steps(3):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import evermoe
 from evermoe import CorruptCopy, ElasticSampler, Session, load_weights
 from evermoe.comm.group import Group
 from evermoe.events import Checkpoint, Recovered
@@ -278,7 +279,7 @@ def read_unit(state, unit):
 # ---- as a session uses them
 
 
-def run(tmp_path, job, until, **options):
+def run(tmp_path, job, until, interval=0):
     """Trains alone in this process; returns the session and its events."""
     model, events = Model(), []
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -286,11 +287,9 @@ def run(tmp_path, job, until, **options):
         model,
         optimizer,
         ElasticSampler(SAMPLES, 4),
+        membership=evermoe.Membership(job=job, memory_dir=str(tmp_path / "memory")),
+        checkpoints=evermoe.Checkpoints(tmp_path / "saved", interval=interval),
         on_event=events.append,
-        job=job,
-        memory_dir=str(tmp_path / "memory"),
-        checkpoint_dir=tmp_path / "saved",
-        **options,
     )
     for step in session.steps(until):
         wait_until_written(session)
@@ -305,7 +304,7 @@ def recovered_steps(events):
 
 def test_session_writes_when_scheduled_and_at_the_end(tmp_path):
     (tmp_path / "memory").mkdir()
-    _, events = run(tmp_path, "due", 7, checkpoint_interval=2)
+    _, events = run(tmp_path, "due", 7, interval=2)
     assert [event.step for event in events if isinstance(event, Checkpoint)] == [2, 4, 6, 7]
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-00000006", "step-00000007"]
 
@@ -317,7 +316,7 @@ def cut(path):
 @pytest.mark.parametrize("harm", [damage, cut, Path.unlink])
 def test_session_falls_back_to_the_older_checkpoint_and_names_what_is_wrong(tmp_path, harm):
     (tmp_path / "memory").mkdir()
-    straight, _ = run(tmp_path, "first", 6, checkpoint_interval=3)
+    straight, _ = run(tmp_path, "first", 6, interval=3)
     harm(tmp_path / "saved" / "step-00000006" / "units-0.safetensors")
     with pytest.warns(UserWarning, match=r"a checkpoint is passed over: .*/step-00000006.*units-0.safetensors") as told:
         again, events = run(tmp_path, "second", 6)

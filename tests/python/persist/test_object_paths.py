@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import evermoe
 from evermoe import ElasticSampler, Session, load_weights
 from evermoe.environment import free_port
 from evermoe.errors import CorruptCopy
@@ -203,17 +204,15 @@ def test_nothing_is_written_by_http(published):
 def test_a_session_starts_from_http_and_writes_nothing(public, monkeypatch, tmp_path):
     (tmp_path / "memory").mkdir()
 
-    def train(where, until, **options):
+    def train(where, until, interval=0):
         model, events = Model(), []
         session = Session(
             model,
             torch.optim.AdamW(model.parameters(), fused=True),
             ElasticSampler(SAMPLES, 4),
+            membership=evermoe.Membership(job=f"until-{until}", memory_dir=str(tmp_path / "memory")),
+            checkpoints=evermoe.Checkpoints(where, interval=interval),
             on_event=events.append,
-            job=f"until-{until}",
-            memory_dir=str(tmp_path / "memory"),
-            checkpoint_dir=where,
-            **options,
         )
         for step in session.steps(until):
             with step:
@@ -228,10 +227,10 @@ def test_a_session_starts_from_http_and_writes_nothing(public, monkeypatch, tmp_
     events = train(url, 5)
     assert [event.step for event in events if isinstance(event, Recovered)] == [3]
     assert not [event for event in events if isinstance(event, Checkpoint)]
-    with pytest.raises(ValueError, match=r"checkpoint_interval is set, but checkpoint_dir http://.* can only be read"):
-        train(url, 6, checkpoint_interval=2)
+    with pytest.raises(ValueError, match=r"checkpoints: interval is 2 steps, but http://.* can only be read"):
+        train(url, 6, interval=2)
 
 
 def test_pec_needs_a_place_to_write_to():
     with pytest.raises(ValueError, match=r"expected a folder that all members share, s3://.* got https://host/pec"):
-        Session(Model(), None, None, preset="pec", checkpoint_dir="https://host/pec")
+        Session(Model(), None, None, preset="pec", checkpoints="https://host/pec")

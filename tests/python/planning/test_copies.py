@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from evermoe import SessionConfig
 from evermoe.planning import PRESET_NAMES, PRESETS, allocate, place, session_slots
 from evermoe.planning.protection import RankInfo, UnitInfo, plan_protection, survival
+from evermoe.train.session_config import session_config
 
 NODES, EXPERTS = 5, 8
 COPIES = [1, 2, 3, 4]
@@ -18,29 +18,29 @@ COPIES = [1, 2, 3, 4]
 def config(preset, copies, dense):
     """The options of a session; None where it refuses them."""
     try:
-        return SessionConfig(preset=preset, copies=copies, dense=dense, checkpoint_dir="anywhere")
+        return session_config(preset=preset, replication=copies, shard_optimizer=dense, checkpoints="anywhere")
     except ValueError as error:
-        assert "copies" in str(error) and preset in str(error), error
+        assert ("replication" in str(error) or dense) and preset in str(error), error
         return None
 
 
 def trained(options):
     """By unit, the ranks that train it, where a session of these options places it, one rank a node."""
-    slots = session_slots(EXPERTS, [1] * NODES, None, options.replicas)
+    slots = session_slots(EXPERTS, [1] * NODES, None, options.placement.min_replicas)
     load = np.ones(EXPERTS)
-    counts = allocate(load, NODES, slots, options.replicas)
-    matrix = place(counts, NODES, slots, options.placement_policy, load).matrix
+    counts = allocate(load, NODES, slots, options.placement.min_replicas)
+    matrix = place(counts, NODES, slots, options.placement.policy, load).matrix
     experts = {f"e{expert}": tuple(np.flatnonzero(matrix[:, expert]).tolist()) for expert in range(EXPERTS)}
-    owners = {f"d{owner}": (owner,) if options.dense == "sharded" else tuple(range(NODES)) for owner in range(NODES)}
+    owners = {f"d{owner}": (owner,) if options.shard_optimizer else tuple(range(NODES)) for owner in range(NODES)}
     return experts | owners
 
 
-@pytest.mark.parametrize("dense", ["replicated", "sharded"])
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("preset", PRESET_NAMES)
 def test_each_unit_is_on_as_many_nodes_or_the_session_refuses(preset, copies, dense):
     options = config(preset, copies, dense)
-    refuses = (preset == "pec" and copies > 2) or (preset == "lazarus" and dense == "sharded")
+    refuses = (preset == "pec" and copies > 2) or (preset == "lazarus" and dense)
     assert (options is None) == refuses
     if options is None:
         return
@@ -63,7 +63,7 @@ def test_each_unit_is_on_as_many_nodes_or_the_session_refuses(preset, copies, de
         assert survived == 1.0 or copies <= failures, f"{failures} lost nodes: {survived}"
 
 
-@pytest.mark.parametrize("dense", ["replicated", "sharded"])
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("preset", [name for name in PRESET_NAMES if PRESETS[name].active_copies is False])
 def test_what_several_nodes_train_has_snapshots_on_as_many(preset, copies, dense):

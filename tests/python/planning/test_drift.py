@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evermoe import planning
-from evermoe.placement import PlacementOptions, place_layers
+from evermoe.placement import Placement, place_layers
 
 SIZES = [(8, 3), (6, 3), (8, 4), (8, 10), (8, 32), (16, 8), (16, 64), (32, 8), (64, 8), (64, 32), (128, 16), (256, 32)]
 """Experts, nodes."""
@@ -90,7 +90,7 @@ def test_drifts_in_a_row_do_not_add_up():
 
 
 def test_a_session_keeps_all_layers_where_they_are():
-    options = PlacementOptions(min_replicas=2)
+    options = Placement(min_replicas=2)
     random, nodes = np.random.default_rng(0), [f"node-{at}" for at in range(4)]
     experts = {f"layers.{at}": 16 for at in range(6)}
     load_LE = [loads("zipf", 16, random) for _ in experts]

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from evermoe import SessionConfig, planning
+from evermoe import Placement, planning
 from evermoe.placement import place_layers
 
 LAYOUTS = [sizes for nodes in (1, 2, 3, 4) for sizes in itertools.combinations_with_replacement((1, 2, 3), nodes)]
@@ -16,7 +16,7 @@ def placed(sizes, experts, copies, load, **options):
     """[R, E] replicas on each rank, and the node of each rank."""
     nodes = [f"n{node}" for node, size in enumerate(sizes) for _ in range(size)]
     previous = {"layer": np.zeros((len(nodes), experts), np.int64)}
-    config = SessionConfig(preset="lazarus", copies=copies, **options)
+    config = Placement(**options).resolved(planning.PRESETS["lazarus"], copies)
     matrix_RE = place_layers({"layer": experts}, [load], previous, nodes, config, {})["layer"]
     return matrix_RE, nodes
 
@@ -37,7 +37,7 @@ def test_every_expert_is_on_as_many_nodes_as_copies_are_asked_for(experts, copie
 
 
 def test_a_hot_expert_has_several_replicas_on_a_rank():
-    matrix_RE, _ = placed((2, 2), 4, 1, [1, 1, 1, 97], slots=4)
+    matrix_RE, _ = placed((2, 2), 4, 1, [1, 1, 1, 97], expert_slots=4)
     assert matrix_RE.sum(0).tolist() == [1, 1, 1, 13]
     assert matrix_RE.sum(1).tolist() == [4] * 4
     assert matrix_RE[:, 3].max() == 4

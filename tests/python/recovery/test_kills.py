@@ -9,7 +9,7 @@ from support.worker import Fault
 
 VERSION = 6
 """Steps of the state in whose copy things go wrong: later versions are copied while the next step runs."""
-SNAPSHOTS = {"slots": 1, "copy_buffer_bytes": 512}
+SNAPSHOTS = {"expert_slots": 1, "copy_buffer_bytes": 512}
 """No expert has a second active replica if there are as many slots without; a snapshot travels in many chunks."""
 
 
@@ -56,7 +56,7 @@ def test_receiver_is_killed_when_a_version_is_published(start_job, preset):
 
 @pytest.mark.parametrize("slots", [1, None])
 def test_receiver_is_killed_while_it_holds_gradients(start_job, slots):
-    job = start_job(slots=slots)
+    job = start_job(expert_slots=slots)
     workers = a, _b, c = job.start_all({"b": [Fault("gradients_logged", VERSION)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_survivors(workers, [a, c], 2)
@@ -69,7 +69,7 @@ def test_receiver_is_killed_while_it_holds_gradients(start_job, slots):
 )
 def test_both_ends_are_killed(start_job, points):
     """Or one of them, where it was too quick for the other."""
-    job = start_job(4, copies=3, preset="gemini", **SNAPSHOTS)
+    job = start_job(4, replication=3, preset="gemini", **SNAPSHOTS)
     faults = {name: [Fault(point, VERSION, part=0.5)] for name, point in zip("bc", points, strict=True)}
     workers = job.start_all(faults, "abcd")
     codes = [each.join() for each in workers]
@@ -82,7 +82,7 @@ def test_both_ends_are_killed(start_job, points):
 @pytest.mark.few(1)
 def test_two_of_four_are_lost_in_one_recovery_of_baft(start_job):
     """Of what a worker owns, and of an expert that it trains alone, `copies=3` leaves a copy on a third node."""
-    job = start_job(4, preset="baft", dense="sharded", copies=3, **SNAPSHOTS, join_interval=50)
+    job = start_job(4, preset="baft", shard_optimizer=True, replication=3, **SNAPSHOTS, join_interval=50)
     faults = {"b": [Fault("vote", VERSION)], "c": [Fault("phase fetch", nth=2)]}
     workers = a, *_, d = job.start_all(faults, "abcd")
     assert [each.join() for each in workers] == [0, -9, -9, 0]
@@ -125,7 +125,7 @@ def test_gradients_find_no_room_in_the_log(start_job, point, part, log_bytes):
 @pytest.mark.long
 def test_second_death_when_copies_of_both_kinds_are_known(start_job):
     """The survey of one recovery takes nothing from the next one: it, too, can go back to the step before."""
-    job = start_job(5, copies=3, replay_log_bytes=10_000, **SNAPSHOTS, min_replicas=2, join_interval=50)
+    job = start_job(5, replication=3, replay_log_bytes=10_000, **SNAPSHOTS, min_replicas=2, join_interval=50)
     faults = {"d": [Fault("commit", VERSION)], "b": [Fault("phase verify", nth=2)]}
     workers = job.start_all(faults, "abcde", steps=12)
     assert [each.join() for each in workers] == [0, -9, 0, -9, 0]
@@ -149,7 +149,7 @@ def test_thread_of_a_copy_that_fails_ends_that_worker_alone(start_job, preset, p
 
 def test_moetion_takes_no_torn_expert(start_job):
     """Older versions are, bit for bit, what the expert was after that step; SGD counts no steps of its own."""
-    job = start_job(4, preset="moetion", slots=1, rebalance_interval=0, join_interval=50)
+    job = start_job(4, preset="moetion", expert_slots=1, rebalance_interval=0, join_interval=50)
     workers = _, b, *_ = job.start_all(
         {"b": [Fault("gradients_logged", nth=VERSION)]}, "abcd", steps=20, optimizer="sgd"
     )
@@ -170,7 +170,9 @@ def test_moetion_takes_no_torn_expert(start_job):
 
 @pytest.mark.long
 def test_moetion_has_the_state_of_the_start_of_what_was_not_copied_since(start_job):
-    job = start_job(2, preset="moetion", slots=1, remote_bytes_per_step=0, rebalance_interval=0, join_interval=50)
+    job = start_job(
+        2, preset="moetion", expert_slots=1, remote_bytes_per_step=0, rebalance_interval=0, join_interval=50
+    )
     workers = a, b = job.start_all({"b": [Fault("vote", 3)]}, "ab", optimizer="sgd")
     assert [each.join() for each in workers] == [0, -9]
     check_history(workers)

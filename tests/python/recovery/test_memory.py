@@ -139,7 +139,7 @@ def test_process_restarted_on_a_living_node_joins_again(start_job):
 
 
 def test_units_that_survive_only_in_the_memory_of_a_crashed_process_come_from_there(start_job):
-    job = start_job(2, copies=1, **FEWEST)
+    job = start_job(2, replication=1, **FEWEST)
     run_until_crash(job, "ab")
     again = job.start_all({}, "ab")
     assert [each.join() for each in again] == [0, 0]
@@ -193,7 +193,7 @@ def test_all_crash_before_the_first_step_and_start_afresh(start_job, preset):
 
 
 def test_active_replicas_alone_survive_without_copies(start_job):
-    job = start_job(copies=0, slots=4, min_replicas=2)
+    job = start_job(replication=0, expert_slots=4, min_replicas=2)
     workers = job.start_all({"b": [Fault("vote", 5)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
@@ -204,7 +204,7 @@ def test_active_replicas_alone_survive_without_copies(start_job):
 
 @pytest.mark.long
 def test_ranks_of_one_node_do_not_hold_all_replicas_of_an_expert(start_job):
-    job = start_job(4, copies=0, slots=4, min_replicas=2)
+    job = start_job(4, replication=0, expert_slots=4, min_replicas=2)
     die = [Fault("vote", 5)]
     on_x = [job.start(name, *die, session={"node": "x"}) for name in "ab"]
     on_y = [job.start(name, session={"node": "y"}) for name in "cd"]
@@ -216,7 +216,7 @@ def test_ranks_of_one_node_do_not_hold_all_replicas_of_an_expert(start_job):
 
 @pytest.mark.quick("more copies are lost than are kept")
 def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_path):
-    job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"), checkpoint_interval=3, **FEWEST)
+    job = start_job(replication=1, checkpoints=str(tmp_path / "saved"), checkpoint_interval=3, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers, undone=True)
@@ -229,7 +229,7 @@ def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_pat
 
 
 def test_new_job_resumes_from_the_checkpoint_of_an_earlier_one(start_job, tmp_path):
-    options = {"checkpoint_dir": str(tmp_path / "saved")}
+    options = {"checkpoints": str(tmp_path / "saved")}
     first = start_job(2, **options)
     before = first.start_all({}, "ab", steps=6)
     assert [each.join() for each in before] == [0, 0]
@@ -243,7 +243,7 @@ def test_new_job_resumes_from_the_checkpoint_of_an_earlier_one(start_job, tmp_pa
 
 @pytest.mark.quick("… and there is no checkpoint")
 def test_units_lost_everywhere_are_named_and_end_the_job(start_job):
-    job = start_job(copies=1, **FEWEST)
+    job = start_job(replication=1, **FEWEST)
     workers = a, b, c = job.start_all({"b": [Fault("vote", 5)]})
     assert [each.join() for each in workers] == [1, -9, 1]
     mine = b.events("copy")[0]["digests"].keys()
@@ -254,7 +254,7 @@ def test_units_lost_everywhere_are_named_and_end_the_job(start_job):
         assert set(failed["units"]) >= mine - others
         assert any(unit.startswith("first.experts.") for unit in failed["units"])
         assert failed["units"][0] in failed["message"]
-        assert "checkpoint_dir" in failed["message"]
+        assert "set checkpoints" in failed["message"]
 
 
 @pytest.mark.parametrize("point", ["forward", "commit"])
@@ -273,7 +273,7 @@ def test_exception_on_all_workers_keeps_their_memory_for_a_restart(start_job, po
 
 @pytest.mark.long
 def test_lost_units_can_still_come_back_with_their_node(start_job):
-    job = start_job(copies=1, **FEWEST)
+    job = start_job(replication=1, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
     assert [each.join() for each in workers] == [1, -9, 1]
     again = job.start_all({})

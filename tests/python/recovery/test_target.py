@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import evermoe
-from evermoe import SessionConfig, planning
+from evermoe import Placement, planning
 from evermoe.placement import place_layers
 from evermoe.recovery.survey import Holding, Inventory, Standing
 from evermoe.recovery.target import ExpertTarget
@@ -83,7 +83,7 @@ def survival(matrix, nodes):
 @pytest.mark.parametrize("policy", ["balanced", "safest", "mro"])
 @pytest.mark.parametrize("ranks_of_node", [1, 2, 3])
 def test_fewer_bytes_come_from_peers_and_a_node_costs_what_it_did(state, ranks_of_node, policy):
-    config = SessionConfig(placement=policy)
+    config = Placement(policy=policy)
     without, with_copies = 0, 0
     for inventories, nodes in settings(ranks_of_node, config):
         trained = np.zeros((len(nodes), EXPERTS), np.int64)
@@ -101,7 +101,7 @@ def test_fewer_bytes_come_from_peers_and_a_node_costs_what_it_did(state, ranks_o
 
 
 def test_all_ranks_compute_the_same_placement(state):
-    config = SessionConfig()
+    config = Placement()
     for inventories, nodes in settings(2, config):
         found = []
         for rank in range(len(nodes)):
@@ -112,7 +112,7 @@ def test_all_ranks_compute_the_same_placement(state):
 
 def placed_for(state, inventories):
     nodes = [f"n{rank}" for rank in range(len(inventories))]
-    return target(state, nodes, SessionConfig(slots=6)).place(NOW, inventories)[LAYER]
+    return target(state, nodes, Placement(expert_slots=6)).place(NOW, inventories)[LAYER]
 
 
 def test_copies_of_another_version_and_files_do_not_count(state):
@@ -130,6 +130,6 @@ def test_the_start_of_a_job_counts_nothing_as_held(state):
     even = [1.0] * EXPERTS
     fresh = [inventory(range(EXPERTS), [], even, version=0), inventory([], [], even, version=0)]
     nodes = ["a", "b"]
-    matrix = target(state, nodes, SessionConfig(slots=6)).place(0, fresh)[LAYER]
+    matrix = target(state, nodes, Placement(expert_slots=6)).place(0, fresh)[LAYER]
     empty = {LAYER: np.zeros((2, EXPERTS), np.int64)}
-    assert (matrix == place_layers({LAYER: EXPERTS}, [even], empty, nodes, SessionConfig(slots=6), {})[LAYER]).all()
+    assert (matrix == place_layers({LAYER: EXPERTS}, [even], empty, nodes, Placement(expert_slots=6), {})[LAYER]).all()

@@ -25,7 +25,7 @@ def options():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     sizes = [part for name, size in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(size))]
-    flags = ["--workers", str(WORKERS), "--steps", str(STEPS), "--kill", f"{KILL[0]}@{KILL[1]}", "--slots", "1"]
+    flags = ["--workers", str(WORKERS), "--steps", str(STEPS), "--kill", f"{KILL[0]}@{KILL[1]}", "--expert-slots", "1"]
     return parser.parse_args([*flags, *sizes, "--batch", "12", "--no-join", "--no-baseline"])
 
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import torch
 
 from evermoe import MoE
-from evermoe.keeper import Assignment, CopyOptions
+from evermoe.config.copies import CopyConfig
+from evermoe.keeper import Assignment
 from evermoe.planning.protection import ProtectionPlan, UnitProtection
+from evermoe.presets import Auto
 from evermoe.snapshot.snapshots import Snapshots
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.snapshot.window_plan import WindowOptions
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import step_of, version_of
@@ -20,7 +21,7 @@ PERIOD = 3
 PATIENCE = 20.0
 
 
-def make(group, folder, local_snapshot_interval=1):
+def make(group, folder, snapshot_interval=1):
     """Rank 0 has an expert whose snapshots rank 1 keeps, too, and each rank has one whose snapshots stay at home."""
     torch.manual_seed(0)
     layer = MoE(8, 8, 3, top_k=1)
@@ -41,11 +42,9 @@ def make(group, folder, local_snapshot_interval=1):
         device=torch.device("cpu"),
         established=False,
     )
-    store, options = (
-        SnapshotStore(Path(folder) / str(group.rank), state),
-        CopyOptions(local_snapshot_interval=local_snapshot_interval),
-    )
-    snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda event: None)
+    store = SnapshotStore(Path(folder) / str(group.rank), state)
+    options = CopyConfig(preset=Auto(snapshot_interval=snapshot_interval))
+    snapshots = Snapshots(state, store, membership, options, lambda event: None)
     kept = [
         UnitProtection(sent, "snapshot", 0, (1,), PERIOD),
         *(UnitProtection(unit, "active", rank, own=(rank,)) for rank, unit in enumerate(home)),
@@ -103,7 +102,7 @@ def test_what_stays_at_home_waits_for_what_travels_over_several_steps(tmp_path):
 
 def first_steps_at_home(group, folder):
     """The first steps of which there are snapshots at home, where capturing takes 2 % of a step: on the host, a GPU."""
-    snapshots, *_ = make(group, folder, local_snapshot_interval=None)
+    snapshots, *_ = make(group, folder, snapshot_interval=None)
     found = []
     for device in ("cpu", "cuda"):
         snapshots._membership.device = torch.device(device)

@@ -237,7 +237,7 @@ def test_what_would_be_lost_silently_is_refused():
     refused(part, "Adagrad has state of parameters that have no values", torch.optim.Adagrad)
     plain = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="this one has values"):
-        find_deferral(plain, torch.optim.AdamW(plain.parameters()), device="cpu")
+        find_deferral(plain, torch.optim.AdamW(plain.parameters()), nn.init.zeros_)
     with evermoe.deferred():
         mixed = evermoe.Experts(evermoe.Expert(100, 100), 4)
         mixed.weights.data.cumsum_(0)
@@ -285,7 +285,7 @@ def test_first_weights_from_a_checkpoint(tmp_path):
 
     model = nn.ModuleList([Tied()])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    session = evermoe.Session(model, optimizer, ElasticSampler(12, 6), checkpoint_dir=tmp_path)
+    session = evermoe.Session(model, optimizer, ElasticSampler(12, 6), checkpoints=tmp_path)
     for step in session.steps(2):
         with step:
             step.backward(model[0](step.indices))

@@ -217,13 +217,14 @@ def test_a_scheduler_on_one_side_alone_is_named():
 # ---- in a session
 
 
-def train(folder, steps, total, **options):
+def train(folder, steps, total, resume_settings="job"):
     """The learning rates with which the steps were computed."""
     model, found = Model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = CosineAnnealingLR(optimizer, total)
     sampler = evermoe.ElasticSampler(len(DATA), 12)
-    session = evermoe.Session(model, optimizer, sampler, scheduler=scheduler, checkpoint_dir=folder, **options)
+    checkpoints = evermoe.Checkpoints(folder, resume_settings=resume_settings)
+    session = evermoe.Session(model, optimizer, sampler, checkpoints=checkpoints, scheduler=scheduler)
     for step in session.steps(steps):
         found.append(optimizer.param_groups[0]["lr"])
         with step:

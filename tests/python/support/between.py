@@ -15,6 +15,7 @@ from evermoe.errors import PeerLost
 from evermoe.train import evaluations
 from evermoe.train.purposes import Meeting, Purpose
 from support import worker
+from support.flat_options import grouped
 from support.harness import Worker
 from support.worker import Options, Recorder
 
@@ -161,7 +162,11 @@ def train(options: Options) -> None:
     optimizer = worker.make_optimizer(options.optimizer, model)
     sampler = evermoe.ElasticSampler(worker.SAMPLES, options.batch_size)
     session = evermoe.Session(
-        model, optimizer, sampler, on_event=record, lighthouse=options.lighthouse, **options.session
+        model,
+        optimizer,
+        sampler,
+        on_event=record,
+        **grouped(options.session, lighthouse=options.lighthouse),
     )
     record.session = session
     script, name = Script(options, session, record), options.environment["SCENARIO"]

@@ -22,10 +22,10 @@ from torchft.coordination import LighthouseClient
 from evermoe import native_calls
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity
 from evermoe.comm.task import Task, run_beside
 from evermoe.comm.waits import Wait
+from evermoe.config.membership import Membership
 
 CODE = 3
 """Exit code of the script."""
@@ -49,7 +49,7 @@ def _membership() -> tuple[MembershipManager, Any]:
     """A member of a job, at a Lighthouse that waits for another one."""
     lighthouse = start_lighthouse(heartbeat_timeout=60, join_timeout=60, bind="127.0.0.1:0")
     address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
-    options = MembershipOptions(lighthouse=address, job="exits", node="a", members=2)
+    options = Membership(lighthouse=address, job="exits", node="a", members=2)
     identity = Identity("exits", "layout")
     member = MembershipManager(options, lighthouse=address, identity=identity, node="a", device=torch.device("cpu"))
     LighthouseClient(address, NEVER).heartbeat("another", NEVER)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evermoe
+from support.flat_options import grouped
 
 VOCABULARY, WIDTH, SAMPLES = 16, 8, 60
 STEPS, DIES_IN = 8, 4
@@ -416,7 +417,13 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
 
     options = {"max_grad_norm": habit.clip, **options, **habit.session} | ({"role": "replica"} if node == "r" else {})
     session = evermoe.Session(
-        model, optimizer, sampler, scheduler=scheduler, scaler=scaler, on_event=on_event, node=node, **options
+        model,
+        optimizer,
+        sampler,
+        scheduler=scheduler,
+        scaler=scaler,
+        on_event=on_event,
+        **grouped(options, node=node),
     )
     for step in session.steps(STEPS):
         with step:

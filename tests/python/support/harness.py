@@ -21,6 +21,7 @@ from evermoe import _native
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.memory_folder import job_folder
 from support import worker
+from support.flat_options import frequent_copies
 from support.worker import Fault, Options
 
 PATIENCE = 40.0
@@ -29,7 +30,7 @@ HEARTBEAT_LIMIT = 1.0
 LIMITS = {"hang_timeout": 30.0, "quorum_timeout": 60.0, "rejoin_timeout": 1.0}
 """Of jobs in tests: a busy machine does not exceed the first two, and a test that is about one sets its own. Only units
 of processes that have ended are given up after the last: a test in which one comes back sets a longer one."""
-FEWEST = {"slots": 1}
+FEWEST = {"expert_slots": 1}
 """No expert has a second active replica if there are as many slots without."""
 
 Event = dict[str, Any]
@@ -147,8 +148,6 @@ class Job:
         defaults = LIMITS | {
             "members": members,
             "join_interval": 5,
-            "local_snapshot_interval": 1,
-            "gradient_bucket_bytes": 1,
         }
         places = {"job": self.name, "memory_dir": str(self.memory)}
         self.session = defaults | places | session
@@ -166,6 +165,7 @@ class Job:
         """A worker on the node `name`."""
         arguments = {"folder": str(self.folder), "lighthouse": self.address} | options
         fields = {"node": name} | self.session | (session or {})
+        fields = frequent_copies(fields) | fields
         self.workers.append(kind(Options(name=name, faults=list(faults), session=fields, **arguments)))
         return self.workers[-1]
 

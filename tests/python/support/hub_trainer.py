@@ -128,13 +128,9 @@ def main(folder: Path, parts: int, copies: int) -> None:
         ElasticTrainingArguments(str(folder / "out"), gradient_accumulation_steps=parts, **OPTIONS),
         sampler=evermoe.ElasticSampler(SAMPLES, BATCH, shuffle=False),
         session={
-            "copies": copies,
-            "node": f"n{worker}",
-            "checkpoint_dir": str(folder / "checkpoints"),
-            "checkpoint_interval": 3,
-            "join_interval": 1,
-            "hang_timeout": 20.0,
-            "rejoin_timeout": 2.0,
+            "replication": copies,
+            "membership": evermoe.Membership(node=f"n{worker}", join_interval=1, hang_timeout=20.0, rejoin_timeout=2.0),
+            "checkpoints": evermoe.Checkpoints(folder / "checkpoints", interval=3),
         },
         **options,
     )

@@ -80,7 +80,7 @@ def main(folder: Path, where: str) -> None:
         sampler=evermoe.ElasticSampler(SAMPLES, BATCH, shuffle=False),
         session={
             "node": f"n{worker}",
-            "checkpoint_dir": str(folder / "checkpoints"),
+            "checkpoints": str(folder / "checkpoints"),
             "hang_timeout": 20.0,
             "rejoin_timeout": 2.0,
         },

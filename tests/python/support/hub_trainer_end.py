@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
         make_elastic(build("qwen3")),
         args,
         sampler=evermoe.ElasticSampler(SAMPLES, BATCH),
-        session={"checkpoint_dir": str(folder / "checkpoints"), "rejoin_timeout": 2.0},
+        session={"checkpoints": str(folder / "checkpoints"), "membership": evermoe.Membership(rejoin_timeout=2.0)},
         **common() | {"callbacks": []},
     )
     trainer.train()

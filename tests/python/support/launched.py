@@ -33,11 +33,8 @@ def main(folder: Path, killed: str, dies_in: int) -> None:
         model,
         optimizer,
         evermoe.ElasticSampler(len(data), 12),
-        memory_dir=str(folder),
-        local_snapshot_interval=1,
-        join_interval=1,
-        hang_timeout=30,
-        rejoin_timeout=2,
+        preset=evermoe.presets.Auto(snapshot_interval=1),
+        membership=evermoe.Membership(memory_dir=str(folder), join_interval=1, hang_timeout=30, rejoin_timeout=2),
     )
     sizes, losses = [], {}
     for step in session.steps(STEPS):
@@ -54,8 +51,8 @@ def main(folder: Path, killed: str, dies_in: int) -> None:
             losses[session.step] = session.loss
     dense = torch.cat([each.detach().flatten() for each in (*model[0].parameters(), *model[2].parameters())])
     told = {
-        "job": session.config.job,
-        "members": session.config.members,
+        "job": session._config.membership.job,
+        "members": session._config.membership.members,
         "local_rank": evermoe.local_rank(),
         "step": session.step,
         "first": min(losses, default=-1),

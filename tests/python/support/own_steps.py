@@ -14,13 +14,14 @@ import torch
 import evermoe
 from evermoe.memory_folder import job_folder
 from evermoe.state import same_everywhere
+from support.flat_options import grouped
 from support.habits import DATA, DIES_IN, SAMPLES, STEPS, Model, adamw, cross_entropy
 
 
 def drawing_steps(write, node, options):
     """Draws numbers in each attempt at a step; the last worker dies in one."""
     model = Model()
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), **grouped(options, node=node))
     for step in session.steps(STEPS):
         with step:
             numbers = [random.random(), np.random.rand(), torch.rand(()).item()]
@@ -66,10 +67,9 @@ def changed_gradients(write, kind, node, options):
         model,
         optimizer,
         evermoe.ElasticSampler(SAMPLES, 12),
-        node=node,
         on_gradients=functions[kind],
         on_event=lambda event: write(event.name, **event.fields()) if event.name in ("recovered", "verified") else None,
-        **options,
+        **grouped(options, node=node),
     )
     for step in session.steps(STEPS):
         with step:
@@ -122,7 +122,7 @@ def stray_hook(write, node, options):
     same_everywhere.PERIOD = 7
     model = Model()
     optimizer = adamw(model)
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), **grouped(options, node=node))
 
     def add(*_):
         if session.step >= 4:

@@ -8,13 +8,14 @@ import warnings
 import torch
 
 import evermoe
+from support.flat_options import grouped
 from support.habits import DATA, SAMPLES, STEPS, VOCABULARY, WIDTH, Model, adamw, cross_entropy
 
 
 def as_many_forwards_as_samples(write, node, options):
     """Accumulates over its own samples one by one, as many as it has."""
     model = Model()
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), node=node, **options)
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), **grouped(options, node=node))
     for step in session.steps(STEPS):
         with step:
             for index in step.indices:
@@ -24,7 +25,7 @@ def as_many_forwards_as_samples(write, node, options):
 def one_backward_less(write, node, options):
     """All run two forwards, but one member backpropagates only one of them."""
     model = Model()
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), **grouped(options, node=node))
     for step in session.steps(STEPS):
         with step:
             losses = [cross_entropy(model, DATA[step.indices]) for _ in range(2)]
@@ -35,7 +36,7 @@ def one_backward_less(write, node, options):
 def counts_on_one(write, node, options):
     """One member gives a mean, the others sums with their counts."""
     model = Model()
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), **grouped(options, node=node))
     for step in session.steps(STEPS):
         with step:
             count = None if node == "a" else len(step.indices)
@@ -46,7 +47,7 @@ def noisy_optimizer(write, node, options):
     """An optimizer with a hook that changes the weights by a number of its member's own."""
     model = Model()
     optimizer = adamw(model)
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), **grouped(options, node=node))
     optimizer.register_step_post_hook(lambda *_: model.head.bias.data.add_(ord(node) * 1e-6))
     for step in session.steps(STEPS):
         with step:
@@ -73,7 +74,7 @@ def own_sharded_optimizer(write, node, options):
     model = Model()
     optimizer = SomeSteps(model.parameters(), lr=0.1)
     optimizer.first = "ab".index(node)
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), **grouped(options, node=node))
     for step in session.steps(STEPS):
         with step:
             step.backward(cross_entropy(model, DATA[step.indices]))
@@ -84,7 +85,7 @@ def own_buffer(write, node, options):
     model = Model()
     model.register_buffer("seen", torch.zeros(4))
     model.register_buffer("scratch", torch.zeros(4), persistent=False)
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), node=node, **options)
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), **grouped(options, node=node))
     for step in session.steps(2):
         with warnings.catch_warnings(record=True) as clipped:
             warnings.simplefilter("always")

@@ -109,7 +109,7 @@ def _start(made: Schedule, folder: Path, stack: contextlib.ExitStack) -> None:
     if "hosts" in made.needs:
         made.hosts = Hosts(SERVER, [*made.names, "z"])
         stack.callback(made.hosts.close)
-    made.job = Job(folder, len(made.names), **made.options, checkpoint_dir=str(made.saved))
+    made.job = Job(folder, len(made.names), **made.options, checkpoints=str(made.saved))
     stack.callback(made.job.close)
     if made.hosts is not None:
         made.job.address = f"http://{made.hosts.address(LIGHTHOUSE)}:{made.job.address.rsplit(':', 1)[1]}"

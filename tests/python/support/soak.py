@@ -33,7 +33,7 @@ def command(seed: int, preset: str | None = None) -> list[str]:
     kills = [f"{worker}@{step}" for worker, step in zip(victims, (first, second), strict=False)]
     join = ["--join", str(draw.randint(1, steps - 6))] if draw.random() < 0.6 else ["--no-join"]
     flags = [part for kill in kills for part in ("--kill", kill)]
-    safe = ["--preset", preset, "--copies", "2" if preset == "pec" else "3"]  # which refuses more
+    safe = ["--preset", preset, "--replication", "2" if preset == "pec" else "3"]  # which refuses more
     sizes = ["--layers", "2", "--hidden", "64", "--intermediate", "128", "--sequence", "64", "--seed", str(seed)]
     run = ["--workers", str(workers), "--steps", str(steps), "--no-baseline", "--plot", "/dev/null"]
     return [sys.executable, "-m", "evermoe", "demo", *run, *flags, *join, *safe, *sizes]

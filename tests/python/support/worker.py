@@ -27,6 +27,7 @@ from evermoe.events import Event
 from evermoe.profile import Profiler, memory
 from evermoe.state.unit import weight_tensors
 from evermoe.train import early_sums, late_weights
+from support.flat_options import grouped
 
 VOCABULARY, WIDTH, SAMPLES = 32, 16, 100
 EVERYTHING = 1 << 60
@@ -243,7 +244,7 @@ class Recorder:
         session = self.session
         assert session is not None
         digests, contents = {}, {}
-        for unit in session._state.held() if session.config.role == "train" else ():
+        for unit in session._state.held() if session._config.membership.trains else ():
             data = torch.empty(session._state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
             session._state.read(unit, data)
             digests[unit] = digest(data.numpy())
@@ -435,8 +436,7 @@ def _train(options: Options, record: Recorder) -> None:
         evermoe.ElasticSampler(SAMPLES, options.batch_size, shuffle=options.shuffle),
         scheduler=make_scheduler(options.schedule, optimizer),
         on_event=record,
-        lighthouse=options.lighthouse,
-        **options.session,
+        **grouped(options.session, lighthouse=options.lighthouse),
     )
     record.hook()
     if options.compiled:

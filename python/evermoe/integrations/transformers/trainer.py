@@ -31,6 +31,7 @@ from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments, as_one_process
 from evermoe.sampler import ElasticSampler
 from evermoe.train.evaluation_data import check_order
+from evermoe.train.session_config import SessionArguments
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class ElasticTrainer(TrainerLoop):
         args = ElasticTrainingArguments("out", num_train_epochs=3, learning_rate=1e-5, eval_strategy="epoch")
         trainer = ElasticTrainer(model, args, train_dataset=data, eval_dataset=others,
                                  sampler=evermoe.ElasticSampler(len(data), 64),
-                                 session={"checkpoint_dir": "out/checkpoints"})
+                                 session={"checkpoints": "out/checkpoints"})
         trainer.train()
         trainer.save_model("out/model")
         trainer.end()
@@ -80,8 +81,8 @@ class ElasticTrainer(TrainerLoop):
         model: elastic.
         args: as transformers' own; the trainer keeps a copy, whose `gradient_accumulation_steps` is 1.
         sampler: divides the global batches, all parts together; `per_device_train_batch_size` is ignored.
-        session: options of `evermoe.Session`.
-        options: of `Trainer`.
+        session: keyword arguments of `evermoe.Session`.
+        trainer: keyword arguments of `Trainer`.
 
     Raises:
         ValueError: an argument asks for something that the session does itself or cannot do; the message names it.
@@ -95,16 +96,16 @@ class ElasticTrainer(TrainerLoop):
         args: ElasticTrainingArguments,
         *,
         sampler: ElasticSampler,
-        session: dict[str, Any] | None = None,
-        **options: Any,
+        session: SessionArguments | None = None,
+        **trainer: Any,
     ) -> None:
         _check_arguments(args)
-        self.sampler, self._options = sampler, session or {}
+        self.sampler, self._arguments = sampler, session or SessionArguments()
         args, self._parts = copy.copy(args), args.gradient_accumulation_steps
         args.gradient_accumulation_steps = 1  # the trainer's loop would count each part
         self.progress = TrainerProgress(self)
         with as_one_process():
-            super().__init__(model, args, **options)
+            super().__init__(model, args, **trainer)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Train to the last step, or until a callback stops all members. They stay connected, until `end`.
@@ -115,9 +116,7 @@ class ElasticTrainer(TrainerLoop):
             SystemExit: the job is over, and this process came too late or was a replica node.
         """
         if any(arguments) or options.get("resume_from_checkpoint"):
-            raise ValueError(
-                "ElasticTrainer.train: the session resumes from its checkpoint_dir by itself; got arguments"
-            )
+            raise ValueError("ElasticTrainer.train: the session resumes from its checkpoints by itself; got arguments")
         if self.session is not None:
             raise RuntimeError("ElasticTrainer.train was called before: make a new ElasticTrainer to train on")
         try:

@@ -29,6 +29,7 @@ from evermoe.integrations.transformers.training_arguments import ElasticTraining
 from evermoe.sampler import ElasticSampler
 from evermoe.train.between_steps import substitute_of
 from evermoe.train.session import Session
+from evermoe.train.session_config import SessionArguments
 from evermoe.train.step import Step
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class TrainerLoop(Trainer):
     sampler: ElasticSampler
     session: Session | None = None
     progress: TrainerProgress
-    _options: dict[str, Any]
+    _arguments: SessionArguments
     _parts: int
     """Parts of a member's share of a step."""
     _steps: Any = None
@@ -91,10 +92,10 @@ class TrainerLoop(Trainer):
         real: Any = getattr(self.optimizer, "optimizer", self.optimizer) if optimizer is None else optimizer
         scheduler = super().create_scheduler(num_training_steps, real)
         norm = self.args.max_grad_norm if self.args.max_grad_norm and self.args.max_grad_norm > 0 else None
-        options: dict[str, Any] = {"max_grad_norm": norm} | self._options
-        options["stateful"] = {**(options.get("stateful") or {}), "trainer": self.progress}
+        arguments: SessionArguments = {"max_grad_norm": norm, **self._arguments, "scheduler": scheduler}
+        arguments["stateful"] = {**(arguments.get("stateful") or {}), "trainer": self.progress}
         model: Any = self.model
-        self.session = Session(model, real, self.sampler, scheduler=scheduler, **options)
+        self.session = Session(model, real, self.sampler, **arguments)
         substitute_of(self.session).source_of = lambda folder: HubWeights(folder, model)
         # One more than are taken: members stay connected after the last step, until `end`.
         self._steps = self.session.steps(num_training_steps + 1)

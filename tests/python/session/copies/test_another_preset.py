@@ -42,7 +42,7 @@ def test_the_preset_that_wrote_the_copies_is_named(start_job):
 
 @pytest.mark.long
 def test_the_preset_changes_by_way_of_a_checkpoint_as_the_message_says(start_job, tmp_path):
-    job = killed(start_job, checkpoint_dir=str(tmp_path / "saved"))
+    job = killed(start_job, checkpoints=str(tmp_path / "saved"))
     job.open_gate(GATE + 1)
     again = job.start_all({}, names="ab", steps=STEPS, gated=True)
     for each in again:

@@ -28,7 +28,7 @@ def pairs(worker):
 
 @pytest.mark.parametrize("copies", [2, 3])
 def test_a_rebalance_sends_what_moves(start_job, copies):
-    job = start_job(4, preset="auto", copies=copies, slots=3, rebalance_interval=3)
+    job = start_job(4, preset="auto", replication=copies, expert_slots=3, rebalance_interval=3)
     workers = job.start_all({}, "abcd", steps=12, states=True)
     assert [each.join() for each in workers] == [0] * 4
     check_history(workers)
@@ -91,7 +91,7 @@ def test_members_take_the_step_after_a_join_while_its_copies_are_sent(start_job)
 
 @pytest.mark.long
 def test_a_death_sends_what_the_dead_node_had(start_job):
-    job = start_job(4, preset="auto", slots=3, join_interval=50, rebalance_interval=0)
+    job = start_job(4, preset="auto", expert_slots=3, join_interval=50, rebalance_interval=0)
     workers = job.start_all({"b": [Fault("vote", 5)]}, "abcd", states=True, model="wide")
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)

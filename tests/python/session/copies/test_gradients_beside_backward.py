@@ -14,8 +14,8 @@ FAULT = 5
     [
         (1, "ab", {}, FEWEST),
         (1, "ab", {"parts": 3}, {"max_grad_norm": 0.5} | FEWEST),
-        (2, "ab", {}, {"dense": "sharded"} | FEWEST),
-        (1, "ab", {}, {"dense": "sharded", "slots": 4}),
+        (2, "ab", {}, {"shard_optimizer": True} | FEWEST),
+        (1, "ab", {}, {"shard_optimizer": True, "expert_slots": 4}),
     ],
     ids=["one backward", "micro-batches", "sharded", "with experts of several members"],
 )

@@ -36,7 +36,15 @@ def check_holders(arranged, members, copies):
 @pytest.mark.parametrize("copies", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dense", ["replicated", "sharded"])
 def test_each_unit_is_on_enough_nodes_and_nothing_is_sent_that_peers_have(start_job, dense, copies):
-    job = start_job(4, preset="moetion", dense=dense, copies=copies, profile_steps=0, **FEWEST, join_interval=50)
+    job = start_job(
+        4,
+        preset="moetion",
+        shard_optimizer=dense == "sharded",
+        replication=copies,
+        profile_steps=0,
+        **FEWEST,
+        join_interval=50,
+    )
     workers = job.start_all({"b": [Fault("vote", 3)]}, "abcd", steps=6)
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)

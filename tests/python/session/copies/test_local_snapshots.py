@@ -8,7 +8,7 @@ from support.history import check_history, check_recovered
 from support.worker import Fault
 
 FAULT = 4
-AS_BUDGET_ALLOWS = {"preset": "auto", "local_snapshot_interval": None, "join_interval": 50, "rebalance_interval": 0}
+AS_BUDGET_ALLOWS = {"preset": "auto", "snapshot_interval": None, "join_interval": 50, "rebalance_interval": 0}
 
 
 def start_three(start_job, *faults_of_a, **options):

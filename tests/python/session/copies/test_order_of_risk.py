@@ -15,7 +15,9 @@ LEFT = "ade"
 
 def start(start_job, *faults):
     """Five workers, of which two die at once between two steps: of some units one node is left, of others two."""
-    job = start_job(5, preset="auto", copies=3, copy_budget=1.0, slots=1, join_interval=50, rebalance_interval=0)
+    job = start_job(
+        5, preset="auto", replication=3, copy_budget=1.0, expert_slots=1, join_interval=50, rebalance_interval=0
+    )
     job.open_gate(FAULT)
     workers = job.start_all({"a": list(faults)}, "abcde", states=True, gated=True)
     for each in workers:

@@ -64,7 +64,7 @@ def run(job, blows, steps, **options):
 
 
 def start(start_job, tmp_path, **options):
-    settings = {"preset": "pec", "checkpoint_dir": str(tmp_path / "saved"), **FEWEST, "rebalance_interval": 0}
+    settings = {"preset": "pec", "checkpoints": str(tmp_path / "saved"), **FEWEST, "rebalance_interval": 0}
     return start_job(len(NAMES), **settings | options)
 
 
@@ -92,7 +92,7 @@ def test_a_crash_that_leaves_no_memory_repeats_numbers_of_groups_and_no_sample(s
     The group after the crash has its number, and commits the same step with the samples divided otherwise.
     """
     settings = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_interval": 3, "rebalance_interval": 0, **FEWEST}
-    job = start_job(3, preset="pec", checkpoint_dir=str(tmp_path / "saved"), **settings)
+    job = start_job(3, preset="pec", checkpoints=str(tmp_path / "saved"), **settings)
     job.open_gate(5)
     faults = {"a": [Fault("vote", 5)], "b": [Fault("begin", 5, nth=2)], "c": [Fault("begin", 5, nth=2)]}
     before = job.start_all(faults, steps=8, gated=True)
@@ -171,7 +171,7 @@ def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job
 
 @pytest.mark.long
 def test_owners_go_back_and_lose_what_the_report_says(start_job, tmp_path):
-    job = start(start_job, tmp_path, dense="sharded", experts_per_save=1, save_interval=4)
+    job = start(start_job, tmp_path, shard_optimizer=True, experts_per_save=1, save_interval=4)
     found = run(job, [Blow(27, "b"), Blow(46)], 56)
     assert any(report["steps_lost"] for each in found for report in each.reports)
     assert any(each.state.lost_now for each in found)

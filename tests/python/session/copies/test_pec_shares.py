@@ -42,7 +42,7 @@ def saved_bytes(folder):
 @pytest.mark.parametrize("each", [1, 3])
 @pytest.mark.few(1)
 def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
-    job = start_job(3, preset="pec", checkpoint_dir=str(tmp_path), experts_per_save=each, **FEWEST)
+    job = start_job(3, preset="pec", checkpoints=str(tmp_path), experts_per_save=each, **FEWEST)
     workers = job.start_all({}, steps=12)
     assert [worker.join() for worker in workers] == [0, 0, 0]
     check_history(workers)
@@ -63,7 +63,7 @@ def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
 @pytest.mark.few(1)
 def test_what_a_lost_owner_had_comes_from_the_store(start_job, tmp_path, point):
     """All go back to the newest step of which all that is no expert is saved, and every owner saves its own."""
-    job = start_job(3, preset="pec", dense="sharded", checkpoint_dir=str(tmp_path), **FEWEST)
+    job = start_job(3, preset="pec", shard_optimizer=True, checkpoints=str(tmp_path), **FEWEST)
     workers = job.start_all({"c": [Fault(point, FAULT)]}, steps=14)
     assert [each.join() for each in workers] == [0, 0, -9]
     check_history(workers, undone=True)

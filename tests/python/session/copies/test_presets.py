@@ -15,7 +15,7 @@ PARTIAL = ["moetion", "pec"]
 def options(preset, tmp_path):
     """Of a session; `moetion` without measurements, by which links within a machine carry all experts in a step."""
     more = {"profile_steps": 0} if preset == "moetion" else {}
-    return {"preset": preset} | more | ({"checkpoint_dir": str(tmp_path)} if preset in ("pec", "lazarus") else {})
+    return {"preset": preset} | more | ({"checkpoints": str(tmp_path)} if preset in ("pec", "lazarus") else {})
 
 
 def tokens_of_steps(workers, unit):

@@ -12,7 +12,7 @@ from evermoe.cli.plan.compare import Cluster, compare
 from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
 from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning import PRESET_NAMES, PRESETS
-from evermoe.train.session_config import SessionConfig
+from evermoe.train.session_config import session_config
 from support.worker import Fault
 
 WORKERS = 3
@@ -29,13 +29,13 @@ LITTLE = 0.01
 def planned(preset: str, slots: int | None) -> tuple[PresetRow, Counter[int]]:
     """Return the plan's row of the larger layer, and how many experts train on how many nodes."""
     load_LE = np.ones((1, EXPERTS["first"]))
-    config = SessionConfig(preset=preset, checkpoint_dir="anywhere")
-    slots = slots or max(FEWEST + 1, FEWEST * config.replicas)  # the default of a session
+    config = session_config(preset=preset, checkpoints="anywhere").placement
+    slots = slots or max(FEWEST + 1, FEWEST * config.min_replicas)  # the default of a session
     policies = tuple(dict.fromkeys(choices.placement for choices in PRESETS.values()))
-    comparison = compare(load_LE, Cluster(WORKERS, slots, config.replicas, 1, (1,)), policies)
+    comparison = compare(load_LE, Cluster(WORKERS, slots, config.min_replicas, 1, (1,)), policies)
     layout, _ = make_layout(load_LE, comparison, CopySetting(expert_parameters=1000, dense_parameters=1000))
     rows = {row.preset: row for row in compare_presets(layout, plan_auto(layout, "balanced"))}
-    (matrix,) = next(each for each in comparison.results if each.policy == config.placement_policy).matrices
+    (matrix,) = next(each for each in comparison.results if each.policy == config.policy).matrices
     return rows[preset], Counter((matrix > 0).sum(0).tolist())
 
 
@@ -52,10 +52,10 @@ def test_session_loses_what_the_plan_says(start_job, tmp_path, preset, slots):
     job = start_job(
         WORKERS,
         preset=preset,
-        slots=slots,
+        expert_slots=slots,
         rebalance_interval=0,
         join_interval=50,
-        checkpoint_dir=str(tmp_path / "saved"),
+        checkpoints=str(tmp_path / "saved"),
         checkpoint_interval=4,
     )
     workers = a, _, c = job.start_all({"b": [Fault("vote", 6)]}, steps=8)

@@ -16,7 +16,7 @@ def rebalances(each):
 
 @pytest.fixture
 def job(start_job):
-    return start_job(slots=3, rebalance_interval=3)
+    return start_job(expert_slots=3, rebalance_interval=3)
 
 
 def test_experts_move_with_the_load(job):
@@ -36,7 +36,7 @@ def test_experts_move_with_the_load(job):
 @pytest.mark.long
 def test_experts_move_between_nodes_of_several_workers(start_job):
     """Nodes exchange what their workers hold together; the death of a node's workers is survived before and after."""
-    job = start_job(4, preset="gemini", slots=3, rebalance_interval=3)
+    job = start_job(4, preset="gemini", expert_slots=3, rebalance_interval=3)
     nodes = {"a": "x", "b": "x", "c": "y", "d": "y"}
     job.open_gate(9)
     workers = [job.start(name, session={"node": node}, steps=14, narrow=3, gated=True) for name, node in nodes.items()]
@@ -68,7 +68,7 @@ def test_a_death_while_experts_move(job, point):
 
 
 def test_nothing_moves_after_the_last_step(start_job):
-    job = start_job(slots=3, rebalance_interval=3)
+    job = start_job(expert_slots=3, rebalance_interval=3)
     workers = job.start_all({}, steps=3)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
@@ -76,7 +76,7 @@ def test_nothing_moves_after_the_last_step(start_job):
 
 
 def test_nothing_moves_when_it_would_not_help(start_job):
-    job = start_job(slots=6, min_replicas=3, rebalance_interval=2)  # every expert is everywhere
+    job = start_job(expert_slots=6, min_replicas=3, rebalance_interval=2)  # every expert is everywhere
     workers = job.start_all({}, steps=7)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)

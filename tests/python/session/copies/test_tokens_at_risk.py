@@ -19,7 +19,7 @@ SAVED, SNAPSHOT = 1, 2
 @pytest.mark.parametrize("order", ["load-aware", "sequential"])
 def test_tokens_at_risk_are_those_since_each_expert_was_saved(start_job, tmp_path, order):
     sizes = {"experts_per_save": SAVED, "experts_per_snapshot": SNAPSHOT, "save_interval": SAVE_EVERY}
-    options = {"checkpoint_dir": str(tmp_path / "saved"), "expert_selection": order, "rebalance_interval": 0}
+    options = {"checkpoints": str(tmp_path / "saved"), "expert_selection": order, "rebalance_interval": 0}
     job = start_job(2, preset="pec", **sizes, **options, **FEWEST)
     workers = [job.start(name, kind=SavingWorker, steps=STEPS) for name in "ab"]
     assert [each.join() for each in workers] == [0, 0]

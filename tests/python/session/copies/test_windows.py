@@ -87,7 +87,7 @@ def test_baft_sends_complete_units_in_windows(start_job):
 @pytest.mark.long
 def test_moetion_sends_the_states_of_owners_in_windows_and_the_rest_during_compute(start_job, share, when):
     """A worker sends the state of what it owns, where the optimizer's steps cannot be repeated."""
-    session = {"dense": "sharded", "window_share": share}
+    session = {"shard_optimizer": True, "window_share": share}
     workers, traces = run(start_job, "moetion", 3, steps=20, session=session, optimizer="masters")
     for worker, trace in zip(workers, traces, strict=True):
         assert (check_in_windows(trace) > 0) == (when == "window")

@@ -11,13 +11,14 @@ import threading
 import pytest
 import torch
 
-from evermoe import ElasticSampler, Session, load_weights
+from evermoe import Checkpoints, ElasticSampler, Membership, Session, load_weights
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
 from evermoe.persist import checkpoint_folder
 from evermoe.persist.checkpoint_folder import find
 from evermoe.persist.folder import PERSISTED, find_persisted
 from evermoe.persist.plain_files import write_units
+from evermoe.presets import Auto, Pec
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
@@ -32,7 +33,10 @@ def make():
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def run(tmp_path, folder, until, at=None, *, job="disk", sessions=None, waits=True, **options):
+OFTEN = Auto(snapshot_interval=1)
+
+
+def run(tmp_path, folder, until, at=None, *, job="disk", interval=0, preset=OFTEN, sessions=None, waits=True):
     """Trains alone in this process, and does `at[step]()` before a step; returns its events.
 
     The session is added to `sessions` before the first step. Where it `waits`, no checkpoint is late.
@@ -46,8 +50,15 @@ def run(tmp_path, folder, until, at=None, *, job="disk", sessions=None, waits=Tr
 
     memory = tmp_path / "memory"
     memory.mkdir(exist_ok=True)
-    options = {"job": job, "memory_dir": str(memory), "checkpoint_dir": folder, "local_snapshot_interval": 1} | options
-    session = Session(model, optimizer, ElasticSampler(SAMPLES, 4), on_event=listen, **options)
+    session = Session(
+        model,
+        optimizer,
+        ElasticSampler(SAMPLES, 4),
+        preset=preset,
+        membership=Membership(job=job, memory_dir=str(memory)),
+        checkpoints=Checkpoints(folder, interval=interval),
+        on_event=listen,
+    )
     if sessions is not None:
         sessions.append(session)
     for step in session.steps(until):
@@ -71,7 +82,7 @@ def leftovers(folder):
 
 def test_a_file_in_place_of_the_folder_is_an_error_at_the_start(tmp_path):
     (tmp_path / "saved").touch()
-    with pytest.raises(OSError, match=r"checkpoint_dir .*/saved cannot be written to: .* or give another folder"):
+    with pytest.raises(OSError, match=r"checkpoints: .*/saved cannot be written to: .* or give another folder"):
         run(tmp_path, tmp_path / "saved", 2)
 
 
@@ -101,7 +112,7 @@ def test_another_model_is_refused_at_the_start(tmp_path):
     run(tmp_path, tmp_path / "saved", 1)
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="has checkpoints of job 'disk', which trained another model"):
-        Session(model, torch.optim.SGD(model.parameters()), ElasticSampler(4, 2), checkpoint_dir=tmp_path / "saved")
+        Session(model, torch.optim.SGD(model.parameters()), ElasticSampler(4, 2), checkpoints=tmp_path / "saved")
 
 
 # ---- while training
@@ -117,7 +128,7 @@ def test_training_continues_and_the_next_checkpoint_is_tried(tmp_path, request, 
         spoil = lambda: (folder.rename(moved), folder.touch())  # noqa: E731
         mend = lambda: (folder.unlink(), moved.rename(folder))  # noqa: E731
     with pytest.warns(UserWarning, match="checkpoint of step 4 was not written: rank 0: .*Training continues"):
-        events = run(tmp_path, folder, 9, {3: spoil, 5: mend}, checkpoint_interval=2)
+        events = run(tmp_path, folder, 9, {3: spoil, 5: mend}, interval=2)
     assert written(events) == [2, 6, 8, 9]
     assert sorted(path.name for path in find(folder).values()) == ["step-00000008", "step-00000009"]
     wait_until(lambda: not leftovers(folder), "failed drafts are removed")
@@ -130,7 +141,7 @@ def test_a_full_disk_takes_no_good_checkpoint_away(tmp_path, small_disk):
         free(small_disk)
 
     with pytest.warns(UserWarning, match="was not written") as told:
-        run(tmp_path, small_disk, 12, {5: lambda: fill(small_disk), 11: check}, checkpoint_interval=2)
+        run(tmp_path, small_disk, 12, {5: lambda: fill(small_disk), 11: check}, interval=2)
     assert [warning.message.args[0].split(" was")[0][-1] for warning in told] == ["6", "8", "0"]
 
 
@@ -149,7 +160,7 @@ def test_the_state_stays_in_memory_when_the_last_checkpoint_cannot_be_written(tm
 
 def test_one_member_that_cannot_write_is_named_and_all_continue(start_job, tmp_path):
     saved = tmp_path / "saved"
-    job = start_job(2, checkpoint_dir=str(saved), checkpoint_interval=4)
+    job = start_job(2, checkpoints=str(saved), checkpoint_interval=4)
     job.open_gate(7)
     workers = job.start_all({}, "ab", gated=True, steps=14)
     for each in workers:
@@ -185,7 +196,7 @@ def test_pec_continues_without_its_folder(tmp_path, small_disk):
 
     with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
         at = {2: lambda: fill(small_disk), 6: mend}
-        events = run(tmp_path, small_disk, 8, at, sessions=sessions, preset="pec")
+        events = run(tmp_path, small_disk, 8, at, sessions=sessions, preset=Pec())
     assert written(events) == [8]
 
 
@@ -200,7 +211,7 @@ def test_pec_continues_where_its_folder_cannot_be_made(tmp_path):
             assert not [step for step in saves(ledger, place) if 0 < step < 3]
 
     with pytest.warns(UserWarning, match=r"units cannot be saved to .*/persisted: .*File exists.*Training continues"):
-        events = run(tmp_path, saved, 5, {4: check}, sessions=sessions, preset="pec")
+        events = run(tmp_path, saved, 5, {4: check}, sessions=sessions, preset=Pec())
     assert written(events) == [5]
 
 
@@ -227,7 +238,7 @@ def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, sma
 
     with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
         at = dict.fromkeys(range(3, 8), wait) | {2: lambda: fill(small_disk), 8: check, 9: lambda: free(small_disk)}
-        run(tmp_path, small_disk, 12, at, sessions=sessions, preset="pec", experts_per_save=1)
+        run(tmp_path, small_disk, 12, at, sessions=sessions, preset=Pec(experts_per_save=1))
 
 
 # ---- during training
@@ -257,14 +268,14 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "write_units", write_late)
     at = {3: note, 7: let_write, 8: lambda: wait_until_written(sessions[0]), 9: check}
     with pytest.warns(UserWarning, match="checkpoint of step 6 is left out: that of step 3 is still being written"):
-        events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, checkpoint_interval=3)
+        events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, interval=3)
     assert written(events) == [3, 9, 11]
 
 
 @pytest.mark.parametrize("preset", ["auto", "gemini", "pec"])
 def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, preset):
     """Whatever is written to it waits in the kernel, as on a disk that has died; the lag shows, and all catch up."""
-    job = start_job(2, checkpoint_dir=str(dying_disk), checkpoint_interval=1, preset=preset)
+    job = start_job(2, checkpoints=str(dying_disk), checkpoint_interval=1, preset=preset)
     job.open_gate(3)
     workers = job.start_all({}, "ab", gated=True, waits_for_disk=False, steps=14)
     for each in workers:
@@ -289,7 +300,7 @@ def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, 
 @pytest.mark.long
 def test_a_death_while_the_disk_stands_still_holds_up_nobody(start_job, dying_disk):
     """The survivors' interrupted write is void, and still waits; the next one gets to the disk after it."""
-    job = start_job(3, checkpoint_dir=str(dying_disk), checkpoint_interval=1)
+    job = start_job(3, checkpoints=str(dying_disk), checkpoint_interval=1)
     job.open_gate(3)
     workers = job.start_all({"c": [Fault("reduce", 6)]}, gated=True, waits_for_disk=False, steps=14)
     for each in workers:
@@ -307,7 +318,7 @@ def test_a_death_while_the_disk_stands_still_holds_up_nobody(start_job, dying_di
 
 
 def test_a_checkpoint_that_a_death_interrupts_is_begun_again(start_job, tmp_path):
-    job = start_job(checkpoint_dir=str(tmp_path / "saved"), checkpoint_interval=5)
+    job = start_job(checkpoints=str(tmp_path / "saved"), checkpoint_interval=5)
     workers = job.start_all({"b": [Fault("reduce", 5)]}, steps=9)
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
@@ -321,7 +332,7 @@ def test_a_checkpoint_that_a_death_interrupts_is_begun_again(start_job, tmp_path
 @pytest.mark.parametrize("ends_at", [4, 6])
 def test_pec_takes_experts_from_a_checkpoint_where_it_has_newer_ones(tmp_path, ends_at):
     saved = tmp_path / "saved"
-    options = {"preset": "pec", "experts_per_save": 1, "checkpoint_interval": 4}
+    options = {"preset": Pec(experts_per_save=1), "interval": 4}
 
     def end():
         wait_until(lambda: newest_saved(saved) >= ends_at, "what is saved of the step is durable")

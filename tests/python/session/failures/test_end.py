@@ -26,7 +26,7 @@ def test_killed_in_the_last_step(start_job, point):
 
 def test_killed_while_the_last_checkpoint_is_written(start_job, tmp_path):
     saved = tmp_path / "saved"
-    job = start_job(checkpoint_dir=str(saved), checkpoint_interval=2, hang_timeout=HANG_LIMIT)
+    job = start_job(checkpoints=str(saved), checkpoint_interval=2, hang_timeout=HANG_LIMIT)
     workers = job.start_all({"a": [Fault("checkpoint", STEPS)]}, steps=STEPS)
     assert [each.join() for each in workers] == [-9, 0, 0]
     check_history(workers)
@@ -34,7 +34,7 @@ def test_killed_while_the_last_checkpoint_is_written(start_job, tmp_path):
 
 
 def test_second_run_of_a_finished_job_has_nothing_to_do(start_job, tmp_path):
-    job = start_job(2, checkpoint_dir=str(tmp_path / "saved"))
+    job = start_job(2, checkpoints=str(tmp_path / "saved"))
     first = job.start_all({}, "ab", steps=STEPS)
     assert [each.join() for each in first] == [0, 0]
     again = job.start_all({}, "ab", steps=STEPS)

@@ -23,7 +23,7 @@ def start(start_job, preset, tmp_path=None, **session):
     """Two workers; those copies on `a` of what `b` trains are flipped; `b` is killed."""
     more = {"remote_bytes_per_step": 1 << 30} if preset == "moetion" else {}
     if tmp_path is not None:
-        more |= {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_interval": 3}
+        more |= {"checkpoints": str(tmp_path / "saved"), "checkpoint_interval": 3}
     return start_job(2, preset=preset, **FEWEST, rebalance_interval=0, join_interval=50, **more, **session)
 
 
@@ -82,7 +82,7 @@ def test_flip_right_before_the_only_trainer_dies_is_never_adopted(start_job, tmp
 
 
 def test_flip_in_one_of_two_replicas_costs_nothing(start_job):
-    job = start_job(3, copies=3, **FEWEST, rebalance_interval=0, join_interval=50)
+    job = start_job(3, replication=3, **FEWEST, rebalance_interval=0, join_interval=50)
     faults = {"a": [Fault("update", 6, "flip")], "b": [Fault("forward", 7)]}
     workers = a, _, c = job.start_all(faults, steps=10)
     assert [each.join() for each in workers] == [0, -9, 0]
@@ -109,9 +109,7 @@ def test_flip_in_the_only_snapshot_takes_the_version_before(start_job, preset):
 
 def test_flips_in_the_newest_file_of_a_unit_of_pec_take_an_older_one(start_job, tmp_path):
     folder = tmp_path / "saved" / "persisted"
-    job = start_job(
-        2, preset="pec", checkpoint_dir=str(folder.parent), **FEWEST, rebalance_interval=0, join_interval=50
-    )
+    job = start_job(2, preset="pec", checkpoints=str(folder.parent), **FEWEST, rebalance_interval=0, join_interval=50)
     job.open_gate(6)
     workers = a, b = job.start_all({}, "ab", steps=10, gated=True)
     for each in workers:
@@ -142,7 +140,9 @@ def saved_of_both(folder, layout, step):
 
 
 def test_flip_in_an_active_replica_is_found_when_they_are_compared(start_job):
-    job = start_job(3, preset="lazarus", copies=3, slots=10, min_replicas=3, rebalance_interval=0, join_interval=50)
+    job = start_job(
+        3, preset="lazarus", replication=3, expert_slots=10, min_replicas=3, rebalance_interval=0, join_interval=50
+    )
     faults = {"a": [Fault("update", 4, "flip", where="active")]}
     workers = a, *_ = job.start_all(faults, "abc", steps=8)
     assert [each.join() for each in workers] == [0, 0, 0]

@@ -32,7 +32,7 @@ def join_and_die(job, *faults, names="c"):
 )
 @pytest.mark.parametrize("point", ["copy", "confirm"])
 def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, preset, dense, point):
-    job = start_job(2, preset=preset, dense=dense, local_snapshot_interval=1000, **FEWEST)
+    job = start_job(2, preset=preset, shard_optimizer=dense == "sharded", snapshot_interval=1000, **FEWEST)
     a, workers = join_and_die(job, Fault(point))
     rank, plan = (workers[-1].events(name)[0] for name in ("joined", "protection_planned"))
     given = {unit for unit, trainers in plan["active"].items() if rank["rank"] in trainers}
@@ -45,7 +45,7 @@ def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, pr
 
 def test_two_joiners_die_one_after_the_other(start_job):
     """Units given to either still exist when the second one dies in the recovery from the death of the first."""
-    job = start_job(2, local_snapshot_interval=1000, **FEWEST)
+    job = start_job(2, snapshot_interval=1000, **FEWEST)
     check_nothing_is_lost(*join_and_die(job, Fault("copy"), Fault("copy", nth=2), names="cd"))
 
 

@@ -37,7 +37,7 @@ def found(url, limit=20.0):
 def test_a_job_continues_while_the_server_of_its_checkpoints_is_killed_and_started_again(
     start_job, own_server, url, faults
 ):
-    job = start_job(checkpoint_dir=url, checkpoint_interval=4, store_timeout=2.0)
+    job = start_job(checkpoints=url, checkpoint_interval=4, store_timeout=2.0)
     job.open_gate(7)
     workers = job.start_all(faults, gated=True, steps=14, environment=own_server.environment())
     for each in workers:
@@ -62,13 +62,13 @@ def test_a_job_continues_while_the_server_of_its_checkpoints_is_killed_and_start
 
 def test_a_job_starts_elsewhere_from_the_bucket_alone(start_job, own_server, url):
     """Other machines, another region's name and address, another number of workers: nothing but the bucket is left."""
-    first = start_job(2, checkpoint_dir=url, checkpoint_interval=4)
+    first = start_job(2, checkpoints=url, checkpoint_interval=4)
     before = first.start_all({}, "ab", steps=6, environment=own_server.environment())
     assert [each.join() for each in before] == [0, 0]
     own_server.kill()
     own_server.move()
     own_server.start()
-    elsewhere = start_job(3, checkpoint_dir=url)
+    elsewhere = start_job(3, checkpoints=url)
     region = own_server.environment() | {"AWS_REGION": "eu-central-1"}
     after = elsewhere.start_all({}, steps=12, environment=region)
     assert [each.join() for each in after] == [0, 0, 0]
@@ -80,7 +80,7 @@ def test_a_job_starts_elsewhere_from_the_bucket_alone(start_job, own_server, url
 
 def test_a_job_that_cannot_reach_the_server_at_its_start_says_so_and_stops(start_job, own_server, url):
     own_server.kill()
-    job = start_job(1, checkpoint_dir=url, store_timeout=1.0)
+    job = start_job(1, checkpoints=url, store_timeout=1.0)
     (worker,) = job.start_all({}, "a", steps=2, environment=own_server.environment())
     assert worker.join() == 1
     assert "ConnectionRefusedError" in worker.log() and f"{url}/" in worker.log()
@@ -104,7 +104,7 @@ def restored(worker):
 
 
 def test_experts_of_a_node_that_is_gone_come_back_from_the_bucket(start_job, own_server, url):
-    job = start_job(3, preset="pec", checkpoint_dir=url, **FEWEST, rebalance_interval=0, join_interval=50)
+    job = start_job(3, preset="pec", checkpoints=url, **FEWEST, rebalance_interval=0, join_interval=50)
     job.open_gate(6)
     options = {"gated": True, "environment": own_server.environment(), "optimizer": OPTIMIZER}
     workers = a, b, c = job.start_all({}, steps=10, **options)
@@ -130,7 +130,7 @@ def test_experts_of_a_node_that_is_gone_come_back_from_the_bucket(start_job, own
 
 
 def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, own_server, url):
-    first = start_job(3, preset="pec", checkpoint_dir=url, **FEWEST)
+    first = start_job(3, preset="pec", checkpoints=url, **FEWEST)
     first.open_gate(6)
     options = {"environment": own_server.environment(), "optimizer": OPTIMIZER}
     before = first.start_all({}, gated=True, steps=10, **options)
@@ -141,7 +141,7 @@ def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, own_serv
         each.signal(signal.SIGKILL)
     assert [each.join() for each in before] == [-9, -9, -9]
     held = saved(url)
-    elsewhere = start_job(2, preset="pec", checkpoint_dir=url)
+    elsewhere = start_job(2, preset="pec", checkpoints=url)
     after = elsewhere.start_all({}, "de", steps=9, **options)
     assert [each.join() for each in after] == [0, 0]
     check_history(after)
@@ -160,7 +160,7 @@ def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, own_serv
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 9)]}], ids=["all live", "a worker dies meanwhile"])
 @pytest.mark.long
 def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, own_server, url, faults):
-    job = start_job(preset="pec", checkpoint_dir=url, store_timeout=2.0, copies=2)
+    job = start_job(preset="pec", checkpoints=url, store_timeout=2.0, replication=2)
     job.open_gate(7)
     options = {"gated": True, "environment": own_server.environment(), "optimizer": OPTIMIZER}
     workers = job.start_all(faults, steps=14, **options)
@@ -186,7 +186,7 @@ def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, o
 def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, own_server, url, faults):
     """Requests hang, also those that are under way; a recovery gives up on the store after its seconds."""
     with proxy_to(own_server.port) as proxy:
-        job = start_job(preset="pec", checkpoint_dir=url, copies=2, hang_timeout=60.0)
+        job = start_job(preset="pec", checkpoints=url, replication=2, hang_timeout=60.0)
         job.open_gate(5)
         options = {"gated": True, "environment": own_server.environment(proxy.port), "optimizer": OPTIMIZER}
         workers = job.start_all(faults, steps=14, **options)

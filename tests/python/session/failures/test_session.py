@@ -71,7 +71,7 @@ def test_killed_with_a_compiled_model(start_job):
 
 @pytest.mark.quick("two nodes are lost at once")
 def test_two_of_five_killed_at_once(start_job):
-    job = start_job(5, copies=3)
+    job = start_job(5, replication=3)
     workers = job.start_all({"b": [at("vote")], "d": [at("vote")]}, "abcde")
     assert [each.join() for each in workers] == [0, -9, 0, -9, 0]
     check_history(workers)
@@ -83,7 +83,7 @@ def test_two_of_five_killed_at_once(start_job):
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
 @pytest.mark.quick("a second worker dies while the first one's loss is being repaired")
 def test_second_death_during_the_recovery(start_job, point):
-    job = start_job(4, copies=3, join_interval=50)
+    job = start_job(4, replication=3, join_interval=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
     # are complete in the repeated step.
     second = Fault(point, nth=2, step={"copy": FAULT, "confirm": FAULT + 1}.get(point))
@@ -99,7 +99,7 @@ def test_second_death_during_the_recovery(start_job, point):
 @pytest.mark.quick("a node is lost with its memory")
 def test_both_processes_of_a_node_die(start_job):
     """Copies lie on another node, not in another process of the same one."""
-    job = start_job(4, join_interval=50, slots=1)
+    job = start_job(4, join_interval=50, expert_slots=1)
     nodes = {"a": "left", "b": "right", "c": "left", "d": "right"}
     dying = [at("vote")]
     faults = {"a": dying, "b": [], "c": dying, "d": []}

@@ -38,11 +38,11 @@ def test_replicas_follow_many_steps(start_job, optimizer, steps):
     """Experts without tokens for many steps, clipping, a schedule, shifting load, and three deaths."""
     job = start_job(
         2,
-        slots=1,
+        expert_slots=1,
         max_grad_norm=0.3,
         rebalance_interval=steps // 20,
         join_interval=steps // 50,
-        local_snapshot_interval=steps // 10,
+        snapshot_interval=steps // 10,
     )
     job.open_gate(steps * 3 // 10)
     options = {"steps": steps, "optimizer": optimizer, "schedule": "cosine", "narrow": steps // 5, "gated": True}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from evermoe import Membership
+from evermoe.config.variables import find_membership
 from evermoe.planning import spread_over
-from evermoe.train.session_config import SessionConfig, with_environment
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.worker import Fault
@@ -44,7 +45,7 @@ def test_a_rack_is_lost_and_no_step_with_it(start_job, preset):
 
 
 def test_with_too_few_domains_nodes_count(start_job):
-    job = start_job(4, copies=2, join_interval=50, **FEWEST)
+    job = start_job(4, replication=2, join_interval=50, **FEWEST)
     workers = start(job, "d", dict.fromkeys(RACKS, "east"))
     assert [each.join() for each in workers] == [0, 0, 0, -9]
     check_history(workers)
@@ -68,7 +69,7 @@ def test_the_largest_domains_of_which_there_are_enough_are_taken():
 @pytest.mark.parametrize("domain", ["east/", "/east", "r 1", "", "a//b"])
 def test_names_of_domains_are_checked(domain):
     with pytest.raises(ValueError, match=r"each part of domain \(EVERMOE_DOMAIN\), between slashes, to be a name"):
-        SessionConfig(domain=domain)
+        Membership(domain=domain)
 
 
 @pytest.mark.parametrize(
@@ -85,5 +86,5 @@ def test_domains_come_from_the_environment(monkeypatch, variables, expected):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    config = with_environment(SessionConfig(lighthouse="http://localhost:1", job="j", members=1))
+    config = find_membership(Membership(lighthouse="http://localhost:1", job="j", members=1))
     assert config.domain == expected

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 import evermoe
+from evermoe import Checkpoints, Membership, Placement
 from evermoe.comm.lighthouse import start_lighthouse
+from evermoe.config.variables import find_membership
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.launch import LocalJob
 from evermoe.persist.checkpoint_folder import find
 from evermoe.persist.folder import find_persisted
+from evermoe.presets import Auto
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts as Parts
 from evermoe.state.training_state import TrainingState
-from evermoe.train.session_config import with_environment
+from evermoe.train.session_config import session_config
 from support.harness import wait_until
 from support.history import check_history, check_recovered
 from support.worker import Fault
@@ -38,14 +39,20 @@ def run_alone(layer, optimizer, until, **options):
 
 
 def test_versions_grow_when_a_new_job_resumes_from_an_old_checkpoint(tmp_path, monkeypatch):
-    options = {"memory_dir": str(tmp_path), "checkpoint_dir": tmp_path / "saved"}
+    memory, saved = str(tmp_path), tmp_path / "saved"
     with monkeypatch.context() as patched:
         patched.setattr(SnapshotStore, "newest_generation", lambda store: 7)  # as after many changes of membership
-        session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), job="old", **options)
+        session = evermoe.Session(
+            *make_layer(),
+            evermoe.ElasticSampler(64, 8),
+            membership=evermoe.Membership(job="old", memory_dir=memory),
+            checkpoints=saved,
+        )
     for step in session.steps(3):
         with step:
             step.backward(session.model(torch.randn(8, 8)).square().mean())
-    run_alone(*make_layer(), 5, job="new", **options)
+    membership = evermoe.Membership(job="new", memory_dir=memory)
+    run_alone(*make_layer(), 5, membership=membership, checkpoints=saved)
     versions = {path.name: version for version, path in find(tmp_path / "saved").items()}
     assert versions["step-00000005"] > versions["step-00000003"] > 7 << 40
 
@@ -57,8 +64,12 @@ def is_durable(session, folder):
 
 def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tmp_path, monkeypatch):
     """Not even where a peer is lost before the members know what it costs."""
-    options = {"job": "stale", "memory_dir": str(tmp_path), "preset": "pec", "checkpoint_dir": str(tmp_path / "saved")}
-    session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_save=1, **options)
+    options = {
+        "preset": evermoe.presets.Pec(experts_per_save=1),
+        "membership": evermoe.Membership(job="stale", memory_dir=str(tmp_path)),
+        "checkpoints": str(tmp_path / "saved"),
+    }
+    session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), **options)
     reached = []
     for step in session.steps(100):
         with step:
@@ -67,7 +78,7 @@ def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tm
         if session.step == 3:
             wait_until(lambda: is_durable(session, tmp_path / "saved"), "what is saved of step 3 is durable")
             break
-    again = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_save=1, **options)
+    again = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), **options)
     seen, count_losses = [], again._protection.count_losses
 
     def lose_a_peer(stale, *arguments):
@@ -90,8 +101,9 @@ def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path)
         layer, optimizer = make_layer()
         torch.manual_seed(seed)
         layer.experts.reset_parameters()
-        options = {"memory_dir": str(tmp_path), "preset": "pec", "checkpoint_dir": str(tmp_path / "saved")}
-        session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), job=f"job{seed}", **options)
+        membership = evermoe.Membership(job=f"job{seed}", memory_dir=str(tmp_path))
+        options = {"preset": "pec", "membership": membership, "checkpoints": str(tmp_path / "saved")}
+        session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), **options)
         next(session.steps(3))
         mine = {
             unit: torch.empty(session._state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
@@ -164,7 +176,12 @@ def test_worker_of_another_job_is_turned_away(start_job):
 
 def test_memory_of_another_model_is_refused(tmp_path):
     layer, optimizer = make_layer()
-    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), job="j", memory_dir=str(tmp_path))
+    session = evermoe.Session(
+        layer,
+        optimizer,
+        evermoe.ElasticSampler(64, 8),
+        membership=evermoe.Membership(job="j", memory_dir=str(tmp_path)),
+    )
     with pytest.raises(KeyError):
         for step in session.steps(5):
             with step:
@@ -172,8 +189,12 @@ def test_memory_of_another_model_is_refused(tmp_path):
             raise KeyError("outside the step")
     del step
     with pytest.raises(ValueError, match=r"another model or optimizer.*remove the folder"):
-        evermoe.Session(*make_layer(5), evermoe.ElasticSampler(64, 8), job="j", memory_dir=str(tmp_path))
-    assert run_alone(*make_layer(), 3, job="j", memory_dir=str(tmp_path)).step == 3
+        evermoe.Session(
+            *make_layer(5),
+            evermoe.ElasticSampler(64, 8),
+            membership=evermoe.Membership(job="j", memory_dir=str(tmp_path)),
+        )
+    assert run_alone(*make_layer(), 3, membership=evermoe.Membership(job="j", memory_dir=str(tmp_path))).step == 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,7 +209,9 @@ def test_one_job_runs_once_on_a_machine(tmp_path):
 
 def test_evaluation_ends_early_when_a_peer_is_lost_and_training_continues(tmp_path):
     layer, optimizer = make_layer()
-    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    session = evermoe.Session(
+        layer, optimizer, evermoe.ElasticSampler(64, 8), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     seen = []
     for step in session.steps(3):
         with step:
@@ -205,7 +228,9 @@ def test_evaluation_ends_early_when_a_peer_is_lost_and_training_continues(tmp_pa
 
 def test_lost_peer_of_another_group_in_a_step_is_recovered_from(tmp_path):
     layer, optimizer = make_layer()
-    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    session = evermoe.Session(
+        layer, optimizer, evermoe.ElasticSampler(64, 8), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     raised = []
     for step in session.steps(3):
         with step:
@@ -218,7 +243,9 @@ def test_lost_peer_of_another_group_in_a_step_is_recovered_from(tmp_path):
 
 def test_step_that_is_left_out_is_an_error_unless_the_job_is_stopped(tmp_path):
     layer, optimizer = make_layer()
-    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    session = evermoe.Session(
+        layer, optimizer, evermoe.ElasticSampler(64, 8), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     for step in session.steps(9):
         if session.step == 2:
             session.stop()
@@ -226,7 +253,9 @@ def test_step_that_is_left_out_is_an_error_unless_the_job_is_stopped(tmp_path):
         with step:
             step.backward(layer(torch.randn(8, 8)).square().mean())
     assert session.step == 2
-    again = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    again = evermoe.Session(
+        layer, optimizer, evermoe.ElasticSampler(64, 8), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     with pytest.raises(RuntimeError, match="must be used as `with step:`"):
         list(again.steps(9))
 
@@ -236,8 +265,8 @@ def test_worker_whose_job_is_over_ends_with_a_model_that_nobody_uses(tmp_path, m
     monkeypatch.setenv("EVERMOE_FINISHED", str(tmp_path / "finished"))
     server = start_lighthouse(heartbeat_timeout=1, join_timeout=5)
     try:
-        options = {"job": "late", "lighthouse": server.address(), "members": 2, "memory_dir": str(tmp_path)}
-        session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), **options)
+        membership = evermoe.Membership(lighthouse=server.address(), job="late", members=2, memory_dir=str(tmp_path))
+        session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), membership=membership)
         with pytest.raises(SystemExit) as ended:
             list(session.steps(3))
     finally:
@@ -249,22 +278,22 @@ def test_worker_whose_job_is_over_ends_with_a_model_that_nobody_uses(tmp_path, m
 def test_second_session_of_a_script_under_a_lighthouse_is_refused(tmp_path):
     server = start_lighthouse(heartbeat_timeout=1, join_timeout=5)
     try:
-        options = {"job": "first", "lighthouse": server.address(), "memory_dir": str(tmp_path)}
-        assert run_alone(*make_layer(), 2, **options).step == 2
+        membership = evermoe.Membership(lighthouse=server.address(), job="first", memory_dir=str(tmp_path))
+        assert run_alone(*make_layer(), 2, membership=membership).step == 2
         with pytest.raises(RuntimeError, match="a script has one session"):
-            run_alone(*make_layer(), 2, **options)
+            run_alone(*make_layer(), 2, membership=membership)
     finally:
         server.shutdown()
 
 
 def test_model_of_one_member_works_after_its_session(tmp_path):
     layer, optimizer = make_layer()
-    run_alone(layer, optimizer, 2, memory_dir=str(tmp_path))
+    run_alone(layer, optimizer, 2, membership=evermoe.Membership(memory_dir=str(tmp_path)))
     assert layer(torch.randn(5, 8)).shape == (5, 8)
 
 
 def test_session_that_has_left_says_so(tmp_path):
-    session = run_alone(*make_layer(), 2, memory_dir=str(tmp_path))
+    session = run_alone(*make_layer(), 2, membership=evermoe.Membership(memory_dir=str(tmp_path)))
     with pytest.raises(RuntimeError, match="has left its job"), session.evaluation():
         pass
     with pytest.raises(RuntimeError, match="has left its job"):
@@ -273,7 +302,9 @@ def test_session_that_has_left_says_so(tmp_path):
 
 def test_job_without_a_name_leaves_nothing_behind(tmp_path):
     layer, optimizer = make_layer()
-    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    session = evermoe.Session(
+        layer, optimizer, evermoe.ElasticSampler(64, 8), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     for step in session.steps(3):
         with step:
             step.backward(layer(torch.randn(8, 8)).square().mean())
@@ -288,7 +319,9 @@ def test_frozen_and_unused_experts_stay_as_they_are(tmp_path):
     model[0].experts.weights.requires_grad_(False)
     before = [layer.experts.weights.detach().clone() for layer in model]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5, fused=True)
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    session = evermoe.Session(
+        model, optimizer, evermoe.ElasticSampler(64, 8), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     for step in session.steps(2):
         with step:
             step.backward(model[1](model[0](torch.randn(8, 8))).square().mean())
@@ -378,37 +411,24 @@ def test_a_scheduler_that_only_one_side_has_is_no_error():
 
 
 def test_options_that_all_members_must_share_are_marked_so():
-    shared = evermoe.SessionConfig(copies=3).shared()
-    assert shared["copies"] == "3"
-    own = {"lighthouse", "job", "node", "domain", "address", "members", "role", "spare", "memory_dir"}
-    own |= {
-        "allow_solo_resume",
-        "drain_timeout",
-        "hang_timeout",
-        "heartbeat_timeout",
-        "quorum_timeout",
-        "rejoin_timeout",
-    }
-    own |= {
-        "on_lost",
-        "replay_log_bytes",
-        "replica_device",
-        "snapshot_memory",
-        "checkpoint_dir",
-        "store_timeout",
-        "checkpoint_upload_limit",
-        "checkpoint_download_limit",
-    }
-    assert set(shared) == {each.name for each in fields(evermoe.SessionConfig)} - own
+    shared = session_config(replication=3).shared()
+    assert shared["replication"] == "3"
+    own = {*Membership.names()} - {"transport", "join_interval", "join_wait"}
+    own |= {"url", "store_timeout", "upload_limit", "download_limit"}
+    own |= {"snapshot_memory", "replay_log_bytes", "replica_device"}
+    groups = {"membership": Membership, "placement": Placement, "checkpoints": Checkpoints, "auto": Auto}
+    names = {f"{group}.{name}" for group, kind in groups.items() for name in kind.names() if name not in own}
+    names |= {"preset", "replication", "shard_optimizer", "max_grad_norm", "on_nonfinite", "seed"}
+    assert set(shared) == names | {"on_gradients", "stateful"}
 
 
 def test_pec_needs_a_folder():
-    with pytest.raises(ValueError, match="pec saves to checkpoint_dir"):
-        evermoe.SessionConfig(preset="pec")
+    with pytest.raises(ValueError, match="the preset pec saves to a checkpoint store: expected checkpoints to be"):
+        session_config(preset="pec")
 
 
 def test_lighthouse_without_a_job_name_is_refused(monkeypatch):
     for variable in ("EVERMOE_JOB", "JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ValueError, match="must name the job"):
-        with_environment(evermoe.SessionConfig(lighthouse="http://127.0.0.1:1"))
+        find_membership(Membership(lighthouse="http://127.0.0.1:1"))

@@ -59,7 +59,7 @@ def test_newcomers_of_some_seconds_come_in_together(start_job):
 
 @pytest.mark.long
 def test_a_loss_lets_newcomers_in_at_once(start_job):
-    job, (a, b, c) = start(start_job, "abc", copies=3)
+    job, (a, b, c) = start(start_job, "abc", replication=3)
     job.take_in(d := job.start("d", steps=400), until=13)
     since = heard(job, a, b, c)
     c.process.kill()
@@ -80,7 +80,7 @@ def test_newcomers_must_not_wait_longer_than_they_look_for_an_agreement():
     with pytest.raises(
         ValueError, match="join_wait = 60 s, and give up after quorum_timeout = 60 s: expected a shorter"
     ):
-        evermoe.SessionConfig(join_wait=60, quorum_timeout=60)
+        evermoe.Membership(join_wait=60, quorum_timeout=60)
 
 
 def test_lazarus_splits_tokens_evenly_unless_the_layer_says_how():
@@ -93,6 +93,6 @@ def test_lazarus_splits_tokens_evenly_unless_the_layer_says_how():
     ):
         layer = evermoe.MoE(8, 8, 4, token_split=given)
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-        session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(16, 4), preset=preset, copies=1)
+        session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(16, 4), preset=preset, replication=1)
         assert layer.experts.token_split == expected
         session.close()

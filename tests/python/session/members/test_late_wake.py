@@ -24,8 +24,8 @@ def contents(folders):
 )
 def test_worker_that_wakes_when_the_job_is_over(start_job, tmp_path, preset, point, restarts):
     saved = tmp_path / "saved"
-    options = {"checkpoint_dir": str(saved), "checkpoint_interval": 4}
-    job = start_job(preset=preset, copies=2 if preset == "pec" else 3, **options)
+    options = {"checkpoints": str(saved), "checkpoint_interval": 4}
+    job = start_job(preset=preset, replication=2 if preset == "pec" else 3, **options)
     workers = a, b, c = job.start_all({"b": [Fault(point, STOP, "stop")]}, steps=STEPS)
     b.wait_until_stopped()
     assert [each.join() for each in (a, c)] == [0, 0]
@@ -51,7 +51,7 @@ def test_worker_that_wakes_when_the_job_is_over(start_job, tmp_path, preset, poi
 
 @pytest.mark.long
 def test_worker_whose_operator_knows_that_nobody_else_is_left(start_job):
-    job = start_job(copies=3)
+    job = start_job(replication=3)
     asleep = {"session": {"allow_solo_resume": True}}
     workers = a, b, c = [job.start("a"), job.start("b", Fault("vote", STOP, "stop"), **asleep), job.start("c")]
     b.wait_until_stopped()

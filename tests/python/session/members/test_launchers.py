@@ -16,7 +16,7 @@ import yaml
 import evermoe
 from evermoe import environment
 from evermoe.comm.lighthouse import start_local_lighthouse
-from evermoe.train.session_config import with_environment
+from evermoe.config.variables import find_membership
 from support import launched
 from support.harness import HEARTBEAT_LIMIT, SERVER
 
@@ -314,10 +314,10 @@ def test_ranks_count_all_processes_of_all_machines_as_far_as_they_are_known(give
 def test_variables_of_launchers_count_where_ours_say_nothing(monkeypatch, variables, job, members):
     for name, value in ({"TORCHFT_LIGHTHOUSE": "http://a:1"} | variables).items():
         monkeypatch.setenv(name, value)
-    config = with_environment(evermoe.SessionConfig())
+    config = find_membership(evermoe.Membership())
     assert (config.job, config.members) == (job, members)
     assert config.lighthouse == variables.get("EVERMOE_LIGHTHOUSE", "http://a:1")
-    assert with_environment(evermoe.SessionConfig(job="own", members=7, lighthouse="http://c:1")).members == 7
+    assert find_membership(evermoe.Membership(job="own", members=7, lighthouse="http://c:1")).members == 7
 
 
 @pytest.mark.parametrize(
@@ -336,21 +336,21 @@ def test_several_processes_that_would_not_find_each_other_are_refused(monkeypatc
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
-        with_environment(evermoe.SessionConfig())
+        find_membership(evermoe.Membership())
 
 
 @pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"}])
 def test_one_process_alone_is_a_job_without_a_name(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    config = with_environment(evermoe.SessionConfig())
+    config = find_membership(evermoe.Membership())
     assert (config.lighthouse, config.job, config.members) == (None, None, None)
 
 
 def test_processes_that_are_jobs_of_their_own_say_so(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("EVERMOE_MEMBERS", "1")
-    assert with_environment(evermoe.SessionConfig()).lighthouse is None
+    assert find_membership(evermoe.Membership()).lighthouse is None
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)

@@ -46,7 +46,7 @@ def test_member_leaves_on_notice(start_job, name, number, code):
 
 @pytest.mark.long
 def test_experts_without_a_copy_go_to_a_checkpoint_first(start_job, tmp_path):
-    job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"))
+    job = start_job(replication=1, checkpoints=str(tmp_path / "saved"))
     job.open_gate(GATE)
     workers = job.start_all({}, steps=STEPS, gated=True)
     for each in workers:
@@ -60,7 +60,7 @@ def test_experts_without_a_copy_go_to_a_checkpoint_first(start_job, tmp_path):
 def test_all_members_leave(start_job, tmp_path):
     """As at the end of an allocation: the state is in a checkpoint, and the job resumes where it was."""
     saved = tmp_path / "saved"
-    job = start_job(checkpoint_dir=str(saved))
+    job = start_job(checkpoints=str(saved))
     job.open_gate(GATE)
     workers = job.start_all({}, steps=STEPS, gated=True)
     for each in workers:

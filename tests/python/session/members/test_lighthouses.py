@@ -14,9 +14,8 @@ import pytest
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.lighthouse import own_address, start_lighthouse
-from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages
-from evermoe.config.membership import split_addresses
+from evermoe.config.membership import Membership, split_addresses
 from support.harness import FEWEST, HEARTBEAT_LIMIT, wait_until
 from support.history import check_history
 from support.messages import told
@@ -118,7 +117,7 @@ def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, 
 @pytest.mark.long
 def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monkeypatch, secret):
     monkeypatch.setenv("EVERMOE_SECRET", secret)
-    job = start_job(lighthouse=addresses(two), copies=3, quorum_timeout=120.0, **FEWEST)
+    job = start_job(lighthouse=addresses(two), replication=3, quorum_timeout=120.0, **FEWEST)
     workers = job.start_all({name: [Fault("vote", 7)] for name in "bc"}, steps=12, secret=secret or None)
     wait_until(lambda: "1 of the last 3 members are here" in workers[0].log(), "it says that it waits")
     for each in two:
@@ -192,7 +191,7 @@ def test_wrong_addresses_are_refused(wrong):
 def test_going_on_alone_with_several_lighthouses_is_refused():
     two = {"lighthouse": "http://localhost:1,http://localhost:2", "job": "x"}
     with pytest.raises(ValueError, match="evermoe lighthouse promote"):
-        MembershipOptions(**two, allow_solo_resume=True)
+        Membership(**two, allow_solo_resume=True)
 
 
 @pytest.mark.parametrize("wrong", ["http://localhost", "localhost:29510", "http://localhost:1/path"])

@@ -141,7 +141,7 @@ def test_members_meet_at_the_address_that_is_given(start_job):
 
 
 def test_missing_units_are_waited_for(start_job):
-    job = start_job(copies=1, rejoin_timeout=30.0, **FEWEST)
+    job = start_job(replication=1, rejoin_timeout=30.0, **FEWEST)
     a, b, c = job.start_all({"b": [Fault("vote", 5)]})
     assert b.join() == -9
     for survivor in (a, c):
@@ -158,7 +158,7 @@ def test_missing_units_are_waited_for(start_job):
 
 def test_waiting_for_missing_units_has_an_end(start_job):
     """Members ask each other again meanwhile: after 0.2 s, 0.4 s, 0.8 s and so on."""
-    job = start_job(copies=1, rejoin_timeout=3.0, **FEWEST)
+    job = start_job(replication=1, rejoin_timeout=3.0, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
     started = time.monotonic()
     assert [each.join(30) for each in workers] == [1, -9, 1]
@@ -172,7 +172,7 @@ def test_waiting_for_missing_units_has_an_end(start_job):
 def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
     """It lives: those of a process that has ended would count as lost."""
     limit = 1.0
-    job = start_job(copies=1, rejoin_timeout=limit, quorum_timeout=120.0, **FEWEST)
+    job = start_job(replication=1, rejoin_timeout=limit, quorum_timeout=120.0, **FEWEST)
     a, b, c = job.start_all({"b": [Fault("vote", 5, "stop")]})
     for survivor in (a, c):
         lost = survivor.wait_for("connection_lost")
@@ -188,7 +188,7 @@ def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
     ("other", "message"),
     [
         ({"optimizer": "sgd"}, "this worker's model or optimizer differs from that of a-"),
-        ({"session": {"slots": 5}}, ": slots is 5 here, None there. Start"),
+        ({"session": {"expert_slots": 5}}, ": slots is 5 here, None there. Start"),
         ({"batch_size": 8}, ": batch_size is 8 here, 12 there. Start"),
         ({"shuffle": False}, ": shuffle is False here, True there. Start"),
         ({"schedule": "cosine"}, "scheduler is torch.optim.lr_scheduler.CosineAnnealingLR here, None there"),

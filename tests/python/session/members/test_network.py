@@ -114,7 +114,7 @@ def test_cut_between_two_hosts(start_hosts, pair, is_one_way):
 
 @pytest.mark.long
 def test_split_that_the_lighthouse_does_not_see(start_hosts):
-    hosts, job, workers = start_hosts("abcd", copies=3)
+    hosts, job, workers = start_hosts("abcd", replication=3)
     hosts.split("ab", "cd")
     since = time.time()
     job.open_gate(STEPS // 2)
@@ -131,7 +131,7 @@ def test_split_that_the_lighthouse_does_not_see(start_hosts):
 def test_split_in_which_no_part_has_all_units(start_hosts):
     """It lasts longer than members wait for holders that may have ended: these live, and the network comes back."""
     limit = 1.0
-    hosts, job, workers = start_hosts("abcd", copies=2, rejoin_timeout=limit, quorum_timeout=150.0, **FEWEST)
+    hosts, job, workers = start_hosts("abcd", replication=2, rejoin_timeout=limit, quorum_timeout=150.0, **FEWEST)
     hosts.split("ab", "cd")
     job.open_gate(STEPS)
     for name in "ab":
@@ -151,7 +151,7 @@ def test_split_in_which_no_part_has_all_units(start_hosts):
 @pytest.mark.long
 def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
     """All see the Lighthouse: one resumes alone, and the others join it again once the network is back."""
-    hosts, job, workers = start_hosts("abc", copies=3)
+    hosts, job, workers = start_hosts("abc", replication=3)
     hosts.split("a", "b", "c")
     since = time.time()
     job.open_gate(STEPS // 2)
@@ -166,7 +166,7 @@ def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
 @pytest.mark.long
 def test_member_that_is_reached_again_is_the_first_that_a_new_lighthouse_hears_of(start_hosts):
     """Its question was on the way while the Lighthouse was away; the others are about to report to it."""
-    hosts, job, workers = start_hosts("abc", copies=3)
+    hosts, job, workers = start_hosts("abc", replication=3)
     others, alone = [workers["a"], workers["b"]], workers["c"]
     hosts.split("ab", "c")
     since = time.time()
@@ -200,7 +200,7 @@ def test_member_that_is_reached_again_is_the_first_that_a_new_lighthouse_hears_o
 @pytest.mark.long
 def test_first_member_stops_while_groups_connect(start_job):
     """Its store, in which they meet, answers nobody any more, and its sockets stay open."""
-    job = start_job(4, hang_timeout=HANG_LIMIT, copies=3)
+    job = start_job(4, hang_timeout=HANG_LIMIT, replication=3)
     faults = {"a": [Fault("phase rebuild", nth=2, action="stop")], "b": [Fault("vote", GATE)]}
     workers = first, _, *others = job.start_all(faults, "abcd", steps=STEPS)
     first.wait_until_stopped()

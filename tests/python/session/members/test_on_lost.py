@@ -13,8 +13,8 @@ import torch.distributed as dist
 from evermoe.comm.gather import gather_json
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity
+from evermoe.config.membership import Membership
 from evermoe.errors import LEFT_CODE
 from evermoe.train.lost_members import REMEMBERED, LostMembers
 from support.harness import FEWEST, PATIENCE, wait_until
@@ -82,7 +82,7 @@ def test_what_comes_in_a_lost_members_place_gets_its_units_from_peers(start_job)
 
 @pytest.mark.long
 def test_a_caller_that_dies_while_it_calls_is_followed_by_another_and_training_waits_for_none(start_job):
-    job, workers = start(start_job, "abcd", {"b": [Fault("forward", 6)]}, NOTE + WAIT, at=12, copies=3)
+    job, workers = start(start_job, "abcd", {"b": [Fault("forward", 6)]}, NOTE + WAIT, at=12, replication=3)
     (call,) = wait_for_calls(job, 1)
     caller = of_pid(workers, call.pid)
     caller.wait_for("commit", step=10)  # while the command still runs
@@ -140,7 +140,9 @@ def test_a_hook_that_fails_costs_a_warning(start_job, hook, why):
 
 
 def test_leaving_on_notice_and_being_stopped_are_distinguished(start_job):
-    job, (a, b, c) = start(start_job, "abc", {"c": [Fault("forward", 12, "stop")]}, heartbeat_timeout=1.0, copies=3)
+    job, (a, b, c) = start(
+        start_job, "abc", {"c": [Fault("forward", 12, "stop")]}, heartbeat_timeout=1.0, replication=3
+    )
     for each in (a, b, c):
         each.wait_for("gate", step=8)
     b.signal(signal.SIGTERM)
@@ -155,11 +157,11 @@ def test_leaving_on_notice_and_being_stopped_are_distinguished(start_job):
 
 
 def test_state_that_a_process_leaves_is_found_on_its_host_and_the_rest_in_the_checkpoint(start_job, tmp_path):
-    session = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_interval": 4, "rejoin_timeout": 0.0, **FEWEST}
+    session = {"checkpoints": str(tmp_path / "saved"), "checkpoint_interval": 4, "rejoin_timeout": 0.0, **FEWEST}
     job, (a, b, c) = start(start_job, "abc", **session)
     for each in (a, b, c):
         each.wait_for("gate", step=8)
-    spare = job.start("d", session={"spare": True, "node": "b"}, gated=True, steps=STEPS)
+    spare = job.start("d", session={"role": "spare", "node": "b"}, gated=True, steps=STEPS)
     wait_until(lambda: "is a spare" in spare.log() and spare.has_met_members(), "it stands by")
     b.process.kill()
     job.open_gate(12)
@@ -188,7 +190,7 @@ def call_in_generations(group, lighthouse, folder, alone):
         The nodes for which this member has called.
     """
     found, cpu = [], torch.device("cpu")
-    options, identity = MembershipOptions(lighthouse=lighthouse), Identity("job", "layout")
+    options, identity = Membership(lighthouse=lighthouse), Identity("job", "layout")
     node = "adbc"[group.rank]
     membership = MembershipManager(options, lighthouse=lighthouse, identity=identity, node=node, device=cpu)
     about = {"node": node, "domain": "", "role": "train", "door": membership.reach.address}

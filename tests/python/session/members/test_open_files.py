@@ -36,7 +36,7 @@ def test_too_few_open_files_are_an_error_that_says_how_many_are_needed(start_job
 @pytest.mark.parametrize("dense", ["sharded", "replicated"])
 def test_a_limit_that_may_be_raised_is_raised_by_as_much_as_the_members_need(start_job, dense):
     """Also for a recovery: no process opens more than it has raised its limit to."""
-    job = start_job(4, dense=dense)
+    job = start_job(4, shard_optimizer=dense == "sharded")
     a, b, c, d = (
         job.start(name, *faults, kind=Frugal, environment={"NOFILE": "4096"})
         for name, faults in {"a": [], "b": [], "c": [Fault("vote", 5)], "d": []}.items()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from evermoe.comm.membership_options import MembershipOptions
+from evermoe.config.membership import Membership
+from evermoe.config.variables import find_membership
 from support.harness import wait_until
 from support.history import check_history, check_recovered
 from support.worker import EVERYTHING, Fault
@@ -17,7 +18,7 @@ def start_with_spares(job, faults, spares="d", names="abc"):
     job.open_gate(HELD)
     members = job.start_all(faults, names, gated=True, steps=STEPS)
     members[0].wait_for("commit", step=HELD - 2)
-    waiting = [job.start(name, session={"spare": True}, gated=True, steps=STEPS) for name in spares]
+    waiting = [job.start(name, session={"role": "spare"}, gated=True, steps=STEPS) for name in spares]
     for each in waiting:
         wait_until(lambda each=each: "is a spare" in each.log() and each.has_met_members(), f"{each.name} stands by")
     return members, waiting
@@ -57,7 +58,7 @@ def test_a_spare_takes_a_lost_members_place_in_the_same_recovery(start_job, pres
 
 @pytest.mark.long
 def test_two_losses_at_once_take_as_many_spares_as_there_are(start_job):
-    job = start_job(3, copies=3)
+    job = start_job(3, replication=3)
     (a, b, c), (spare,) = start_with_spares(job, {name: [Fault("forward", 17)] for name in "bc"})
     job.open_gate(EVERYTHING)
     assert [each.join() for each in (a, b, c, spare)] == [0, -9, -9, 0]
@@ -97,7 +98,7 @@ def test_a_spare_leaves_the_memory_that_trainers_of_its_node_need(start_job):
     a, b = job.start_all({"b": [Fault("forward", 17)]}, "ab", gated=True, steps=STEPS)
     a.wait_for("commit", step=HELD - 2)
     kept = {path.name for path in job.node_memory("a").glob("*.arena")}
-    spare = job.start("d", session={"spare": True, "node": "a"}, gated=True, steps=STEPS, free_bytes=1 << 10)
+    spare = job.start("d", session={"role": "spare", "node": "a"}, gated=True, steps=STEPS, free_bytes=1 << 10)
     assert stands_by(spare)["reserved_bytes"] == 0
     assert "this spare reserves no memory: it would need" in spare.log()
     assert {path.name for path in job.node_memory("a").glob("*")} >= kept
@@ -109,7 +110,7 @@ def test_a_spare_leaves_the_memory_that_trainers_of_its_node_need(start_job):
 
 def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):
     job = start_job(3, hang_timeout=3.0)
-    workers = [job.start(name, session={"spare": name == "c"}, steps=6) for name in "abc"]
+    workers = [job.start(name, session={"role": "spare" if name == "c" else "train"}, steps=6) for name in "abc"]
     assert [each.join() for each in workers] == [0, 0, 0]
     assert [sizes(each) for each in workers] == [[3]] * 3
     check_history(workers)
@@ -134,7 +135,7 @@ def test_a_spare_whose_job_is_gone_never_begins_it_again(start_job, members, err
     job.open_gate(HELD)
     workers = job.start_all({}, "ab"[:members], gated=True, steps=HELD + 2)
     workers[0].wait_for("commit", step=HELD - 2)
-    spare = job.start("d", session={"spare": True}, steps=HELD + 2)
+    spare = job.start("d", session={"role": "spare"}, steps=HELD + 2)
     wait_until(lambda: "is a spare" in spare.log() and spare.has_met_members(), "it stands by")
     for each in workers:
         each.process.kill()
@@ -144,8 +145,5 @@ def test_a_spare_whose_job_is_gone_never_begins_it_again(start_job, members, err
 
 
 def test_a_spare_needs_a_job_whose_members_it_may_replace():
-    for wrong in ({"lighthouse": None}, {"lighthouse": "http://h:1", "role": "replica"}):
-        with pytest.raises(
-            ValueError, match=r"spare \(EVERMOE_SPARE\): expected role='train' and the lighthouse of a job"
-        ):
-            MembershipOptions(spare=True, **wrong)
+    with pytest.raises(ValueError, match=r"role='spare' \(EVERMOE_ROLE\) waits to replace .*: expected lighthouse"):
+        find_membership(Membership(role="spare"))

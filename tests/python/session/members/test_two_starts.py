@@ -23,11 +23,11 @@ def files(*folders):
 def test_the_second_run_is_refused_by_name_and_the_next_one_resumes(start_job, tmp_path, nodes):
     """On the same nodes, whose memory it would use, and on other nodes with the same checkpoint folder."""
     saved = tmp_path / "saved"
-    first = start_job(2, checkpoint_dir=str(saved), checkpoint_interval=1, keep_checkpoints=3)
+    first = start_job(2, checkpoints=str(saved), checkpoint_interval=1, keep_checkpoints=3)
     places = {
         "job": first.name,
         "memory_dir": str(first.memory),
-        "checkpoint_dir": str(saved),
+        "checkpoints": str(saved),
         "checkpoint_interval": 1,
     }
     first.open_gate(GATE)
@@ -43,7 +43,7 @@ def test_the_second_run_is_refused_by_name_and_the_next_one_resumes(start_job, t
     assert [each.join() for each in refused] == [1, 1]
     folder = saved if nodes == "cd" else first.node_memory("a")
     for each in refused:
-        assert f"FolderInUse: {'checkpoint_dir' if nodes == 'cd' else 'the job'}" in each.log()
+        assert f"FolderInUse: {'the checkpoint store' if nodes == 'cd' else 'the job'}" in each.log()
         assert f"is in use by another run of job {first.name!r}, which process" in each.log()
         assert f"with the Lighthouse {first.address.removeprefix('http://')}" in each.log()
         assert any(f"held on this machine by process {other.pid}" in each.log() for other in workers)

@@ -114,7 +114,7 @@ def test_one_member_may_work_for_longer_than_the_hang_timeout(start_job):
 
 @pytest.mark.parametrize("preset", ["auto", pytest.param("gemini", marks=pytest.mark.long)])
 def test_replica_nodes_wait_for_long_work_as_those_that_train(start_job, preset):
-    job = start_job(2, hang_timeout=2.0, copies=2, preset=preset)
+    job = start_job(2, hang_timeout=2.0, replication=2, preset=preset)
     replica = job.start("r", session={"role": "replica"}, steps=STEPS, **scenario("alone"))
     replica.wait_for("phase", phase="agree")
     workers = [*job.start_all({}, "ab", steps=STEPS, **scenario("alone")), replica]
@@ -136,7 +136,7 @@ def test_death_in_long_work_is_noticed_at_once(start_job):
 
 @pytest.mark.parametrize(("name", "step"), [("stop_all", 4), ("stop_one", 5), ("stop_inside", 4)])
 def test_job_stops_on_all_members_at_one_step(start_job, tmp_path, name, step):
-    job = start_job(2, checkpoint_dir=str(tmp_path / "saved"))
+    job = start_job(2, checkpoints=str(tmp_path / "saved"))
     workers = job.start_all({}, "ab", steps=20, **scenario(name))
     assert [each.join() for each in workers] == [0, 0]
     assert [each.events("done")[-1]["step"] for each in workers] == [step] * 2
@@ -158,9 +158,9 @@ def test_a_death_while_members_agree_to_stop_leaves_it_to_the_others_to_stop(sta
 
 
 def test_replica_nodes_and_spares_learn_that_a_job_was_stopped(start_job):
-    job = start_job(2, copies=2)
+    job = start_job(2, replication=2)
     replica = job.start("r", session={"role": "replica"}, steps=20, **scenario("stop_all"))
-    spare = job.start("s", session={"spare": True}, steps=20, **scenario("stop_all"))
+    spare = job.start("s", session={"role": "spare"}, steps=20, **scenario("stop_all"))
     workers = job.start_all({}, "ab", steps=20, **scenario("stop_all"))
     assert [each.join() for each in workers] == [0, 0]
     assert [each.events("done")[-1]["step"] for each in workers] == [4, 4]
@@ -187,7 +187,7 @@ def test_loss_in_an_evaluation_before_a_step_leaves_no_sample_of_that_step_out(s
 
 def test_member_that_joined_adopts_no_result_of_an_evaluation_before_it_came(start_job):
     """The others have finished one evaluation of step 2 when it comes, and one of them dies in the second."""
-    job = start_job(copies=3)
+    job = start_job(replication=3)
     faults = {"b": [Fault("inside", 2, "hang")], "c": [Fault("second", 2)]}
     workers = job.start_all(faults, steps=3, **scenario("twice"))
     workers[1].wait_for("fault")

@@ -25,7 +25,7 @@ def first_digests(workers):
 def test_first_values_are_the_same_on_any_number_of_ranks_and_survive_a_kill(start_job, preset):
     alone = [start_job(1).start("a", deferred=True, steps=3)]
     assert alone[0].join() == 0
-    workers = start_job(preset=preset, slots=2).start_all({"b": [Fault("vote", FAULT)]}, deferred=True)
+    workers = start_job(preset=preset, expert_slots=2).start_all({"b": [Fault("vote", FAULT)]}, deferred=True)
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
     for survivor in workers[::2]:
@@ -37,7 +37,7 @@ def test_first_values_are_the_same_on_any_number_of_ranks_and_survive_a_kill(sta
 @pytest.mark.parametrize("point", ["phase fetch", "phase verify", "copy", "confirm"])
 def test_a_death_while_the_job_begins_loses_no_first_values(start_job, point):
     """Units that only the dead member had made are made again."""
-    step, job = None if point.startswith("phase") else 0, start_job(slots=2)
+    step, job = None if point.startswith("phase") else 0, start_job(expert_slots=2)
     workers = job.start_all({"b": [Fault(point, step)]}, deferred=True)
     assert workers[1].join() == -9
     workers.append(job.start("d", deferred=True))
@@ -73,7 +73,7 @@ def test_a_deferred_job_resumes_from_shared_memory(start_job):
 
 
 def test_a_deferred_job_resumes_from_its_checkpoint(start_job, tmp_path):
-    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_interval": 2}
+    options = {"checkpoints": str(tmp_path / "checkpoints"), "checkpoint_interval": 2}
     first = start_job(**options)
     assert [each.join() for each in first.start_all({}, steps=4, deferred=True)] == [0, 0, 0]
     again = start_job(2, **options, job=first.name)
@@ -93,7 +93,7 @@ def test_a_deferred_and_a_plain_model_do_not_train_together(start_job):
 
 
 def test_a_replica_node_of_a_deferred_job_makes_nothing(start_job):
-    job = start_job(2, slots=4)
+    job = start_job(2, expert_slots=4)
     workers = [*job.start_all({}, "ab", deferred=True), job.start("r", session={"role": "replica"}, deferred=True)]
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers[:2])

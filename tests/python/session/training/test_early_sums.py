@@ -88,7 +88,7 @@ def test_early_sums_have_the_bits_of_late_ones(tmp_path, kind):
 
 
 def trained(start_job, bucket_bytes, worker, **session):
-    workers = start_job(dense="sharded", **session).start_all({}, bucket_bytes=bucket_bytes, **worker)
+    workers = start_job(shard_optimizer=True, **session).start_all({}, bucket_bytes=bucket_bytes, **worker)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     digests = {unit: value for each in workers for unit, value in each.events("done")[0]["digests"].items()}
@@ -113,7 +113,7 @@ def test_a_session_trains_to_the_same_bits(start_job, worker, session):
 def test_a_member_is_lost_while_its_gradients_are_summed(start_job, nth, action):
     """At its n-th bucket of the step, where others may be in backward, in the sum or at the vote."""
     fault = Fault("bucket", FAULT, action, nth=nth)
-    workers = start_job(dense="sharded").start_all({"b": [fault]}, bucket_bytes=1)
+    workers = start_job(shard_optimizer=True).start_all({"b": [fault]}, bucket_bytes=1)
     a, b, c = workers
     assert [each.join() for each in (a, c)] == [0, 0]
     if action == "stop":

@@ -37,16 +37,16 @@ def take_over(model, held_R):
 
 
 CASES = [
-    ("", {"dense": "sharded"}, {"deferred": True}),
+    ("", {"shard_optimizer": True}, {"deferred": True}),
     pytest.param("gpt-oss", FEWEST, {}, marks=pytest.mark.long),
-    pytest.param("mixtral", FEWEST | {"dense": "sharded"}, {"deferred": True}, marks=pytest.mark.long),
+    pytest.param("mixtral", FEWEST | {"shard_optimizer": True}, {"deferred": True}, marks=pytest.mark.long),
     pytest.param("deepseek-v3", {}, {"dtype": "bfloat16", "optimizer": "evermoe"}, marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.parametrize(("name", "session", "options"), CASES)
 def test_three_workers_then_two_give_what_they_hold_together(start_job, tmp_path, name, session, options):
-    job = start_job(3, checkpoint_dir=str(tmp_path / "checkpoints"), **session)
+    job = start_job(3, checkpoints=str(tmp_path / "checkpoints"), **session)
     options = {"model": name, "steps": 6, "full": {4: "four", 6: "six"}} | options
     workers = job.start_all({"c": [Fault("reduce", 4)]}, **options)
     assert [each.join(80) for each in workers] == [0, 0, -9]
@@ -102,7 +102,9 @@ class Hooked(nn.Module):
 def alone(model, visit, path):
     """A session of one member, which calls `visit(session)` between two steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(24, 6), memory_dir=str(path))
+    session = evermoe.Session(
+        model, optimizer, evermoe.ElasticSampler(24, 6), membership=evermoe.Membership(memory_dir=str(path))
+    )
     with pytest.raises(RuntimeError, match="has no weights yet"):
         session.full_state_dict()
     for step in session.steps(2):

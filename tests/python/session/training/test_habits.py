@@ -125,7 +125,9 @@ def test_what_belongs_to_a_rank_is_named_in_the_first_step(start):
 def session_of(model, tmp_path, **options):
     sampler = evermoe.ElasticSampler(len(DATA), 12)
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
-    return evermoe.Session(model, optimizer, sampler, memory_dir=str(tmp_path), **options)
+    return evermoe.Session(
+        model, optimizer, sampler, membership=evermoe.Membership(memory_dir=str(tmp_path)), **options
+    )
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_worker_is_killed_and_the_masters_are_recovered(start_job, optimizer):
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.3}], ids=["plain", "clipped"])
 def test_owner_of_modules_with_masters_dies_and_its_newest_step_is_not_taken_back(start_job, options):
-    workers = start_job(3, dense="sharded", **options).start_all(
+    workers = start_job(3, shard_optimizer=True, **options).start_all(
         {"b": [Fault("update", 6)]}, optimizer="evermoe", dtype="bfloat16", steps=STEPS
     )
     assert [each.join() for each in workers] == [0, -9, 0], workers[0].log()

@@ -129,7 +129,9 @@ def test_a_state_of_any_size_leaves_room_for_results_of_a_step():
 
 def train(folder, loader, steps, seen):
     model = Model()
-    session = evermoe.Session(model, adamw(model), ElasticLoader(loader), checkpoint_dir=folder, checkpoint_interval=2)
+    session = evermoe.Session(
+        model, adamw(model), ElasticLoader(loader), checkpoints=evermoe.Checkpoints(folder, interval=2)
+    )
     for step in session.steps(steps):
         with step as batch:
             seen.append(batch.tolist())
@@ -158,7 +160,7 @@ def test_other_states_that_do_not_fit_are_refused_at_the_start(tmp_path, what):
             model,
             optimizer,
             ElasticLoader(Ready(0)),
+            membership=evermoe.Membership(memory_dir=str(tmp_path)),
             scheduler=scheduler,
             stateful={"large": large},
-            memory_dir=str(tmp_path),
         )

@@ -1,4 +1,4 @@
-"""With overlap_param_gather weights arrive during the next forward: modules wait for their own; no bit differs."""
+"""With shard_optimizer="overlap" weights arrive during the next forward: modules wait for their own, no bit differs."""
 
 import copy
 from datetime import timedelta
@@ -172,7 +172,7 @@ def test_buckets_have_all_tensors_once_and_each_owners_in_their_order():
 
 
 def trained(start_job, faults, **session):
-    job = start_job(dense="sharded", **session)
+    job = start_job(shard_optimizer=True, **session)
     workers = job.start_all(faults, bucket_bytes=NBYTES)
     assert [each.join() for each in workers] == [0, -9 if faults else 0, 0]
     check_history(workers)
@@ -187,7 +187,7 @@ def trained(start_job, faults, **session):
 def test_losses_and_states_are_those_of_training_that_waits(start_job):
     found = []
     for overlaps in (False, True):
-        workers = trained(start_job, {}, overlap_param_gather=overlaps)
+        workers = trained(start_job, {}, shard_optimizer="overlap" if overlaps else True)
         done = [each.events("done")[0]["digests"] for each in workers]
         found.append(([event["loss"] for event in workers[0].events("commit")], done))
     assert found[0] == found[1]
@@ -196,7 +196,7 @@ def test_losses_and_states_are_those_of_training_that_waits(start_job):
 @pytest.mark.parametrize("point", ["gather", "copy", "begin", "forward", "vote"])
 def test_an_owner_is_killed_while_weights_are_on_their_way(start_job, point):
     step = FAULT + (point in ("copy", "gather"))
-    a, b, c = workers = trained(start_job, {"b": [Fault(point, step)]}, overlap_param_gather=True)
+    a, b, c = workers = trained(start_job, {"b": [Fault(point, step)]}, shard_optimizer="overlap")
     for survivor in (a, c):
         recovered = survivor.events("recovered")[-1]
         if point != "gather":  # its replicas alone have seen what becomes of its units
@@ -210,16 +210,11 @@ def make(**options):
     return Session(model, torch.optim.SGD(model.parameters(), lr=0.1), ElasticSampler(8, 4), **options)
 
 
-def test_without_owners_there_is_nothing_to_overlap():
-    with pytest.raises(ValueError, match="no owners with dense='replicated': use dense='sharded'"):
-        make(overlap_param_gather=True)
-
-
 def test_compiled_graphs_are_refused(tmp_path):
     late = LateWeights(Group(), Group())
     model = nn.Linear(4, 4)
     late.attach(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises((UnsupportedState, torch._dynamo.exc.Unsupported), match="overlap_param_gather"):
+    with pytest.raises((UnsupportedState, torch._dynamo.exc.Unsupported), match="shard_optimizer='overlap'"):
         compiled(torch.ones(1, 4))
     late.close()

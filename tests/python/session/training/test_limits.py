@@ -127,8 +127,8 @@ def test_alone_killed_and_started_again(start_job):
 def test_leaving_the_loop_early_keeps_the_memory_until_close(tmp_path):
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = {"job": f"early{os.getpid()}", "memory_dir": str(tmp_path)}
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(worker.SAMPLES, 4), **options)
+    membership = evermoe.Membership(job=f"early{os.getpid()}", memory_dir=str(tmp_path))
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(worker.SAMPLES, 4), membership=membership)
     for step in session.steps(100):
         with step:
             step.backward(model(dataset()[step.indices]))
@@ -145,9 +145,9 @@ def test_memory_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"job": f"file{os.getpid()}", "memory_dir": str(tmp_path / "file")}
+    membership = evermoe.Membership(job=f"file{os.getpid()}", memory_dir=str(tmp_path / "file"))
     with pytest.raises(OSError, match=str(tmp_path / "file")):
-        evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
+        evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), membership=membership)
 
 
 def test_no_lighthouse(start_job):
@@ -230,36 +230,21 @@ def test_script_run_by_a_new_interpreter(start_job):
     assert "Traceback" not in "".join(texts)
 
 
-def options_error(**options):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_replicas_on_a_gpu_that_is_missing():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError) as found:
-        evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
-    return str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"checkpoint_interval": 5}, "checkpoint_dir must say where"),
-        ({"replica_device": "gpu"}, "expected replica_device to be cpu, cuda or cuda:N, got 'gpu'"),
-        pytest.param(
-            {"replica_device": "cuda:1"},
-            "replica_device is 'cuda:1', but this process has no such GPU",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-    ],
-)
-def test_wrong_options(options, message):
-    assert message in options_error(**options)
+    preset = evermoe.presets.Auto(replica_device="cuda:1")
+    with pytest.raises(ValueError, match="replica_device is 'cuda:1', but this process has no such GPU"):
+        evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), preset=preset)
 
 
 @pytest.fixture
 def session(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"job": f"misuse{os.getpid()}", "memory_dir": str(tmp_path)}
-    made = evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
+    membership = evermoe.Membership(job=f"misuse{os.getpid()}", memory_dir=str(tmp_path))
+    made = evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), membership=membership)
     yield made
     made.close()
 
@@ -280,7 +265,9 @@ def test_step_without_with(session):
 def test_a_job_without_progress_ends_with_the_last_failure(tmp_path):
     model = torch.nn.Sequential(evermoe.MoE(8, 16, 4), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    session = evermoe.Session(
+        model, optimizer, evermoe.ElasticSampler(64, 8), membership=evermoe.Membership(memory_dir=str(tmp_path))
+    )
     with pytest.raises(PeerLost, match=r"20 recoveries in a row without a committed step at step 0.*no luck"):
         for step in session.steps(5):
             with step:

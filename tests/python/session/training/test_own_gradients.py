@@ -12,6 +12,7 @@ import evermoe
 from evermoe.errors import UnsupportedState
 from evermoe.profile import Profiler
 from evermoe.replay.replicas import find_arithmetic
+from support.flat_options import grouped
 from support.habits import DATA, DIES_IN, SAMPLES, STEPS, Model, adamw, cross_entropy
 from support.own_steps import changed_gradients, plain_changed_gradients, stray_hook
 
@@ -21,7 +22,7 @@ from support.own_steps import changed_gradients, plain_changed_gradients, stray_
 def test_changed_gradients_equal_plain_training_through_the_loss_of_a_node(start, kind, dense):
     """Replicas repeat the steps of the lost experts from the gradients as the script has changed them."""
     steps, weights = plain_changed_gradients(kind)
-    found, logs = start(changed_gradients, "abc", kind, dense=dense)
+    found, logs = start(changed_gradients, "abc", kind, shard_optimizer=dense == "sharded")
     for name in "ab":
         commits = [event for event in found[name] if event["event"] == "commit"]
         assert [event["step"] for event in commits] == list(range(STEPS)), logs[name][-3000:]
@@ -40,7 +41,8 @@ def test_changed_gradients_equal_plain_training_through_the_loss_of_a_node(start
 
 def session_of(model, optimizer, folder, **options):
     sampler = evermoe.ElasticSampler(SAMPLES, 12)
-    return evermoe.Session(model, optimizer, sampler, **({"memory_dir": str(folder)} | options))
+    membership = options.pop("membership", None) or evermoe.Membership(memory_dir=str(folder))
+    return evermoe.Session(model, optimizer, sampler, membership=membership, **options)
 
 
 def run(session, model, steps=2, before_step=lambda number: None, **backward):
@@ -73,7 +75,7 @@ def test_the_norm_of_the_latest_step_is_known_after_a_resume(tmp_path):
     norms = []
     for steps in (2, 2):
         model = Model()
-        session = session_of(model, adamw(model), tmp_path, checkpoint_dir=str(tmp_path / "checkpoints"))
+        session = session_of(model, adamw(model), tmp_path, checkpoints=str(tmp_path / "checkpoints"))
         run(session, model, steps)
         norms.append(session.grad_norm)
     assert norms[0] == norms[1] > 0
@@ -214,8 +216,9 @@ def test_code_in_a_step_that_replicas_repeat_is_refused_by_name(add, tmp_path, k
     model = Model()
     optimizer = adamw(model)
     add(kind, optimizer)
+    membership = evermoe.Membership(lighthouse="http://127.0.0.1:9", job="refused")
     with pytest.raises(UnsupportedState, match=CODE[kind][1]) as refused:
-        session_of(model, optimizer, tmp_path, lighthouse="http://127.0.0.1:9", job="refused")
+        session_of(model, optimizer, tmp_path, membership=membership)
     assert "Session(on_gradients=...)" in str(refused.value)
     assert "one of gemini, pec, baft, lazarus" in str(refused.value)
     session_of(model, optimizer, tmp_path).close()
@@ -226,7 +229,7 @@ def test_code_in_a_step_that_replicas_repeat_is_refused_by_name(add, tmp_path, k
 def test_code_that_comes_later_is_refused_in_the_next_step(start_job, add, kind):
     job, model = start_job(1), Model()
     optimizer = adamw(model)
-    session = session_of(model, optimizer, None, lighthouse=job.address, **job.session)
+    session = session_of(model, optimizer, None, **grouped(job.session, lighthouse=job.address))
     with pytest.raises(UnsupportedState, match=CODE[kind][1]):
         run(session, model, 4, lambda number: add(kind, optimizer) if number == 2 else None)
     assert session.step == 2
@@ -238,7 +241,7 @@ def test_code_of_torch_and_of_evermoe_is_no_matter(start_job):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9)
     profiler = Profiler(model, keep=2)
     profiler.attach()
-    session = session_of(model, optimizer, None, scheduler=scheduler, lighthouse=job.address, **job.session)
+    session = session_of(model, optimizer, None, scheduler=scheduler, **grouped(job.session, lighthouse=job.address))
     try:
         run(session, model)
     finally:

@@ -21,7 +21,13 @@ def make(**options):
 
 
 def session_of(model, optimizer, tmp_path, **options):
-    return evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path), **options)
+    return evermoe.Session(
+        model,
+        optimizer,
+        evermoe.ElasticSampler(64, 8),
+        membership=evermoe.Membership(memory_dir=str(tmp_path)),
+        **options,
+    )
 
 
 TORCHRUN = """
@@ -157,7 +163,7 @@ def test_checkpointing_of_either_kind_counts_the_load_once(tmp_path):
 def test_names_that_would_be_other_paths_are_refused(tmp_path, job, monkeypatch):
     for name in ("job", "node"):
         with pytest.raises(ValueError, match=f"expected {name} to be a name of 1 to 100 letters"):
-            evermoe.SessionConfig(**{name: job})
+            evermoe.Membership(**{name: job})
     monkeypatch.setenv("EVERMOE_NODE", job)
     if job:  # an empty variable is one that is not set
         with pytest.raises(ValueError, match="expected node to be a name"):

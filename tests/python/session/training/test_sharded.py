@@ -1,4 +1,4 @@
-"""With dense="sharded" the optimizer's state of what is not an expert has one owner: the same training, less memory."""
+"""With shard_optimizer the optimizer's state of what is not an expert has one owner: the same training, less memory."""
 
 import functools
 import math
@@ -65,7 +65,7 @@ def owned(event):
     ],
 )
 def test_losses_are_those_of_a_replicated_optimizer(start_job, optimizer, schedule, options):
-    workers = start_job(dense="sharded", **options).start_all({}, optimizer=optimizer, schedule=schedule)
+    workers = start_job(shard_optimizer=True, **options).start_all({}, optimizer=optimizer, schedule=schedule)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     check_losses(workers, replicated(optimizer, schedule, **options))
@@ -78,7 +78,7 @@ def test_losses_are_those_of_a_replicated_optimizer(start_job, optimizer, schedu
 def test_two_workers_compute_the_same_bits(start_job):
     losses, weights = [], []
     for dense in ("replicated", "sharded"):
-        workers = start_job(2, dense=dense).start_all({}, "ab")
+        workers = start_job(2, shard_optimizer=dense == "sharded").start_all({}, "ab")
         assert [each.join() for each in workers] == [0, 0]
         losses.append([event["loss"] for event in workers[0].events("commit")])
         done = [each.events("done")[0]["digests"] for each in workers]
@@ -98,7 +98,7 @@ def test_two_workers_compute_the_same_bits(start_job):
     ],
 )
 def test_an_owner_is_killed_at(start_job, point, preset):
-    workers = start_job(dense="sharded", preset=preset).start_all({"b": [at(point)]})
+    workers = start_job(shard_optimizer=True, preset=preset).start_all({"b": [at(point)]})
     a, b, c = workers
     assert [each.join() for each in workers] == [0, -9, 0]
     assert owned(b.events("copy", step=1)[-1]), "it owns something"
@@ -123,7 +123,7 @@ def test_an_owner_is_killed_at(start_job, point, preset):
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "preset": "gemini"}], ids=["auto", "clipped"])
 def test_a_skipped_update_changes_nothing_anywhere(start_job, options):
-    job = start_job(on_nonfinite="skip", dense="sharded", **options)
+    job = start_job(on_nonfinite="skip", shard_optimizer=True, **options)
     faults = {"b": [Fault("forward", 8)]}
     workers = [job.start(n, *faults.get(n, []), poison={5: "gradient"} if n == "a" else {}, steps=12) for n in "abc"]
     assert [each.join() for each in workers] == [0, -9, 0]
@@ -140,7 +140,7 @@ def test_a_skipped_update_changes_nothing_anywhere(start_job, options):
 
 def test_owners_follow_the_members(start_job):
     """Two die, one after the other, and two come; the last one alone owns everything meanwhile."""
-    job = start_job(dense="sharded")
+    job = start_job(shard_optimizer=True)
     job.open_gate(5)
     a, b, c = job.start_all({}, gated=True, steps=30)
     for step, dying in ((5, b), (8, c)):
@@ -164,15 +164,15 @@ def test_owners_follow_the_members(start_job):
 @pytest.mark.parametrize("place", ["checkpoint", "memory"])
 def test_a_job_resumes_with_the_other_kind(start_job, tmp_path, first, then, place):
     """Units are the same in both: in checkpoints, and in the memory that a crashed job leaves behind."""
-    saved = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_interval": 5} if place == "checkpoint" else {}
+    saved = {"checkpoints": str(tmp_path / "saved"), "checkpoint_interval": 5} if place == "checkpoint" else {}
     job = start_job(**saved)
     crash = [Fault("forward", 6)]
-    workers = [job.start(name, *crash, session={"dense": first}) for name in "abc"]
+    workers = [job.start(name, *crash, session={"shard_optimizer": first == "sharded"}) for name in "abc"]
     assert [each.join() for each in workers] == [-9, -9, -9]
     if place == "checkpoint":
         for name in "abc":
             job.lose_node(name)
-    again = [job.start(name, session={"dense": then}) for name in "abc"]
+    again = [job.start(name, session={"shard_optimizer": then == "sharded"}) for name in "abc"]
     assert [each.join() for each in again] == [0, 0, 0]
     check_history([*workers, *again], undone=True)
     for each in again:
@@ -185,17 +185,17 @@ def test_a_job_resumes_with_the_other_kind(start_job, tmp_path, first, then, pla
 @pytest.mark.long
 def test_members_that_differ_do_not_train_together(start_job):
     job = start_job(2, quorum_timeout=5.0)
-    a = job.start("a", session={"dense": "sharded"})
+    a = job.start("a", session={"shard_optimizer": True})
     a.wait_for("phase", phase="agree")
     b = job.start("b")
     assert 1 in (a.join(), b.join())
-    assert any("dense" in each.events("failed")[0]["message"] for each in (a, b) if each.events("failed"))
+    assert any("shard_optimizer" in each.events("failed")[0]["message"] for each in (a, b) if each.events("failed"))
 
 
 @pytest.mark.parametrize("point", ["vote", "update"])
 @pytest.mark.long
 def test_an_owner_is_killed_in_a_job_with_a_replica_node(start_job, point):
-    job = start_job(2, dense="sharded", **FEWEST)
+    job = start_job(2, shard_optimizer=True, **FEWEST)
     replica = job.start("y", session={"role": "replica"})
     replica.wait_for("phase", phase="agree")
     a, b = job.start_all({"b": [at(point)]}, "ab")
@@ -208,7 +208,7 @@ def test_an_owner_is_killed_in_a_job_with_a_replica_node(start_job, point):
 
 
 def test_a_session_alone(start_job):
-    [worker] = start_job(1, dense="sharded").start_all({}, "a")
+    [worker] = start_job(1, shard_optimizer=True).start_all({}, "a")
     assert worker.join() == 0
     check_losses([worker], replicated())
 
@@ -224,15 +224,15 @@ def test_presets_that_do_not_copy_each_step_are_refused(tmp_path, preset):
             make_optimizer("adamw", model),
             ElasticSampler(4, 2),
             preset=preset,
-            dense="sharded",
-            checkpoint_dir=tmp_path,
+            checkpoints=tmp_path,
+            shard_optimizer=True,
         )
 
 
 @pytest.mark.parametrize("point", ["vote", "update", "copy"])
 def test_a_module_with_buffers_is_copied_as_it_is(start_job, point):
     """Its steps cannot be repeated from gradients: its state is copied after each, and all may go back by a step."""
-    workers = start_job(dense="sharded", **FEWEST).start_all({"c": [at(point)]}, model="balance")
+    workers = start_job(shard_optimizer=True, **FEWEST).start_all({"c": [at(point)]}, model="balance")
     assert [each.join() for each in workers] == [0, 0, -9]
     assert "first.router" in owned(workers[2].events("copy", step=1)[-1])
     check_history(workers)
@@ -244,7 +244,7 @@ def test_a_module_with_buffers_is_copied_as_it_is(start_job, point):
 
 
 def test_a_deferred_model_has_owners(start_job):
-    workers = start_job(dense="sharded").start_all({"b": [at("update")]}, deferred=True)
+    workers = start_job(shard_optimizer=True).start_all({"b": [at("update")]}, deferred=True)
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers)
     check_verified([workers[0], workers[2]])

@@ -9,6 +9,8 @@ import torch
 
 import evermoe
 from evermoe.errors import UnsupportedState
+from evermoe.train.session_config import session_config
+from support.flat_options import grouped
 from support.habits import DATA, Model, adamw, mean_loss, run
 from support.harness import PATIENCE, SERVER, wait_until
 
@@ -32,7 +34,9 @@ def session_of(notes, gamma=0.9, **options):
     model = Model()
     optimizer, sampler = adamw(model), evermoe.ElasticSampler(len(DATA), 12)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
-    session = evermoe.Session(model, optimizer, sampler, scheduler=schedule, stateful={"notes": notes}, **options)
+    session = evermoe.Session(
+        model, optimizer, sampler, scheduler=schedule, stateful={"notes": notes}, **grouped(options)
+    )
     return model, session
 
 
@@ -79,7 +83,7 @@ def events(folder, node):
 
 def test_changes_between_steps_survive_a_loss_a_join_and_a_restart(start, start_job, tmp_path):
     job = start_job(2, join_interval=1)
-    options = job.session | {"lighthouse": job.address, "checkpoint_dir": str(tmp_path / "checkpoints")}
+    options = job.session | {"lighthouse": job.address, "checkpoints": str(tmp_path / "checkpoints")}
     workers = [start(node, options) for node in "ab"]
     wait_until(lambda: workers[1].exitcode is not None, "b is dead")
     workers.append(start("c", options))
@@ -93,7 +97,7 @@ def test_changes_between_steps_survive_a_loss_a_join_and_a_restart(start, start_
     assert len(joined) >= 3
 
     notes = Notes()
-    model, session = session_of(notes, checkpoint_dir=tmp_path / "checkpoints")
+    model, session = session_of(notes, checkpoints=tmp_path / "checkpoints")
     for step in session.steps(first[-1]["step"] + 1):
         assert notes.state_dict() == {"notes": first[-1]["notes"], "joined_at": joined[0]["step"]}
         with step:
@@ -103,7 +107,7 @@ def test_changes_between_steps_survive_a_loss_a_join_and_a_restart(start, start_
 @pytest.mark.parametrize("stateful", [{"notes": 3}, {3: Notes()}, [Notes()]], ids=["number", "key", "list"])
 def test_what_has_no_state_is_refused_by_name(stateful):
     with pytest.raises(ValueError, match="expected stateful to "):
-        evermoe.SessionConfig(stateful=stateful)
+        session_config(stateful=stateful)
 
 
 @pytest.mark.parametrize(
@@ -119,5 +123,5 @@ def test_states_that_do_not_fit_are_refused_before_the_first_step(tmp_path, stat
 
 
 def test_names_are_the_same_on_all_members():
-    assert evermoe.SessionConfig(stateful={"best": Notes(), "run": Notes()}).shared()["stateful"] == "best, run"
-    assert evermoe.SessionConfig(stateful={"run": Notes(), "best": Notes()}).shared()["stateful"] == "best, run"
+    assert session_config(stateful={"best": Notes(), "run": Notes()}).shared()["stateful"] == "best, run"
+    assert session_config(stateful={"run": Notes(), "best": Notes()}).shared()["stateful"] == "best, run"
