@@ -183,6 +183,17 @@ def anchors(page: Path) -> set[str]:
     return {title.replace(" ", "-") for title in titles}
 
 
+def test_fixed_limits_are_defined_where_the_page_says():
+    page = (ROOT / "docs/operations/limits.md").read_text(encoding="utf-8")
+    found = re.findall(r"`((?:src/)?[\w/]+\.(?:py|rs))` `([A-Z_]+)` \|$", page, re.M)
+    assert len(found) > 10
+    for path, constant in found:
+        source = (ROOT / path if path.startswith("src/") else ROOT / "python/evermoe" / path).read_text(
+            encoding="utf-8"
+        )
+        assert re.search(rf"^(?:pub const )?{constant}\b.*=", source, re.M), f"{path} does not define {constant}"
+
+
 def shown(page: Path, what: str) -> list[tuple[str, str]]:
     """The rows of a page's tables of mechanisms or habits: their names, and what the last column says shows them."""
     tables = re.findall(rf"^\| {what} \|.*\n\|[-|]+\n((?:\|.*\n)*)", page.read_text(encoding="utf-8"), re.M)
