@@ -23,7 +23,7 @@ WITHOUT_KERNELS = EVERMOE_CUDA=off
 AS_TESTS := --profile develop $(addprefix --config profile.develop.package.evermoe.,opt-level=1 debug-assertions=true overflow-checks=true)
 RUST_TEST_OPTIONS = --quiet $(AS_TESTS) --features object-store,ucx
 RUST_TEST_SOURCES := $(shell find tests -name '*.rs' -not -path 'tests/python/*')
-# The models of the protocol take minutes to explore.
+# The models of the protocol take minutes to explore. So do simulated jobs, tests/simulate.rs of the program `all`.
 SLOW_RUST_TESTS := protocol_model
 RUST_TESTS := --lib $(addprefix --test ,$(filter-out $(SLOW_RUST_TESTS),$(shell sed -n '/^\[\[test\]\]/{n;s/name = "\(.*\)"/\1/p}' Cargo.toml)))
 # The kernels' own tests run in `make test` where a branch has changed what they are about.
@@ -68,7 +68,7 @@ demo: package ## Train a small MoE on 4 workers, kill one, recover, let one join
 test: test-rust test-python ## The tests to run while you work: at most five minutes on two cores
 
 test-rust: $(STAMPS)/rust-tests
-	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) $(RUST_TESTS)
+	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) $(RUST_TESTS) -- --skip simulate::
 
 test-python: package
 	$(PYTEST) -m "not gpu and not long and $(if $(KERNELS_CHANGED),(kernels or not full),not full)"
@@ -77,6 +77,7 @@ test-all: test test-rust-rest test-python-rest ## Every test that needs no GPU, 
 
 test-rust-rest: package
 	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) $(addprefix --test ,$(SLOW_RUST_TESTS))
+	$(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) --test all simulate::
 	$(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) --doc
 
 test-python-rest: package $(S3_SERVER)
