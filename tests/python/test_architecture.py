@@ -56,8 +56,10 @@ def test_the_map_of_python_is_the_order_of_imports():
 def test_the_map_of_rust_is_that_of_the_crate():
     modules = {path.stem for path in (ROOT / "src").iterdir()} - {"lib"}
     assert set(rows("Rust")) == modules
-    table = re.findall(r"^//! \| \[?`(\w+)`", (ROOT / "src" / "lib.rs").read_text(encoding="utf-8"), re.M)
-    assert set(table) == modules, "the table of src/lib.rs"
+    text = (ROOT / "src" / "lib.rs").read_text(encoding="utf-8")
+    table = set(re.findall(r"^//! \| \[?`(\w+)`\]? \|", text, re.M))
+    public = set(re.findall(r"^pub mod (\w+);", text, re.M)) - {"error"}  # whose types the crate exports itself
+    assert public <= table, "the tables of src/lib.rs"
 
 
 def test_the_map_of_rust_is_in_the_order_of_its_layers():

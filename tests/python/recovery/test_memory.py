@@ -123,7 +123,7 @@ def test_all_crash_one_node_is_lost_and_fewer_come_back(start_job):
         assert check_recovered(job.workers, each, 0)["step"] == CRASH
 
 
-@pytest.mark.quick("a worker crashes, its machine lives, it is started again")
+@pytest.mark.quick("a worker crashes, its machine stays up, and it is started again")
 def test_process_restarted_on_a_living_node_joins_again(start_job):
     job = start_job()
     job.open_gate(8)

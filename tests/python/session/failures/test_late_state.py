@@ -88,7 +88,7 @@ def test_state_that_takes_longer_than_a_collective_waits_is_waited_for(start_job
     assert 1.5 * len(workers[0].events("fault")) > 2.0, "it took longer than the limit"
 
 
-@pytest.mark.quick("bytes of a message go bad")
+@pytest.mark.quick("bytes of a message are corrupted")
 def test_state_that_arrives_damaged_is_refused(start_job):
     _, workers = with_newcomer(start_job, [Fault("late state", action="damage")])
     assert [each.join() for each in workers] == [0, 0, 0]

@@ -13,7 +13,7 @@ from support.history import check_history, check_recovered
 from support.worker import Fault
 
 
-@pytest.mark.quick("the Lighthouse restarts, is away or hangs")
+@pytest.mark.quick("the Lighthouse restarts, is unreachable or hangs")
 def test_lighthouse_restarts_in_the_middle_of_a_job(start_job):
     job = start_job()
     job.open_gate(5)

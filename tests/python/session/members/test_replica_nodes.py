@@ -45,7 +45,7 @@ def test_trainer_is_killed_and_its_experts_come_from_the_replica_node(start_job,
 
 
 @pytest.mark.parametrize("point", ["confirm", "vote", "update", "phase fetch"])
-@pytest.mark.quick("a replica node dies, or comes")
+@pytest.mark.quick("a replica node dies, or joins")
 def test_replica_node_is_killed_and_comes_back(start_job, point):
     job = start_job(2, **FEWEST)
     job.open_gate(8)
