@@ -48,7 +48,7 @@ class Stage(nn.Module):
         return x
 
 
-def train(rank, stages, options, folder, is_victim):
+def train(rank, stages, job, localised, folder, is_victim):
     """One rank, from its start to the end of the job."""
     torch.set_num_threads(1)
     module, found = Stage(rank), {}
@@ -62,8 +62,11 @@ def train(rank, stages, options, folder, is_victim):
         return pipelining.Schedule1F1B(part, MICROBATCHES, loss_fn=session.loss_function(nn.functional.mse_loss))
 
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
-    place = {"stage": rank, "stages": stages, "data_parallel": 0, "data_parallel_size": 1, "node": f"n{rank}"}
-    for step in evermoe.PipelineSession(module, optimizer, build_schedule, **place, **options).steps(STEPS):
+    membership = evermoe.Membership(node=f"n{rank}", **job)
+    session = evermoe.PipelineSession(
+        module, optimizer, build_schedule, stage=rank, stages=stages, membership=membership, localised=localised
+    )
+    for step in session.steps(STEPS):
         before, begun = module.forwards, time.perf_counter()
         with step:
             generator = torch.Generator().manual_seed(step.number)
@@ -89,10 +92,10 @@ def measure(stages, localised):
     lighthouse = start_lighthouse(heartbeat_timeout=1.0, join_timeout=5.0)
     with tempfile.TemporaryDirectory(prefix="evermoe-bench-") as folder:
         memory = {"memory_dir": folder, "lighthouse": lighthouse.address(), "job": f"b{uuid.uuid4().hex[:8]}"}
-        options = memory | {"localised": localised, "hang_timeout": 60.0, "quorum_timeout": 120.0}
+        job = memory | {"hang_timeout": 60.0, "quorum_timeout": 120.0}
 
         def start(rank, is_victim=False):
-            made = context.Process(target=train, args=(rank, stages, options, folder, is_victim), daemon=True)
+            made = context.Process(target=train, args=(rank, stages, job, localised, folder, is_victim), daemon=True)
             made.start()
             return made
 

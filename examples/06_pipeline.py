@@ -77,12 +77,7 @@ def train():
         lambda session: build_schedule(session, module, stage),
         stage=stage,
         stages=2,
-        data_parallel=0,
-        data_parallel_size=1,
-        lighthouse=os.environ["EVERMOE_LIGHTHOUSE"],
-        job=os.environ["EVERMOE_JOB"],
-        node=f"node-{stage}",  # as if each stage had a machine of its own
-        memory_dir=os.environ["EVERMOE_MEMORY_DIR"],
+        membership=evermoe.Membership(node=f"node-{stage}"),  # as if each stage had a machine of its own
         on_event=lambda event: report(event, stage),
     )
     for step in session.steps(STEPS):

@@ -17,7 +17,17 @@ from evermoe.options import Options, option
 from evermoe.planning import presets as planned
 from evermoe.planning.presets import PresetName
 
-__all__ = ["Auto", "Baft", "Gemini", "Lazarus", "Moetion", "Pec", "PresetOptions"]
+__all__ = [
+    "Auto",
+    "Baft",
+    "Gemini",
+    "Lazarus",
+    "Moetion",
+    "Pec",
+    "PipelineBaft",
+    "PipelineMoetion",
+    "PresetOptions",
+]
 
 SnapshotMemory = Literal["host", "gpu", "auto"]
 _Group = TypeVar("_Group", bound="PresetOptions")
@@ -211,6 +221,82 @@ class Lazarus(LocalSnapshots):
     name = "lazarus"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineVersions(Versions, IdleWindows):
+    """Options of presets of a `PipelineSession`, which sends versions of its stages in the bubbles of the schedule."""
+
+    sparse: bool = option(False, shared=True)
+    """Whether a version has `snapshot_interval` slices, of which each step captures one, with the weights of those that
+    follow, so that no step captures all of the state. A lost stage computes the steps since again, slice by slice.
+    Without `snapshot_interval`: as many slices, up to 8, as fit into the bubbles; all ranks meet once when the number
+    changes. Needs `localised`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sparse and self.snapshot_interval == 1:
+            raise ValueError(
+                "sparse=True: expected snapshot_interval of 2 or more, the slices of a version, or None for as many as "
+                "the bubbles need, got 1"
+            )
+
+    @property
+    def slices(self) -> int | None:
+        """Slices of a version: 1 unless versions are sparse; None for as many as the bubbles need."""
+        return self.snapshot_interval if self.sparse else 1
+
+    @property
+    def steps_per_version(self) -> int | None:
+        """Steps over which each version is sent; None for as few as the bubbles need."""
+        return self.snapshot_interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineBaft(PipelineVersions):
+    """Copy all units of a stage to the previous nodes of its pipeline; the first node's go to the last one."""
+
+    name = "baft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineMoetion(PipelineVersions):
+    """Copy only the units that fewer than `replication` nodes hold anyway, and with `expert_parallel` some experts."""
+
+    name = "moetion"
+
+    expert_selection: Literal["budget", "all"] | None = option(None, shared=True)
+    """Experts that a version sends if the ranks of a stage divide them (`expert_parallel`). `budget`: those with the
+    most tokens since their last copy, as many as `remote_bytes_per_step` allows; if their node is lost, the others
+    lose what they have learned since. `all`: all experts, so that nothing is lost. Default: `budget`, or `all` with
+    `sparse`."""
+    remote_bytes_per_step: int | None = option(None, shared=True, least=0)
+    """Bytes of experts that all ranks together send in a step with `budget`. Default: bandwidth × time of a step, as
+    measured, less the bytes of other units; before the first profile an eighth of the experts' state."""
+    replay: bool = option(False, shared=True)
+    """Whether a version is sent as the optimizer's step that leads to it, if the holder has the previous version: the
+    gradients with which the holder repeats the step (Algorithm 3). Steps that cannot be repeated to the bit are sent
+    as state, and a warning says so. Each step is a version."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replay and self.sparse:
+            raise ValueError("replay=True sends complete versions: expected sparse=False, got sparse=True")
+        if self.replay and self.snapshot_interval not in (None, 1):
+            raise ValueError(
+                "replay=True: a step leads from a version to the next: expected snapshot_interval of 1 or None, "
+                f"got {self.snapshot_interval}"
+            )
+        if self.expert_selection == "budget" and self.sparse:
+            raise ValueError(
+                'expert_selection="budget" chooses among the experts of complete versions: expected sparse=False, got '
+                "sparse=True"
+            )
+
+    @property
+    def steps_per_version(self) -> int | None:
+        """Steps over which each version is sent; None for as few as the bubbles need."""
+        return 1 if self.replay else self.snapshot_interval
+
+
 BY_NAME: dict[str, type[PresetOptions]] = {kind.name: kind for kind in (Auto, Gemini, Baft, Pec, Moetion, Lazarus)}
 """Options of each preset, by its name."""
 
@@ -228,3 +314,25 @@ def preset_options(preset: str | PresetOptions) -> PresetOptions:
         return found()
     names = ", ".join(BY_NAME)
     raise ValueError(f"expected preset to be one of {names}, or an object of evermoe.presets, got {preset!r}")
+
+
+PIPELINE_BY_NAME: dict[str, type[PipelineVersions]] = {kind.name: kind for kind in (PipelineBaft, PipelineMoetion)}
+"""Options of each preset of a pipeline, by its name."""
+
+
+def pipeline_preset_options(preset: str | PresetOptions) -> PipelineVersions:
+    """Return the options of a pipeline's preset that is given by its name or by them.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(preset, PipelineVersions):
+        return preset
+    found = PIPELINE_BY_NAME.get(preset) if isinstance(preset, str) else None
+    if found is not None:
+        return found()
+    names = ", ".join(PIPELINE_BY_NAME)
+    raise ValueError(
+        f"expected preset of a pipeline to be one of {names}, or an evermoe.presets.PipelineBaft or PipelineMoetion, "
+        f"got {preset!r}"
+    )

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,18 @@ from torch import Tensor, nn
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
+from evermoe.config.membership import Membership
 from evermoe.errors import UnsupportedState
 from evermoe.events import Listener, Protocol, Recovered
-from evermoe.memory_folder import job_folder, node_name
+from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.observe import combined, from_environment
-from evermoe.options import check_known
+from evermoe.presets import PipelineVersions
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.lr_schedule import class_name
 from evermoe.train.border_log import Forwards
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
-from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.pipeline_config import PipelineConfig, pipeline_config
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.pipeline_loop import PipelineLoop
 from evermoe.train.pipeline_step import LossFunction, PipelineStep
@@ -55,7 +56,7 @@ class PipelineSession:
             return Schedule1F1B(part, microbatches, loss_fn=session.loss_function(mse_loss))
 
         session = evermoe.PipelineSession(module, optimizer, build_schedule, stage=stage, stages=2, data_parallel=peer,
-                                          data_parallel_size=2, lighthouse=address, job="big")
+                                          data_parallel_size=2)
         for step in session.steps(1000):
             with step:
                 step.run(inputs, target=target)       # this data-parallel rank's batch of step.number
@@ -70,12 +71,28 @@ class PipelineSession:
         optimizer: elementwise, over the parameters of the stage alone. The session steps it after each vote.
         build_schedule: called with the session whenever torch's groups were made; returns the schedule. Its groups and
             device meshes must be made here, the same on all ranks.
+        stage: number of this rank's stage.
+        stages: number of stages, 2 or more; virtual ones do not count.
+        data_parallel: coordinate of this rank among those of its stage.
+        data_parallel_size: number of ranks of each stage.
+        preset: `baft` or `moetion`, or one with its options: `evermoe.presets.PipelineBaft` or `PipelineMoetion`.
+        replication: nodes that hold each unit, its own included; 0 for no copies.
+        membership: the job, and how long its ranks wait for each other. `members`, `domain`, `join_interval`,
+            `join_wait`, `rejoin_timeout` and `allow_solo_resume` have no effect: a pipeline needs all its ranks.
+        expert_parallel: whether the ranks of a stage divide the experts of its MoE layers (`evermoe.MoE`,
+            `evermoe.Experts`) among them, so that tokens travel to the ranks of their experts.
+        localised: whether ranks log what they send to other stages, in host memory, so that after a failure only those
+            that lost their state compute again.
+        max_grad_norm: clips the gradient's global norm, over all stages; None for no clipping.
+        on_nonfinite: action where a loss or a gradient of any rank is infinite or NaN. `error`: end the job with
+            `NonFiniteLoss` on all ranks, the state unchanged; `skip`: leave out the update of that step on all.
+        seed: seeds the global generators of torch, NumPy and `random` for the block of each step from (seed, step,
+            rank), and in `step.run` for each microbatch, so that a repeated one draws the same numbers.
         scheduler: of the optimizer's learning rate, of the same class on all ranks. The session steps it after each
             step, and a newcomer resumes it.
         scaler: a `torch.amp.GradScaler`, the same on all ranks. The session scales losses and gradients, leaves out
             steps that overflow, and updates the scale; the script calls none of its methods.
         on_event: called with each event, as of `Session`.
-        options: fields of `PipelineConfig`.
 
     Raises:
         ValueError: an argument that is out of range or of another type.
@@ -89,14 +106,37 @@ class PipelineSession:
         optimizer: torch.optim.Optimizer,
         build_schedule: Callable[[PipelineSession], Any],
         *,
+        stage: int,
+        stages: int,
+        data_parallel: int = 0,
+        data_parallel_size: int = 1,
+        preset: Literal["baft", "moetion"] | PipelineVersions = "baft",
+        replication: int = 2,
+        membership: Membership | None = None,
+        expert_parallel: bool = False,
+        localised: bool = True,
+        max_grad_norm: float | None = None,
+        on_nonfinite: Literal["error", "skip"] = "error",
+        seed: int = 0,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_event: Listener | Sequence[Listener] = (),
-        **options: Any,
     ) -> None:
-        check_known(options, PipelineConfig.names())
         emit = combined(on_event, from_environment())
-        self.config = PipelineConfig(**options)
+        config = pipeline_config(
+            stage=stage,
+            stages=stages,
+            data_parallel=data_parallel,
+            data_parallel_size=data_parallel_size,
+            preset=preset,
+            replication=replication,
+            membership=membership,
+            expert_parallel=expert_parallel,
+            localised=localised,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+        )
         check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
         if not callable(build_schedule):
             raise ValueError(f"expected build_schedule to be a function of the session, got {build_schedule!r}")
@@ -104,25 +144,31 @@ class PipelineSession:
         refuse_balanced(stage_module)
         refuse_divided(stage_module, optimizer)
         _check_devices(stage_module)
-        self.rank, self.size = self.config.rank, self.config.size
+        self.rank, self.size = config.rank, config.size
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
-        loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
-        place, slices, stage = self.config.place, self.config.slices, self.config.stage
-        has_tokens, may_cut = self.config.chooses_experts, not self.config.replay
+        loop = KeptLoop(optimizer, scheduler, self._loss_scale)
         self._state = StageState(
-            stage_module, optimizer, stage, loop, peers, place, slices, has_tokens, may_cut=may_cut
+            stage_module,
+            optimizer,
+            stage,
+            loop,
+            config.data_parallel_size,
+            config.place,
+            config.versions.slices,
+            config.chooses_experts,
+            may_cut=not config.replay,
         )
         self._has_seen_loss = False
-        self._membership = _new_membership(self.config, self._loss_scale, scheduler)
-        folder = job_folder(self.config.memory_dir, self.config.job) / self._membership.node
-        store = SnapshotStore(folder, self._state, self.config.preset)
+        self._membership = _new_membership(config, self._loss_scale, scheduler)
+        folder = job_folder(config.membership.memory_dir or DEFAULT, self._membership.identity.job)
+        store = SnapshotStore(folder / self._membership.node, self._state, config.copies.name)
         self._driver = PipelineDriver(
-            self.config, optimizer, self._state, loop, self._loss_scale, store, self._membership, emit
+            config, optimizer, self._state, loop, self._loss_scale, store, self._membership, emit
         )
         self._loop = PipelineLoop(
-            self.config,
+            config,
             self._state,
             self._driver,
             self._membership,
@@ -316,14 +362,14 @@ def _new_membership(
     options: PipelineConfig, loss_scale: LossScale, scheduler: torch.optim.lr_scheduler.LRScheduler | None
 ) -> MembershipManager:
     shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
-    shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
-    shared |= loss_scale.settings() | {"scheduler": class_name(scheduler)}
-    shared["on_lost"] = "missing" if options.on_lost is None else "given"
+    shared = options.shared() | versions() | loss_scale.settings() | {"scheduler": class_name(scheduler)}
+    joining = options.membership
+    assert joining.lighthouse is not None and joining.job is not None  # PipelineConfig and find_membership refuse None
     return MembershipManager(
-        options.membership_options(),
-        lighthouse=options.lighthouse,
-        identity=Identity(options.job, shape, shared),
-        node=node_name(options.node),
+        joining,
+        lighthouse=joining.lighthouse,
+        identity=Identity(joining.job, shape, shared),
+        node=node_name(joining.node),
         device=torch.device("cpu"),  # ranks vote on numbers of the host; copies leave it over TCP
         rank_key=f"{options.rank:06d}",
     )

@@ -54,7 +54,7 @@ class PipelineLoop:
         """The latest attempt at a step."""
         self.has_left = False
         """Whether this rank has left its job."""
-        limit = options.membership_options().drain_timeout
+        limit = options.membership.drain_timeout
         self._preemption = PreemptionHandler(self.leave, limit, lambda: bool(driver.reports))
         self._guard = driver.optimizer.register_step_pre_hook(self._refuse_step)
 

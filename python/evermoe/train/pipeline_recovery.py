@@ -64,24 +64,23 @@ class PipelineRecovery(Driver):
         self._group = membership.trainer_group
         self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
-        windows, copies = options.window_options(), options.copy_options()
+        windows, copies, limits = options.versions, options.copies, options.membership
         schedule = copies.choices.schedule if copies.replication else None
         self.window_planner = StageWindowPlanner(
-            self.pacer, self.courier, store, membership, windows, schedule, options.version_steps, options.stages
+            self.pacer, self.courier, store, membership, windows, schedule, windows.steps_per_version, options.stages
         )
-        self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps, state.device)
+        self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, windows.profile_steps, state.device)
         every = [each for some in state.parameters() for each in some]
         self.localised = LocalisedRecovery(
             state, every, options.stage, is_on=options.localised, is_spread=options.expert_parallel
         )
-        self.windows = SparseWindows(state, store, self.localised, SliceChoice(options.slices, store))
+        self.windows = SparseWindows(state, store, self.localised, SliceChoice(windows.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
         self.replay = StageReplay(options, state, self.localised, self.window_planner)
         chosen = self.windows, self.experts, self.replay
         self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
-        self.lost = LostMembers(membership, options.on_lost, options.size, emit)
-        self.run = SameRun(membership, options.hang_timeout, [MemoryClaim(store.directory)])
-        limits = options.membership_options()
+        self.lost = LostMembers(membership, limits.on_lost, options.size, emit)
+        self.run = SameRun(membership, limits.hang_timeout, [MemoryClaim(store.directory)])
         self.connections = TorchConnections(
             membership, (options.stage, options.stages, options.data_parallel_size), options.rank, limits, state.device
         )
@@ -134,7 +133,7 @@ class PipelineRecovery(Driver):
             JobFinished: the job is over.
         """
         if is_marked(FINISHED):
-            raise JobFinished(f"job {self._options.job} has committed all its steps")
+            raise JobFinished(f"job {self._membership.identity.job} has committed all its steps")
         self.lost.look(step_of(self._version), self._report_now().reason)
 
     def connecting(self) -> None:

@@ -52,7 +52,7 @@ class StageCopies:
         self._options, self._store, self._membership, self._windows = options, store, membership, windows
         self._experts, self._replay, self._courier, self._emit = experts, replay, courier, emit
         self._group = membership.trainer_group
-        store.sources = GpuSources(options.snapshot_memory)
+        store.sources = GpuSources(options.versions.snapshot_memory)
         self._page_locks = PageLocks()
         self._round: SnapshotRound | None = None
         self.version: int | None = None
@@ -87,7 +87,7 @@ class StageCopies:
         """
         self._drop_held()
         self._windows.apply_choice(layout)
-        planned = stage_bundles(self._options.preset, layout, self._options.copies)
+        planned = stage_bundles(self._options.copies.name, layout, self._options.copies.replication)
         bundles = self._windows.arrange(self._replay.arrange(self._experts.arrange(planned), layout))
         must_wait = waits or self._windows.are_used or self._failed
         is_background = not self._group.all_reduce(torch.tensor([int(must_wait)]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from evermoe import planning
 from evermoe.errors import UnsupportedState
 from evermoe.experts import expert_layers
+from evermoe.planning.presets import PresetName
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.expert_load import ExpertLoad
@@ -25,8 +26,6 @@ from evermoe.state.unit import Unit
 from evermoe.state.unit_parts import UnitPart, cut, equal_shares
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.kept_tokens import KeptTokens
-
-PipelinePreset = Literal["baft", "moetion"]
 
 
 class SliceReport(NamedTuple):
@@ -80,14 +79,14 @@ class StageRank:
         return cls(**fields | {"slices": SliceReport(*fields["slices"])})
 
 
-def stage_bundles(preset: PipelinePreset, layout: Sequence[StageRank], copies: int) -> list[Bundle]:
+def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: int) -> list[Bundle]:
     """Plans which rank copies which units to which ranks. Each unit of a stage is copied by one of its ranks, and the
     ranks have equal shares of the units that all of them hold.
 
-    `baft`: to the previous `copies - 1` nodes in the rank's pipeline (the ranks of one data-parallel coordinate, stage
-    by stage), with the last node before the first; if all stages are on one node, to previous stages.
-    `moetion`: to as many ranks as the unit lacks to be on `copies` nodes, since its data-parallel peers hold it anyway.
-    Peers that divide the experts do not hold each other's. Then a loss goes back by a version, of which they keep all
+    `baft`: to the previous `replication - 1` nodes in the rank's pipeline (the ranks of one data-parallel coordinate,
+    stage by stage), with the last node before the first; if all stages are on one node, to previous stages.
+    `moetion`: to as many ranks as the unit lacks to be on `replication` nodes, since its peers hold it anyway. Peers
+    that divide the experts do not hold each other's. Then a loss goes back by a version, of which they keep all
     other units in their own memory.
 
         >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
@@ -113,16 +112,16 @@ def stage_bundles(preset: PipelinePreset, layout: Sequence[StageRank], copies: i
     Args:
         preset: `baft` or `moetion`.
         layout: by rank; stage by stage, each with the same data-parallel coordinates in order.
-        copies: nodes that must hold each unit.
+        replication: nodes that must hold each unit.
     """
     width = sum(stage_rank.stage == 0 for stage_rank in layout)
     names, holders = [], []
-    before = _ranks_before(layout, width, copies)
+    before = _ranks_before(layout, width, replication)
     kept = planning.training_copy_holders(
         [stage_rank.node for stage_rank in layout],
         [stage_rank.data_parallel for stage_rank in layout],
         [stage_rank.stage for stage_rank in layout],
-        min(max(1, copies), len(layout)),
+        min(max(1, replication), len(layout)),
         zero_stage=1,
     )
     leaves_to_peers = not planning.PRESETS[preset].copies_to_previous_node
@@ -137,7 +136,7 @@ def stage_bundles(preset: PipelinePreset, layout: Sequence[StageRank], copies: i
                 others = kept.optimizer[primary][1:]
             else:
                 others = [rank for rank in kept.parameters[primary] if rank not in ranks]
-            again = _peers_elsewhere(layout, ranks, primary, copies) if goes_back and name not in alone else []
+            again = _peers_elsewhere(layout, ranks, primary, replication) if goes_back and name not in alone else []
             for kept_at in ([primary, *others], *([rank] for rank in again)):
                 names.append(name)
                 holders.append(kept_at)
@@ -157,21 +156,23 @@ def stage_primaries(layout: Sequence[StageRank], ranks: range) -> dict[str, int]
     return {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
 
 
-def _peers_elsewhere(layout: Sequence[StageRank], ranks: range, primary: int, copies: int) -> list[int]:
-    """Peers that keep versions of a unit in their own memory, too, so that it is on `copies` nodes."""
+def _peers_elsewhere(layout: Sequence[StageRank], ranks: range, primary: int, replication: int) -> list[int]:
+    """Peers that keep versions of a unit in their own memory, too, so that it is on `replication` nodes."""
     keepers = {layout[primary].node: primary}
     for rank in ranks:
         keepers.setdefault(layout[rank].node, rank)
-    return list(keepers.values())[1:copies]
+    return list(keepers.values())[1:replication]
 
 
-def _ranks_before(layout: Sequence[StageRank], width: int, copies: int) -> dict[int, list[int]]:
+def _ranks_before(layout: Sequence[StageRank], width: int, replication: int) -> dict[int, list[int]]:
     """For each rank, the ranks that keep its copies in BAFT: those of its coordinate on the previous nodes."""
     found = {}
     for first in range(width):
         ranks = range(first, len(layout), width)
         order = {node: f"{place:09}" for place, node in enumerate(dict.fromkeys(layout[rank].node for rank in ranks))}
-        keepers = planning.copy_holders([order[layout[rank].node] for rank in ranks], max(1, copies), policy="previous")
+        keepers = planning.copy_holders(
+            [order[layout[rank].node] for rank in ranks], max(1, replication), policy="previous"
+        )
         found.update({rank: [ranks[each] for each in held[1:]] for rank, held in zip(ranks, keepers, strict=True)})
     return found
 

@@ -10,7 +10,7 @@ from support.harness import PATIENCE
 from support.pipelines import RANKS, Pipeline, run_undisturbed
 
 STEPS, EXPERTS, EXPERT_BYTES = 9, 5, 73_732
-COPIES = {"preset": "moetion", "copies": 2, "expert_parallel": True}
+COPIES = {"preset": "moetion", "replication": 2, "expert_parallel": True}
 COMMON = {"attempts": "means", "steps": STEPS, "rate": 1e-3, "experts": EXPERTS, "tells_experts": True}
 FEW = COMMON | {"copies": COPIES | {"remote_bytes_per_step": 3 * EXPERT_BYTES}}
 ALL = COMMON | {"copies": COPIES | {"remote_bytes_per_step": RANKS * EXPERTS * EXPERT_BYTES}}
@@ -167,7 +167,7 @@ def test_a_lost_stage_goes_back_with_all_others_who_have_their_own_experts(start
     if shape.peers == 1:
         pytest.skip("in this shape each loss is the loss of a stage")
     plans = {rank: {"kill_in_step": 6} for rank in (2, 3)}
-    pipeline, started = start(start_job, shape, plans, **FEW | {"copies": FEW["copies"] | {"copies": 3}})
+    pipeline, started = start(start_job, shape, plans, **FEW | {"copies": FEW["copies"] | {"replication": 3}})
     done = pipeline.finish()
     first = started[0].events("recovered")[-1]
     assert first["step"] in (5, 6)

@@ -108,7 +108,7 @@ def test_a_whole_stage_is_lost(start_job, uninterrupted, preset):
 
 def test_without_copies_a_lost_rank_is_served_by_its_data_parallel_peer(start_job):
     """All units of its newcomer can only have come from this peer."""
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2}, steps=5)
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"replication": 2}, steps=5)
     started = [pipeline.start(rank, kill_in_step=2 if rank == RANKS - 1 else None) for rank in range(RANKS)]
     pipeline.lose(started[-1])
     newcomer = pipeline.start(RANKS - 1)
@@ -192,7 +192,7 @@ def test_memory_that_is_too_small_at_the_start_is_said_at_once(start_job, small_
 
 def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):
     losses, digests = uninterrupted
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2})
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"replication": 2})
     for rank in range(RANKS):
         pipeline.start(rank, kill_in_step=6 if rank < PEERS else None)
     for each in pipeline.ranks[PEERS:]:
@@ -406,27 +406,51 @@ def test_gradient_that_is_infinite_is_skipped_by_all_ranks(start_job):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"preset": "gemini"}, "preset to be one of baft, moetion, got 'gemini'"),
+        ({"preset": "gemini"}, "preset of a pipeline to be one of baft, moetion, .* got 'gemini'"),
+        ({"preset": evermoe.presets.Baft()}, r"an evermoe.presets.PipelineBaft or PipelineMoetion, got Baft\("),
         ({"stages": 1}, "stages to be a whole number, >= 2, got 1"),
         ({"stage": 2}, "stage < 2, the number of stages, got 2"),
         ({"data_parallel": 2}, "data_parallel < 2, got 2"),
-        ({"profile_steps": -1}, "^expected profile_steps to be a whole number, >= 0, got -1"),
-        ({"hang_timeout": 0.0}, "^expected hang_timeout to be a number, >= 0.001"),
-        ({"expert_selection": "sequential"}, "expert_selection to be one of budget, all or None, got 'sequential'"),
-        ({"expert_selection": "budget"}, "expected preset moetion, expert_parallel=True and .* got preset baft"),
+        ({"membership": None}, "expected membership.lighthouse .* to be its address, got None"),
         (
-            {"preset": "moetion", "expert_selection": "budget", "expert_parallel": True, "sparse": True},
-            "got preset moetion, expert_parallel=True and sparse=True",
+            {"membership": evermoe.Membership(lighthouse="http://localhost:1", job="x", role="spare")},
+            "expected role .* to be train, got spare",
+        ),
+        (
+            {"preset": evermoe.presets.PipelineMoetion(expert_selection="budget")},
+            "expected expert_parallel=True, got False",
         ),
     ],
 )
 def test_arguments_out_of_range_are_named(wrong, words):
     module = torch.nn.Linear(2, 2)
-    fine = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2, "lighthouse": "", "job": "x"}
+    fine = {
+        "stage": 0,
+        "stages": 2,
+        "data_parallel": 0,
+        "data_parallel_size": 2,
+        "membership": evermoe.Membership(lighthouse="http://localhost:1", job="x"),
+    }
     with pytest.raises(ValueError, match=words):
         evermoe.PipelineSession(
             module, torch.optim.SGD(module.parameters(), lr=1.0), lambda session: None, **fine | wrong
         )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"profile_steps": -1}, "^expected profile_steps to be a whole number, >= 0, got -1"),
+        ({"expert_selection": "sequential"}, "expert_selection to be one of budget, all or None, got 'sequential'"),
+        ({"expert_selection": "budget", "sparse": True}, 'expert_selection="budget" .* expected sparse=False, got'),
+        ({"snapshot_interval": 1, "sparse": True}, "sparse=True: expected snapshot_interval of 2 or more, .* got 1"),
+        ({"replay": True, "sparse": True}, "replay=True .* expected sparse=False, got sparse=True"),
+        ({"replay": True, "snapshot_interval": 2}, "expected snapshot_interval of 1 or None, got 2"),
+    ],
+)
+def test_options_of_a_preset_that_do_not_fit_are_named(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        evermoe.presets.PipelineMoetion(**wrong)
 
 
 def test_another_model_on_a_rank_of_the_same_stage_is_refused(start_job):

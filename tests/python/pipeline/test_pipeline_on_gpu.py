@@ -21,7 +21,9 @@ WAYS = {
     "zero-bubble": {"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2},
     "snapshots on the GPU": {"copies": {"snapshot_memory": "gpu"}},
     "sparse": {"copies": {"sparse": True, "snapshot_interval": 2}},
-    "steps in place of state": {"copies": {"preset": "moetion", "copies": 3, "max_grad_norm": 0.5, "replay": True}},
+    "steps in place of state": {
+        "copies": {"preset": "moetion", "replication": 3, "max_grad_norm": 0.5, "replay": True}
+    },
     "experts": {"experts": 4, "copies": {"expert_parallel": True, "preset": "moetion", "expert_selection": "all"}},
 }
 

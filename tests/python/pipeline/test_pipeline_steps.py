@@ -108,13 +108,13 @@ def test_a_scaler_on_some_ranks_alone_is_refused(start_job):
     assert all("scaler is missing here" in log or "missing there" in log for log in refused)
 
 
-PLACE = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 1, "lighthouse": "http://localhost:1"}
+PLACE = {"stage": 0, "stages": 2, "membership": evermoe.Membership(lighthouse="http://localhost:1", job="x")}
 
 
 @pytest.fixture
 def session():
     module = nn.Linear(2, 2)
-    made = evermoe.PipelineSession(module, torch.optim.SGD(module.parameters()), lambda session: None, **PLACE, job="x")
+    made = evermoe.PipelineSession(module, torch.optim.SGD(module.parameters()), lambda session: None, **PLACE)
     yield made
     made.close()
 
@@ -195,7 +195,7 @@ def test_a_scaler_for_parameters_in_float16_is_refused():
 
 def refused(module, optimizer=None, **options):
     optimizer = optimizer or torch.optim.SGD(module.parameters())
-    return evermoe.PipelineSession(module, optimizer, lambda session: None, **PLACE | options, job="x")
+    return evermoe.PipelineSession(module, optimizer, lambda session: None, **PLACE | options)
 
 
 def test_routers_that_follow_the_load_are_refused_by_name():

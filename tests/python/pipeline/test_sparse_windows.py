@@ -285,7 +285,7 @@ def test_a_rank_that_has_experts_alone_is_lost(start_job, tmp_path, preset, lost
 
     Units of many sizes are fetched: all ranks must plan that in the same order.
     """
-    options = COMMON | {"experts": 5, "copies": SPARSE | {"preset": preset, "copies": 2, "expert_parallel": True}}
+    options = COMMON | {"experts": 5, "copies": SPARSE | {"preset": preset, "replication": 2, "expert_parallel": True}}
     expected, _ = run_undisturbed(tmp_path, **options)
     pipeline = Pipeline(start_job(RANKS), **options)
     started = [pipeline.start(rank, kill_in_step=8 if rank == lost else None) for rank in range(RANKS)]
@@ -336,24 +336,16 @@ def test_a_step_captures_a_slice_and_the_weights_of_those_to_come(start_job, dee
         assert "of 3 slices, each as a version in a step, the largest: a version takes 1 step" in events[-1]["summary"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"localised": False, "snapshot_interval": 2}, "sparse=True needs localised=True: a slice is of another step"),
-        ({"snapshot_interval": 1}, "sparse=True: expected snapshot_interval of 2 or more, .* got 1"),
-    ],
-)
-def test_what_sparse_versions_need_is_named(wrong, words):
+def test_sparse_versions_need_the_log():
     module = torch.nn.Linear(2, 2)
-    place = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 1}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="sparse=True needs localised=True: a slice is of another step"):
         evermoe.PipelineSession(
             module,
             torch.optim.SGD(module.parameters()),
             lambda session: None,
-            **place,
-            lighthouse="",
-            job="x",
-            sparse=True,
-            **wrong,
+            stage=0,
+            stages=2,
+            preset=evermoe.presets.PipelineBaft(sparse=True),
+            localised=False,
+            membership=evermoe.Membership(lighthouse="http://localhost:1", job="x"),
         )

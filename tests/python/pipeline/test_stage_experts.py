@@ -9,11 +9,14 @@ from support.pipelines import PRESETS, RANKS, Pipeline, run_undisturbed
 
 STEPS, EXPERTS = 9, 5
 COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "experts": EXPERTS}
-UNDIVIDED = {"expert_parallel": False, "expert_selection": None}
+UNDIVIDED = {"expert_parallel": False}
 WAYS = {
     "1F1B": COMMON | {"parts": 2, "copies": PRESETS["baft"] | {"expert_parallel": True, "max_grad_norm": 0.5}},
     "interleaved": COMMON
-    | {"chunks": 2, "copies": PRESETS["moetion"] | {"copies": 2, "expert_parallel": True, "expert_selection": "all"}},
+    | {
+        "chunks": 2,
+        "copies": PRESETS["moetion"] | {"replication": 2, "expert_parallel": True, "expert_selection": "all"},
+    },
 }
 
 

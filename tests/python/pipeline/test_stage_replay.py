@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from evermoe.train.pipeline_config import PipelineConfig
 from support.pipelines import RANKS, Pipeline, run_undisturbed
 from support.replay_faults import FAULT
 
@@ -139,7 +138,7 @@ def test_stages_of_several_virtual_ones(start_job, tmp_path, schedule):
 
 def expert_options(shape, experts):
     """Room for this number of experts in each version."""
-    room = {"expert_parallel": True, "remote_bytes_per_step": experts * EXPERT_BYTES, "copies": 2}
+    room = {"expert_parallel": True, "remote_bytes_per_step": experts * EXPERT_BYTES, "replication": 2}
     return options_of(shape, **room) | {"experts": EXPERTS, "tells_experts": True, "rate": 1e-3}
 
 
@@ -175,25 +174,3 @@ def test_experts_that_were_in_the_version_before_travel_as_steps_and_others_as_s
     assert [each["different"] for each in done] == [[]] * RANKS
     assert not any(damaged(pipeline).values())
     assert started[0].events("recovered")[-1]["stale"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"preset": "baft"}, "expected preset moetion"),
-        ({"preset": "moetion", "sparse": True}, "sparse=False"),
-        ({"preset": "moetion", "snapshot_interval": 2}, "expected snapshot_interval of 1 or None"),
-    ],
-)
-def test_what_is_no_chain_of_versions_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        PipelineConfig(
-            stage=0,
-            stages=2,
-            data_parallel=0,
-            data_parallel_size=1,
-            lighthouse="http://127.0.0.1:1",
-            job="a",
-            replay=True,
-            **options,
-        )

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import evermoe
 from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
 from evermoe.comm.vote import Ballot
+from evermoe.presets import PIPELINE_BY_NAME
 from evermoe.state.version import step_of
 from support.replay_faults import Killer
 
@@ -100,7 +101,18 @@ class Options:
     scaler: dict[str, Any] = field(default_factory=dict)
     """Of the `GradScaler`; none if empty."""
     copies: dict[str, Any] = field(default_factory=dict)
-    """Of `PipelineSession`."""
+    """Options of `PipelineSession`, of its preset and of `Membership`, by name."""
+
+
+def grouped(options: dict[str, Any], **membership: Any) -> dict[str, Any]:
+    """The arguments of `PipelineSession` from options by name."""
+    preset = PIPELINE_BY_NAME[options.get("preset", "baft")]
+    of_preset = {each.name for each in fields(preset)}
+    of_membership = {each.name for each in fields(evermoe.Membership)}
+    left = {name: value for name, value in options.items() if name not in {"preset", *of_preset, *of_membership}}
+    membership |= {name: value for name, value in options.items() if name in of_membership}
+    chosen = preset(**{name: value for name, value in options.items() if name in of_preset})
+    return left | {"preset": chosen, "membership": evermoe.Membership(**membership)}
 
 
 class Stage(nn.Module):
@@ -395,11 +407,10 @@ def train(options: Options) -> None:
         stages=options.stages,
         data_parallel=peer,
         data_parallel_size=options.peers,
-        lighthouse=options.lighthouse,
         scheduler=scheduler,
         scaler=torch.amp.GradScaler(torch.device(options.device).type, **options.scaler) if options.scaler else None,
         on_event=functools.partial(note, options, kept),
-        **options.copies,
+        **grouped(options.copies, lighthouse=options.lighthouse),
     )
     watch_copies(options, copies)
     kept["tokens"] = count_tokens(chunks, kept) if options.tells_experts else {}

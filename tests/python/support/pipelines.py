@@ -12,7 +12,7 @@ from support.pipeline_worker import MICROBATCHES, PEERS, ROWS, STAGES, Options
 RANKS = STAGES * PEERS
 BORDER_BYTES = MICROBATCHES * ROWS * Options.width * 4
 """Activations or gradients of a run of a schedule at one border."""
-PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "copies": 3}}
+PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "replication": 3}}
 
 
 class Rank(Worker):
