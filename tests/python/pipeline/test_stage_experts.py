@@ -40,7 +40,6 @@ def test_each_rank_holds_its_experts_and_computes_what_one_with_all_would(undist
         assert found == pytest.approx(exact, rel=1e-5)
     for found, exact in zip(losses(steps, "squares"), losses(expected, "squares"), strict=True):
         assert found == pytest.approx(exact, rel=1e-4), "a gradient's norm, for clipping"
-    assert (steps[0][0]["squares"] > 0) == ("max_grad_norm" in options["copies"])
     for stage in range(2):
         peers = done[2 * stage : 2 * stage + 2]
         own = [{name for name in each["digests"] if "experts" in name} for each in peers]
