@@ -166,7 +166,7 @@ def test_a_lost_stage_goes_back_with_all_others_who_have_their_own_experts(start
     shape, _, steps = undisturbed
     if shape.peers == 1:
         pytest.skip("in this shape each loss is the loss of a stage")
-    plans = {rank: {"kill_in_step": 6} for rank in (2, 3)}
+    plans = {rank: {"kill_in_step": 6, "kill_with": rank ^ 1} for rank in (2, 3)}
     pipeline, started = start(start_job, shape, plans, **FEW | {"copies": FEW["copies"] | {"replication": 3}})
     done = pipeline.finish()
     first = started[0].events("recovered")[-1]

@@ -88,9 +88,7 @@ def test_a_whole_stage_is_lost(start_job, uninterrupted, preset):
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])
     deaths = [1 if rank < PEERS else 8 for rank in range(RANKS)]
     started = [
-        pipeline.start(
-            rank, **({"kill_in_copy": step, "kill_with": 1 - rank} if rank < PEERS else {"kill_in_step": step})
-        )
+        pipeline.start(rank, kill_with=rank ^ 1, **({"kill_in_copy": step} if rank < PEERS else {"kill_in_step": step}))
         for rank, step in enumerate(deaths)
     ]
     newcomers = []

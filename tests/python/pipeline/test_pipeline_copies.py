@@ -22,7 +22,8 @@ def begun(rank):
 def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, preset):
     steps, copies = 14, PRESETS[preset] | {"snapshot_interval": 3}
     pipeline = Pipeline(start_job(RANKS), copies=copies, attempts="means", steps=steps)
-    started = [pipeline.start(rank, kill_in_step=8 if rank >= RANKS // 2 else None) for rank in range(RANKS)]
+    plans = {rank: {"kill_in_step": 8, "kill_with": rank ^ 1} for rank in (2, 3)}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
     for each in started[RANKS // 2 :]:
         pipeline.lose(each)
         pipeline.start(each.options.rank)
@@ -83,7 +84,8 @@ def test_copies_of_before_stay_until_those_made_beside_the_next_step_are_whole(s
     common = {"attempts": "means", "steps": 7, "width": 768, "copies": PRESETS["baft"]}
     expected, _ = run_undisturbed(tmp_path, **common)
     pipeline = Pipeline(start_job(RANKS), **common)
-    started = [pipeline.start(rank, kill_in_step=3 if rank >= 2 else None) for rank in range(RANKS)]
+    plans = {rank: {"kill_in_step": 3, "kill_with": rank ^ 1} for rank in (2, 3)}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
     for each in started[2:]:
         pipeline.lose(each)
     second = [pipeline.start(rank, kill_at="recovered") for rank in (2, 3)]
@@ -154,7 +156,8 @@ def test_what_the_ranks_of_a_stage_lack_crosses_to_their_node_once(start_job):
 def test_after_a_death_only_missing_copies_are_sent(start_job, lost):
     """The copies of the others' units that the lost ranks kept: the loss that counts comes when all were complete."""
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"], attempts="means", verifies=True)
-    started = [pipeline.start(rank, kill_in_step=4 if rank in lost else None) for rank in range(RANKS)]
+    plans = {rank: {"kill_in_step": 4, "kill_with": rank ^ 1 if len(lost) > 1 else None} for rank in lost}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
     for rank in lost:
         pipeline.lose(started[rank])
     for each in [pipeline.start(rank, kill_at="connected") for rank in lost]:

@@ -157,7 +157,8 @@ def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide, st
     not count as complete: then both load all of them again.
     """
     pipeline = Pipeline(start_job(RANKS), **COMMON, copies=SPARSE)
-    started = [pipeline.start(rank, kill_in_step=8 if rank >= 2 else None) for rank in range(RANKS)]
+    plans = {rank: {"kill_in_step": 8, "kill_with": rank ^ 1} for rank in (2, 3)}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
     for each in started[2:]:
         pipeline.lose(each)
     second = [pipeline.start(rank, kill_in_step=step if rank == 3 else None) for rank in (2, 3)]
@@ -267,7 +268,8 @@ def test_stages_of_several_parts_are_lost(start_job, tmp_path, schedule):
     options = COMMON | {"schedule": schedule, "chunks": 2, "copies": SPARSE}
     expected, _ = run_undisturbed(tmp_path, **options)
     pipeline = Pipeline(start_job(RANKS), **options)
-    started = [pipeline.start(rank, kill_in_step=8 if rank < 2 else None) for rank in range(RANKS)]
+    plans = {rank: {"kill_in_step": 8, "kill_with": rank ^ 1} for rank in (0, 1)}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
     for each in started[:2]:
         pipeline.lose(each)
     for rank in (0, 1):

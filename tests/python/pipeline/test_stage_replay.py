@@ -17,7 +17,12 @@ LOOP_BYTES = 18_000
 
 def options_of(shape, **copies):
     """One node more than a stage's own keeps each unit."""
-    copies = {"preset": "moetion", "copies": SHAPES[shape]["peers"] + 1, "max_grad_norm": 0.5, "replay": True} | copies
+    copies = {
+        "preset": "moetion",
+        "replication": SHAPES[shape]["peers"] + 1,
+        "max_grad_norm": 0.5,
+        "replay": True,
+    } | copies
     return COMMON | SHAPES[shape] | {"copies": copies}
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import evermoe
 from evermoe.errors import UnsupportedState
-from evermoe.keeper import CopyOptions
 from evermoe.loss_ledger import LossLedger
+from evermoe.presets import Pec
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.stages import StageState
@@ -65,7 +65,7 @@ def test_what_is_here_counts_as_its_version_only_if_it_is_of_it():
 @pytest.mark.parametrize("experts", [4, 0])
 def test_tokens_of_experts_go_back_and_forth_with_the_state(experts):
     _, _, state = make(2, 0, experts, keeps_tokens=True)
-    ledger = LossLedger(state, CopyOptions(preset="moetion"))
+    ledger = LossLedger(state, Pec())
     mine = state.own.experts()
 
     def step(number):

@@ -159,6 +159,13 @@ def die_if(options: Options, condition: bool, where: int | str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def meet(options: Options, other: int) -> None:
+    """Waits until another rank of the stage has come to the microbatch in which both die."""
+    (Path(options.folder) / f"in-step-{options.rank}").touch()
+    while not (Path(options.folder) / f"in-step-{other}").exists():
+        time.sleep(0.001)
+
+
 def reach(options: Options, point: str) -> None:
     """The worker may die or stop here."""
     die_if(options, point == options.kill_at, point)
@@ -416,8 +423,11 @@ def train(options: Options) -> None:
     kept["tokens"] = count_tokens(chunks, kept) if options.tells_experts else {}
 
     def die_in_step(module: nn.Module, inputs: Any) -> None:
-        is_here = module.calls % options.microbatches == options.kill_microbatch
-        die_if(options, kept["attempt"] == options.kill_in_step and is_here, kept["attempt"])
+        is_last_call = module.calls % options.microbatches == options.kill_microbatch
+        if kept["attempt"] == options.kill_in_step and is_last_call:
+            if options.kill_with is not None:
+                meet(options, options.kill_with)
+            die_if(options, True, kept["attempt"])
 
     reach_in_store(options)
     reach_reduction(options, chunks)
