@@ -69,7 +69,7 @@ class LoggedChunk:
     """Whether the gradients of weights are computed."""
 
     def strip(self) -> None:
-        """Frees the graph and the GPU's memory after the last backward."""
+        """Free the graph and the GPU's memory after the last backward."""
         if self.forward is not None:
             returned, outputs = to_host((self.forward.returned, self.forward.outputs))
             self.forward = Forward(returned, outputs, [], self.forward.digest)
@@ -133,19 +133,19 @@ class LoggedStep:
         return self.chunks.setdefault((run, stage, number), LoggedChunk())
 
     def count_on(self) -> None:
-        """Continues the token counts from the latest complete forward, without those of an interrupted one."""
+        """Continue the token counts from the latest complete forward, without those of an interrupted one."""
         for count in self.counts:
             count.forget()
         for count, kept in zip(self.counts, self.counted, strict=False):
             count.resume(kept)
 
     def note_forward(self) -> None:
-        """Counts a computed forward."""
+        """Count a computed forward."""
         self.forwards.computed += 1
         self.counted = [count.copy() for count in self.counts]
 
     def take(self) -> None:
-        """Marks the step as taken, and keeps only what may be sent again."""
+        """Mark the step as taken, and keep only what may be sent again."""
         self.is_taken, self.gradients = True, None
         for chunk in self.chunks.values():
             chunk.strip()
@@ -201,7 +201,7 @@ class BorderLog:
         return step
 
     def interrupt(self) -> None:
-        """Keeps what is complete of the step in progress, which has failed, and its gradients."""
+        """Keep what is complete of the step in progress, which has failed, and its gradients."""
         if not self.steps:
             return
         step = self.steps[-1]
@@ -222,12 +222,12 @@ class BorderLog:
         return [step.before, *sorted(chunks)]
 
     def drop_unfinished(self) -> None:
-        """Forgets the step in progress."""
+        """Forget the step in progress."""
         if self.steps and not self.steps[-1].is_taken:
             self.steps.pop()
 
     def mark_taken(self, after: int) -> None:
-        """Marks the step that leads to a version as taken."""
+        """Mark the step that leads to a version as taken."""
         for step in self.steps:
             if step.number + 1 == step_of(after) and not step.is_taken:
                 step.take()
@@ -235,14 +235,14 @@ class BorderLog:
                 step.before = after
 
     def release_before(self, version: int) -> None:
-        """Forgets the steps before a version whose copies are complete."""
+        """Forget the steps before a version whose copies are complete."""
         self.steps = [step for step in self.steps if step.number >= step_of(version)]
 
     def keep_from(self, version: int) -> None:
-        """Keeps the steps from the version on that all ranks have agreed on; none if this rank has never had it."""
+        """Keep the steps from the version on that all ranks have agreed on; none if this rank has never had it."""
         places = [place for place, step in enumerate(self.steps) if step.before == version]
         self.steps = self.steps[places[0] :] if places else []
 
     def clear(self) -> None:
-        """Forgets all steps."""
+        """Forget all steps."""
         self.steps = []

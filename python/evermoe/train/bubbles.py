@@ -36,7 +36,7 @@ class Bubbles:
         self.profiler = self._new_profiler()
 
     def restart(self, step: int) -> None:
-        """Begins a new profile after a recovery, since all ranks must record the same steps.
+        """Begin a new profile after a recovery, since all ranks must record the same steps.
 
         Until it is complete the previous windows are used.
         """
@@ -47,7 +47,7 @@ class Bubbles:
         self._pacer.begin_step(self.profiler.began)
 
     def begin_step(self) -> None:
-        """Begins a step in the profile and in the pacer, at the same time."""
+        """Begin a step in the profile and in the pacer, at the same time."""
         self.profiler.step()
         self._pacer.begin_step(self.profiler.began)
 
@@ -76,7 +76,7 @@ class Bubbles:
         self.profiler.write_trace(path, windows=self._window_planner.windows, sent=sent)
 
     def end(self) -> None:
-        """Ends the profile."""
+        """End the profile."""
         self.profiler.detach()
         if self._follower is not None:
             self._follower.close()

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def one_by_one(planned: Sequence[Bundle], experts: Collection[str]) -> list[Bundle]:
-    """Gives each expert a bundle of its own, after a bundle of all other units with the same holders. None is empty.
+    """Give each expert a bundle of its own, after a bundle of all other units with the same holders. None is empty.
 
         >>> [bundle.units for bundle in one_by_one([Bundle((0, 1), ("a", "e.0", "e.1")), Bundle((1, 0), ("e.2",))],
         ...                                        {"e.0", "e.1", "e.2"})]
@@ -82,11 +82,11 @@ class ChosenExperts:
         return "if needed" if self._are_chosen else "never"
 
     def arrange(self, planned: Sequence[Bundle]) -> list[Bundle]:
-        """Divides the bundles of a plan, one for each expert; without a choice the plan stays."""
+        """Divide the bundles of a plan, one for each expert; without a choice the plan stays."""
         return one_by_one(planned, self._state.catalog.experts()) if self._are_chosen else list(planned)
 
     def keep(self, kept: Sequence[Bundle]) -> None:
-        """Chooses from now on among the experts that have room on other nodes.
+        """Choose from now on among the experts that have room on other nodes.
 
         Args:
             kept: bundles, as `SnapshotStore.replace_arenas` returns them.
@@ -106,7 +106,7 @@ class ChosenExperts:
         self._planner.optional = frozenset(self._numbers.values())
 
     def taken(self, step: int, *, is_repeated: bool) -> None:
-        """Counts the tokens of the latest step.
+        """Count the tokens of the latest step.
 
         Args:
             step: steps taken.
@@ -120,7 +120,7 @@ class ChosenExperts:
             self._ledger.resume(step, {}, is_new=True)
 
     def choose(self, version: int) -> Collection[int]:
-        """Chooses the bundles that stay with their primaries in a version, which begins now. Collective.
+        """Choose the bundles that stay with their primaries in a version, which begins now. Collective.
 
         Returns:
             Their numbers.

@@ -89,7 +89,7 @@ class TorchConnections:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Makes torch's default group and those of the pipeline; the caller makes its own inside. Collective.
+        """Make torch's default group and those of the pipeline; the caller makes its own inside. Collective.
 
         The default group is of gloo; for stages on GPUs, of NCCL as well. Groups that are given no time limit have
         `hang_timeout`. Once a rank is lost, no rank waits for it any more.
@@ -109,7 +109,7 @@ class TorchConnections:
         self._all_connected(watch)
 
     def _divide(self) -> None:
-        """Makes the groups of each stage's ranks, and of each data-parallel coordinate's."""
+        """Make the groups of each stage's ranks, and of each data-parallel coordinate's."""
         self.pipeline_group, self.data_parallel_group = dist.group.WORLD, None
         if self._peers == 1:
             return
@@ -152,13 +152,13 @@ class TorchConnections:
         return "cpu:gloo,cuda:nccl"
 
     def drop_alone(self, reason: str) -> None:
-        """Ends all waits in torch's groups, since a rank is lost; in any thread."""
+        """End all waits in torch's groups, since a rank is lost; in any thread."""
         self._lost.set()
         self._is_dropped = dist.is_initialized()
         interrupt_torch_groups()
 
     def check(self) -> None:
-        """Checks that no kernel continued without a lost rank's data, once the host has read this rank's gradients.
+        """Check that no kernel continued without a lost rank's data, once the host has read this rank's gradients.
 
         Raises:
             PeerLost: NCCL has given up since these groups were made.
@@ -168,13 +168,13 @@ class TorchConnections:
             raise PeerLost(f"a step among {self._size} ranks failed: {self._group.broken}")
 
     def leave(self) -> None:
-        """Ends the watch of torch's groups."""
+        """End the watch of torch's groups."""
         for linked in self._links:
             linked.remove(self)
         self._courier.close()
 
     def connect_peers(self, layers: Iterable[Experts]) -> None:
-        """Connects this rank with the others of its stage, between which the tokens of its MoE layers travel.
+        """Connect this rank with the others of its stage, between which the tokens of its MoE layers travel.
 
         Raises:
             PeerLost: one is lost.
@@ -191,13 +191,13 @@ class TorchConnections:
             layer.group = group
 
     def interrupt(self) -> None:
-        """Waits until the watch has ended, which is at once in a dropped group."""
+        """Wait until the watch has ended, which is at once in a dropped group."""
         if self._watching is not None:
             self._courier.wait(self._watching, self._group)
             self._watching = None
 
     def _watch(self, lost: threading.Event) -> None:
-        """Waits for the next rank's message, until that rank is lost or has dropped its groups. For the courier."""
+        """Wait for the next rank's message, until that rank is lost or has dropped its groups. For the courier."""
         try:
             message = self._membership.transport.receive(torch.empty(1), (self._rank + 1) % self._size, CONNECTED)
             message.wait(UNLIMITED)
@@ -206,7 +206,7 @@ class TorchConnections:
             raise
 
     def _all_connected(self, watch: Task[None]) -> None:
-        """Agrees with all ranks that torch's groups are connected."""
+        """Agree with all ranks that torch's groups are connected."""
         transport = self._membership.transport
         if transport.broken is not None:
             raise PeerLost(f"a rank was lost while torch's groups were made: {transport.broken}")

@@ -17,7 +17,7 @@ READ_BY = {"get_fwd_recv_ops": "forward_one_chunk", "get_bwd_recv_ops": "backwar
 
 @contextmanager
 def through_host(stages: Sequence[Any]) -> Iterator[None]:
-    """Routes the messages of stages of `torch.distributed.pipelining` through host memory for a block.
+    """Route the messages of stages of `torch.distributed.pipelining` through host memory for a block.
 
     A stage that sends waits for its GPU. Received tensors go to the GPU when the stage computes with them.
     """

@@ -30,7 +30,7 @@ class KeptLoop(nn.Module):
         self._note()
 
     def advance(self, loss: float, *, has_overflowed: bool) -> None:
-        """Advances the loss scale, the scheduler and the buffer after a step.
+        """Advance the loss scale, the scheduler and the buffer after a step.
 
         Args:
             loss: of the step.
@@ -44,5 +44,5 @@ class KeptLoop(nn.Module):
         self._loop.store(loop_state.collect(self._parts))
 
     def restore(self) -> None:
-        """Restores the optimizer's settings, the scheduler and the loss scale from the buffer, which has changed."""
+        """Restore the optimizer's settings, the scheduler and the loss scale from the buffer, which has changed."""
         loop_state.restore(self._loop.load(), self._parts)

@@ -98,7 +98,7 @@ class LocalisedRecovery:
     # ---- failures
 
     def exchange_logs(self, group: Group, version: int) -> None:
-        """Gathers the contents of all ranks' logs; collective.
+        """Gather the contents of all ranks' logs; collective.
 
         Args:
             group: all ranks.
@@ -153,7 +153,7 @@ class LocalisedRecovery:
         return self._is_ahead and bool(dense_at)
 
     def begin_again(self) -> None:
-        """Forgets the log, since some experts went back to older copies: all ranks compute all steps again."""
+        """Forget the log, since some experts went back to older copies: all ranks compute all steps again."""
         self._forget()
         self._ahead_until, self._repeats_until = 0, -1
 

@@ -35,7 +35,7 @@ def digest_of(values: Any) -> BorderDigest:
 
 
 def compare(found: BorderDigest, logged: BorderDigest, what: str) -> None:
-    """Compares digests.
+    """Compare digests.
 
     Raises:
         OtherData: they differ.
@@ -59,13 +59,13 @@ def cached_forward(stage: Any, number: int) -> tuple[tuple[Any, ...], list[Any]]
 
 
 def cache_forward(stage: Any, number: int, forward: Forward) -> None:
-    """Puts a stage into the state in which it is after a forward."""
+    """Put a stage into the state in which it is after a forward."""
     make = getattr(stage, "_make_forward_chunk_state", lambda *parts: parts)
     forwards_of(stage)[number] = make(forward.outputs, forward.inputs)
 
 
 def drain(received: Sequence[Any]) -> None:
-    """Empties the buffers in which a stage has received: torch 2.15 requires this before it receives again."""
+    """Empty the buffers in which a stage has received: torch 2.15 requires this before it receives again."""
     for info in received:
         if hasattr(info, "take_buffer"):
             info.buffer = None
@@ -73,7 +73,7 @@ def drain(received: Sequence[Any]) -> None:
 
 @contextmanager
 def logged(stages: Sequence[Any], step: LoggedStep | None, run: int, seed: Callable[..., None]) -> Iterator[None]:
-    """Logs what stages compute during the block, and answers from the log if it has a record.
+    """Log what stages compute during the block, and answer from the log if it has a record.
 
     Args:
         stages: of `torch.distributed.pipelining`.
@@ -114,7 +114,7 @@ class _SeededStage:
 
 
 class _LoggedStage(_SeededStage):
-    """Replaces three methods of a stage."""
+    """Replace three methods of a stage."""
 
     names = (*_SeededStage.names, "backward_one_chunk", "backward_weight_one_chunk")
 

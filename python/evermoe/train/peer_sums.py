@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def sum_over(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Adds up gradients over a group; a parameter that has none on any rank keeps none. Collective.
+    """Add up gradients over a group; a parameter that has none on any rank keeps none. Collective.
 
     An error leaves all gradients unchanged.
 
@@ -21,7 +21,7 @@ def sum_over(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
 
 
 def sum_again(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, is_summed: bool) -> None:
-    """Adds up gradients, some of which may be sums already: then the first rank that has the sums broadcasts them.
+    """Add up gradients, some of which may be sums already: then the first rank that has the sums broadcasts them.
 
     Args:
         parameters: of the stage.

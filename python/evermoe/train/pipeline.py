@@ -259,7 +259,7 @@ class PipelineSession:
     # ---- the loop
 
     def steps(self, until: int) -> Iterator[PipelineStep]:
-        """Yields steps until `until` are taken, and again the one that a failure interrupted.
+        """Yield steps until `until` are taken, and again the one that a failure interrupted.
 
             for step in session.steps(1000):
                 with step:
@@ -284,7 +284,7 @@ class PipelineSession:
         return self._loop.steps(until)
 
     def leave(self) -> None:
-        """Leaves the job after the step in progress: the loop of `steps` ends on this rank.
+        """Leave the job after the step in progress: the loop of `steps` ends on this rank.
 
         No step has to be repeated, but the others wait until another process has this rank's place. Does nothing in
         the last step. Any thread may call it, and a signal handler.
@@ -292,7 +292,7 @@ class PipelineSession:
         self._loop.leave()
 
     def stop(self) -> None:
-        """Ends the job on all ranks after the step in progress, as if that were the last one of `steps`.
+        """End the job on all ranks after the step in progress, as if that were the last one of `steps`.
 
         One rank is enough, and any thread may call it. Between two steps it counts from the next step on.
         """
@@ -301,7 +301,7 @@ class PipelineSession:
     # ---- a step
 
     def loss_function(self, compute: LossFunction) -> LossFunction:
-        """Makes the `loss_fn` of the schedule.
+        """Make the `loss_fn` of the schedule.
 
         Args:
             compute: returns the mean loss of a microbatch, given its output and target; or the sum of its losses, if
@@ -325,7 +325,7 @@ class PipelineSession:
     # ---- the end
 
     def _verify(self) -> tuple[int, list[str]]:
-        """Compares all ranks' units and copies of this version by digest, once they are complete. Collective.
+        """Compare all ranks' units and copies of this version by digest, once they are complete. Collective.
 
         Returns:
             The number of comparisons, and the units of which some differ.
@@ -334,7 +334,7 @@ class PipelineSession:
         return self._driver.recovery(self.version, established=True).verify()
 
     def write_trace(self, path: str | Path) -> None:
-        """Writes this rank's latest steps, its windows and its copies for Perfetto; `evermoe trace` merges the ranks'.
+        """Write this rank's latest steps, its windows and its copies for Perfetto; `evermoe trace` merges the ranks'.
 
         Raises:
             ValueError: no step is over since the last recovery.
@@ -342,7 +342,7 @@ class PipelineSession:
         self._driver.bubbles.write_trace(path, list(self._driver.courier.sent))
 
     def close(self) -> None:
-        """Leaves the job and removes this rank's shared memory.
+        """Leave the job and remove this rank's shared memory.
 
         `steps` does this when all steps are done. A loop that is left early, by `break` or an error, only leaves the
         job: its memory stays for the processes that resume with it, until this is called.

@@ -30,7 +30,7 @@ from evermoe.warn import warn
 
 
 class PipelineDriver(PipelineRecovery):
-    """Carries out the commands of the protocol for one rank. See `train.commands.Driver` for each.
+    """Carry out the commands of the protocol for one rank. See `train.commands.Driver` for each.
 
     Args:
         options: of the pipeline.
@@ -72,7 +72,7 @@ class PipelineDriver(PipelineRecovery):
     # ---- a step
 
     def step(self, number: int) -> None:
-        """Lets the script compute a step."""
+        """Let the script compute a step."""
         if not self.taken:
             mark(BEGUN)
 
@@ -94,7 +94,7 @@ class PipelineDriver(PipelineRecovery):
         self._random.close()
 
     def finish_step(self, step: PipelineStep) -> Ballot:
-        """Reduces the gradients over the stage's ranks, and waits for the copies that the vote needs.
+        """Reduce the gradients over the stage's ranks, and wait for the copies that the vote needs.
 
         Raises:
             PeerLost: a rank is lost. RuntimeError: of torch, for the same reason.
@@ -158,7 +158,7 @@ class PipelineDriver(PipelineRecovery):
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
-        """Ends the job on all ranks if the step's losses do not fit together, or a gradient is not finite.
+        """End the job on all ranks if the step's losses do not fit together, or a gradient is not finite.
 
         With a loss scale above 1 the update is left out instead, since a smaller scale may help.
 
@@ -182,7 +182,7 @@ class PipelineDriver(PipelineRecovery):
             gradients.refuse_nonfinite(_of_mean(sums), step, self._membership.nodes)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
-        """Applies the step that all have voted for, and begins to copy the new version."""
+        """Apply the step that all have voted for, and begin to copy the new version."""
         self.end_vote()
         is_due = self.snapshot_schedule.is_due(step_of(after))
         self.copies.wait_captured()
@@ -214,7 +214,7 @@ class PipelineDriver(PipelineRecovery):
         self._measure(step_of(before))
 
     def _note_commit(self, before: int, after: int) -> None:
-        """Keeps the report of a step until it is committed."""
+        """Keep the report of a step until it is committed."""
         size, generation = self._options.size, generation_of(after)
         self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, size, generation, self.grad_norm)
 
@@ -248,12 +248,12 @@ class PipelineDriver(PipelineRecovery):
         self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
 
     def commit(self, step: int) -> None:
-        """Reports a step that no failure covered by the preset can undo."""
+        """Report a step that no failure covered by the preset can undo."""
         self.committed = step + 1
         self._emit(self._commit_events.pop(step))
 
     def pace(self, step: int) -> None:
-        """Plans the next windows after the vote on a step."""
+        """Plan the next windows after the vote on a step."""
         self.window_planner.host_speed = self.copies.host_speed or self.window_planner.host_speed
         try:
             self.window_planner.after(step)
@@ -262,20 +262,20 @@ class PipelineDriver(PipelineRecovery):
             self._group.drop(str(lost))
 
     def resume(self, version: int) -> None:
-        """Reports the recovery, which is over; the next step begins."""
+        """Report the recovery, which is over; the next step begins."""
         super().resume(version)
         self._since = time.monotonic()
 
     # ---- the end
 
     def settle(self) -> Event:
-        """Completes the copies of the last step, which no vote follows or after which ranks leave."""
+        """Complete the copies of the last step, which no vote follows or after which ranks leave."""
         is_complete = self.finish_copies(self._version)
         everyone = self._group.all_reduce(torch.tensor([int(is_complete)]))
         return {"event": "settled", "is_whole": bool(everyone == self._options.size)}
 
     def farewell(self, version: int) -> Event:
-        """Compares all copies, then waits for all ranks: none leaves while another still needs its copies."""
+        """Compare all copies, then wait for all ranks: none leaves while another still needs its copies."""
         self.finish_copies(version)
         checked, differing = self.recovery(version, established=True).verify()
         if differing:
@@ -285,7 +285,7 @@ class PipelineDriver(PipelineRecovery):
         return {"event": "parted"}
 
     def close(self, standing: dict[str, object] | None) -> None:
-        """Notifies processes that come too late that the job is over."""
+        """Notify processes that come too late that the job is over."""
         mark(FINISHED)
 
 

@@ -98,13 +98,13 @@ class PipelineLoop:
                     raise RuntimeError("each step of session.steps() must be used as `with step:`")
 
     def new_step(self) -> PipelineStep:
-        """Returns an attempt at the step that is next."""
+        """Return an attempt at the step that is next."""
         parameters, _ = self._state.parameters()
         number, generation = self.protocol.step, self._membership.generation
         return PipelineStep(number, self.schedule, parameters, self._connections, generation, self)
 
     def _connect(self) -> bool:
-        """Makes torch's groups and the schedule if there are none. Returns False if a rank was lost meanwhile."""
+        """Make torch's groups and the schedule if there are none. Return False if a rank was lost meanwhile."""
         if self.schedule is not None:
             return True
         try:
@@ -120,7 +120,7 @@ class PipelineLoop:
         return True
 
     def _end_attempt(self) -> None:
-        """Ends torch's groups and what is under way in them, before all ranks meet."""
+        """End torch's groups and all transfers in them, before all ranks meet."""
         self.schedule = None
         end_torch_groups()
         log = self._driver.localised.log
@@ -151,7 +151,7 @@ class PipelineLoop:
         self._driver.pace(self.protocol.step)
 
     def fail_step(self, step: PipelineStep, error: BaseException) -> bool:
-        """Is called by a step that has failed. Returns whether a lost rank explains it: then `steps` recovers."""
+        """Is called by a step that has failed. Return whether a lost rank explains it: then `steps` recovers."""
         self._driver.end_step()
         if self._connections.is_connection_loss(error):
             self._group.drop(str(error))
@@ -173,12 +173,12 @@ class PipelineLoop:
         self.protocol.leave()
 
     def _give_up(self, failure: BaseException) -> None:
-        """Leaves the job, so that no rank waits for this one. Its memory stays for the next process."""
+        """Leave the job, so that no rank waits for this one. Its memory stays for the next process."""
         self._group.drop(f"a rank failed: {type(failure).__name__}")
         self._leave()
 
     def close(self) -> None:
-        """Leaves the job and removes this rank's shared memory."""
+        """Leave the job and remove this rank's shared memory."""
         self._leave()
         self._driver.store.close(self._membership.id)
 

@@ -39,7 +39,7 @@ from evermoe.train.stages import StageRank, StageState
 
 
 class PipelineRecovery(Driver):
-    """Carries out the commands of the protocol that lead from one group to the next. See `train.commands.Driver`.
+    """Carry out the commands of the protocol that lead from one group to the next. See `train.commands.Driver`.
 
     Args:
         options: of the pipeline.
@@ -116,7 +116,7 @@ class PipelineRecovery(Driver):
     # ---- membership
 
     def agreeing(self) -> None:
-        """Begins the report of a recovery."""
+        """Begin the report of a recovery."""
         if self._clock.phase == "agree":  # the Lighthouse is asked again, for the same agreement
             return
         reason = self._group.broken or "this process has started"
@@ -127,7 +127,7 @@ class PipelineRecovery(Driver):
         self._clock.enter("agree")
 
     def waiting(self) -> None:
-        """Calls `on_lost` for lost ranks, since this rank waits for their replacements.
+        """Call `on_lost` for lost ranks, since this rank waits for their replacements.
 
         Raises:
             JobFinished: the job is over.
@@ -137,15 +137,15 @@ class PipelineRecovery(Driver):
         self.lost.look(step_of(self._version), self._report_now().reason)
 
     def connecting(self) -> None:
-        """Times how long it takes to connect."""
+        """Time how long it takes to connect."""
         self._clock.enter("rebuild")
 
     def interrupt(self) -> None:
-        """Waits for transfers in progress; in a dropped group they end at once."""
+        """Wait for transfers in progress; in a dropped group they end at once."""
         self.end_copies()
 
     def end_copies(self) -> bool:
-        """Waits for transfers in progress. Returns whether the copies are complete on this rank."""
+        """Wait for transfers in progress. Return whether the copies are complete on this rank."""
         self.pacer.hurry("recovery")
         self.copies.wait_captured()
         is_complete = self.copies.wait_sent()
@@ -154,7 +154,7 @@ class PipelineRecovery(Driver):
         return is_complete
 
     def finish_copies(self, version: int) -> bool:
-        """Waits for copies of this version of the state, and makes them first if they are older. Collective.
+        """Wait for copies of this version of the state, and make them first if they are older. Collective.
 
         Sparse versions are not made, since no step has room for a complete one.
 
@@ -169,7 +169,7 @@ class PipelineRecovery(Driver):
         return self.end_copies()
 
     def _begin_version(self, version: int) -> None:
-        """Begins to copy the state, which has this version. If a rank is lost, the next vote notices it."""
+        """Begin to copy the state, which has this version. If a rank is lost, the next vote notices it."""
         try:
             self.copies.begin_version(version)
         except PeerLost as lost:
@@ -180,7 +180,7 @@ class PipelineRecovery(Driver):
     # ---- a recovery
 
     def _meet(self) -> None:
-        """Gathers what each rank holds; collective."""
+        """Gather what each rank holds; collective."""
         own, options, choice = self._state.own, self._options, self.windows.choice
         mine = StageRank(
             options.stage,
@@ -203,7 +203,7 @@ class PipelineRecovery(Driver):
             self.connections.connect_peers(self._state.layers.values())
 
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
-        """Brings this rank to the newest version of which every unit of every stage is left.
+        """Bring this rank to the newest version of which every unit of every stage is left.
 
         Raises:
             FolderInUse: another run of the job uses its memory folder.
@@ -239,12 +239,12 @@ class PipelineRecovery(Driver):
         return self._report
 
     def count_losses(self, version: int) -> Event:
-        """Counts the tokens that stale experts have lost."""
+        """Count the tokens that stale experts have lost."""
         self.experts.count_losses(self.layout, self.outcome, self._before)
         return {"event": "counted"}
 
     def units_lost(self) -> NoReturn:
-        """Raises the error that the recovery found."""
+        """Raise the error that the recovery found."""
         assert self._lost_units is not None
         raise self._lost_units
 
@@ -255,7 +255,7 @@ class PipelineRecovery(Driver):
         return Recovery(self._state, stored, self._group, StageTarget(self.layout, self.windows), standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
-        """Begins to make the copies that are missing; they are complete on return, or by the next vote."""
+        """Begin to make the copies that are missing; they are complete on return, or by the next vote."""
         self._version = version
         at, rank = self._membership, self._group.rank
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, "train", generation, list(at.nodes)))
@@ -268,7 +268,7 @@ class PipelineRecovery(Driver):
         return {"event": "protected", "is_whole": is_complete}
 
     def resume(self, version: int) -> None:
-        """Reports the recovery, which is over."""
+        """Report the recovery, which is over."""
         step, report = step_of(version), self._report_now()
         if self._are_copies_arriving:  # the next vote commits these steps
             self._commit_events = {taken: event for taken, event in self._commit_events.items() if taken < step}
@@ -284,14 +284,14 @@ class PipelineRecovery(Driver):
         self._emit(self.reports[-1])
 
     def end(self) -> None:
-        """Ends the profile and all threads; lets calls of `on_lost` end."""
+        """End the profile and all threads; let calls of `on_lost` end."""
         self.bubbles.end()
         self.lost.close()
         self.courier.close()
 
 
 def _layout(group: Group, mine: StageRank, peers: int, size: int) -> list[StageRank]:
-    """Gathers the reports of all ranks about themselves, by rank; collective."""
+    """Gather the reports of all ranks about themselves, by rank; collective."""
     layout = [StageRank.from_bytes(each) for each in group.all_gather_bytes(mine.to_bytes())]
     taken = [rank.stage * peers + rank.data_parallel for rank in layout]
     if taken != list(range(size)):

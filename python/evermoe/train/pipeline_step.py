@@ -49,7 +49,7 @@ class PipelineMicroBatch:
     def run(
         self, *inputs: Any, target: Any = None, count: float | Tensor | None = None, **keywords: Any
     ) -> list[Tensor]:
-        """Runs the schedule for this part: see `PipelineStep.run`."""
+        """Run the schedule for this part: see `PipelineStep.run`."""
         return self._step.run(*inputs, target=target, count=count, **keywords)
 
 
@@ -63,7 +63,7 @@ class StepHooks(Protocol):
         """The block has ended without an error: reduce, vote and update. May raise what `fail_step` handles."""
 
     def fail_step(self, step: PipelineStep, error: BaseException) -> bool:
-        """An error has ended the block or the commit. Returns whether a lost rank explains it, so that it is over."""
+        """An error has ended the block or the commit. Return whether a lost rank explains it, so that it is over."""
 
 
 class PipelineStep:
@@ -115,7 +115,7 @@ class PipelineStep:
         self._is_running = self._has_ended = False
 
     def prepare(self, past: LoggedStep | None, *, is_repeated: bool, scale: float, seeds: tuple[int, ...]) -> None:
-        """Sets what the step is computed with, as its block is entered.
+        """Set what the step is computed with, as its block is entered.
 
         Args:
             past: record of what this rank computes in it.
@@ -130,7 +130,7 @@ class PipelineStep:
     def run(
         self, *inputs: Any, target: Any = None, count: float | Tensor | None = None, **keywords: Any
     ) -> list[Tensor]:
-        """Runs the schedule: forwards and backwards of all microbatches, whose gradients add up over the step's runs.
+        """Run the schedule: forwards and backwards of all microbatches, whose gradients add up over the step's runs.
 
         The step's gradient is that of the mean of all microbatches' losses, over all runs and data-parallel peers,
         whether or not the schedule has `scale_grads`.
@@ -270,7 +270,7 @@ class PipelineStep:
         return known[place]
 
     def _draw(self, run: int, stage: int, microbatch: int) -> None:
-        """Seeds the random numbers of a microbatch, so that it can be computed again alone."""
+        """Seed the random numbers of a microbatch, so that it can be computed again alone."""
         seed_all(*self._seeds, self.number, run, stage, microbatch)
 
     def end(self) -> None:
@@ -304,7 +304,7 @@ class PipelineStep:
 
 
 def refuse_unequal_runs(mine: PipelineStep | None, group: Group) -> None:
-    """Compares the runs that all ranks had begun when they were interrupted; collective.
+    """Compare the runs that all ranks had begun when they were interrupted; collective.
 
     A rank that ended its step after fewer runs than another has begun would never have met it.
 

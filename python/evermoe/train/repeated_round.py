@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RepeatedRound(SnapshotRound):
-    """Sends one version; without steps a `SnapshotRound`.
+    """Send one version; without steps a `SnapshotRound`.
 
     Args:
         args, options: of a `SnapshotRound`.
@@ -57,7 +57,7 @@ class RepeatedRound(SnapshotRound):
         return Segments(*([*self._as_steps(each)] for each in super()._even_segments(copies)))
 
     def _as_steps(self, segments: Iterable[Segment]) -> Iterator[Segment]:
-        """Replaces the segments of states by those of steps, each at the place of its bundle's first segment."""
+        """Replace the segments of states by those of steps, each at the place of its bundle's first segment."""
         tables = {kept.number: _table_bytes(kept) for kept in (*self._store.own, *self._store.peers)}
         for segment in segments:
             known = self._repeated.get(segment.bundle)
@@ -107,7 +107,7 @@ class RepeatedRound(SnapshotRound):
         return True
 
     def _repeat(self, kept: BundleArena, known: Repeated) -> str:
-        """Makes the version from the previous one. Returns the problem, empty if there is none."""
+        """Make the version from the previous one. Return the problem, empty if there is none."""
         before = {version: index for index, version in kept.arena.versions()}.get(known.base)
         if before is None:
             return f"version {step_of(known.base)} is missing"
@@ -130,7 +130,7 @@ class RepeatedRound(SnapshotRound):
         return is_complete and is_healed
 
     def _heal(self) -> bool:
-        """Asks the primaries for the state of damaged bundles, and sends the state of those that others ask for."""
+        """Ask the primaries for the state of damaged bundles, and send the state of those that others ask for."""
         courier, asked = self._courier, {kept.number for kept in self._asked}
         sent = self._by_peer((peer, kept) for kept in self._mine.values() for peer in kept.bundle.holders[1:])
         answers = {peer: torch.zeros(len(some), dtype=torch.uint8) for peer, some in sent.items()}

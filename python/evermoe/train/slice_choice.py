@@ -56,7 +56,7 @@ class SliceChoice:
         self._plans = 0
 
     def report(self) -> SliceReport:
-        """Reports what this rank knows to the others."""
+        """Report what this rank knows to the others."""
         if not self._is_chosen:
             return SliceReport()
         stored = 0 if self._has_run else slices_of(each.unit for each in self._store.stored())
@@ -64,7 +64,7 @@ class SliceChoice:
         return SliceReport((self._before or self.steps) if self._has_run else 0, stored, wanted, self._changes)
 
     def agree(self, layout: Sequence[StageRank]) -> None:
-        """Takes the number of the running ranks, else that of the windows in memory; the same on all ranks.
+        """Take the number of the running ranks, else that of the windows in memory; the same on all ranks.
 
         If some ranks know that copies with another number are complete, and others do not know it, they are complete.
         """
@@ -76,19 +76,19 @@ class SliceChoice:
             self._before, self._changes, self._has_run = 0, newest.changes, True
 
     def change(self) -> bool:
-        """Applies the latest choice, and returns whether it is another number. `settle` must follow."""
+        """Apply the latest choice, and return whether it is another number. `settle` must follow."""
         if not self._wanted:
             return False
         self._before, self.steps, self._wanted = self.steps, self._wanted, 0
         return True
 
     def settle(self) -> None:
-        """Forgets the previous number, since the copies with the new one are complete on all ranks."""
+        """Forget the previous number, since the copies with the new one are complete on all ranks."""
         if self._before:
             self._before, self._changes = 0, self._changes + 1
 
     def consider(self, planner: StageWindowPlanner, group: Group, layout: Sequence[StageRank]) -> None:
-        """Chooses again after a complete profile, and drops the group if the number changes. Collective.
+        """Choose again after a complete profile, and drop the group if the number changes. Collective.
 
         Args:
             planner: of windows, which knows the bubbles.

@@ -126,19 +126,19 @@ class SparseWindows:
     # ---- captures
 
     def weights(self) -> list[int]:
-        """Reports `StageRank.weights` of this rank."""
+        """Report `StageRank.weights` of this rank."""
         units = self._state.own.units
         return [unit.nbytes - unit.state_nbytes for unit in units] if self.choice.may_be_sparse else []
 
     def learn(self, layout: Sequence[StageRank]) -> None:
-        """Learns the units of all stages, and divides them into slices in the same way on all ranks."""
+        """Learn the units of all stages, and divide them into slices in the same way on all ranks."""
         self.choice.agree(layout)
         self._state.learn(layout)
         self._dense = self._state.catalog
         self._cut(layout)
 
     def apply_choice(self, layout: Sequence[StageRank]) -> None:
-        """Applies the latest choice of the number of slices, unless the next copies are of a window."""
+        """Apply the latest choice of the number of slices, unless the next copies are of a window."""
         if not self._is_window and self.choice.change():
             self._cut(layout)
 
@@ -181,13 +181,13 @@ class SparseWindows:
         return [(version + step, self.due(step)) for step in range(self.steps)]
 
     def protected(self) -> None:
-        """Returns to the trained units, since the copies of the recovery are complete."""
+        """Return to the trained units, since the copies of the recovery are complete."""
         self._state.window, self._is_window = {}, False
 
     # ---- the way back
 
     def choose_way(self, group: Group, version: int) -> None:
-        """Chooses the way back, the same on all ranks; collective.
+        """Choose the way back, the same on all ranks; collective.
 
         Args:
             group: all ranks.
@@ -212,7 +212,7 @@ class SparseWindows:
         self._go_to(is_window=begun is not None and (dense is None or begun > dense))
 
     def turn_back(self) -> bool:
-        """Takes the other way back, since copies were damaged, on all ranks. Returns False if there is none."""
+        """Take the other way back, since copies were damaged, on all ranks. Return False if there is none."""
         if not self._has_other_way:
             return False
         self._has_other_way = False
@@ -242,7 +242,7 @@ class SparseWindows:
         return [name for unit in units for name, _ in parts_of(unit, self._places[unit])]
 
     def adopt(self, version: int, fetched: dict[str, Tensor]) -> None:
-        """Takes over the fetched units of the version that all ranks go back to."""
+        """Take over the fetched units of the version that all ranks go back to."""
         dense_at = step_of(version) + self.steps - 1 if self._is_window else 0
         stays = self._localised.go_back(version, dense_at)
         self._coming, self._kept, self._state.catalog = {}, [], self._all
@@ -256,12 +256,12 @@ class SparseWindows:
         self._state.window, self._window_at = fetched, version
 
     def advance(self, step: int) -> None:
-        """Loads the next slice after a step of a replayed window. `step`: steps taken."""
+        """Load the next slice after a step of a replayed window. `step`: steps taken."""
         if self._coming:
             self._load(step - self._begun)
 
     def _load(self, number: int) -> None:
-        """Loads a slice and the weights of the following ones. After the last one the state has its version."""
+        """Load a slice and the weights of the following ones. After the last one the state has its version."""
         loaded = {}
         for unit in self._state.trained():
             place = self._places[unit]

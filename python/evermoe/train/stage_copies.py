@@ -67,7 +67,7 @@ class StageCopies:
     def protect(
         self, layout: Sequence[StageRank], version: int, generation: int, copies: KeptCopies, *, waits: bool
     ) -> bool:
-        """Copies all units of `version` to holders that lack them. Returns whether the copies are complete. Collective.
+        """Copy all units of `version` to holders that lack them. Return whether the copies are complete. Collective.
 
         Otherwise they are sent in the background of the next step, whose vote waits for them, and the previous copies
         stay until that vote has passed; the same on all ranks. Training waits if there is no room for both, if the
@@ -110,7 +110,7 @@ class StageCopies:
         return True
 
     def drop_previous(self) -> None:
-        """Drops the copies from before the recovery: all ranks have reported that the new ones are complete."""
+        """Drop the copies from before the recovery: all ranks have reported that the new ones are complete."""
         self._failed = False
         if self._before is not None:
             _, generation, version = self._before
@@ -120,7 +120,7 @@ class StageCopies:
             self._store.prune(generation)
 
     def _drop_held(self) -> None:
-        """Drops the copies that holders had already; their memory is free once the previous arenas are deleted."""
+        """Drop the copies that holders had already; their memory is free once the previous arenas are deleted."""
         if self._before is not None:
             self._before[0].forget()
             self._before = None
@@ -137,7 +137,7 @@ class StageCopies:
         raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
 
     def begin_version(self, version: int) -> None:
-        """Begins to copy the state, which has this version; of a sparse version the first slice. Collective.
+        """Begin to copy the state, which has this version; of a sparse version the first slice. Collective.
 
         Raises:
             PeerLost: a rank is lost.
@@ -147,7 +147,7 @@ class StageCopies:
         self.copy_slice(version)
 
     def copy_slice(self, version: int) -> None:
-        """Begins to copy the next slice of the state, which has this version after one more step."""
+        """Begin to copy the next slice of the state, which has this version after one more step."""
         if self.version is None:
             return
         due = self._windows.due(version - self.version)
@@ -157,7 +157,7 @@ class StageCopies:
         ).start()
 
     def wait_sent(self) -> bool:
-        """Waits for the version that is being sent. Returns whether it is complete on this rank."""
+        """Wait for the version that is being sent. Return whether it is complete on this rank."""
         if self._round is None:
             return not self._failed
         is_done = self._courier.wait(self._round.task, self._group)
@@ -170,10 +170,10 @@ class StageCopies:
         return 0.0 if self._round is None else self._round.host_speed
 
     def wait_captured(self) -> None:
-        """Waits until the version is captured, so that the state may change."""
+        """Wait until the version is captured, so that the state may change."""
         if self._round is not None:
             self._round.wait_captured()
 
     def forget_version(self) -> None:
-        """Forgets the version that was sent."""
+        """Forget the version that was sent."""
         self._round = self.version = None

@@ -91,7 +91,7 @@ class StageReplay:
             self._notes.note()
 
     def report(self) -> list[Any]:
-        """Reports repeatable units of the stage: lists of tensors, each with the names of the units that have them."""
+        """Report repeatable units of the stage: lists of tensors, each with the names of the units that have them."""
         if self._arithmetic is None:
             return []
         kinds: dict[tuple[TensorSpec, ...], list[str]] = {}
@@ -109,7 +109,7 @@ class StageReplay:
         ]
 
     def arrange(self, planned: Sequence[Bundle], layout: Sequence[StageRank]) -> list[Bundle]:
-        """Divides the bundles of a plan, since all units of a bundle are sent the same way.
+        """Divide the bundles of a plan, since all units of a bundle are sent the same way.
 
         Args:
             planned: all bundles.
@@ -132,7 +132,7 @@ class StageReplay:
         return found
 
     def keep(self, kept: Sequence[Bundle], rank: int, version: int) -> None:
-        """Chooses among these bundles from now on. Their holders have a version before the next one begins.
+        """Choose among these bundles from now on. Their holders have a version before the next one begins.
 
         Args:
             kept: as `SnapshotStore.replace_arenas` returns them.
@@ -158,7 +158,7 @@ class StageReplay:
             self._notes = StepNotes(self._state.optimizer, self._arithmetic, rows)
 
     def begin(self, version: int, stays: Collection[int]) -> SentSteps:
-        """Chooses the bundles of a version, which begins now, that are sent as a step.
+        """Choose the bundles of a version, which begins now, that are sent as a step.
 
         Args:
             version: of the state.
@@ -177,7 +177,7 @@ class StageReplay:
         return SentSteps(found, steps)
 
     def end(self) -> None:
-        """Leaves the optimizer to the script."""
+        """Leave the optimizer to the script."""
         if self._hook is not None:
             self._hook.remove()
 

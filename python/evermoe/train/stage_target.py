@@ -13,13 +13,13 @@ from evermoe.train.stages import StageRank
 
 
 class Adopter(Protocol):
-    """Decides which units a recovery fetches, and takes them over."""
+    """Decide which units a recovery fetches, and take them over."""
 
     def needed(self, units: list[str]) -> list[str]:
         """Units that a rank fetches so that it can hold these."""
 
     def adopt(self, version: int, fetched: dict[str, Tensor]) -> None:
-        """Takes over the fetched units, which have the version of all ranks; empties `fetched`."""
+        """Take over the fetched units, which have the version of all ranks; empty `fetched`."""
 
 
 class StageTarget:
@@ -59,10 +59,10 @@ class StageTarget:
         return self._adopter.needed([name for name, _ in mine.units if name not in elsewhere])
 
     def begin(self, placement: LayerPlacements) -> None:
-        """Does nothing: no stage is deferred."""
+        """Do nothing: no stage is deferred."""
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
-        """Takes over the fetched units."""
+        """Take over the fetched units."""
         self._adopter.adopt(self._version, fetched)
 
     def lost_message(self, lost: Sequence[str], unfit: str) -> str:

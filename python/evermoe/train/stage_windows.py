@@ -34,7 +34,7 @@ _UNKNOWN = _Known("", 0.0)
 
 
 class StageWindowPlanner(WindowPlanner):
-    """Finds windows in the profiles of all ranks of a pipeline.
+    """Find windows in the profiles of all ranks of a pipeline.
 
     The network of a rank that waits for a peer is idle. A transfer keeps it busy from the time when both ends have
     begun until this rank learns that it is over, since the pacer learns of it then.
@@ -77,7 +77,7 @@ class StageWindowPlanner(WindowPlanner):
         return sum(chunk.bytes for chunk in plan.chunks if chunk.window is not None)
 
     def cut(self, numbers: Sequence[int], steps: int) -> None:
-        """Divides versions into slices from the next `restart` on.
+        """Divide versions into slices from the next `restart` on.
 
         Args:
             numbers: as `WindowPlanner.numbers`.

@@ -80,7 +80,7 @@ class StageRank:
 
 
 def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: int) -> list[Bundle]:
-    """Plans which rank copies which units to which ranks. Each unit of a stage is copied by one of its ranks, and the
+    """Plan which rank copies which units to which ranks. Each unit of a stage is copied by one of its ranks, and the
     ranks have equal shares of the units that all of them hold.
 
     `baft`: to the previous `replication - 1` nodes in the rank's pipeline (the ranks of one data-parallel coordinate,
@@ -263,7 +263,7 @@ class StageState(TrainingState):
         return [tensor for spec, tensor in zip(part.of.specs, tensors, strict=True) if not spec.is_state]
 
     def _spread(self, ranks: int, place: int) -> None:
-        """Gives up the experts of other ranks: they are divided evenly, in the order of their numbers."""
+        """Give up the experts of other ranks: they are divided evenly, in the order of their numbers."""
         for path, layer in self.layers.items():
             if layer.num_experts < ranks:
                 raise UnsupportedState(
@@ -315,7 +315,7 @@ class StageState(TrainingState):
             self._take_over(self.trained(), units)
 
     def learn(self, layout: Sequence[StageRank]) -> None:
-        """Learns the units of the other stages.
+        """Learn the units of the other stages.
 
         Raises:
             ValueError: ranks of one stage differ in their model or optimizer.
@@ -323,7 +323,7 @@ class StageState(TrainingState):
         self.catalog = self.own.merged(layout)
 
     def name_weights(self, names: Mapping[str, str]) -> list[Unit]:
-        """Adds the weights of this stage's units as units of their own, under other names, and returns them.
+        """Add the weights of this stage's units as units of their own, under other names, and return them.
 
         Args:
             names: by new name, the name of the unit.

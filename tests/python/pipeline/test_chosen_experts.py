@@ -82,7 +82,7 @@ def undisturbed(request, tmp_path_factory):
 
 
 def start(start_job, shape, plans, **options):
-    """Starts a pipeline, and others in place of ranks that die, one after the other; by rank those of the start."""
+    """Start a pipeline, and others in place of ranks that die, one after the other; by rank those of the start."""
     pipeline = Pipeline(start_job(RANKS), stages=shape.stages, peers=shape.peers, **options)
     started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
     for rank in plans:

@@ -160,7 +160,7 @@ def die_if(options: Options, condition: bool, where: int | str) -> None:
 
 
 def meet(options: Options, other: int) -> None:
-    """Waits until another rank of the stage has come to the microbatch in which both die."""
+    """Wait until another rank of the stage has come to the microbatch in which both die."""
     (Path(options.folder) / f"in-step-{options.rank}").touch()
     while not (Path(options.folder) / f"in-step-{other}").exists():
         time.sleep(0.001)
@@ -182,7 +182,7 @@ def connected(options: Options, copies: evermoe.PipelineSession) -> None:
 
 
 def linger(options: Options) -> None:
-    """Waits for the file that the options name."""
+    """Wait for the file that the options name."""
     while options.lingers and not Path(options.lingers).exists():
         time.sleep(0.01)
 
@@ -289,7 +289,7 @@ def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any) 
 
 
 def reach_reduction(options: Options, chunks: nn.ModuleList) -> None:
-    """Dies once gradients are summed over the peers, or makes one of them infinite, if the options say so."""
+    """Die once gradients are summed over the peers, or makes one of them infinite, if the options say so."""
     end = evermoe.PipelineStep.end
 
     def end_and_reach(step: evermoe.PipelineStep) -> None:
@@ -319,7 +319,7 @@ def loss_function(options: Options, copies: evermoe.PipelineSession) -> Any:
 
 
 def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
-    """Dies where a copy of a version is sent, if the options say so."""
+    """Die where a copy of a version is sent, if the options say so."""
     copies._driver.courier.sent = killer = Killer(options.folder, options.rank, options.kill_with)
 
     def note(*_: Any) -> None:
@@ -362,7 +362,7 @@ def about_experts(copies: evermoe.PipelineSession, tokens: Tokens) -> dict[str, 
 
 
 def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) -> None:
-    """Writes an event. Keeps how many bytes were sent of each version, and the gradient's squares of the step.
+    """Write an event. Keep the bytes that were sent of each version, and the gradient's squares of the step.
 
     Of the parts of a version, or of a slice of one, only the last is written. Before it votes on a version, or copies
     one after a recovery, the worker may die or stop.
@@ -388,7 +388,7 @@ def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) ->
 
 
 def tell_recovery(options: Options, kept: dict[str, Any], event: evermoe.events.Recovered) -> None:
-    """Writes what the latest recovery did. The worker may die then, before torch connects."""
+    """Write what the latest recovery did. The worker may die then, before torch connects."""
     copies, kept["first chunk"].calls = kept["session"], 0
     if event.stale and options.tells_experts:  # all that follows is computed again, and is other
         kept["tokens"].clear()
@@ -467,7 +467,7 @@ def train(options: Options) -> None:
 
 
 def tell_step(options: Options, copies: evermoe.PipelineSession, kept: dict[str, Any]) -> None:
-    """Writes what the step was, which is taken."""
+    """Write what the step was, which is taken."""
     write(
         options,
         "step",

@@ -62,7 +62,7 @@ class Pipeline:
         shutil.rmtree(self.job.node_memory(f"n{each.options.rank}"))
 
     def lose_each(self, last, pair, *, begun):
-        """Loses each rank, and puts another process in its place; then two at once, when they have begun a step.
+        """Lose each rank, and put another process in its place; then two at once, when they have begun a step.
 
         Args:
             last: processes, by rank, each of which kills itself; they are replaced in the list.
