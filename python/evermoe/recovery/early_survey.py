@@ -1,4 +1,4 @@
-"""What a survey needs of this member alone, done while the members agree and connect."""
+"""The part of a survey that needs this member alone, done while the members agree and connect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evermoe.comm.task import Task, run_beside
 from evermoe.state.training_state import TrainingState
 
 GROUP_BYTES = 256 << 20
-"""Of units whose digests are computed together, before it looks whether it is to go on: tens of milliseconds."""
+"""Bytes of units whose digests are computed together, before it checks whether to continue: tens of milliseconds."""
 
 
 class EarlySurvey:
@@ -28,7 +28,7 @@ class EarlySurvey:
     def __init__(self, state: TrainingState, catch_up: Callable[[], Iterable[None]]) -> None:
         self._state, self._catch_up = state, catch_up
         self._tasks: list[Task[None]] = []
-        """That of the digests, then that of the replicas."""
+        """Threads of the digests, then of the replicas."""
         self._found: dict[str, int] = {}
         self._is_dropped = threading.Event()
 
@@ -40,7 +40,7 @@ class EarlySurvey:
             self._start(self._look)
 
     def agreed(self, *, begins: bool) -> None:
-        """Goes on with the replicas, as it is known who is there; if it `begins`, also where it has not begun."""
+        """Continue with the replicas, as the members are known; if it `begins`, also where it has not begun."""
         if begins:
             self.begin()
         if len(self._tasks) == 1:
@@ -74,7 +74,7 @@ class EarlySurvey:
                 return
 
     def take(self) -> Mapping[str, int]:
-        """Digests of units, by name, once it is over; those of before an error, none if it was not begun. Once."""
+        """Return digests of units, by name, once it is over; those before an error, none if it was not begun. Once."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.is_over_within(threading.TIMEOUT_MAX)

@@ -1,4 +1,4 @@
-"""Units that are fetched in two parts: weights while training waits, and the optimizer's state beside the next step."""
+"""Units that are fetched in two parts: weights while training waits, and the optimizer's state during the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evermoe.state.training_state import TrainingState
 class LateFetch:
     """The transfers of units that members train, whose optimizer state follows their weights.
 
-    A copy goes whole: whether its bytes are right is known only then.
+    A copy is sent as one: only then it is known whether its bytes are right.
 
     Args:
         group: all members.
@@ -27,19 +27,19 @@ class LateFetch:
     def __init__(self, group: Group, state: TrainingState, promised: Mapping[Transfer, Holding]) -> None:
         self._group, self._state, self._by_name = group, state, state.catalog.by_name
         away = [each for each in promised if each.source != each.destination]
-        whole = {each.unit for each in away if each.kind != ACTIVE}
-        self._transfers = [each for each in away if each.unit not in whole and self._by_name[each.unit].state_nbytes]
+        at_once = {each.unit for each in away if each.kind != ACTIVE}
+        self._transfers = [each for each in away if each.unit not in at_once and self._by_name[each.unit].state_nbytes]
         self._is_late = set(self._transfers)
         self._digests = {each.unit: promised[each].digest for each in self._transfers}
         self._weights: dict[str, Tensor] = {}
 
     def nbytes(self, transfer: Transfer) -> int:
-        """What a transfer moves while training waits."""
+        """Bytes that a transfer moves while training waits."""
         unit = self._by_name[transfer.unit]
         return unit.nbytes - (unit.state_nbytes if transfer in self._is_late else 0)
 
     def keep(self, fetched: Mapping[str, Tensor]) -> set[str]:
-        """Keeps the weights that this member has got, to compare the whole unit's digest; names of these units."""
+        """Keep the weights that this member has got, to compare the unit's digest; names of these units."""
         mine = {each.unit for each in self._transfers if each.destination == self._group.rank}
         self._weights = {unit: fetched[unit] for unit in mine}
         return mine

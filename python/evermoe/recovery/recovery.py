@@ -1,4 +1,4 @@
-"""What survives, what is missing, and getting it: survey → plan → fetch → verify → adopt.
+"""Survey of what survives, and fetching of what is missing: survey → plan → fetch → verify → adopt.
 
 Every member runs the same steps; the plan is computed by all from the same gathered inventories. Nothing that is held
 is given up before everything that is needed has arrived and matches its digest; and what other members get is retained
@@ -48,7 +48,7 @@ from evermoe.state.version import step_of
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 Phase = Callable[[str], None]
-"""Is told the name of each phase as it begins: `fetch`, `verify`."""
+"""Called with the name of each phase as it begins: `fetch`, `verify`."""
 
 
 class Recovery:
@@ -77,7 +77,7 @@ class Recovery:
         self._survey = self._look(known, can_begin=True)
         self._phase: Phase = lambda name: None
         self._late = LateFetch(group, state, {})
-        """What follows after training has resumed."""
+        """Work that follows after training has resumed."""
         self._outcome, self._problem = Outcome(), ""
         """Why the latest checkpoint that was tried cannot be used."""
         self._refused: set[tuple[int, Holding]] = set()
@@ -110,7 +110,7 @@ class Recovery:
         """Collective.
 
         Args:
-            phase: is told the name of each phase as it begins.
+            phase: called with the name of each phase as it begins.
 
         Raises:
             PeerLost: another member was lost meanwhile, or what it told is damaged; nothing has changed here.
@@ -158,10 +158,10 @@ class Recovery:
         return self._inventories()
 
     def _inventories(self, *, complete: bool = False) -> list[Inventory]:
-        """What every member brings, by rank; collective.
+        """Gather what every member brings, by rank; collective.
 
-        What replicas can be brought to need not be made where all units are there without it at the newest version that
-        anybody can give: then it counts as held, with the digests that trainers have told. `complete`: it is made.
+        State that replicas can reach need not be computed if all units are complete without it at the newest version
+        that any member can give: then it counts as held, with the digests that trainers have told. `complete`: it is made.
         """
         if complete:
             self._survey.complete()
@@ -178,22 +178,22 @@ class Recovery:
         return found
 
     def _note_copies(self, version: int, holdings: Sequence[Sequence[Holding]]) -> None:
-        """Notes which copies of this version need not be made again: where all that members have of a unit is alike.
+        """Note which copies of this version need not be made again: where all members have equal bytes of a unit.
 
         Of an expert that was taken at an older version no member has the bytes that it has now.
         """
         copies_R = [[each for each in held if each.version == version and each.kind != PERSISTED] for held in holdings]
-        alike = alike_everywhere(copies_R)
+        equal = alike_everywhere(copies_R)
         needs = [self.target.needs(self._outcome.placement, rank) for rank in range(self.group.size)]
         units_R = [
-            {*(each.unit for each in held), *trained} & alike.keys()
+            {*(each.unit for each in held), *trained} & equal.keys()
             for held, trained in zip(copies_R, needs, strict=True)
         ]
         own: dict[str, StoredUnit] = {}
         for unit in needs[self.group.rank]:
-            if unit in alike:
+            if unit in equal:
                 nbytes = self.state.catalog.by_name[unit].nbytes
-                own[unit] = TrainedUnit(unit, version, alike[unit], nbytes, self.state.read)
+                own[unit] = TrainedUnit(unit, version, equal[unit], nbytes, self.state.read)
         own |= {each.unit: each for each in self.state.retained.stored(version)} | self._survey.copies(version)
         self._outcome.copies = KeptCopies(units_R, self.group.rank, own)
 
@@ -255,7 +255,7 @@ class Recovery:
         return None if refused else fetched
 
     def _exchange(self, promised: dict[Transfer, Holding]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The units that this rank is to get, and the digests of those that are whole.
+        """Return the units that this rank is to get, and the digests of those that are complete.
 
         Args:
             promised: what the source of each transfer says that it has.
@@ -281,7 +281,7 @@ class Recovery:
     def _agree_on_refused(
         self, promised: dict[Transfer, Holding], origins: Mapping[Transfer, int], digests: Mapping[str, int]
     ) -> set[tuple[int, Holding]]:
-        """What has arrived anywhere with other bytes than were promised; collective."""
+        """Return what has arrived anywhere with other bytes than were promised; collective."""
         mine = {each.unit: holding for each, holding in promised.items() if each.destination == self.group.rank}
         bad = [unit for unit, found in digests.items() if found != mine[unit].digest]
         everyone = gather_json(self.group, bad)
@@ -359,7 +359,7 @@ def _promised(
     holdings: Sequence[Sequence[Holding]],
     version: Callable[[str], int],
 ) -> dict[Transfer, Holding]:
-    """What the origin of each transfer says that it has of the unit, at the `version` of it."""
+    """Return what the origin of each transfer reports to have of the unit, at the `version` of it."""
     found = {
         (rank, each.unit, each.kind): each
         for rank, held in enumerate(holdings)

@@ -1,4 +1,4 @@
-"""What a recovery did and cost, as this member saw it."""
+"""Result and cost of a recovery, as this member saw it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evermoe.state.version import step_of
 
 @dataclass
 class Outcome:
-    """What a recovery did, on this member."""
+    """Result of a recovery on this member."""
 
     version: int = 0
     """Version of the state that all members now hold."""
@@ -80,7 +80,7 @@ class RecoveryReport:
     outcome: Outcome = field(default_factory=Outcome)
 
     def event(self) -> Recovered:
-        """What is told when the recovery is over."""
+        """Return the event that is sent when the recovery is over."""
         outcome = self.outcome
         return Recovered(
             started_at=self.started_at,

@@ -1,4 +1,4 @@
-"""What one member brings to a recovery, and what of all that counts."""
+"""Inventory of one member for a recovery, and the part of all inventories that counts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Awaited(NamedTuple):
 
 @dataclass(frozen=True)
 class Standing:
-    """How a member comes to a recovery."""
+    """Circumstances in which a member comes to a recovery."""
 
     version: int
     """Version of the state that it holds actively."""
@@ -75,7 +75,7 @@ class Standing:
 
 @dataclass
 class Inventory:
-    """What one member brings to a recovery."""
+    """Inventory that one member brings to a recovery."""
 
     standing: Standing
     holdings: list[Holding]
@@ -86,7 +86,7 @@ class Inventory:
     can_begin: bool = False
     """Whether its model is deferred and has taken no step: then it counts as holding all units, as it can make them."""
     awaited: list[Awaited] = field(default_factory=list)
-    """What it can hold, too, and need not while a member trains the same."""
+    """Units that it can hold, too, and need not while a member trains the same."""
     load: list[list[float]] = field(default_factory=list)
     """Average tokens of each expert in a step, layer by layer; empty but for the newest member that trains."""
     vacant: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -188,7 +188,7 @@ _INVENTORY: dict[str, Callable[[Any], bool]] = {
 
 
 def _problem(fields: object, expected: Mapping[str, Callable[[Any], bool]]) -> str:
-    """What is wrong with the fields of an object; empty if nothing is."""
+    """Return what is wrong with the fields of an object; empty if nothing is."""
     if not isinstance(fields, dict) or fields.keys() != expected.keys():
         return f"expected an object with {list(expected)}, got {str(fields)[:80]}"
     wrong = [name for name, is_fine in expected.items() if not is_fine(fields[name])]
@@ -196,11 +196,11 @@ def _problem(fields: object, expected: Mapping[str, Callable[[Any], bool]]) -> s
 
 
 class Survey:
-    """What this member has of all units, and where their bytes are.
+    """List what this member has of all units, and where their bytes are.
 
     Args:
         state: this member's units.
-        stored: versions that it has beside them, and their kinds.
+        stored: versions that it has in addition, and their kinds.
         standing: of this member.
         trains: False on a replica node, which holds nothing actively.
         checkpoints: where they are, if anywhere.
@@ -275,7 +275,7 @@ class Survey:
         self.inventory.awaited = []
 
     def read(self, holding: Holding, out: Tensor) -> None:
-        """Copies the bytes to `out`; those that cannot be read are zeros: their digest will tell."""
+        """Copy the bytes to `out`; those that cannot be read are zeros, which their digest will show."""
         if holding.kind == ACTIVE:
             self._state.read(holding.unit, out)  # without the optimizer's state if there is no room for it
             return
@@ -316,7 +316,7 @@ def fits(found: StoredUnit, kind: str, unit: Unit) -> bool:
 def _seen(
     find: Callable[[Location, str], Iterable[T]], where: Location | None, state: TrainingState, standing: Standing
 ) -> Iterable[T]:
-    """What is found among the checkpoints. A member that has state of the job does without them while they are away.
+    """Return what is found among the checkpoints. A member that has state of the job ignores them while they are away.
 
     Raises:
         OSError: they are away, and this member may depend on them.
@@ -343,7 +343,7 @@ def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Hold
 
 
 def gather_inventories(group: Group, mine: Inventory) -> list[Inventory]:
-    """What every member brings, by rank, as it tells; collective.
+    """Gather what every member brings, by rank; collective.
 
     Raises:
         PeerLost: what one of them told is damaged.
@@ -358,7 +358,7 @@ def gather_inventories(group: Group, mine: Inventory) -> list[Inventory]:
 
 
 def alike_everywhere(holdings_R: Sequence[Sequence[Holding]]) -> dict[str, int]:
-    """Digests of the units of which all that ranks hold is alike; without what each has of its own, the session's."""
+    """Digests of the units that are equal on all ranks holding them; without the session's, which differ by rank."""
     digests: dict[str, set[int]] = {}
     for each in (each for held in holdings_R for each in held):
         digests.setdefault(each.unit, set()).add(each.digest)
@@ -373,7 +373,7 @@ def newest_version(inventories: Sequence[Inventory]) -> int:
 
 
 def told_by_trainers(inventories: Sequence[Inventory], version: int) -> dict[tuple[str, int], int] | None:
-    """Digests of what is awaited at a version, by unit and version, as members that train the units tell them.
+    """Digests of what is awaited at a version, by unit and version, as members that train the units report them.
 
     None where two of these differ. What none of them trains at this version is left out.
     """

@@ -1,4 +1,4 @@
-"""What the members are to hold after a recovery: a placement, and the units that each rank needs for it."""
+"""Target of a recovery: a placement, and the units that each rank needs for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWNERS = "(owners)"
 
 
 class Target(Protocol):
-    """What the members are to hold after a recovery; the same on all of them, but for `trains`."""
+    """Holdings of the members after a recovery; the same on all of them, but for `trains`."""
 
     @property
     def trains(self) -> bool:
@@ -46,17 +46,17 @@ class Target(Protocol):
         """Whether members wait in their votes for optimizer state that `TrainingState.late` brings."""
 
     def nodes(self, size: int) -> list[str]:
-        """The node of each of so many ranks."""
+        """Return the node of each rank."""
 
     def known(self, inventories: Sequence[Inventory]) -> tuple[list[list[float]], dict[str, list[list[int]]]]:
-        """What this member knows beside what it brings: `load` and `vacant` of an `Inventory`.
+        """Return what this member knows in addition to what it brings: `load` and `vacant` of an `Inventory`.
 
         Args:
             inventories: of all members, by rank.
         """
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
-        """The new placement, for the state of a version; computed alike by all members.
+        """Compute the new placement for the state of a version; all members get the same.
 
         Args:
             version: that all members are to have.
@@ -187,7 +187,7 @@ class ExpertTarget:
         }
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
-        """What the rank owns or all ranks hold, and the rank's experts; nothing on a replica node."""
+        """Return what the rank owns or all ranks hold, and the rank's experts; nothing on a replica node."""
         if rank >= len(self._nodes):
             return []
         owned = set(self._state.owners.units)
@@ -201,7 +201,7 @@ class ExpertTarget:
             self._state.begin(self._own(self._note_owners(placement)), self._group.rank)
 
     def _note_owners(self, placement: LayerPlacements) -> LayerPlacements:
-        """Tells the state who owns what; returns the placement of the layers."""
+        """Set the owners in the state; returns the placement of the layers."""
         if OWNERS in placement:
             owners = placement[OWNERS].argmax(0).tolist()
             self._state.owners.place(dict(zip(self._state.owners.units, owners, strict=True)))
@@ -211,7 +211,7 @@ class ExpertTarget:
         return {path: np.flatnonzero(matrix[self._group.rank]).tolist() for path, matrix in layers.items()}
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
-        """Replaces the layers' experts and what this rank owns, and tells the layers where all experts are."""
+        """Replace the layers' experts and what this rank owns, and set in the layers where all experts are."""
         layers = self._note_owners(placement)
         if self.trains:
             self._state.adopt(self._own(layers), fetched, self._group.rank, leaving)

@@ -1,4 +1,4 @@
-"""Snapshots: states as they are captured, beside training, and sent to other nodes in idle windows."""
+"""Snapshots: states that are captured in the background and sent to other nodes in idle windows."""
 
 from evermoe.snapshot.chunked_copy import ChunkedCopy
 

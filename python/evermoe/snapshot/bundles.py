@@ -13,7 +13,7 @@ from evermoe.state.unit import SESSION
 VERSIONS = 2
 """Versions for which an arena has room."""
 HEAD_BYTES = 1 << 16
-"""What an arena has beside its units, about: names and digests."""
+"""Bytes of an arena in addition to its units, about: names and digests."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class ArenaRoom(NamedTuple):
     """Shared memory for the arenas of a plan."""
 
     nbytes: int
-    """What this member's need, both versions."""
+    """Bytes that this member's need, both versions."""
     free: int
-    """What is free in the folder, for all members of the node."""
+    """Free bytes of the folder, for all members of the node."""
 
 
 def room_for(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int], directory: Path) -> ArenaRoom:
-    """What the arenas of a rank would need, and what is free in their folder, which may be missing as yet.
+    """Compute the bytes that the arenas of a rank would need, and those free in their folder, which may not exist yet.
 
     Args:
         planned: all bundles.
@@ -73,9 +73,9 @@ def room_for(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int], dir
 
 
 def free_bytes(directory: Path) -> int:
-    """What is free in a folder, which may be missing as yet."""
-    there = next(each for each in (directory, *directory.parents) if each.exists())
-    return shutil.disk_usage(there).free
+    """Return the free bytes of a folder, which may not exist yet."""
+    existing = next(each for each in (directory, *directory.parents) if each.exists())
+    return shutil.disk_usage(existing).free
 
 
 def arena_sizes(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int]) -> list[int]:

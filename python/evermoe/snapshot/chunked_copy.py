@@ -1,8 +1,8 @@
-"""Scattered tensors <-> chunks of a fixed size in host memory, with a checksum of each, beside training.
+"""Scattered tensors <-> chunks of a fixed size in host memory, with a checksum of each, in the background.
 
     copy = ChunkedCopy(state_tensors)       # once: the tensors stay the same, their values change
     saved = copy.save()                     # after a step; returns at once
-    ...                                     # the next forward and backward pass run beside it
+    ...                                     # the next forward and backward pass run meanwhile
     saved.release()                         # before the optimizer: it writes the tensors
     saved.wait()                            # when the chunks are needed
     send(copy.chunks, copy.checksums())     # uint8 [C, chunk_bytes], and a number for each chunk
@@ -54,7 +54,7 @@ class ChunkedCopy:
         host: uint8 `[C, B]` on the CPU, contiguous: where the chunks should be, a part of shared memory for example.
             On CUDA it is page-locked for the life of this object. None for memory of its own.
         staging: CUDA only: buffers in device memory, each for one transfer (of one chunk, or of several of together
-            4 MiB), so many of which may be on their way at once. With enough of them for all chunks, tensors are free
+            4 MiB), as many of which may be on their way at once. With enough of them for all chunks, tensors are free
             as soon as they are packed, and not only when the last chunk but one has reached the host.
         for_captures: for `capture` alone, without `chunks`: on CUDA the host has memory for `staging` + 1 transfers,
             which they use in turn.
@@ -145,7 +145,7 @@ class ChunkedCopy:
     def verify(self, first: int = 0, end: int | None = None) -> None:
         """Hash the chunks `first..end` on the host, and compare with what the tensors' device computed.
 
-        Waits until they are there.
+        Waits until they have arrived.
 
         Raises:
             CorruptCopy: they differ; the message names the chunks.
@@ -161,7 +161,7 @@ class ChunkedCopy:
     def checksums(self) -> list[int]:
         """Return the checksum of each chunk, verified: what a receiver compares its own `checksums(hashes)` with.
 
-        Waits until the chunks are there.
+        Waits until the chunks have arrived.
 
         Raises:
             CorruptCopy: chunks are not what the tensors' device hashed; the message names them.

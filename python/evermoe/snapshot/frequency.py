@@ -1,4 +1,4 @@
-"""How often versions are made where the idle windows of a step are too short: so that the least time is lost. Pure."""
+"""Interval between versions where the idle windows of a step are too short: the least time is lost. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def steps_of(reason: ChunkReason, step_seconds: float, link: Link) -> int:
 
 
 def lowered(reason: ChunkReason, step_seconds: float, link: Link, *, is_done: bool) -> str:
-    """What a plan's summary says of a lower frequency; empty where versions do not delay training.
+    """Return what a plan's summary says of a lower frequency; empty where versions do not delay training.
 
     Args:
         reason: of the plan that is in use.

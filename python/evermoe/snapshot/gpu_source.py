@@ -22,7 +22,7 @@ class GpuSource:
 
     Optimizers keep one `step` for all experts of a layer, and some keep it on the CPU. For what several units share,
     and what is elsewhere, each unit has a *stand-in* on the GPU, which is written before each capture. Where all
-    tensors have one, training may write them again at once: what is captured lies beside them.
+    tensors have one, training may write them again at once: the captured bytes are in other memory.
 
     Args:
         tensors: contiguous, unit by unit.

@@ -1,4 +1,4 @@
-"""What captures from a GPU go through, by bundle, and whether they are made on the GPU first."""
+"""Sources of captures from a GPU, by bundle, and whether snapshots are made on the GPU first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evermoe.warn import warn
 WARM_CAPTURES = 2
 """Captures of a bundle before free memory counts: by then a step has shown what training takes."""
 LEFT_FREE, MIN_FREE = 1 / 16, 1 / 64
-"""Of a GPU's memory, what stays free as snapshots begin to be made there, and what must be for that to go on."""
+"""Fractions of a GPU's memory that must be free to begin making snapshots on it, and to continue."""
 
 
 class GpuSources:
@@ -32,7 +32,7 @@ class GpuSources:
         self._memory = memory
         self._by_bundle: dict[int, GpuSource] = {}
         self._captures: dict[int, int] = {}
-        """How often each bundle was captured."""
+        """Number of captures of each bundle."""
 
     def __contains__(self, bundle: int) -> bool:
         return bundle in self._by_bundle

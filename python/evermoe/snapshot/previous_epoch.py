@@ -1,4 +1,4 @@
-"""Local snapshots of before a change of members, until all members have new ones."""
+"""Local snapshots from before a change of members, until all members have new ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class PreviousEpochSnapshots:
-    """What becomes of local snapshots of before, which all members give up with the same vote.
+    """Keep the previous epoch's snapshots until every member has new ones; all members give them up with the same vote.
 
     Until then a crash of all processes needs them: only together do members have all units, at one version.
 
@@ -21,11 +21,11 @@ class PreviousEpochSnapshots:
         """Whether the snapshots that take their place are under way."""
 
     def forget(self) -> None:
-        """The members change: what becomes of them is decided anew."""
+        """The members change: a new decision about them follows."""
         self._are_needed = self.are_replaced = self._are_whole = False
 
     def release(self, *, are_needed: bool) -> None:
-        """The copies of a plan are whole, but for local snapshots of it if those of before are needed."""
+        """The copies of a plan are complete, except for its local snapshots if the previous ones are needed."""
         self._are_needed = are_needed
         if not are_needed:
             self._prune()
@@ -35,12 +35,12 @@ class PreviousEpochSnapshots:
         self.are_replaced = self._are_needed
 
     def note_whole(self, is_whole: bool) -> bool:
-        """Whether those that take their place are whole here, which this member says in its vote."""
+        """Whether their replacements are complete on this member, which reports it in its vote."""
         self._are_whole = is_whole
         return is_whole
 
     def give_up(self) -> None:
-        """A vote has passed: if members have said in it that theirs are whole, those of before go."""
+        """A vote has passed: if members have reported in it that theirs are complete, the previous ones are removed."""
         if self._are_whole:
             self.forget()
             self._prune()

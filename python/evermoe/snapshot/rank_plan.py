@@ -1,4 +1,4 @@
-"""What a rank tells the others about its steps and snapshots, and when it sends what: the same at both ends. Pure."""
+"""Report of a rank on its steps and snapshots, and the times at which it sends them: the same at both ends. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evermoe.snapshot.segments import Segment
 COPIES = "copies"
 """Name of the span in which the training thread waits for copies before a vote."""
 PACE_FACTOR = 2.0
-"""Factor by which a message may take less time before it is planned anew."""
+"""Factor by which a message may take less time before a new plan is made."""
 MAX_VERSION_STEPS = 64
 """Steps over which a version is sent at most, unless more are asked for."""
 
@@ -32,14 +32,14 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells the others about its steps, and what it sends."""
+    """Report of a rank on its steps, and on what it sends."""
 
     windows: str
     """`Windows.to_json`; empty from a replica node, whose network is always idle."""
     starts: list[float]
     """When its recorded steps began: seconds on rank 0's clock."""
     changed: str
-    """How this rank's profile differs from its last report; empty if not significantly."""
+    """Return how this rank's profile differs from its last report; empty if not significantly."""
     link: tuple[float, float]
     """Alpha and beta of its link."""
     outgoing: list[Outgoing]
@@ -52,7 +52,7 @@ class RankReport:
     def pace(self) -> Link:
         """The link by which its messages are planned: the slower of its network and its copy from GPU to host.
 
-        Both run beside each other, in the same windows, so that a message can begin once the copy is past it.
+        Both run at the same time, in the same windows, so that a message can begin once the copy is past it.
         """
         alpha, beta = self.link
         return Link(alpha, min(beta, self.host_speed) if self.is_on_gpu and self.host_speed else beta)
@@ -63,7 +63,7 @@ class RankReport:
         return self.pace.beta < self.link[1]
 
     def new_pace(self, before: RankReport, nbytes: int) -> str:
-        """What changed of `pace` since an earlier report; empty unless a message takes half as long.
+        """Return what changed of `pace` since an earlier report; empty unless a message takes half as long.
 
         One that takes longer, for a busy moment perhaps, goes in a later window than planned.
 
@@ -85,11 +85,11 @@ class RankReport:
 
 
 def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
-    """What a pacer has recorded, as `find_windows` takes it.
+    """Return what a pacer has recorded, as `find_windows` takes it.
 
     Args:
         timed: steps.
-        until_vote: a version must be whole before the next vote: from when it is waited for, the network counts as
+        until_vote: a version must be complete before the next vote: from when it is waited for, the network counts as
             busy until the step is over.
     """
     steps = []
@@ -114,7 +114,7 @@ def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float
 
 
 def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[CopyItem], list[tuple[int, int]]]:
-    """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units.
+    """Return what a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs complete units.
 
     Digests come last: they are known when all units are captured.
     """
@@ -157,7 +157,8 @@ def lead(sender: RankReport, receiver: RankReport) -> float:
 def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
     """The chunks of a sender as segments of its bundles; `peer` is the destination.
 
-    What has no window comes last; in MoEtion, which sends it beside compute (W* of its Algorithm 4), first in its step.
+    Pieces without a window come last. In MoEtion, which sends them while compute runs (W* of its Algorithm 4), they are
+    first in their step.
     A version of `auto` is not waited for: its chunks may go before the step that they are planned for.
     """
     items, origins = items_of(outgoing, policy)

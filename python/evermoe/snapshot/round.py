@@ -34,7 +34,7 @@ RESERVED_AT_ONCE = 64 << 20
 class SnapshotRound:
     """One version on its way into the memories of all holders, in the thread of a courier.
 
-    No bundle becomes visible before it is whole, and the version before it stays until then. Bundles are captured and
+    No bundle becomes visible before it is complete, and the previous version stays until then. Bundles are captured and
     sent in the order of the plan, and each becomes visible at its holder by itself, also while that one sends others.
     Within a bundle the order is of no use: all of it becomes visible at once, with the digests that are sent last.
 
@@ -76,9 +76,9 @@ class SnapshotRound:
         self._has_begun = threading.Event()
         """All captures have begun, or never will."""
         self._read = threading.Event()
-        """What the engine cannot capture was read by the courier."""
+        """Bundles that the engine cannot capture and the courier has read."""
         self.problem = ""
-        """Why the version will not be whole, though no member is gone: this host has too little memory."""
+        """Why the version will not be complete, though no member is gone: this host has too little memory."""
         self._captures: list[Capture | None] = []
         self._tensors: dict[str, list[Tensor]] = {}
         """Of units that the courier reads, as they were at the start."""
@@ -92,7 +92,7 @@ class SnapshotRound:
     def start(self) -> SnapshotRound:
         """Begins to capture the state as it is now, and the rest in the courier's thread.
 
-        Where optimizer state is still on its way to this member (see `LateState`), all begins when that is there.
+        Where optimizer state is still on its way to this member (see `LateState`), all begins when that has arrived.
         """
         self._first_step = self._courier.step
         self._store.prepare(self._own)
@@ -170,7 +170,7 @@ class SnapshotRound:
             self._tensors = {}
 
     def _reserve(self) -> bool:
-        """Takes the memory of arenas that have none as yet, as captures do for theirs; whether it is there."""
+        """Take the memory of arenas that have none yet, as captures do for theirs; whether it was available."""
         try:
             for kept, capture in (
                 *((each, None) for each in self._peers),
@@ -214,7 +214,7 @@ class SnapshotRound:
         return all(are_whole)
 
     def _publish(self, arriving: Arriving, *, waits: bool) -> Iterator[bool]:
-        """Makes peers' bundles visible that have arrived, or all if it `waits`; yields of each whether it is whole."""
+        """Make peers' bundles visible that have arrived, or all if it `waits`; yields whether each is complete."""
         for kept in self._peers:
             transfers = arriving.get(kept.number)
             while transfers and (waits or transfers[0].has_ended):
@@ -244,7 +244,7 @@ class SnapshotRound:
         kept.arena.commit(kept.index)
 
     def _captured(self) -> Iterator[Message]:
-        """What is sent, each part as soon as it is captured; the one with the digests when all of its bundle is."""
+        """Yield the messages, each part as soon as it is captured; the digests when all of its bundle is."""
         captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
         for segment, message in zip(self._sends, self._messages(self._sends, self._own), strict=True):
             self._make_ready(segment, captures[segment.bundle])
@@ -263,7 +263,7 @@ class SnapshotRound:
             yield Message(data, segment.peer, segment.tag, segment.window, step)
 
     def _bytes_of(self, kept: BundleArena) -> Tensor:
-        """What travels of a bundle, which its segments are parts of."""
+        """Return the bytes that travel of a bundle, which its segments are parts of."""
         return torch.from_numpy(kept.arena.buffer(kept.index))
 
     def _is_whole(self, kept: BundleArena) -> bool:

@@ -17,7 +17,7 @@ class Segment(NamedTuple):
     peer: int
     """The rank at the other end."""
     place: int
-    """Number among the messages of this bundle from its primary to one holder; both ends count alike."""
+    """Number among the messages of this bundle from its primary to one holder; the same at both ends."""
     offset: int
     nbytes: int
     window: int | None = None

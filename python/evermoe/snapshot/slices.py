@@ -1,14 +1,14 @@
-"""Slices of a sparse version: which units are captured whole in which step, and which windows can be made dense. Pure.
+"""Slices of a sparse version: units captured completely in each step, and windows that can be made dense. Pure.
 
 A window of n steps from version v on (MoEvement): what is captured in its step i is of version v + i.
 
     slice     version v         version v + 1     version v + 2
-    0         whole
-    1         weights alone     whole
-    2         weights alone     weights alone     whole
+    0         complete
+    1         weights alone     complete
+    2         weights alone     weights alone     complete
 
-*Whole* is weights and optimizer state. Who has all of this and what the neighbours sent replays: slice 0 is loaded at
-version v, and is updated from then on; the others' weights are loaded anew at each version until their state is there,
+*Complete* is weights and optimizer state. Who has this and what the neighbours sent replays: slice 0 is loaded at
+version v, and is updated from then on; the others' weights are loaded again at each version until their state arrives,
 too. After n steps all is at version v + n.
 """
 
@@ -24,7 +24,7 @@ class UnitBytes(NamedTuple):
     weights: int
     """Of what a forward and backward need."""
     state: int
-    """Of what only an update needs, beside."""
+    """Additional bytes that only an update needs."""
 
 
 def bytes_per_step(units: Sequence[UnitBytes], places: Sequence[int], steps: int) -> list[int]:
@@ -79,11 +79,11 @@ def even_slices(units: Sequence[UnitBytes], steps: int) -> list[int]:
 
         >>> units = [UnitBytes(4, 8)] * 6
         >>> places = even_slices(units, 3)
-        >>> places, bytes_per_step(units, places, 3)  # 72 bytes at once would be the whole version
+        >>> places, bytes_per_step(units, places, 3)  # 72 bytes at once would be the complete version
         ([0, 1, 1, 2, 2, 2], [32, 36, 36])
 
     Args:
-        units: of a rank; slices have whole ones.
+        units: of a rank; slices have complete ones.
         steps: of the window, 1 or more: slices at most.
 
     Returns:
@@ -133,7 +133,7 @@ def weights_of(unit: str, step: int) -> str:
 
 
 def parts_of(unit: str, place: int) -> Iterator[tuple[str, int]]:
-    """What a window has of a unit of slice `place`: names, and the step in which each is captured.
+    """Return what a window has of a unit of slice `place`: names, and the step in which each is captured.
 
     >>> list(parts_of("a", 2))
     [('a@0', 0), ('a@1', 1), ('a', 2)]
@@ -154,7 +154,7 @@ def slices_of(names: Iterable[str]) -> int:
 
 
 def newest_dense(held: Collection[tuple[str, int]], units: Collection[str]) -> int | None:
-    """The newest version of which all units are held whole; None if there is none.
+    """Return the newest version of which all units are held completely; None if there is none.
 
     >>> newest_dense({("a", 7), ("b", 7), ("a", 8)}, ["a", "b"])
     7
@@ -167,7 +167,7 @@ def newest_window(held: Collection[tuple[str, int]], places: Mapping[str, int]) 
     """The version with which the newest window begins of which all is held; None if there is none.
 
     Holders need room for two versions of each slice, of which the older one is overwritten: when slice i of a window is
-    written, slice i of the window before the last is lost, and the last one is whole as it was.
+    written, slice i of the window before the last is lost, and the last one is complete as it was.
 
         >>> newest_window({("a", 7), ("b@0", 7), ("b", 8), ("a", 9), ("b@0", 9)}, {"a": 0, "b": 1})
         7

@@ -1,16 +1,16 @@
-"""Which versions of the state are copied where all of it is, and by which vote each is whole on all members."""
+"""Start of each full snapshot of the state, and the vote that must wait for it."""
 
 from __future__ import annotations
 
 
 class SnapshotSchedule:
-    """A version is copied over `steps` steps, and must be whole before the vote on the last of them.
+    """A version is copied over `steps` steps, and must be complete before the vote on the last of them.
 
-    The next version begins when that vote has passed, so the one before stays until then:
+    The next version begins when that vote has passed, so the previous one stays until then:
 
         steps taken  0    1    2    3    4    5    6    7
         copied       v0   v1 ─────────── v4 ─────────── v7     over 3 steps from version 1 on
-        whole             v0             v1             v4     with the votes that make 1, 4 and 7 the steps taken
+        complete          v0             v1             v4     with the votes that make 1, 4 and 7 the steps taken
 
     A loss just before the vote that makes 7 the steps taken goes back to version 1, by 2 · 3 − 1 steps.
     """
@@ -23,7 +23,7 @@ class SnapshotSchedule:
         self._whole, self._due = 0, 1
 
     def restart(self, step: int) -> None:
-        """Version `step` is whole everywhere by the next vote."""
+        """Whether version `step` is complete everywhere by the next vote."""
         self._whole = self.begun = step
         self._due = step + 1
 
@@ -32,11 +32,11 @@ class SnapshotSchedule:
         return step >= self._due
 
     def begin(self, step: int, steps: int) -> None:
-        """The version under way is whole on all members; that of `step` begins, and takes so many steps."""
+        """The version under way is complete on all members; that of `step` begins, and takes `steps` steps."""
         self._whole, self.begun, self._due = self.begun, step, step + steps
 
     def lag(self, step: int) -> int:
-        """Steps by which what is whole with the vote that makes `step` the steps taken is behind those before it."""
+        """Steps by which the versions complete with the vote that makes `step` the steps taken are behind."""
         if not self.is_used:
             return 0
         return step - 1 - (self.begun if self.is_due(step) else self._whole)

@@ -1,4 +1,4 @@
-"""Snapshots of the state: which bundles are due at a step, and the round that copies them beside training.
+"""Snapshots of the state: the bundles scheduled at a step, and the round that copies them in the background.
 
 Peers' copies follow the windows that `window_plan` finds; local copies are made as often as the budget allows.
 """
@@ -33,7 +33,7 @@ from evermoe.state.version import step_of
 MAX_LOCAL_STEPS = 1000
 """Steps between two snapshots on a unit's own node, at most."""
 SHARE_ON_HOST = 0.1
-"""Part of the budget that these take where the model is on the host, as there they take processors from training, and
+"""Part of the budget that these take where the model is on the host, since they take processors from training, and
 the copies on other nodes do, too, which come first."""
 
 
@@ -90,7 +90,7 @@ class Snapshots(StateKeeper):
             self.pacer, self.courier, store, membership, options.windows, policy, options.steps_per_version
         )
         self.snapshot_schedule = SnapshotSchedule()
-        """Which versions are copied, where that is late."""
+        """Schedule of versions, where the copies of a step are made during the next one."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         self._round: SnapshotRound | None = None
@@ -103,9 +103,9 @@ class Snapshots(StateKeeper):
         self.missing: dict[str, set[int]] = {}
         """Per unit, the ranks that should keep a snapshot of it and have no room; empty if all have."""
         self.locked_bytes = 0
-        """Bytes of this member's arenas that are page-locked, for its GPU to write there itself."""
+        """Bytes of this member's arenas that are page-locked, so that its GPU writes to them itself."""
         self._whole: dict[int, int] = {}
-        """Steps taken in the newest whole version of this member's own bundles, by number."""
+        """Steps taken in the newest complete version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
         local, in_turns = options.preset.group(LocalSnapshots), options.preset.group(Pec)
         self._copy_budget = local.copy_budget
@@ -118,12 +118,12 @@ class Snapshots(StateKeeper):
         self._former = PreviousEpochSnapshots(lambda: store.prune(self._generation))
         self._generation = 0
         self._copies = NO_COPIES
-        """Copies of before, which need not be sent again."""
+        """Previous copies, which need not be sent again."""
 
     # ---- which bundles there are
 
     def replan(self, assignment: Assignment) -> None:
-        """Makes the arenas of a plan beside those of before; `protect_all`, `release` and `restart` must follow.
+        """Make the arenas of a plan next to the previous ones; `protect_all`, `release` and `restart` must follow.
 
         Where a running job has no room for all of them, `missing` says which holders have none.
 
@@ -144,7 +144,7 @@ class Snapshots(StateKeeper):
         found, local = planned_bundles(assignment, self._options)
         by_unit, planned = assignment.plan.by_unit, [*found, *local]
         share = share_of_host_bytes(self._membership.nodes, self._membership.everyone.rank)
-        is_on_gpu = self._membership.device.type == "cuda"  # whose driver page-locks what is there
+        is_on_gpu = self._membership.device.type == "cuda"  # whose driver page-locks the arenas
         kept = self._store.replace_arenas(
             planned,
             assignment.generation,
@@ -152,7 +152,7 @@ class Snapshots(StateKeeper):
             assignment.copies,
             reserves=is_on_gpu or not assignment.is_beside,
         )
-        self._is_local_later &= bool(assignment.copies)  # else those of before have made room
+        self._is_local_later &= bool(assignment.copies)  # else the previous ones have made room
         self.locked_bytes = self._page_locks.lock(self._store, share)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
@@ -200,7 +200,7 @@ class Snapshots(StateKeeper):
     # ---- a step
 
     def make_room(self, step: int) -> None:
-        """One version at a time: waits for the one under way if another one is due. Those of before may go."""
+        """One version at a time: wait for the one under way if another is scheduled. Previous ones may be removed."""
         self._former.give_up()
         is_due = (
             self.snapshot_schedule.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
@@ -221,7 +221,7 @@ class Snapshots(StateKeeper):
         return True
 
     def wait(self) -> bool:
-        """Whether the version that is under way is whole here. The training thread waits, but not for a silent peer."""
+        """Whether the version under way is complete here. The training thread waits, but not for a silent peer."""
         if self._round is None:
             return True
         task, group = self._round.task, self._membership.trainer_group
@@ -233,7 +233,7 @@ class Snapshots(StateKeeper):
 
     @property
     def lost(self) -> str | None:
-        """Why the version that is under way will not be whole: a peer is gone."""
+        """Why the version under way will not be complete: a peer is gone."""
         return None if self._round is None else self._round.task.lost
 
     def before_update(self) -> None:
@@ -242,7 +242,7 @@ class Snapshots(StateKeeper):
             self._round.wait_captured()
 
     def settle(self, version: int | None = None) -> bool:
-        """Waits until nothing is under way, and begins nothing more; whether all that was is whole.
+        """Wait until nothing is under way, and begin nothing more; whether all that was is complete.
 
         `version`: of the state now, if it is to be copied where what is under way is older: collective then.
         """
@@ -270,7 +270,7 @@ class Snapshots(StateKeeper):
             steps = math.ceil(capture_seconds / (share * self._copy_budget * step_seconds))
             self._local_steps = min(max(steps, 1), MAX_LOCAL_STEPS)
 
-    # ---- what is due
+    # ---- what is scheduled
 
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
         """Bundles of which a round should begin now; `choose` gives the experts for local snapshots."""
@@ -298,7 +298,7 @@ class Snapshots(StateKeeper):
         return {number for number, (_, period) in self._sent.items() if step % period == 0}
 
     def start(self, version: int, due: Due) -> None:
-        """Begins a round of what is due of the state, which is that of `version`."""
+        """Begin a round of what is scheduled of the state, which is that of `version`."""
         if due.bundles == frozenset():
             return
         if due.bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
@@ -316,7 +316,7 @@ class Snapshots(StateKeeper):
                 self.wait()
 
     def lag(self, step: int) -> dict[str, int]:
-        """Of the `snapshot` on other nodes and the `local` ones, the oldest whole one."""
+        """Return the oldest complete one of the `snapshot` on other nodes and of the `local` ones."""
         if self._round is not None:
             self._whole |= self._round.whole
         kinds: dict[str, Mapping[int, object]] = {"snapshot": self._sent, "local": self._local}
@@ -324,7 +324,7 @@ class Snapshots(StateKeeper):
         return {kind: step - min(steps) for kind, steps in found.items() if steps}
 
     def stored(self) -> Iterator[tuple[SnapshotUnit, str]]:
-        """Every whole version of every unit in this node's memory, also of processes that have died here."""
+        """List every complete version of every unit in this node's memory, also of processes that have died on it."""
         for stored in self._store.stored():
             yield stored, "snapshot"
 
@@ -338,7 +338,7 @@ class Snapshots(StateKeeper):
 def _only_chosen(
     units: Mapping[int, Sequence[str]], catalog: UnitCatalog, experts: Collection[str], due: Collection[int]
 ) -> set[int]:
-    """Of the bundles with experts those that are chosen; of the others those that are due."""
+    """Of the bundles with experts those that are chosen; of the others those that are scheduled."""
     return {
         number
         for number, (first, *_) in units.items()

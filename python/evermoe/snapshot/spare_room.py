@@ -16,7 +16,7 @@ from evermoe.snapshot.bundles import free_bytes
 logger = logging.getLogger(__name__)
 
 RESERVED_AT_ONCE = 64 << 20
-"""Bytes that are reserved before it looks whether it is to go on: tens of milliseconds."""
+"""Bytes that are reserved before it checks whether to continue: tens of milliseconds."""
 SUFFIX = ".room"
 
 
@@ -39,11 +39,11 @@ class SpareRoom:
 
     @property
     def nbytes(self) -> int:
-        """What is reserved, and has not been taken."""
+        """Bytes that are reserved and have not been taken."""
         return sum(self._files.values())
 
     def reserve(self, sizes: Sequence[int], beside: int = 0) -> None:
-        """Reserves files of these sizes in place of those of before, or none with a warning where memory is short.
+        """Reserve files of these sizes in place of the previous ones, or none with a warning where memory is short.
 
         In any thread; `take` and `release` end it.
 
@@ -93,12 +93,12 @@ class SpareRoom:
         self._is_over.set()
 
     def take(self, nbytes: int) -> Path | None:
-        """The file whose room fits best, for an arena of so many bytes; None if none is left."""
-        there = {path: size for path, size in self._files.items() if path.exists()}
-        if not there:
+        """Return the file whose room fits best for an arena of `nbytes` bytes; None if none is left."""
+        existing = {path: size for path, size in self._files.items() if path.exists()}
+        if not existing:
             return None
-        large = [path for path, size in there.items() if size >= nbytes]
-        path = min(large, key=lambda each: there[each]) if large else max(there, key=lambda each: there[each])
+        large = [path for path, size in existing.items() if size >= nbytes]
+        path = min(large, key=lambda each: existing[each]) if large else max(existing, key=lambda each: existing[each])
         del self._files[path]
         return path
 

@@ -3,7 +3,7 @@
 Each unit has one *primary*: the rank that writes its copies. Units with the same primary and the same other holders
 form a *bundle*; a bundle's bytes lie in one arena on each node that keeps it, with room for two versions. A primary
 captures its units in its own arena, then sends those bytes, digests included, to the peers' arenas; all of it in a
-courier's thread, beside training.
+courier's thread, in the background.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FILE = re.compile(r"^(\d{10})-.*\.arena$")
 
 @dataclass(frozen=True)
 class SnapshotUnit:
-    """A whole version of one unit in an arena of this node."""
+    """A complete version of one unit in an arena of this node."""
 
     unit: str
     version: int
@@ -121,10 +121,10 @@ class SnapshotStore:
     segments: Segments | None = None
     """Segments of the bundles, as planned; None for even ones."""
     room: SpareRoom | None = None
-    """What this member has reserved as a spare, for its first arenas."""
+    """Room that this member has reserved as a spare, for its first arenas."""
 
     def pace(self, is_idle: bool) -> None:
-        """Lets captures go on, or has them pause: nothing more is asked of a GPU but a few transfers."""
+        """Let captures continue, or pause them: nothing more is asked of a GPU but a few transfers."""
         if is_idle:
             self.engine.open()
         else:
@@ -184,7 +184,7 @@ class SnapshotStore:
         *,
         reserves: bool = True,
     ) -> list[Bundle]:
-        """Makes new arenas beside those of earlier generations; in their place, if there is no room for both.
+        """Make new arenas next to those of earlier generations; in their place, if there is no room for both.
 
         Collective. In place of them, nothing but the members' own state survives a failure until the copies are made.
         A running job keeps what has room even then.
@@ -193,14 +193,14 @@ class SnapshotStore:
             planned: all bundles.
             generation: of the members.
             membership: all members.
-            copies: of before, which are forgotten where earlier arenas make room.
+            copies: the previous ones, which are forgotten where earlier arenas make room.
             reserves: whether they have their space on return; else it is free now, and the round reserves it.
 
         Returns:
             The bundles with the holders that have room for them; without any where the primary has none.
 
         Raises:
-            OSError: a job starts, and the shared memory is too small, even without the arenas that are there.
+            OSError: a job starts, and the shared memory is too small, even without the existing arenas.
         """
         everyone, member = membership.everyone, membership.id
         problem = self._try_arenas(planned, generation, member, everyone.rank, reserves)
@@ -323,7 +323,7 @@ class SnapshotStore:
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
     def capture(self, kept: BundleArena, tensors: Sequence[Sequence[Tensor]], version: int) -> Capture | None:
-        """Begins to capture the tensors of a bundle's units; None if they cannot be read beside training.
+        """Begin to capture the tensors of a bundle's units; None if they cannot be read in the background.
 
         That is so if they are not contiguous, or on a GPU and much of them elsewhere.
         """
@@ -356,7 +356,7 @@ class SnapshotStore:
                 self.sources.of(kept.number, tensors, gpu)
 
     def stored(self) -> Iterator[SnapshotUnit]:
-        """Every whole version of every unit in this node's memory, also of processes that have died here."""
+        """List every complete version of every unit in this node's memory, also of processes that have died on it."""
         for _, path in self._files():
             try:
                 arena = Arena.open(str(path))
@@ -369,13 +369,13 @@ class SnapshotStore:
                 except ValueError:
                     continue  # overwritten meanwhile: its owner lives on this node
                 if (index, version) not in arena.versions():
-                    continue  # likewise, and the next version is complete already
+                    continue  # damaged, too, and the next version is complete already
                 data = torch.from_numpy(arena.buffer(index))
                 for (name, offset, nbytes), digest in zip(arena.units(), digests, strict=True):
                     yield SnapshotUnit(name, version, digest, data[offset : offset + nbytes], preset)
 
     def prune(self, generation: int) -> None:
-        """Removes the arenas of earlier generations: a newer version is whole on all nodes."""
+        """Remove the arenas of earlier generations: a newer version is complete on all nodes."""
         self.former = []
         for path in _all_files(self.directory):
             if int(path.name[:10]) < generation:

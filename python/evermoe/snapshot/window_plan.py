@@ -3,11 +3,11 @@
     rank 0   pacer records some steps ─ find_windows ─┐             ┌─ plans of rank 0 and of its senders ─ cuts, places
     rank 1   pacer records some steps ─ find_windows ─┴─ all gather ┴─ plans of rank 1 and of its senders ─ cuts, places
 
-Both ends must divide a bundle alike, so they plan from the same gathered data, at a step that all know from its number.
+Both ends must divide a bundle the same way, so they plan from the same gathered data, at a step given by its number.
 The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
 
 A first plan is made from one step, and looked at again as more are recorded, if anything is sent in windows. When the
-members change, their windows stay in use, by newcomers, too, until the next steps say otherwise. Only whole profiles
+members change, their windows stay in use, by newcomers, too, until the next steps are recorded. Only complete profiles
 say over how many steps a version is sent.
 """
 
@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 WARM_UP = 1
 """Steps after a change of membership that are no measure."""
 FIRST_LOOKS: tuple[int, ...] = (1, 2, 4, 8, 16)
-"""Recorded steps after a change of membership with which it is planned already, before all of the profile are there."""
+"""Recorded steps after a change of membership with which a plan is made already, before the profile is complete."""
 RECENT = 32
-"""Messages that tell how fast the link is, if half of all are no more, the latest: the first ones wait for memory that
+"""Messages that measure the link, if half of all are no more, the latest: the first ones wait for memory that
 nobody has touched yet."""
 TOLERANCE = 0.05
-"""Part of a step by which windows may change before it is planned anew."""
+"""Part of a step by which windows may change before a new plan is made."""
 
 
 class WindowPlanner:
@@ -90,9 +90,9 @@ class WindowPlanner:
         self._reports: list[RankReport] = []
         self._recorded: tuple[list[TimedStep], Windows | None] = [], None
         self._is_settled = False
-        """Whether the plan is that of a whole profile of these members."""
+        """Whether the plan is that of a complete profile of these members."""
         self.knows_pace = False
-        """Whether the latest windows are those of a whole profile."""
+        """Whether the latest windows are those of a complete profile."""
         self._latest: dict[tuple[bool, str], Windows] = {}
         """The latest windows, also of earlier members, by `until_vote` and this member's role."""
         self.windows: Windows | None = None
@@ -104,11 +104,11 @@ class WindowPlanner:
         self.link: tuple[float, float] | None = None
         """Measured latency and bytes per second of this member's link; None before there was enough to measure."""
         self.couriers: Sequence[Courier] = [courier]
-        """Those whose messages tell how fast the link is, and are in traces."""
+        """Couriers whose messages measure the link, and are in traces."""
         self.host_speed = 0.0
         """Bytes per second of the latest capture."""
         self.budgets = Budgets()
-        """What copies can take in a step, by the latest profile of these members; the same on all."""
+        """Return the bytes that copies can take in a step, by the latest profile of these members; the same on all."""
         self.summary = ""
         """Summary of the plan of the slowest member."""
         self.plans = 0
@@ -131,11 +131,11 @@ class WindowPlanner:
     def restart(self, step: int, until_vote: bool, *, is_urgent: bool = True) -> None:
         """Discards the plan: other members, or another protection plan, from this step on. Collective.
 
-        The windows of before are used for a new one until the next steps are recorded.
+        The previous windows are used for a new one until the next steps are recorded.
 
         Args:
             step: steps taken.
-            until_vote: whether each version must be whole before the vote that follows it.
+            until_vote: whether each version must be complete before the vote that follows it.
             is_urgent: whether anything waits for windows, or for a step's room; the same on all members.
 
         Raises:
@@ -188,7 +188,7 @@ class WindowPlanner:
                 self._pacer.record(0)
 
     def _consider(self, step: int, policy: ChunkPolicy, *, is_whole: bool) -> None:
-        """Plans if the recorded steps differ from the plan; by a first whole profile in any case."""
+        """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
         reports = self._gather(*self._profile())
         changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
         if self._reports and not changed and (self._is_settled or not is_whole):
@@ -259,7 +259,7 @@ class WindowPlanner:
     def _plan(self, policy: ChunkPolicy, *, paces: bool) -> None:
         """Plans for this rank and for those that send to it. Collective.
 
-        `paces`: the steps of a version are chosen anew, too.
+        `paces`: new steps of a version are chosen, too.
         """
         rank, reports = self._group.rank, self._reports
         if self.fixed_steps is None and paces:
@@ -294,7 +294,7 @@ class WindowPlanner:
             self._divide(self._policy)
 
     def _without(self, bundles: Collection[int]) -> list[RankReport]:
-        """What ranks have told, as if they sent none of these bundles."""
+        """Return what ranks have reported, as if they sent none of these bundles."""
         return [
             replace(report, outgoing=[each for each in report.outgoing if each.bundle not in bundles])
             for report in self._reports
