@@ -161,7 +161,8 @@ class Recovery:
         """Gather what every member brings, by rank; collective.
 
         State that replicas can reach need not be computed if all units are complete without it at the newest version
-        that any member can give: then it counts as held, with the digests that trainers have told. `complete`: it is made.
+        that any member can give: then it counts as held, with the digests that trainers have sent. `complete`: it is
+        computed in any case.
         """
         if complete:
             self._survey.complete()
