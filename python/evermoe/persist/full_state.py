@@ -28,10 +28,16 @@ Piece = dict[str, Any]
 
 
 class LiveWeights:
-    """Brings rank 0 the weights of a model that ranks train, as an `evermoe.WeightSource`; collective.
+    """Brings one rank the weights of a model that ranks train, as an `evermoe.WeightSource`; collective.
 
-    All ranks ask for the same units in the same order; on those but 0 nothing is written.
+    All ranks ask for the same units in the same order; only the root gets them.
+
+    Args:
+        root: the rank that gets the weights.
     """
+
+    def __init__(self, root: int = 0) -> None:
+        self._root = root
 
     def describe(self) -> str:
         """What the weights are."""
@@ -45,21 +51,21 @@ class LiveWeights:
             PeerLost: a member is gone.
         """
         if expert is not None and isinstance(module, Experts):
-            _fill_expert(module, expert, tensors["weights"])
+            _fill_expert(module, expert, tensors["weights"], self._root)
             return
         own = dict(own_tensors(module))
         for name, tensor in tensors.items():
             tensor.copy_(own[name])
 
 
-def _fill_expert(layer: Experts, expert: int, row: Tensor) -> None:
+def _fill_expert(layer: Experts, expert: int, row: Tensor, root: int = 0) -> None:
     group, holder = layer.group, int(np.flatnonzero(layer.matrix_RE[:, expert])[0])
     mine = layer.weights[layer.ids.index(expert)].detach() if group.rank == holder else row
-    if holder == 0 and group.rank == 0:
+    if holder == group.rank == root:
         row.copy_(mine)
     elif group.rank == holder:
-        group.exchange([(mine.cpu().view(torch.uint8), 0)], [])
-    elif group.rank == 0:
+        group.exchange([(mine.cpu().view(torch.uint8), root)], [])
+    elif group.rank == root:
         group.exchange([], [(row.view(torch.uint8), holder)])
 
 
@@ -135,36 +141,52 @@ def write(
     folder: Path,
     group: Group,
     add_more: Callable[[Path], None] = lambda draft: None,
+    root: int = 0,
 ) -> None:
-    """Writes parts of a state dict to a folder as rank 0, one after the other; collective.
+    """Writes parts of a state dict to a folder as one rank, one after the other; collective.
 
     Args:
-        parts: of which rank 0 writes; the others only go through theirs.
+        parts: the root writes its own; the others only go through theirs.
         folder: must be empty, or not be there; it appears when all of it is on disk.
         group: of the ranks.
         add_more: as of `WeightFolder.publish`.
+        root: the rank that writes.
 
     Raises:
-        PersistFailed: rank 0 could not write; the same on all ranks, and no folder is there.
+        PersistFailed: the root could not write; the same on all ranks, and no folder is there.
         UnsupportedState: a part has something else than tensors.
         PeerLost: a member is gone. The folder is complete or not there.
     """
     draft: WeightFolder | None = None
     problem = ""
     try:
-        if group.rank == 0:
+        if group.rank == root:
             draft, problem = _attempt(lambda: WeightFolder(folder))
-        _agree(group, problem)
+        _agree(group, problem, root)
         for part in parts:
             _check_tensors(part)
             if draft is not None and not problem:  # after one, it goes on to receive what the others send
                 _, problem = _attempt(lambda part=part: draft.add(part))  # type: ignore[misc]
         if draft is not None and not problem:
             _, problem = _attempt(lambda: draft.publish(add_more))
-        _agree(group, problem)
+        _agree(group, problem, root)
     finally:
         if draft is not None:
             draft.__exit__(None, None, None)
+
+
+def follow_export(model: nn.Module, group: Group, root: int) -> None:
+    """Send this rank's experts to a root that exports the model by `LiveWeights` and `write`; collective.
+
+    Raises:
+        PersistFailed: the root could not write.
+        PeerLost: a member is gone.
+    """
+    _agree(group, "", root)
+    for layer in expert_layers(model).values():
+        for expert in range(layer.num_experts):
+            _fill_expert(layer, expert, layer.weights, root)
+    _agree(group, "", root)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
@@ -175,10 +197,10 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
         return None, str(error) or type(error).__name__
 
 
-def _agree(group: Group, problem: str) -> None:
-    problem = share_json(group, problem)
+def _agree(group: Group, problem: str, root: int) -> None:
+    problem = share_json(group, problem, root)
     if problem:
-        raise PersistFailed(f"the weights were not written: rank 0: {problem}")
+        raise PersistFailed(f"the weights were not written: rank {root}: {problem}")
 
 
 def _check_tensors(part: Mapping[str, Any]) -> None:

@@ -262,6 +262,24 @@ def _check_has_weights(session: BetweenSteps) -> None:
     session._driver.await_weights()
 
 
+def prepare_export(session: BetweenSteps, *, is_complete: bool) -> int:
+    """Prepare all members of a session to export its model; collective.
+
+    Args:
+        session: whose model is exported.
+        is_complete: whether the export has all experts of the model.
+
+    Returns:
+        The rank that writes.
+
+    Raises:
+        RuntimeError: as of `check_trains`.
+        UnequalForwards: a member has joined during the evaluation, and the export has a part of the model.
+    """
+    _check_has_weights(session)
+    return session._driver.evaluations.come_together(exports=is_complete)
+
+
 def substitute_of(session: BetweenSteps) -> SubstituteWeights:
     """Return what replaces the weights that a session trains."""
     return session._driver.substitute

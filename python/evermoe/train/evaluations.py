@@ -144,27 +144,31 @@ class Evaluations:
             except PeerLost as lost:
                 self._group.drop(str(lost))
 
-    def come_together(self, folder: str | None = None, *, gathers: bool = False) -> None:
+    def come_together(self, folder: str | None = None, *, gathers: bool = False, exports: bool = False) -> int:
         """In an evaluation, serve others until all have come to the same point of their scripts; collective.
 
         Args:
             folder: for the complete model, or None if it goes to memory.
             gathers: whether they gather the complete model next, in which a member that follows takes part.
+            exports: whether they export it as `full_state.follow_export` says.
+
+        Returns:
+            The rank that gets an export: the first of those whose scripts take part.
 
         Raises:
             UnequalForwards: a member that has joined meanwhile cannot take part; raised on all others.
         """
         if not self._is_open or self._group.size == 1 or not self._turns.meet():
-            return
-        is_first_here = 0 in self._inside
-        can_follow = gathers and (is_first_here or folder is not None)
-        gather_json(self._group, {"folder": folder, "can_follow": can_follow})
+            return 0
+        can_follow = exports or (gathers and (0 in self._inside or folder is not None))
+        gather_json(self._group, {"folder": folder, "can_follow": can_follow, "exports": exports})
         if not can_follow:
             raise UnequalForwards(
                 "a worker has joined during this evaluation, and cannot take part in what needs all members at once: "
-                "then only full_state_dict() works, without a folder only if rank 0 was in the evaluation. Catch this "
-                "error outside of repeated(), and repeat the work after the next step"
+                "then only export() and full_state_dict() work, the latter without a folder only if rank 0 was in the "
+                "evaluation. Catch this error outside of repeated(), and repeat the work after the next step"
             )
+        return self._inside[0]
 
     def _follow_together(self) -> None:
         """Take part, as a member that follows, in the work for which others have come together."""
@@ -172,7 +176,9 @@ class Evaluations:
         if not plan["can_follow"]:
             raise PeerLost("others need all members at once in an evaluation which this one has not begun")
         with suppress(PersistFailed, UnsupportedState):  # the same on all: scripts may continue after it
-            if plan["folder"] is None:
+            if plan["exports"]:
+                full_state.follow_export(self._model, self._group, self._inside[0])
+            elif plan["folder"] is None:
                 full_state.gather(self._model, self._group)
             else:
                 full_state.write(full_state.pieces(self._model), Path(plan["folder"]), self._group)

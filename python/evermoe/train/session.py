@@ -299,8 +299,8 @@ class Session(BetweenSteps):
     def leave(self) -> None:
         """Leave the job after the step that is under way: the loop of `steps` ends, and the others continue without it.
 
-        The others repeat no step. State without a copy on them is written to a checkpoint first, if there is a
-        checkpoint_dir. No-op in the last step. Any thread may call it, and a signal handler.
+        The others repeat no step. State without a copy on them is written to a checkpoint first, if the session has
+        `checkpoints`. No-op in the last step. Any thread may call it, and a signal handler.
         """
         self._driver.lost.is_leaving = True
         self._protocol.leave()

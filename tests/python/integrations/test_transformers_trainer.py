@@ -130,6 +130,7 @@ def test_fine_tuning_through_deaths_is_that_of_a_plain_trainer(tmp_path, workers
         pytest.param("training", 0, marks=pytest.mark.long),
         pytest.param("loading", 0, marks=pytest.mark.long),
         ("predict", 0),
+        pytest.param("predict", 1, marks=pytest.mark.long),  # the spare serves experts of the best model
     ],
 )
 def test_the_best_model_is_loaded_on_all_members_through_a_death(tmp_path, where, spares):

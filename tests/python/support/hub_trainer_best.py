@@ -79,10 +79,8 @@ def main(folder: Path, where: str) -> None:
         ),
         sampler=evermoe.ElasticSampler(SAMPLES, BATCH, shuffle=False),
         session={
-            "node": f"n{worker}",
+            "membership": evermoe.Membership(node=f"n{worker}", hang_timeout=20.0, rejoin_timeout=2.0),
             "checkpoints": str(folder / "checkpoints"),
-            "hang_timeout": 20.0,
-            "rejoin_timeout": 2.0,
         },
         **common() | {"callbacks": []},
     )
@@ -105,7 +103,7 @@ def main(folder: Path, where: str) -> None:
     tested = trainer.predict(texts(7, seed=3))
     evaluated = trainer.evaluate()
     trainer.save_model(str(folder / "final"))
-    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     trainer.end()
     assert trainer.session is not None
     found = {
@@ -113,7 +111,7 @@ def main(folder: Path, where: str) -> None:
         "best": [trainer.state.best_metric, trainer.state.best_model_checkpoint],
         "tested": tested.metrics["test_loss"],
         "evaluated": evaluated["eval_loss"],
-        "same": all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items()),
+        "same": all(torch.equal(tensor, own[name]) for name, tensor in model.named_parameters()),
     }
     (folder / f"{worker}.json").write_text(json.dumps(found))
 

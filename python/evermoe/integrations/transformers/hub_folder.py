@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from evermoe.errors import CorruptCopy
-from evermoe.experts import Experts
+from evermoe.experts import Experts, expert_layers
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
 from evermoe.persist import full_state
 from evermoe.persist.folder_weights import SafetensorsFiles, refuse_quantised
@@ -33,7 +33,7 @@ from evermoe.persist.full_state import LiveWeights
 from evermoe.persist.weight_folder import WeightFolder
 from evermoe.state.deferred import WeightSource, deferred
 from evermoe.state.unit import own_tensors
-from evermoe.train.between_steps import check_trains
+from evermoe.train.between_steps import prepare_export
 from evermoe.train.session import Session
 
 
@@ -182,10 +182,10 @@ def export(
     if isinstance(source, Session):
         if not any(module is model for module in source.model.modules()):
             raise ValueError("export: expected the model that the session trains, or a part of it, got another")
-        check_trains(source)
-        pieces = _pieces(LiveWeights(), model, prefix)
-        parts = _as_saved(model, pieces) if source.group.rank == 0 else pieces
-        full_state.write(parts, Path(folder), source.group, write_config)
+        root = prepare_export(source, is_complete=len(expert_layers(model)) == len(expert_layers(source.model)))
+        pieces = _pieces(LiveWeights(root), model, prefix)
+        parts = _as_saved(model, pieces) if source.group.rank == root else pieces
+        full_state.write(parts, Path(folder), source.group, write_config, root)
         return
     with WeightFolder(Path(folder)) as draft:
         for piece in _as_saved(model, _pieces(source, model, prefix)):

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
+from evermoe.errors import PersistFailed
 from evermoe.experts import expert_layers
 from evermoe.integrations.transformers import trainer_folders
 from evermoe.integrations.transformers.evaluation_shares import (
@@ -270,7 +271,13 @@ class ElasticTrainer(TrainerLoop):
 
         session, model = self.session, self.model
         assert session is not None
-        self._together(lambda *_: trainer_folders.save_model(session, model, folder, add_more))
+
+        def save(position: int, _: int) -> str:
+            return trainer_folders.save_model(session, model, folder, add_more, is_main=position == 0)
+
+        problem = self._together(save)[0]
+        if problem:
+            raise PersistFailed(problem)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the complete model after this step. The optimizer's state is in the session's own checkpoints."""

@@ -14,8 +14,6 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from evermoe.comm.gather import share_json
-from evermoe.errors import PersistFailed
 from evermoe.integrations.transformers.hub_folder import export
 from evermoe.persist.folder_weights import INDEX
 from evermoe.train.session import Session
@@ -24,35 +22,41 @@ VISIBLE_SECONDS = 5.0
 """Time in which a folder that one host has written must be visible to the others."""
 
 
-def save_model(session: Session, model: PreTrainedModel, folder: Path, add_more: Callable[[Path], None]) -> None:
-    """Write the complete model as rank 0; collective. Files of an earlier model in the folder are replaced.
+def save_model(
+    session: Session,
+    model: PreTrainedModel,
+    folder: Path,
+    add_more: Callable[[Path], None],
+    *,
+    is_main: bool,
+) -> str:
+    """Write the complete model as the main process; collective. Files of an earlier model in the folder are replaced.
 
     Args:
         session: trains the model.
         model: an elastic model of transformers.
         folder: may have other files, which it keeps.
-        add_more: writes other files into a folder, on rank 0.
+        add_more: writes other files into a folder, on the main process.
+        is_main: whether this member writes.
+
+    Returns:
+        Why the main process could not move the model's files to the folder; empty if it could.
 
     Raises:
-        PersistFailed: rank 0 could not write; the same on all members.
+        PersistFailed: the main process could not write; the same on all members.
         PeerLost: a member is gone.
     """
-    group, draft = session.group, folder / "model.writing"
-    if share_json(group, group.rank == 0 and not (folder.is_dir() and any(folder.iterdir()))):
+    if not (is_main and folder.is_dir() and any(folder.iterdir())):
         export(session, model, folder, add_more=add_more)
-        return
-    if group.rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
+        return ""
+    draft = folder / "model.writing"
+    shutil.rmtree(draft, ignore_errors=True)
     export(session, model, draft, add_more=add_more)
-    problem = ""
-    if group.rank == 0:
-        try:
-            _move(draft, folder)
-        except OSError as error:
-            problem = str(error)
-    problem = share_json(group, problem)
-    if problem:
-        raise PersistFailed(f"the model was written to {draft}, but not moved to {folder}: rank 0: {problem}")
+    try:
+        _move(draft, folder)
+    except OSError as error:
+        return f"the model was written to {draft}, but not moved to {folder}: {error}"
+    return ""
 
 
 def _move(draft: Path, folder: Path) -> None:
