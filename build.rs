@@ -1,11 +1,12 @@
-//! Compiles `kernels/*.cu` to fat binaries that the crate embeds, when an nvcc can be found.
+//! Compiles `kernels/*.cu` to fat binaries that the crate embeds, if an nvcc is found.
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `EVERMOE_CUDA` | `auto` (default): kernels if there is an nvcc; `off`: none; `require`: fail without one |
+//! | `EVERMOE_CUDA` | `auto` (default): kernels if an nvcc is found; `off`: none; `require`: fail without one |
 //! | `EVERMOE_CUDA_ARCHS` | comma-separated targets; default `sm_80,sm_90,sm_100,compute_90` |
-//! | `NVCC`, `CUDA_HOME`, `CUDA_PATH` | where nvcc is; else PATH, the Python environment, `/usr/local/cuda` |
-//! | `EVERMOE_PTXAS` | assembler of CUDA 12.8, for drivers older than 580; else the Python environment; empty: nvcc's own |
+//! | `NVCC`, `CUDA_HOME`, `CUDA_PATH` | location of nvcc; by default PATH, the Python environment, `/usr/local/cuda` |
+//! | `EVERMOE_PTXAS` | assembler of CUDA 12.8, for drivers older than 580; by default from the Python environment;
+//! empty: nvcc's own |
 
 use std::collections::HashSet;
 use std::env;
@@ -16,7 +17,8 @@ use std::thread;
 
 const KERNEL_FILES: [&str; 7] = ["histogram", "plan", "rows", "fp8", "exchange", "replay", "copy"];
 const DEFAULT_ARCHS: &str = "sm_80,sm_90,sm_100,compute_90";
-/// An assembler whose images drivers from 525 on take (sm_100: from 570 on), and the PTX that it reads.
+/// Release of an assembler whose images are accepted by drivers from 525 on (sm_100: from 570 on), and of the PTX that
+/// it reads.
 const OLDER_RELEASE: &str = "12.8";
 const OLDER_PTX: &str = "8.7";
 const INPUTS: [&str; 9] = [
@@ -64,7 +66,7 @@ fn main() {
     }
 }
 
-/// The first nvcc that runs. One that was asked for by name must.
+/// Finds the first nvcc that runs. One that was requested by name must run.
 fn find_nvcc() -> Option<PathBuf> {
     if let Some(named) = env::var_os("NVCC") {
         let named = PathBuf::from(named);
@@ -85,12 +87,12 @@ fn runs(nvcc: &Path) -> bool {
     Command::new(nvcc).arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
-/// The compilers of pip's `nvidia-cuda-nvcc` in the environments that may be meant, newest first.
+/// Compilers of pip's `nvidia-cuda-nvcc` in the candidate environments, newest first.
 fn nvcc_of_python() -> Vec<PathBuf> {
     in_pythons("cu*/bin/nvcc")
 }
 
-/// What the environments that may be meant have of pip's nvidia wheels.
+/// Files of pip's nvidia wheels in the candidate environments.
 fn in_pythons(pattern: &str) -> Vec<PathBuf> {
     const LIST: &str = "import glob, os, sys\nfor path in sys.path:\n    for found in sorted(glob.glob(os.path.join(path, \
                         'nvidia', sys.argv[1])), reverse=True):\n        print(found)";
@@ -107,18 +109,18 @@ fn in_pythons(pattern: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The programs that make the images.
+/// The programs that build the images.
 struct Tools {
     nvcc: PathBuf,
     ptxas: PathBuf,
-    /// Whether the assembler is older than nvcc, so that older drivers take what it makes.
+    /// Whether the assembler is older than nvcc, so that older drivers accept its images.
     is_older: bool,
-    /// Release of CUDA of the assembler, as "12.8".
+    /// CUDA release of the assembler, as "12.8".
     release: String,
 }
 
 impl Tools {
-    /// An nvcc, and an assembler of CUDA 12.8 if there is one and nvcc is newer; else its own.
+    /// Finds an nvcc, with an assembler of CUDA 12.8 if there is one and nvcc is newer, or else its own.
     fn find(nvcc: PathBuf) -> Self {
         let named = env::var_os("EVERMOE_PTXAS").map(PathBuf::from);
         let older = match &named {
@@ -139,7 +141,7 @@ impl Tools {
     }
 }
 
-/// The release of CUDA that a program says it is of; none if it does not run.
+/// CUDA release that a program reports; none if it does not run.
 fn release(program: &Path) -> Option<String> {
     let output = Command::new(program).arg("--version").output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -174,7 +176,7 @@ fn compile(tools: &Tools, file: &str) {
         };
         images.push(format!("--image3=kind={kind},sm={number},file={}", image.display()));
     }
-    // Older drivers cannot read what other modes write.
+    // Older drivers cannot read the output of other modes.
     let mut fatbinary = Command::new(tools.nvcc.with_file_name("fatbinary"));
     fatbinary.args(["-64", "--compress-all", "--compress-mode=speed"]);
     run(fatbinary.arg(format!("--create={}", out_dir.join(format!("{file}.fatbin")).display())).args(images));
@@ -184,7 +186,7 @@ fn compile(tools: &Tools, file: &str) {
 fn to_ptx(tools: &Tools, file: &str, number: &str, ptx: &Path) {
     let mut nvcc = Command::new(&tools.nvcc);
     nvcc.args(["-ptx", "-O3", "-std=c++17", "-Werror=all-warnings"]).arg(format!("-arch=compute_{number}"));
-    // pip's layout keeps the headers of the CUDA runtime beside the compiler.
+    // pip's layout keeps the headers of the CUDA runtime next to the compiler's folder.
     let root = tools.nvcc.parent().and_then(Path::parent);
     if let Some(root) = root.filter(|root| root.join("include").is_dir()) {
         nvcc.arg("-I").arg(root.join("include"));
@@ -195,7 +197,7 @@ fn to_ptx(tools: &Tools, file: &str, number: &str, ptx: &Path) {
     }
 }
 
-/// States the version of PTX that ptxas of CUDA 12.8 takes. A kernel that needs a newer one is an error there.
+/// Sets the PTX version to one that ptxas of CUDA 12.8 accepts. A kernel that needs a newer one is then an error.
 fn state_older_version(ptx: &Path) {
     let text = fs::read_to_string(ptx).unwrap_or_else(|error| panic!("{}: {error}", ptx.display()));
     let older = |line: &str| match line.strip_prefix(".version ") {

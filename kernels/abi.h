@@ -1,13 +1,13 @@
-// abi.h -- what the kernels and their launchers agree on: constants, and the tables that a launch passes by value or
-// that lie in device memory. The twin is src/cuda/abi.rs, whose tests compare the two with a C++ compiler.
+// abi.h -- interface between the kernels and their launchers: constants, and the tables that a launch passes by value
+// or that are in device memory. Its counterpart is src/cuda/abi.rs, whose tests compare the two with a C++ compiler.
 //
-// Tables consist of words of 8 bytes without gaps, so that all compilers lay them out alike.
+// Tables consist of words of 8 bytes without gaps, so that all compilers use the same layout.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 constexpr unsigned kWarp = 32;  // threads of a warp
-constexpr int kInFlight = 4;    // loads of each thread that are on their way before the first of them is used
+constexpr int kInFlight = 4; // loads of each thread in flight
 
 // ---- histogram.cu ---------------------------------------------------------------------------------
 constexpr size_t kMaxLayers = 64;  // of one launch
@@ -15,7 +15,7 @@ constexpr size_t kMaxLayers = 64;  // of one launch
 struct LayerIds {
   const void* ids;     // [num_slots] int32_t or int64_t  device
   size_t num_slots;
-  uint32_t end_block;  // the layer's blocks end before it; they start where those of the layer before end
+  uint32_t end_block; // the layer's blocks end before it; they start at the end of the previous layer's
   uint32_t is_wide;    // whether ids are int64_t
 };
 struct LayersIds { LayerIds at[kMaxLayers]; };
@@ -54,26 +54,27 @@ struct StepGradient {
   const void* at;  // [num_elements] float or Bf16  device; unused where all are zero
   GradientKind kind;
 };
-// A tensor with its state, and its steps: rows first_step..first_step + num_steps of the numbers, with as many gradients.
+// A tensor with its state, and its steps: rows first_step..first_step + num_steps of the numbers, with one gradient
+// each.
 struct Stepped {
-  float* arrays[3];      // each [num_elements]  device, in place; null: there is none
+  float* arrays[3]; // [num_elements]  device, in place; null for a missing one
   size_t num_elements;
-  uint32_t end_block;    // the tensor's blocks end before it; they start where those of the tensor before end
+  uint32_t end_block; // the tensor's blocks end before it; they start at the end of the previous tensor's
   uint8_t first_step, num_steps, first_gradient;
   uint8_t is_aligned;    // whether all of its arrays and gradients can be read in packs
 };
 template <typename Step> struct Batch {
   Step steps[kMaxSteps];
-  Stepped tensors[kMaxTensors];  // end_block of those that are not there is the largest number
+  Stepped tensors[kMaxTensors]; // end_block of missing ones is the largest number
   StepGradient gradients[kMaxTensors];
 };
 
 // ---- copy.cu --------------------------------------------------------------------------------------
 constexpr size_t kBlockBytes = 4096;    // of the stream, with one hash
 constexpr unsigned kQuarters = 4;       // threads that share a block of bytes
-constexpr unsigned kCopyThreads = 64;   // of a block of threads: few warps, so that one chunk takes many multiprocessors
+constexpr unsigned kCopyThreads = 64; // of a block of threads: few warps, so that one chunk uses many multiprocessors
 
-// Where the bytes of a tensor are.
+// Location of the bytes of a tensor.
 struct Span {
   unsigned char* at;  // device, of any alignment
   uint64_t start;     // in the stream, a multiple of 16; spans are in its order and do not overlap

@@ -1,9 +1,9 @@
-// common.cuh -- what the kernels share: index helpers, and floats of every row type as float32.
+// common.cuh -- shared parts of the kernels: index helpers, and floats of every row type as float32.
 //
-// Rules. Kernels take raw pointers and 64-bit numbers only; no headers of torch or CUDA libraries, so that any
-// nvcc builds them, and g++ does for the tests (tests/emulator). Indices are size_t before they are
-// multiplied. Inline PTX stays in this file, with a stand-in under EVERMOE_ON_CPU. Products and sums are rounded
-// one by one (no fused multiply-add), so that the CPU's arithmetic in src/cpu gives the same bits.
+// Rules. Kernels take only raw pointers and 64-bit numbers, and use no headers of torch or CUDA libraries, so that any
+// nvcc can compile them, and g++ for the tests (tests/emulator). Indices are converted to size_t before they are
+// multiplied. Inline PTX stays in this file, with a stand-in under EVERMOE_ON_CPU. Products and sums are rounded one by
+// one (no fused multiply-add), so that the CPU's arithmetic in src/cpu produces the same bits.
 #pragma once
 #include "abi.h"
 
@@ -19,8 +19,8 @@ __device__ inline size_t global_thread() { return static_cast<size_t>(blockIdx.x
 __device__ inline size_t num_threads() { return static_cast<size_t>(gridDim.x) * blockDim.x; }
 
 // ---- indices ------------------------------------------------------------------------------------
-// Row ids and positions are int32, or int64 where `wide` is not 0: all threads take the same side of the branch, and one
-// kernel serves both.
+// Row ids and positions are int32, or int64 if `wide` is not 0: all threads take the same branch, and one kernel serves
+// both.
 __device__ inline int64_t index_at(const void* indices, size_t i, size_t wide) {
   return wide ? static_cast<const int64_t*>(indices)[i] : static_cast<const int32_t*>(indices)[i];
 }
@@ -63,7 +63,7 @@ template <> __device__ inline Fp16 from_float<Fp16>(float value) { return {fp16_
 
 // ---- e4m3: two numbers in the bits of a word, the first one in the lower half --------------------
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-// Rounded to the nearest, ties to the even one; 448 for what is larger, 0x7f for NaN.
+// Rounded to nearest, ties to even; 448 for larger numbers, 0x7f for NaN.
 __device__ inline uint16_t e4m3_bits(float low, float high) {
   uint16_t bits;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
@@ -107,8 +107,8 @@ __device__ inline void e4m3_to_floats(uint16_t bits, float& low, float& high) {
 // kCount elements that are loaded and stored at once.
 template <typename Row, int kCount> struct alignas(sizeof(Row) * kCount) Pack { Row at[kCount]; };
 
-// The same as they are loaded: words that stay whole until an element is asked for. Of elements of 16 bits the compiler would
-// take a load apart at once, and so wait for it before it begins the next.
+// The same in the form in which it is loaded: words that are not divided until an element is needed. With elements of
+// 16 bits the compiler would split a load immediately, and so wait for it before it begins the next.
 template <typename Row, int kCount, bool kWords = sizeof(Row) * kCount % 4 == 0> struct alignas(sizeof(Row) * kCount) Loaded {
   uint32_t words[sizeof(Row) * kCount / 4];
   __device__ float at(int i) const;
@@ -128,15 +128,15 @@ template <typename Row, int kCount, bool kWords> __device__ inline float Loaded<
   return element_of(words, i, Row{});
 }
 
-// value / by; a 64-bit division takes several times as long as a 32-bit one.
+// Returns value / by; a 64-bit division takes several times as long as a 32-bit one.
 __device__ inline size_t quotient_of(size_t value, size_t by) {
   return ((value | by) >> 32) == 0 ? static_cast<uint32_t>(value) / static_cast<uint32_t>(by) : value / by;
 }
 
 // ---- rows -----------------------------------------------------------------------------------------
-// A group of threads takes a row: as many as the row has units, rounded up to a power of two, at least `least` and at most
-// `most` or a block (all of them powers of two). Example, blocks of 256: rows of 3 units are taken by 4 threads, 64 rows by a
-// block; by a warp, 8 rows by a block, where `least` is 32.
+// A group of threads takes a row: one thread per unit of the row, rounded up to a power of two, at least `least` and at
+// most `most` or a block (all powers of two). Example, blocks of 256: rows of 3 units are taken by 4 threads each, 64
+// rows per block; with `least` 32, by a warp each, 8 rows per block.
 struct RowGroup {
   size_t index, count;     // which group of how many in the grid
   size_t thread, threads;  // which thread of how many in the group
@@ -148,7 +148,7 @@ __device__ inline RowGroup row_group(size_t units, unsigned least = 1, unsigned 
   return {global_thread() >> shift, num_threads() >> shift, threadIdx.x & (threads - 1), threads};
 }
 
-// Whether addresses and row size are multiples of so many bytes.
+// Whether addresses and row size are multiples of `bytes`.
 __device__ inline bool multiples_of(size_t bytes, const void* one, const void* two, const void* three, size_t row_bytes) {
   const auto number = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
   return ((number(one) | number(two) | number(three) | row_bytes) & (bytes - 1)) == 0;
@@ -176,8 +176,8 @@ __device__ inline void copy_rows_by(const void* __restrict__ rows, void* __restr
     }
   }
 }
-// out[i] = rows[source_of(i)], zeros where that is num_rows or more; row_bytes is even. In the widest units that addresses
-// and row size allow. Launch: 1-D grid of any size, blocks of a power of two.
+// Writes out[i] = rows[source_of(i)], zeros if that is num_rows or more; row_bytes is even. It uses the widest units
+// that addresses and row size allow. Launch: 1-D grid of any size, blocks of a power of two.
 template <typename Source>
 __device__ inline void copy_rows(const void* __restrict__ rows,  // [num_rows, row_bytes]  device
                                  void* __restrict__ out,         // [num_out, row_bytes]   device, written

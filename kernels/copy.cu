@@ -1,13 +1,13 @@
 // copy.cu -- scattered tensors <-> chunks of a fixed size, hashed on the way.
 //
 // The chunks are one stream of bytes, cut every chunk_bytes. Each tensor starts at a multiple of 16 of the stream; gaps
-// and the end are zero. Every 4096 bytes of it are a *block* with a hash, XXH3-64 (seed 0) as of the crate xxhash-rust.
+// and the end are zero. Every 4096 bytes are a *block* with a hash: XXH3-64 (seed 0) of the crate xxhash-rust.
 //
 // Example: tensors of 20 and 5 bytes, first_byte 0, one block:
 //   stream: tensor 0 in bytes 0..20, zeros in 20..32, tensor 1 in 32..37, zeros in 37..4096; hashes[0] = XXH3(stream).
 //
-// XXH3 of a block adds 64 stripes of 64 bytes to 8 accumulators. Accumulators 2q and 2q + 1 see only the bytes
-// 16q..16q + 16 of each stripe: four threads share a block, each with accesses of 16 bytes, and meet at the end.
+// XXH3 of a block adds 64 stripes of 64 bytes to 8 accumulators. Accumulators 2q and 2q + 1 see only the bytes 16q..16q
+// + 16 of each stripe. So four threads share a block, each with accesses of 16 bytes, and combine at the end.
 #include "common.cuh"
 
 constexpr unsigned kStripes = 64;   // of a block
@@ -21,7 +21,7 @@ constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 
 constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F, kPrime64_3 = 0x165667B19E3779F9;
 constexpr uint64_t kPrime64_4 = 0x85EBCA77C2B2AE63, kPrime64_5 = 0x27D4EB2F165667C5;
 
-// The default secret as little-endian words, and where the accumulators start.
+// The default secret as little-endian words, and the initial accumulators.
 __device__ const uint64_t kSecret[24] = {
     0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
     0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
@@ -34,7 +34,7 @@ __device__ const uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrim
 
 __device__ inline uint64_t low_by_high(uint64_t value) { return (value & 0xffffffff) * (value >> 32); }
 
-// What one of the four threads of a block keeps.
+// State of one of the four threads of a block.
 struct Lanes {
   uint64_t key[kKeys];  // secret from byte 16 * quarter
   uint64_t low, high;
@@ -54,7 +54,7 @@ struct Lanes {
     low += unit.high + low_by_high(unit.low ^ key_at(from));
     high += unit.low + low_by_high(unit.high ^ key_at(from + 8));
   }
-  // At the end of each 1024 bytes.
+  // Called at the end of each 1024 bytes.
   __device__ void scramble() {
     low = (low ^ low >> 47 ^ key[16]) * kPrime32_1;
     high = (high ^ high >> 47 ^ key[17]) * kPrime32_1;
@@ -66,7 +66,7 @@ struct Lanes {
   }
 };
 
-// The same in each of the four threads, which come together with the rest of their warp.
+// Returns the same in each of the four threads; the entire warp must take part.
 __device__ inline uint64_t finish_hash(const Lanes& lanes) {
   uint64_t sum = lanes.part();
   sum += __shfl_xor_sync(kAllLanes, sum, 1);
@@ -76,7 +76,7 @@ __device__ inline uint64_t finish_hash(const Lanes& lanes) {
   return sum ^ sum >> 32;
 }
 
-// Hashes the units that `load` gives for each stripe, and passes them on.
+// Hashes the units that `load` returns for each stripe, and passes them to `store`.
 template <typename Load, typename Store>
 __device__ inline void hash_units(Lanes& lanes, unsigned quarter, Load load, Store store) {
   lanes.start(quarter);
@@ -91,7 +91,7 @@ __device__ inline void hash_units(Lanes& lanes, unsigned quarter, Load load, Sto
       for (unsigned i = 0; i < kAtOnce; ++i) store(kilobyte * 16 + half + i, units[i]);
 #pragma unroll
       for (unsigned i = 0; i < kAtOnce; ++i) {
-        // The last stripe of all has a place of its own in the secret.
+        // The very last stripe has its own position in the secret.
         if (half + i == 15 && kilobyte == 3) lanes.add(units[i], 121);
         else lanes.add(units[i], 8 * (half + i));
       }
@@ -112,8 +112,8 @@ __device__ inline size_t find_span(const Span* __restrict__ spans, size_t num_sp
   return low;
 }
 
-// The address of a byte of the stream where a whole block is a tensor's, aligned to 16; else null.
-__device__ inline unsigned char* whole_block(const Span* __restrict__ spans, size_t num_spans, size_t span, uint64_t block) {
+// Returns the address of a block of the stream that belongs to one tensor and is aligned to 16; otherwise null.
+__device__ inline unsigned char* full_block(const Span* __restrict__ spans, size_t num_spans, size_t span, uint64_t block) {
   if (span == num_spans) return nullptr;
   const Span here = spans[span];
   if (here.start > block || here.start + here.bytes < block + kBlockBytes) return nullptr;
@@ -121,7 +121,7 @@ __device__ inline unsigned char* whole_block(const Span* __restrict__ spans, siz
   return reinterpret_cast<uintptr_t>(at) % 16 ? nullptr : at;
 }
 
-// Up to 16 bytes at any alignment, zeros after them.
+// Loads up to 16 bytes at any alignment, followed by zeros.
 __device__ inline Unit load_bytes(const unsigned char* at, uint64_t bytes) {
   if (bytes >= 16 && reinterpret_cast<uintptr_t>(at) % 16 == 0) return *reinterpret_cast<const Unit*>(at);
   if (bytes >= 16 && reinterpret_cast<uintptr_t>(at) % 4 == 0) {
@@ -152,7 +152,8 @@ __device__ inline void store_bytes(unsigned char* at, uint64_t bytes, Unit unit)
   }
 }
 
-// Walks on to the span that holds the unit at `byte`, or that comes after it, and says how many of its bytes are there.
+// Advances to the span that contains the unit at `byte`, or to the next one; returns the number of its bytes in the
+// unit.
 __device__ inline uint64_t bytes_here(const Span* __restrict__ spans, size_t num_spans, size_t& span, uint64_t byte) {
   while (span < num_spans && spans[span].start + spans[span].bytes <= byte) ++span;
   if (span == num_spans || spans[span].start > byte) return 0;
@@ -160,12 +161,12 @@ __device__ inline uint64_t bytes_here(const Span* __restrict__ spans, size_t num
 }
 
 // ---- kernels -------------------------------------------------------------------------------------
-// Calls body(block, quarter, lanes) with whole warps; a block of num_blocks stands for none.
+// Calls body(block, quarter, lanes) with full warps; block num_blocks means none.
 template <typename Body>
 __device__ inline void for_blocks(size_t num_blocks, Body body) {
   const unsigned quarter = threadIdx.x % kQuarters;
   Lanes lanes(quarter);
-  // All lanes of a warp make the same number of turns, as they exchange values.
+  // All lanes of a warp make the same number of iterations, as they exchange values.
   const size_t at_once = num_threads() / kQuarters, mine = global_thread() / kQuarters;
   const size_t warp_first = mine - threadIdx.x % kWarp / kQuarters;
   for (size_t first = warp_first; first < num_blocks; first += at_once) {
@@ -187,8 +188,8 @@ extern "C" __global__ __launch_bounds__(kCopyThreads) void pack_chunks(const Spa
       Unit* const out = reinterpret_cast<Unit*>(chunks + block * kBlockBytes) + quarter;
       const auto store = [=](unsigned stripe, Unit unit) { out[stripe * kQuarters] = unit; };
       size_t span = find_span(spans, num_spans, byte);
-      if (const unsigned char* const whole = whole_block(spans, num_spans, span, byte)) {
-        const Unit* const in = reinterpret_cast<const Unit*>(whole) + quarter;
+      if (const unsigned char* const direct = full_block(spans, num_spans, span, byte)) {
+        const Unit* const in = reinterpret_cast<const Unit*>(direct) + quarter;
         hash_units(lanes, quarter, [=](unsigned stripe) { return in[stripe * kQuarters]; }, store);
       } else {
         const auto load = [&](unsigned stripe) -> Unit {
@@ -218,8 +219,8 @@ extern "C" __global__ __launch_bounds__(kCopyThreads) void hash_blocks(const uns
   });
 }
 
-// A block whose hash is not the expected one is counted and writes nothing: it is read again, from the cache, only when
-// it has been found right. Launch: as pack_chunks.
+// A block whose hash differs from the expected one is counted and writes nothing: it is read a second time, from the
+// cache, only after its hash was found right. Launch: as pack_chunks.
 extern "C" __global__ __launch_bounds__(kCopyThreads) void unpack_chunks(const Span* __restrict__ spans,   // [num_spans]              device
                                          size_t num_spans,
                                          uint64_t first_byte,              // of the stream, a multiple of 4096
@@ -240,8 +241,8 @@ extern "C" __global__ __launch_bounds__(kCopyThreads) void unpack_chunks(const S
     }
     const uint64_t byte = first_byte + block * kBlockBytes;
     size_t span = find_span(spans, num_spans, byte);
-    if (unsigned char* const whole = whole_block(spans, num_spans, span, byte)) {
-      Unit* const out = reinterpret_cast<Unit*>(whole) + quarter;
+    if (unsigned char* const direct = full_block(spans, num_spans, span, byte)) {
+      Unit* const out = reinterpret_cast<Unit*>(direct) + quarter;
 #pragma unroll 8
       for (unsigned stripe = 0; stripe < kStripes; ++stripe) out[stripe * kQuarters] = in[stripe * kQuarters];
       return;

@@ -1,23 +1,22 @@
-// exchange.cu -- what crosses ranks: how many tokens of an expert go where, and rows from the order of their sources to
-// that of their experts.
+// exchange.cu -- exchange between ranks: the split of an expert's tokens, and the order of rows by source or by expert.
 //
 // Caller owns all memory.
 #include "common.cuh"
 
 // ---- regroup --------------------------------------------------------------------------------------
-// A segment is the rows of one source for one expert, which are next to each other in both orders: by source
-// (number r * E + e) and by expert (number e * R + r). regroup_starts -> regroup, on one stream.
+// A segment is the rows of one source for one expert, which are adjacent in both orders: by source (number r * E + e)
+// and by expert (number e * R + r). regroup_starts -> regroup, on one stream.
 
-// i % inner * stride + i / inner; a 64-bit division takes several times as long as a 32-bit one.
+// Returns i % inner * stride + i / inner; a 64-bit division takes several times as long as a 32-bit one.
 __device__ inline size_t turned(size_t i, size_t inner, size_t stride) {
   const bool small = ((i | inner) >> 32) == 0;
   const size_t quotient = small ? static_cast<uint32_t>(i) / static_cast<uint32_t>(inner) : i / inner;
   return (i - quotient * inner) * stride + quotient;
 }
 
-// starts[i] = sum of the cells before cell i, where cell i is counts[i % inner * stride + i / inner], or 0 if that is
-// negative; returns, in the last thread, the sum of all. Each thread sums a run of cells, the block scans the sums, each
-// thread writes its run. `sums`: shared, an int64_t of each thread; the block is a power of two.
+// Writes starts[i] = sum of the cells before cell i, where cell i is counts[i % inner * stride + i / inner], or 0 if
+// that is negative; returns, in the last thread, the sum of all cells. Each thread sums a run of cells, the block scans
+// the sums, and each thread writes its run. `sums`: shared, one int64_t per thread; the block is a power of two.
 // Example, counts = [[0, 1], [2, 1]] by columns (inner = 2, stride = 2): starts = [0, 0, 2, 3], the sum is 4.
 __device__ inline int64_t scan_counts(const int64_t* __restrict__ counts,  // device
                                       int64_t* __restrict__ starts,        // [num_cells]  device, written
@@ -44,9 +43,10 @@ __device__ inline int64_t scan_counts(const int64_t* __restrict__ counts,  // de
   return start;
 }
 
-// First rows of the segments in both orders, and the number of all rows behind them. Negative counts are zeros.
+// Computes the first rows of the segments in both orders, followed by the number of all rows. Negative counts are
+// zeros.
 // Example: counts = [[1, 2], [3, 0]]: by_source = [0, 1, 3, 6, 6], by_expert = [0, 1, 4, 6, 6].
-// Launch: one block, dynamic shared memory for an int64_t of each thread.
+// Launch: one block, dynamic shared memory for one int64_t per thread.
 extern "C" __global__ void regroup_starts(const int64_t* __restrict__ counts,  // [num_sources, num_experts]      device
                                           int64_t* __restrict__ by_source,     // [num_sources * num_experts + 1]  device, written
                                           int64_t* __restrict__ by_expert,     // [num_experts * num_sources + 1]  device, written
@@ -58,8 +58,8 @@ extern "C" __global__ void regroup_starts(const int64_t* __restrict__ counts,  /
   if (threadIdx.x == blockDim.x - 1) by_source[num_segments] = by_expert[num_segments] = num_rows;
 }
 
-// The first i with starts[i] > row, num if there is none: by one thread, or by a warp that looks for one row and cuts what is
-// left into 32 parts at a time. Example: starts = [0, 1, 4, 6, 6], row = 4: 3.
+// Returns the first i with starts[i] > row, or num: computed by one thread, or by a warp that searches for one row and
+// divides the rest into 32 parts at a time. Example: starts = [0, 1, 4, 6, 6], row = 4: 3.
 __device__ inline size_t first_past(const int64_t* __restrict__ starts, size_t num, int64_t row) {
   size_t low = 0, high = num;
   while (low < high) {
@@ -92,8 +92,8 @@ extern "C" __global__ void regroup(const void* rows,                  // [num_ro
                                    void* out,                         // [num_rows, row_bytes]  device, written
                                    size_t num_rows, size_t row_bytes, size_t inner, size_t outer) {
   const size_t num_segments = inner * outer;
-  const bool by_warp = row_bytes > kWarp / 2 * 16;  // more than half a warp takes a row, whatever the units: all of it does
-  int64_t begin = 0, end = 0, shift = 0;            // of the segment of the row before, which mostly is this row's, too
+  const bool by_warp = row_bytes > kWarp / 2 * 16; // more than half a warp takes a row, whatever the units: then all of it does
+  int64_t begin = 0, end = 0, shift = 0; // of the previous row's segment, which is usually this row's, too
   copy_rows(rows, out, num_rows, row_bytes, num_rows, [=](size_t row) mutable {
     const int64_t at = static_cast<int64_t>(row);
     if (at < begin || at >= end) {
@@ -108,9 +108,9 @@ extern "C" __global__ void regroup(const void* rows,                  // [num_ro
 }
 
 // ---- split of tokens --------------------------------------------------------------------------------
-// The integers of src/dispatch/expert.rs: Lazarus, Algorithm 1. Of t tokens of an expert on r replicas, a rank with R of
-// them has room for t * R / r. A rank keeps what it has room for and sends what is left over to the ranks with room left, in
-// proportion to it. Room and left-over tokens are scaled by r, shares have the denominator r * (sum of room).
+// The integers of src/dispatch/expert.rs: Lazarus, Algorithm 1. Of t tokens of an expert on r replicas, a rank with R
+// of them has room for t * R / r. A rank keeps tokens up to its room and sends the rest to the ranks with room left, in
+// proportion to it. Room and left-over tokens are scaled by r; shares have the denominator r * (sum of room).
 using Wide = __int128;
 using UnsignedWide = unsigned __int128;
 constexpr uint64_t kMaxScale = uint64_t{1} << 61;  // of t * r, so that products of two such numbers fit
@@ -123,10 +123,10 @@ struct Holder {
 };
 static_assert(sizeof(Holder) == kHolderBytes && sizeof(Wide) == kClaimBytes, "what the launcher asks shared memory for");
 
-// What a holder may get an odd token for: the rest that the floor cut off, and what it was owed. None without a rest.
+// A holder's claim to an odd token: the rest that the floor cut off, plus its accumulated error. None without a rest.
 constexpr Wide kNoClaim = static_cast<Wide>(UnsignedWide{1} << 127);
 
-// Sum of a number of each lane, at most kMaxScale + 1: what is more, or was negative, is that.
+// Sum of one number per lane, saturated at kMaxScale + 1, which also stands for negative numbers.
 __device__ inline uint64_t add_up_to(uint64_t sum, uint64_t more) {
   return more > kMaxScale || sum + more > kMaxScale ? kMaxScale + 1 : sum + more;
 }
@@ -135,11 +135,11 @@ __device__ inline uint64_t warp_sum(uint64_t mine) {
   return mine;
 }
 
-// Quotient (below 2^62) and remainder.
+// Returns the quotient (below 2^62) and the remainder.
 __device__ inline int64_t divide(UnsignedWide share, UnsignedWide denominator, UnsignedWide& rest) {
   if (!(share >> 64) && !(denominator >> 64)) {
     const uint64_t narrow = static_cast<uint64_t>(denominator), quotient = static_cast<uint64_t>(share) / narrow;
-    rest = static_cast<uint64_t>(share) - quotient * narrow;  // a remainder of its own would divide once more
+    rest = static_cast<uint64_t>(share) - quotient * narrow; // computing the remainder separately would divide once more
     return static_cast<int64_t>(quotient);
   }
   uint64_t quotient = 0;
@@ -167,7 +167,7 @@ struct Expert {
   UnsignedWide denominator;   // of all shares
 };
 
-// Lists the ranks with room left, ascending; returns how many they are, and the sum of their room. Each warp finds them, the
+// Lists the ranks with room left, ascending; returns their number and the sum of their room. Every warp finds them, the
 // first one writes.
 __device__ inline size_t find_holders(const Expert& expert, Holder* holders, uint64_t& room_sum) {
   const unsigned lane = threadIdx.x % kWarp;
@@ -189,8 +189,8 @@ __device__ inline size_t find_holders(const Expert& expert, Holder* holders, uin
   return num_holders;
 }
 
-// The row of a source without its odd tokens, by one warp: writes the floors, and the rests to claims. The last claim is that
-// of what the source keeps. Returns how many odd tokens there are.
+// Splits the row of a source without its odd tokens, by one warp: writes the floors, and the rests to claims. The last
+// claim is for the tokens that the source keeps. Returns the number of odd tokens.
 __device__ inline uint32_t split_row(const Expert& expert, const Holder* holders, Wide* claims, size_t num_holders,
                                      size_t source, int64_t count, int64_t kept) {
   const unsigned lane = threadIdx.x % kWarp;
@@ -217,8 +217,8 @@ __device__ inline uint32_t split_row(const Expert& expert, const Holder* holders
   return static_cast<uint32_t>(static_cast<uint64_t>(count) - warp_sum(floors));
 }
 
-// Gives the odd tokens of a row to the largest claims, of equals to those of lower ranks. By as many threads as are given:
-// one warp, or the block. There are more rests than odd tokens, as these are the sum of the rests.
+// Gives the odd tokens of a row to the largest claims, ties to lower ranks. By the given number of threads: one warp,
+// or the block. There are more rests than odd tokens, as their sum is the number of odd tokens.
 __device__ inline void give_odd_tokens(const Expert& expert, Holder* holders, Wide* claims, size_t num_holders, size_t source,
                                        uint32_t odd, unsigned threads) {
   for (size_t h = threadIdx.x; h < num_holders; h += threads)
@@ -239,13 +239,14 @@ __device__ inline void give_odd_tokens(const Expert& expert, Holder* holders, Wi
   }
 }
 
-// What `rank` sends and receives. An expert with negative numbers, with tokens and no replica, or with more than kMaxScale
-// tokens x replicas sends nothing. Rows of many sources are divided at once, a warp each; only who gets their odd tokens depends
-// on the rows before. Launch: one block of whole warps for each expert, dynamic shared memory for num_claims claims, num_ranks
-// holders and num_ranks uint32_t; num_claims is more than num_ranks, and the more, the more sources are divided at once.
-// Example: one expert, tokens = [5, 0, 1], a replica on each rank: t = 6, r = 3, room for 2 each. Rank 0 keeps 2 and has 3 left
-// over for the room left of [-, 2, 1]: it sends [2, 2, 1], and rank 2 keeps its 1: send of rank 0 = [2, 2, 1], receive of rank 2 =
-// [1, 0, 1].
+// Computes what `rank` sends and receives. An expert with negative numbers, with tokens and no replica, or with more
+// than kMaxScale tokens x replicas sends nothing. Rows of many sources are divided at once, a warp each; only the
+// receivers of their odd tokens depend on earlier rows. Launch: one block of full warps per expert, dynamic shared
+// memory for num_claims claims, num_ranks holders and num_ranks uint32_t. num_claims exceeds num_ranks; the larger it
+// is, the more sources are divided at once.
+// Example: one expert, tokens = [5, 0, 1], a replica on each rank: t = 6, r = 3, room for 2 each. Rank 0 keeps 2 and
+// has 3 left over for the remaining room [-, 2, 1]: it sends [2, 2, 1], and rank 2 keeps its 1. Send of rank 0 = [2, 2,
+// 1], receive of rank 2 = [1, 0, 1].
 extern "C" __global__ __launch_bounds__(256) void split_tokens(
     const int64_t* __restrict__ tokens,    // [num_experts, num_ranks]  device
     const int64_t* __restrict__ replicas,  // [num_ranks, num_experts]  device

@@ -1,4 +1,4 @@
-// fp8.cu -- rows in 8 bits: e4m3 numbers, and a float32 scale for each 128 columns. The bits are those of src/cpu/fp8.rs.
+// fp8.cu -- rows in 8 bits: e4m3 numbers, and a float32 scale per 128 columns. The bits are those of src/cpu/fp8.rs.
 //
 // A row is its numbers, padded to 16 bytes, then its scales, padded to 16 bytes; padding is zeros. Caller owns all memory.
 // Example: columns [896, 1, -3] have the scale 896 / 448 = 2 and become [448, 0.5, -1.5].
@@ -8,7 +8,7 @@ constexpr float kMostFp8 = 448.0f;
 
 __device__ inline size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A part of a row that one thread takes: 16 bytes of it.
+// The part of a row that one thread takes: 16 bytes.
 template <typename Row>
 struct Part {
   static constexpr int kColumns = 16 / sizeof(Row);
@@ -33,7 +33,7 @@ __device__ void quantize_by(const Row* __restrict__ rows, unsigned char* out, si
     for (int p = 0; p < kFp8AtOnce; ++p) {
       const size_t row = part_rows[p] = next_row, block = part_blocks[p] = next_block;
       const size_t column = block * kFp8Columns + lane * kColumns;
-      if (kWhole) {  // without conditions, so that no load waits for another: what is not there is read at the start of a row
+      if (kWhole) { // without conditions, so that no load waits for another: missing parts are read at the start of a row
         const Row* const at = rows + (row < num_rows ? row : num_rows - 1) * width + (column < width ? column : 0);
         parts[p] = *reinterpret_cast<const Loaded<Row, kColumns>*>(at);
       } else {
@@ -73,7 +73,7 @@ __device__ void quantize_by(const Row* __restrict__ rows, unsigned char* out, si
       if (column < number_bytes) {
         Pack<uint16_t, kColumns / 2> numbers;
 #pragma unroll
-        for (int i = 0; i < kColumns; i += 2) {  // zeros past the end, also where the scale is NaN
+        for (int i = 0; i < kColumns; i += 2) { // zeros past the end, even if the scale is NaN
           const float low = kWhole || column + i < width ? __fmul_rn(parts[p].at(i), inverse) : 0.0f;
           const float high = kWhole || column + i + 1 < width ? __fmul_rn(parts[p].at(i + 1), inverse) : 0.0f;
           numbers.at[i / 2] = !kWhole || column < width ? e4m3_bits(low, high) : uint16_t{0};
@@ -86,8 +86,8 @@ __device__ void quantize_by(const Row* __restrict__ rows, unsigned char* out, si
     }
   }
 }
-// Launch: 1-D grid of any size, blocks of whole warps. A group of lanes takes 128 columns at a time, and kFp8AtOnce of them are
-// on their way: so many times fewer threads than there are parts fill the GPU.
+// Launch: 1-D grid of any size, blocks of full warps. A group of lanes takes 128 columns at a time and has kFp8AtOnce
+// such parts in flight, so the GPU is filled by that factor fewer threads than there are parts.
 template <typename Row>
 __device__ void quantize(const Row* __restrict__ rows,  // [num_rows, width]      device
                          unsigned char* out,            // [num_rows, row_bytes]  device, written; a multiple of 16
@@ -103,7 +103,7 @@ __device__ void dequantize(const unsigned char* __restrict__ rows,  // [num_rows
                            size_t num_rows, size_t width, size_t row_bytes) {
   constexpr int kColumns = Part<Row>::kColumns;
   const size_t parts = (width + kColumns - 1) / kColumns, units = num_rows * parts;
-  const bool whole = multiples_of(16, out, nullptr, nullptr, width * sizeof(Row));
+  const bool is_wide = multiples_of(16, out, nullptr, nullptr, width * sizeof(Row));
   for (size_t unit = global_thread(); unit < units; unit += num_threads()) {
     const size_t row = quotient_of(unit, parts), column = (unit - row * parts) * kColumns;
     const unsigned char* const in_row = rows + row * row_bytes;
@@ -119,7 +119,7 @@ __device__ void dequantize(const unsigned char* __restrict__ rows,  // [num_rows
       values.at[i + 1] = from_float<Row>(__fmul_rn(high, scale));
     }
     Row* const out_row = out + row * width;
-    if (whole) {
+    if (is_wide) {
       *reinterpret_cast<decltype(values)*>(out_row + column) = values;
     } else {
       for (int i = 0; i < kColumns && column + i < width; ++i) out_row[column + i] = values.at[i];

@@ -5,7 +5,7 @@
 // Caller owns and zeroes counts. Integer atomics, so the result does not depend on the order of threads.
 #include "common.cuh"
 
-// Counts the ids that are this block's, which is number `block` of the layer's `num_blocks`.
+// Counts the ids of this block, which is number `block` of the layer's `num_blocks`.
 template <typename Id>
 __device__ inline void count_ids(const Id* __restrict__ ids, unsigned* __restrict__ block_counts_E, size_t num_slots,
                                  size_t num_experts, size_t block, size_t num_blocks) {

@@ -4,16 +4,16 @@
 // other id out of range is treated as -1. plan_count -> plan_place, on one stream. Caller owns all memory.
 #include "common.cuh"
 
-// Blocks of plan_place that an SM holds at once, as far as registers go: nvcc needs a few more for sm_100.
+// Blocks of plan_place that fit on an SM at once by registers: nvcc needs a few more for sm_100.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kPlacingBlocks = 1;
 #else
 constexpr int kPlacingBlocks = 2;
 #endif
 
-// Two launches, and no block waits for another: what a block of the second needs of other blocks, the first has written.
-// A tile of consecutive slots is one block's; each thread has kIdsAtOnce ids on their way. Of e's slots, those of a tile come
-// behind those of earlier tiles, whose counts the second launch adds up.
+// Two launches, so that no block waits for another: the second reads what other blocks have written in the first. Each
+// block has a tile of consecutive slots; each thread has kIdsAtOnce ids in flight. Among the slots of an expert, those
+// of a tile follow those of earlier tiles, whose counts the second launch adds up.
 constexpr int kIdsAtOnce = 8;
 constexpr unsigned kNoExpert = kAllLanes;
 
@@ -22,12 +22,12 @@ template <typename Id> __device__ inline unsigned expert_of(Id id, size_t num_ex
 }
 __device__ inline uint64_t least(uint64_t one, uint64_t other) { return one < other ? one : other; }
 
-// starts[i] = counts before i, starts[num] = all of them; each at most `most`, and negative counts are zeros. By one warp, a
-// lane takes kIdsAtOnce counts at a time. Example: counts 2, -7, 5, most = 6: starts = [0, 2, 2, 6].
+// Writes starts[i] = counts before i, starts[num] = all of them; each at most `most`, and negative counts are zeros. By
+// one warp; a lane takes kIdsAtOnce counts at a time. Example: counts 2, -7, 5, most = 6: starts = [0, 2, 2, 6].
 template <typename CountAt>
 __device__ inline void scan_by_warp(uint32_t* starts, size_t num, uint64_t most, CountAt count_at) {
   const unsigned lane = threadIdx.x % kWarp;
-  uint64_t before = 0;  // this round
+  uint64_t before = 0; // in this round
   for (size_t round = 0; round < num; round += kWarp * kIdsAtOnce) {
     const size_t first = round + lane * kIdsAtOnce;
     uint64_t counts[kIdsAtOnce], sum = 0;
@@ -52,9 +52,10 @@ __device__ inline void scan_by_warp(uint32_t* starts, size_t num, uint64_t most,
   if (lane == 0) starts[num] = static_cast<uint32_t>(before);
 }
 
-// Three kinds of blocks. Of the tiles: tile_counts[tile, e] = slots of e in it; row_ids become -1. Behind them a warp for each
-// line of send_counts: begins[e, r] = slots of e that go to ranks before r, then first_rows[r, e] = rows of rank r for experts
-// before e; one more column has the sum of all. Sums stop at num_slots: no row is there.
+// There are three kinds of blocks. Tile blocks write tile_counts[tile, e] = slots of e in the tile, and fill row_ids
+// with -1. After them, one warp per line of send_counts writes begins[e, r] = slots of e that go to ranks before r,
+// then first_rows[r, e] = rows of rank r for experts before e; one more column has the sum of all. Sums stop at
+// num_slots, the size of the buffer.
 // Launch: num_tiles blocks and enough for num_experts + num_ranks warps, dynamic shared memory for num_experts uint32_t.
 // Example, tile = 4, E = 2, R = 2, ids = [1, 0, 1, 1, 0], send_counts = [[0, 2], [2, 1]]: tile_counts = [[1, 3], [1, 0]],
 // begins = [[0, 0, 2], [0, 2, 3]], first_rows = [[0, 0, 2], [0, 2, 3]].
@@ -109,9 +110,9 @@ __device__ void count_tile(const Id* __restrict__ ids,               // [num_slo
 EVERMOE_PLAN_COUNT(plan_count_i32, int32_t)
 EVERMOE_PLAN_COUNT(plan_count_i64, int64_t)
 
-// The rows of occurrences of experts, -1 for what has none: kNoExpert, those behind the counts, those past the buffer. All
-// searches at once. Example (as above), rank_rows = [0, 2, 5]: e = 1, j = 2: the last r with begins[1, r] <= 2 is 1; row =
-// rank_rows[1] + first_rows[1, 1] + 2 - begins[1, 1] = 2 + 2 + 0 = 4.
+// Finds the rows of occurrences of experts, -1 if there is none: for kNoExpert, and for occurrences beyond the counts
+// or the buffer. All searches run at once. Example (as above), rank_rows = [0, 2, 5]: e = 1, j = 2: the last r with
+// begins[1, r] <= 2 is 1; row = rank_rows[1] + first_rows[1, 1] + 2 - begins[1, 1] = 2 + 2 + 0 = 4.
 __device__ inline void find_rows(const unsigned* experts, const uint32_t* occurrences, int64_t* rows,
                                  const uint32_t* __restrict__ begins, const uint32_t* __restrict__ first_rows,
                                  const uint32_t* rank_rows, size_t num_slots, size_t num_experts, size_t num_ranks) {
@@ -136,12 +137,12 @@ __device__ inline void find_rows(const unsigned* experts, const uint32_t* occurr
   }
 }
 
-// Gives each slot its row. The first num_tables warps take a run of the tile's slots each, and a table: the next occurrence of
-// each expert, which starts behind earlier tiles and the runs of earlier warps. Lanes with the same expert take consecutive
-// occurrences, in their order. Launch: num_tiles blocks of at least num_tables warps, after plan_count on the same stream;
-// dynamic shared memory for num_tables * num_experts + num_ranks + 1 uint32_t.
-// Example (as above), two tables, block 0: run 0 has ids 1, 0, run 1 has ids 1, 1. tables = [[0, 0], [1, 1]] after they are
-// summed up: run 1 starts with occurrence 1 of expert 1. Its slot 3 is occurrence 2: row 4.
+// Assigns a row to each slot. Each of the first num_tables warps takes a run of the tile's slots, and a table with the
+// next occurrence of each expert, which starts after earlier tiles and the runs of earlier warps. Lanes with the same
+// expert take consecutive occurrences, in order. Launch: num_tiles blocks of at least num_tables warps, after
+// plan_count on the same stream; dynamic shared memory for num_tables * num_experts + num_ranks + 1 uint32_t.
+// Example (as above), two tables, block 0: run 0 has ids 1, 0, run 1 has ids 1, 1. tables = [[0, 0], [1, 1]] after the
+// sums: run 1 starts with occurrence 1 of expert 1. Its slot 3 is occurrence 2: row 4.
 template <typename Id>
 __device__ void place_tile(const Id* __restrict__ ids,                // [num_slots]                   device
                            const uint32_t* __restrict__ tile_counts,  // [num_tiles, num_experts]      device
@@ -157,7 +158,8 @@ __device__ void place_tile(const Id* __restrict__ ids,                // [num_sl
   for (size_t i = threadIdx.x; i < num_tables * num_experts; i += blockDim.x) tables[i] = 0;
   __syncthreads();
 
-  // Table 0: earlier tiles, a warp takes some of them. Table w + 1: the run of warp w. The last warp has none to count.
+  // Table 0: earlier tiles, divided among the warps. Table w + 1: the run of warp w. The last warp's run need not be
+  // counted.
   for (size_t first = lane; first < num_experts; first += kWarp * kIdsAtOnce) {
     uint32_t sums[kIdsAtOnce] = {};
     for (size_t t = warp; t < blockIdx.x; t += warps) {

@@ -1,8 +1,8 @@
-// replay.cu -- the optimizers' steps, those of a trainer as well as those that a replica repeats from its log.
+// replay.cu -- the optimizers' steps: those of a trainer, and those that a replica repeats from its log.
 //
-// The recipes are those of src/cpu/adamw.rs and src/cpu/sgd.rs, bit for bit: each operation is one correctly rounded
-// intrinsic, which nvcc neither fuses nor approximates (a build with -use_fast_math would flush subnormals: there is
-// none). Several steps take one pass over the memory, and several tensors one launch. Caller owns all memory.
+// The arithmetic is that of src/cpu/adamw.rs and src/cpu/sgd.rs, bit for bit: each operation is one correctly rounded
+// intrinsic, which nvcc neither fuses nor approximates (-use_fast_math would flush subnormals and must not be used).
+// Several steps take one pass over the memory, and several tensors one launch. Caller owns all memory.
 //
 // Example: AdamW, p 4, m and v 0, gradient 2, numbers decay 0.75, one_minus_beta1 0.5, one_minus_beta2 0.25, beta2 0.75,
 // step_size 1, bias_correction2_sqrt 0.5, eps 0: m = fma(0.5, 2 - 0, 0) = 1, v = fma(0.25 * 2, 2, 0 * 0.75) = 1,
@@ -17,19 +17,19 @@ __device__ inline float scaled(const Step& step, float g) {
   return plain ? g : __fmul_rn(__fdiv_rn(g, step.loss_scale), step.factor);
 }
 
-// One element. `in_tail`: among the last ones, which torch's CPU loops treat in another way.
+// One element. `in_tail`: among the last ones, which torch's CPU loops treat differently.
 __device__ inline void take_step(const AdamWStep& step, float g, bool in_tail, float (&state)[3]) {
   float &p = state[0], &m = state[1], &v = state[2];
   g = scaled(step, g);
   const float square_of_g = __fmul_rn(g, g);
   if (step.arithmetic == kTorchCudaFused) {
     if (__float_as_uint(step.decay) != 0) p = __fmaf_rn(p, step.decay, p);
-    const float beta1 = step.one_minus_beta1;  // under this arithmetic
+    const float beta1 = step.one_minus_beta1; // under this arithmetic the field holds beta1
     m = __fmaf_rn(m, beta1, __fmaf_rn(g, -beta1, g));
     v = __fmaf_rn(v, step.beta2, __fmaf_rn(square_of_g, -step.beta2, square_of_g));
   } else {
     p = __fmul_rn(p, step.decay);
-    const bool near = step.one_minus_beta1 < 0.5f;  // the end to start from: m, or g
+    const bool near = step.one_minus_beta1 < 0.5f; // the nearer end to start from: m, or g
     const float slope = near ? step.one_minus_beta1 : -__fsub_rn(1.0f, step.one_minus_beta1);
     m = __fmaf_rn(slope, __fsub_rn(g, m), near ? m : g);
     const float part = __fmul_rn(step.one_minus_beta2, g), kept = __fmul_rn(v, step.beta2);
@@ -93,7 +93,8 @@ __device__ inline void take_steps(const Batch<Step>& batch, const Stepped& tenso
   }
 }
 
-// A thread's elements of a tensor. A pack lies in torch's tail or before it, since a tail begins at a multiple of 8.
+// A thread's elements of a tensor. A pack lies either in torch's tail or before it, as a tail begins at a multiple of
+// 8.
 template <int kCount, int kArrays, typename Step>
 __device__ inline void take_all(const Batch<Step>& batch, const Stepped& tensor, size_t thread, size_t threads) {
   float* arrays[kArrays];
@@ -106,7 +107,7 @@ __device__ inline void take_all(const Batch<Step>& batch, const Stepped& tensor,
     take_steps<1>(batch, tensor, arrays, i >= tail, i);
 }
 
-// The tensor of this block: as many as end before the block come before it.
+// The tensor of this block: its index is the number of tensors whose blocks end before this one.
 __device__ inline const Stepped& tensor_of_block(const Stepped (&tensors)[kMaxTensors], size_t& first_block) {
   unsigned t = 0;
   for (unsigned half = kMaxTensors / 2; half > 0; half /= 2)

@@ -4,8 +4,8 @@
 // range is treated as -1. Caller owns all memory.
 #include "common.cuh"
 
-// row_ids[positions[s]] = s; positions out of range are skipped. Launch: 1-D grid of any size. row_ids is filled
-// with -1 before. Example: positions = [2, -1, 0], 3 rows: row_ids = [2, -1, 0].
+// Writes row_ids[positions[s]] = s; positions out of range are skipped. Launch: 1-D grid of any size. row_ids must be
+// filled with -1 before. Example: positions = [2, -1, 0], 3 rows: row_ids = [2, -1, 0].
 extern "C" __global__ void invert_positions(const void* __restrict__ positions,  // [num_slots]  device
                                             void* __restrict__ row_ids,          // [num_rows]   device, -1
                                             size_t wide, size_t num_slots, size_t num_rows) {
@@ -15,10 +15,10 @@ extern "C" __global__ void invert_positions(const void* __restrict__ positions, 
   }
 }
 
-// A slot and a row belong together if each names the other: then the row is written by its token, which is read once for
-// all its rows. Any other row takes what row_ids says. The lanes of a warp look up a slot or a row each, and pass on what they
-// have found. Example: K = 2, row_ids = [2, 0, -1], positions = [[1, -1], [0, 5]]: token 0 writes row 1, token 1 row 0, and row
-// 2 is zeroed.
+// A slot and a row belong together if each names the other: then the row is written by its token, which is read once
+// for all its rows. Any other row is filled by row_ids. The lanes of a warp each look up a slot or a row, and share
+// their results. Example: K = 2, row_ids = [2, 0, -1], positions = [[1, -1], [0, 5]]: token 0 writes row 1, token 1 row
+// 0, and row 2 is zeroed.
 template <typename Unit>
 __device__ inline void permute_by(const Unit* __restrict__ x, const void* __restrict__ row_ids,
                                   const void* __restrict__ positions, Unit* __restrict__ out, size_t wide_ids,
@@ -66,8 +66,8 @@ __device__ inline void permute_by(const Unit* __restrict__ x, const void* __rest
     }
   }
 }
-// out[i] = x[row_ids[i] / top_k], zeros where row_ids[i] is no slot; row_bytes is even. Launch: 1-D grid of any size,
-// blocks of a power of two. Example: x = [a, b], top_k = 2, row_ids = [2, 0, -1]: out = [b, a, 0].
+// Writes out[i] = x[row_ids[i] / top_k], zeros if row_ids[i] is no slot; row_bytes is even. Launch: 1-D grid of any
+// size, blocks of a power of two. Example: x = [a, b], top_k = 2, row_ids = [2, 0, -1]: out = [b, a, 0].
 extern "C" __global__ __launch_bounds__(256, 4) void permute(
     const void* x,          // [num_tokens, row_bytes]  device
     const void* row_ids,    // [num_rows]               device
@@ -85,10 +85,10 @@ extern "C" __global__ __launch_bounds__(256, 4) void permute(
   else by(uint16_t{});
 }
 
-// kCount columns at once. A group of warps takes so many tokens in turn that there are kAtOnce slots: their rows are loaded
-// together, then added in the order of the slots. Lane j of a warp looks up slot j of the tokens, and passes on where its row
-// is. Loads have no conditions, so that none waits for another: those of a slot without a row read the first one, for nothing.
-// A sum starts with -0.0, which changes no term.
+// Processes kCount columns at once. A group of warps takes several tokens in turn, with kAtOnce slots together: their
+// rows are loaded together, then added in the order of the slots. Lane j of a warp looks up slot j of the tokens, and
+// shares the address of its row. Loads have no conditions, so that none waits for another: those of a slot without a
+// row read the first row and discard it. A sum starts with -0.0, which changes no term.
 template <int kCount, typename Row, typename Weight>
 __device__ void combine_columns(const Row* __restrict__ rows, const void* __restrict__ positions,
                                 const Weight* __restrict__ weights, Row* __restrict__ out, size_t wide, size_t num_tokens,
@@ -152,9 +152,10 @@ __device__ void combine_columns(const Row* __restrict__ rows, const void* __rest
     }
   }
 }
-// out[t] = sum over k of weights[t, k] * rows[positions[t, k]]: float32, in the order of k, one rounding; the
-// first term starts the sum. top_k and num_rows are above 0; weights may be null: 1. Launch: 1-D grid of any size, blocks of a
-// power of two. Example: rows = [1, 10], positions = [[1, 0]], weights = [[0.5, 2]]: out = [0.5 * 10 + 2 * 1] = [7].
+// Writes out[t] = sum over k of weights[t, k] * rows[positions[t, k]]: float32, in the order of k, one rounding; the
+// first term starts the sum. top_k and num_rows are above 0; null weights mean 1. Launch: 1-D grid of any size, blocks
+// of a power of two. Example: rows = [1, 10], positions = [[1, 0]], weights = [[0.5, 2]]: out = [0.5 * 10 + 2 * 1] =
+// [7].
 template <typename Row, typename Weight>
 __device__ void combine_rows(const Row* rows,        // [num_rows, width]    device
                              const void* positions,  // [num_tokens, top_k]  device
@@ -228,9 +229,9 @@ __device__ float backward_row(const Row* __restrict__ grad_H, const Row* __restr
   return dot;
 }
 
-// For the slot s of row i: grad_rows[i] = weights[s] * grad[s / top_k], grad_weights[s] = grad[s / top_k] . rows[i]; zeros
-// where the row has no slot, or the slot no row. Launch: blocks of whole warps. Warps take slots in turn, so that those of a
-// token, which all read its gradient, run side by side.
+// For the slot s of row i: grad_rows[i] = weights[s] * grad[s / top_k], grad_weights[s] = grad[s / top_k] . rows[i];
+// zeros for a row without a slot, or a slot without a row. Launch: blocks of full warps. Warps take slots in turn, so
+// that those of a token, which all read its gradient, run concurrently.
 // Example: grad = [3], rows = [1, 10], positions = [[1, 0]], row_ids = [1, 0], weights = [[0.5, 2]], top_k = 2:
 // grad_rows = [6, 1.5], grad_weights = [[30, 3]].
 template <typename Id, typename Row, typename Weight>
@@ -242,7 +243,7 @@ __device__ void combine_backward(const Row* __restrict__ grad,        // [num_to
                                  Row* __restrict__ grad_rows,         // [num_rows, width]    device, written
                                  Weight* __restrict__ grad_weights,   // [num_slots]          device, written
                                  size_t num_rows, size_t width, size_t num_slots, size_t top_k) {
-  const bool whole = multiples_of(16, grad, rows, grad_rows, width * sizeof(Row));
+  const bool is_wide = multiples_of(16, grad, rows, grad_rows, width * sizeof(Row));
   const size_t lane = threadIdx.x % kWarp, warp = global_thread() / kWarp, warps = num_threads() / kWarp;
   for (size_t s = warp; s < num_slots; s += warps) {
     const size_t row = static_cast<size_t>(static_cast<int64_t>(positions[s]));
@@ -252,7 +253,7 @@ __device__ void combine_backward(const Row* __restrict__ grad,        // [num_to
       const Row* const grad_H = grad + quotient_of(s, top_k) * width;
       const Row* const row_H = rows + row * width;
       Row* const grad_row_H = grad_rows + row * width;
-      dot = whole ? backward_row<16 / sizeof(Row)>(grad_H, row_H, grad_row_H, weight, width)
+      dot = is_wide ? backward_row<16 / sizeof(Row)>(grad_H, row_H, grad_row_H, weight, width)
                   : backward_row<1>(grad_H, row_H, grad_row_H, weight, width);
     }
     if (lane == 0) grad_weights[s] = from_float<Weight>(dot);

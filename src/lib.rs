@@ -42,9 +42,9 @@
 //! | `cuda` | the kernels of `kernels/` through the driver API, which is loaded at run time (feature `cuda`) |
 //! | [`torch`] | the ops, registered through libtorch's stable C ABI in a process that has loaded torch |
 //! | [`snapshot`] | arenas in shared memory that outlive a crash of the process, and the thread that captures into them |
-//! | [`durable`] | files that are on disk when the call returns, written past the page cache by several threads |
+//! | [`durable`] | files that are on disk when the call returns, written around the page cache by several threads |
 //! | `store` | objects in S3, GCS, Azure and behind HTTP (feature `object-store`) |
-//! | [`reach`] | probes by which members learn whether others can be reached |
+//! | [`reachability`] | probes by which members learn whether others can be reached |
 //! | [`transport`] | messages from memory to memory over TCP or UCX, outside the collectives |
 //! | [`secret`] | tags by which the members of a job know each other |
 //!
@@ -64,7 +64,7 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod beside;
+mod background;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -78,7 +78,7 @@ pub mod protocol;
 #[cfg(feature = "python")]
 mod python;
 mod random;
-pub mod reach;
+pub mod reachability;
 pub mod recovery;
 pub mod replay;
 pub mod schedule;

@@ -1,16 +1,16 @@
-//! Reproducible random numbers: the same for a seed on every machine.
+//! Reproducible random numbers: for a seed, the same on every machine.
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 #[derive(Clone, Debug)]
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// The numbers of a seed.
+    /// Creates the generator of a seed.
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The numbers of a part of what a seed decides: those of two parts have nothing to do with each other.
+    /// Creates an independent generator for one part of a seed's decisions.
     pub(crate) fn of_part(seed: u64, part: u64) -> Self {
         let mut random = Self(seed);
         let first = random.next_u64();
@@ -18,7 +18,7 @@ impl Random {
         Self(random.next_u64())
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub(crate) fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -26,22 +26,22 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// 0 to `bound − 1`; of 2²⁰ numbers none is preferred by more than 2⁻⁴⁴.
+    /// Returns a number from 0 to `bound − 1`; for bounds up to 2²⁰ the bias is at most 2⁻⁴⁴.
     pub(crate) fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }
 
-    /// 0 to 1, without 1.
+    /// Returns a number from 0 to 1, excluding 1.
     pub(crate) fn uniform(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Exponentially distributed, with this mean: the time to the next event of a Poisson process.
+    /// Returns an exponentially distributed number with this mean: the time to the next event of a Poisson process.
     pub(crate) fn exponential(&mut self, mean: f64) -> f64 {
         -(1.0 - self.uniform()).ln() * mean
     }
 
-    /// Standard normally distributed (Box and Muller 1958).
+    /// Returns a standard normally distributed number (Box and Muller 1958).
     pub(crate) fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.uniform()).cos()

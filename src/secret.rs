@@ -1,4 +1,4 @@
-//! The job's secret: tags by which members know that what they hear comes from others that have it. Pure.
+//! The job's secret: tags by which members authenticate messages. Pure.
 
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -6,12 +6,12 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use std::fmt;
 
-/// Bytes of a tag.
+/// Size of a tag in bytes.
 pub const TAG_BYTES: usize = 32;
-/// Characters of the shortest secret: a short one can be found from a tag by trying.
+/// Minimum number of characters: a shorter secret can be found from a tag by exhaustive search.
 const MIN_CHARACTERS: usize = 16;
 
-/// What the members of a job know, and nobody else. It is never printed.
+/// A secret that only the members of a job know. It is never printed.
 #[derive(Clone)]
 pub struct Secret(Hmac<Sha256>);
 
@@ -22,10 +22,10 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// A secret from its text.
+    /// Creates a secret from its text.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it is shorter than 16 characters.
+    /// [`Error::Invalid`] if it has fewer than 16 characters.
     pub fn new(text: &str) -> Result<Self> {
         let characters = text.chars().count();
         ensure!(
@@ -37,14 +37,14 @@ impl Secret {
             .map_err(|error| Error::Internal(format!("EVERMOE_SECRET: {error}")))
     }
 
-    /// HMAC-SHA-256 of some parts, for one purpose: tags of different purposes or parts differ.
+    /// Returns the HMAC-SHA-256 of some parts for one purpose: tags of different purposes or parts differ.
     ///
     /// ```
     /// use evermoe::secret::Secret;
     /// let (secret, other) = (Secret::new("correct horse battery")?, Secret::new("another secret of a job")?);
     /// let tag = secret.tag("answer", &[b"ab", b"c"]);
     /// assert!(secret.is_tag(&tag, "answer", &[b"ab", b"c"]));
-    /// assert!(!secret.is_tag(&tag, "answer", &[b"a", b"bc"]) && !secret.is_tag(&tag, "knock", &[b"ab", b"c"]));
+    /// assert!(!secret.is_tag(&tag, "answer", &[b"a", b"bc"]) && !secret.is_tag(&tag, "probe", &[b"ab", b"c"]));
     /// assert!(!other.is_tag(&tag, "answer", &[b"ab", b"c"]));
     /// # Ok::<(), evermoe::Error>(())
     /// ```
@@ -53,7 +53,7 @@ impl Secret {
         self.over(purpose, parts).finalize().into_bytes().into()
     }
 
-    /// Whether a tag is that of the parts, compared in a time that does not depend on the tag.
+    /// Returns whether `tag` is the tag of the parts, compared in constant time.
     #[must_use]
     pub fn is_tag(&self, tag: &[u8], purpose: &str, parts: &[&[u8]]) -> bool {
         self.over(purpose, parts).verify_slice(tag).is_ok()

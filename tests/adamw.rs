@@ -1,4 +1,4 @@
-//! AdamW against its recipe, element by element; steps at once against one after the other.
+//! AdamW compared with its recipe, element by element; several steps at once compared with one after the other.
 
 use evermoe::cpu::{AdamWOptions, AdamWStep, Arithmetic, Gradient, Parallel, Serial, adamw};
 use half::bf16;

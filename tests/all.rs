@@ -1,8 +1,7 @@
-//! Tests that need no process of their own, as one program: as many programs as files take minutes more to build.
+//! Tests that need no separate process, as one program: one program per file takes minutes longer to build.
 
 mod adamw;
 mod arena;
-mod arrange;
 mod balanced;
 mod chunks;
 mod common;
@@ -15,6 +14,7 @@ mod layering;
 mod load_aware;
 mod migrate;
 mod placement;
+mod plan_protection;
 mod protection;
 mod protocol;
 mod protocol_message;

@@ -1,4 +1,4 @@
-//! Arenas through the Rust face, without Python.
+//! Arenas through the Rust API, without Python.
 
 use evermoe::Error;
 use evermoe::snapshot::{Arena, digest};
@@ -57,7 +57,7 @@ fn every_flipped_byte_of_a_unit_or_its_digest_is_found() {
     assert!(arena.verify(index).unwrap().is_empty());
 }
 
-/// As when the state of one buffer comes to stand before the bytes of the other, or a peer's late message fills it.
+/// As if the state of one buffer stood before the bytes of the other, or a peer's late message filled it.
 #[test]
 fn a_buffer_of_another_version_than_it_is_said_to_be_is_not_there() {
     let folder = tempfile::tempdir().unwrap();

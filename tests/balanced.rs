@@ -1,4 +1,4 @@
-//! The balanced split and the imbalance, against the bound of every set of ranks.
+//! The balanced split and the imbalance, compared with the bound of every set of ranks.
 
 use super::common::all;
 use evermoe::dispatch::{Policy, imbalance, split_tokens};

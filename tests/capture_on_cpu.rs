@@ -1,6 +1,6 @@
-//! Capture into CUDA graphs, against the stand-in driver, which refuses what CUDA does not allow meanwhile.
+//! Capture into CUDA graphs with the stand-in driver, which refuses calls that CUDA does not allow during a capture.
 //!
-//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+//! Needs g++ and make on x86-64 and a build with kernels; otherwise it passes silently.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use cudarc::driver::result::{self, stream::StreamKind};
@@ -32,7 +32,7 @@ fn at_mut<T>(values: &mut [T]) -> u64 {
     values.as_mut_ptr() as u64
 }
 
-// One test: there is one driver in a process.
+// A single test, as a process has one driver.
 #[test]
 fn token_ops_are_captured() {
     let Some(driver) = Driver::load() else { return };
@@ -44,7 +44,7 @@ fn token_ops_are_captured() {
     copies_go_on_beside_a_capture(&driver);
 }
 
-/// A stream that is captured, as torch does: from `new` to `end`.
+/// A stream in capture mode, as torch uses it: from `new` to `end`.
 struct Capturing(sys::CUstream);
 
 impl Capturing {
@@ -57,7 +57,7 @@ impl Capturing {
 
     fn end(self) -> Result<sys::CUgraph, CUresult> {
         let mut graph = null_mut();
-        // SAFETY: a stream that is captured, and the place of a graph.
+        // SAFETY: a stream in capture mode, and a pointer to a graph.
         unsafe { sys::cuStreamEndCapture(self.0, &raw mut graph) }.result().map_err(|error| error.0)?;
         Ok(graph)
     }
@@ -117,7 +117,7 @@ impl Tokens {
         }
     }
 
-    /// Results as before the ops, in the same memory.
+    /// Clears the results, in the same memory.
     fn clear(&mut self) {
         for words in [&mut self.counts, &mut self.row_ids, &mut self.positions, &mut self.inverse] {
             words.fill(9);
@@ -135,10 +135,10 @@ impl Tokens {
         self.regroup_scratch.fill(9);
     }
 
-    /// All token ops, one after the other.
+    /// Launches all token ops.
     ///
     /// # Safety
-    /// `self` stays until the stream has passed them.
+    /// `self` must live until the stream has passed them.
     unsafe fn launch(&mut self, launcher: &Launcher) -> evermoe::Result<()> {
         let layer = cuda::LayerIds { ids: at(&self.ids), wide_ids: false, num_slots: SLOTS };
         let plan = cuda::Plan {
@@ -227,7 +227,7 @@ impl Tokens {
     }
 }
 
-/// Nothing runs while it is captured; each launch of the graph does what the ops do.
+/// Nothing runs during the capture; each launch of the graph has the effect of the ops.
 fn replays(driver: &Driver) {
     let (mut expected, mut tokens, fresh) = (Tokens::new(), Tokens::new(), Tokens::new());
     // SAFETY: the arrays live until the stream is finished.
@@ -239,7 +239,7 @@ fn replays(driver: &Driver) {
         let stream = capturing.0;
         tokens.launch(&driver.launcher_on(stream)).unwrap();
         assert_eq!(tokens, fresh);
-        let (graph, mut graph_exec) = (capturing.end().expect("a whole graph"), null_mut());
+        let (graph, mut graph_exec) = (capturing.end().expect("a complete graph"), null_mut());
         sys::cuGraphInstantiateWithFlags(&raw mut graph_exec, graph, 0).result().unwrap();
         for _ in 0..2 {
             tokens.clear();
@@ -253,7 +253,7 @@ fn replays(driver: &Driver) {
     }
 }
 
-/// What an op may not do while it is captured: each of these is refused and leaves no graph.
+/// Operations that are forbidden during a capture: each is refused and leaves no graph.
 fn forbidden_calls_are_found() {
     // SAFETY: live streams and events; memory of the stated sizes, given back once.
     unsafe {
@@ -278,7 +278,7 @@ fn forbidden_calls_are_found() {
             assert_eq!(call(capturing.0), UNSUPPORTED, "call {number}");
             assert_eq!(capturing.end(), Err(INVALIDATED), "call {number}");
         }
-        // A question for an event of the graph itself; an event that is not in it cannot be waited for.
+        // A query of an event of the graph itself; an event outside of the graph cannot be waited for.
         let capturing = Capturing::new(StreamKind::NonBlocking);
         result::event::record(event, capturing.0).unwrap();
         assert_eq!(sys::cuEventQuery(event), CUresult::CUDA_ERROR_CAPTURED_EVENT);
@@ -294,7 +294,7 @@ fn forbidden_calls_are_found() {
     }
 }
 
-/// A launch on the default stream, for which a stream that is captured would have to wait.
+/// A launch on the default stream, for which a stream in capture mode would have to wait.
 fn the_default_stream_does_not_mix_with_captures(driver: &Driver) {
     for (kind, is_whole) in [(StreamKind::Default, false), (StreamKind::NonBlocking, true)] {
         let capturing = Capturing::new(kind);
@@ -306,17 +306,17 @@ fn the_default_stream_does_not_mix_with_captures(driver: &Driver) {
     }
 }
 
-/// The one launcher that reads the host's memory says so itself, and spoils nothing.
+/// The only launcher that reads the host's memory refuses by itself, and does not invalidate the graph.
 fn a_span_table_is_refused(driver: &Driver) {
     let capturing = Capturing::new(StreamKind::NonBlocking);
     let table = [Span { at: 0, start: 0, bytes: 0 }];
     // SAFETY: refused before it reads.
     let refused = unsafe { driver.launcher_on(capturing.0).upload_spans(&table, 16) };
     assert!(refused.unwrap_err().to_string().contains("not being captured into a CUDA graph"));
-    capturing.end().expect("a whole graph");
+    capturing.end().expect("a complete graph");
 }
 
-/// A copier's waits and page-locking in another thread, and in the one that captures, leave torch's graph whole.
+/// A copier's waits and page-locking, in another thread and in the capturing one, do not invalidate torch's graph.
 fn copies_go_on_beside_a_capture(driver: &Driver) {
     let layout = ChunkLayout::new(&[10_000], 4096).unwrap();
     let staging = Staging { count: 2, bytes: 4096 };
@@ -355,8 +355,8 @@ fn copies_go_on_beside_a_capture(driver: &Driver) {
     let refused = unsafe { copier.save(capturing.0.cast(), 0..1) };
     assert!(refused.unwrap_err().to_string().contains("not being captured into a CUDA graph"));
     drop(copier); // waits for its streams
-    capturing.end().expect("a whole graph");
-    // The same calls without evermoe's care spoil the graph, from another thread, too.
+    capturing.end().expect("a complete graph");
+    // The same calls without evermoe's precautions invalidate the graph, even from another thread.
     let capturing = Capturing::new(StreamKind::NonBlocking);
     std::thread::scope(|scope| {
         let ask = || {

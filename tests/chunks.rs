@@ -109,7 +109,7 @@ proptest! {
     }
 }
 
-/// Any range of chunks is that part of all of them, there and back.
+/// Any range of chunks equals that part of all of them, in both directions.
 #[test]
 fn ranges_of_chunks() {
     let sizes = [10_000, 3, 0, 30_000, 4096];

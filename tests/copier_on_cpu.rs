@@ -1,6 +1,6 @@
-//! Copies between tensors and chunks, on several streams, against the stand-in driver: a wait that is missing shows.
+//! Copies between tensors and chunks, on several streams, with the stand-in driver: a missing wait becomes visible.
 //!
-//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+//! Needs g++ and make on x86-64 and a build with kernels; otherwise it passes silently.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use cudarc::driver::result::{self, stream::StreamKind};
@@ -9,15 +9,15 @@ use driver::{Driver, EARLY, LATE, RANDOM, finish};
 use evermoe::Result;
 use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
 use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, HostMemory, Launcher, PinnedBuffer, Span, Staging};
-use evermoe::snapshot::{Arena, CopyEngine, Fetch, Lane, Part, Run, digest, digests_fetched};
+use evermoe::snapshot::{Arena, CopyEngine, Fetch, HashSource, Lane, Run, digest, digests_fetched};
 use std::sync::Arc;
 
 #[path = "emulator/driver.rs"]
 #[allow(dead_code, reason = "each test uses its part")]
 mod driver;
 
-/// Sizes of tensors, bytes of a chunk, staging buffers and their bytes: nothing, less than a chunk, a buffer used again
-/// and again, chunks that share a buffer, a chunk that is larger than a buffer.
+/// Sizes of tensors, bytes of a chunk, staging buffers and their bytes: nothing, less than a chunk, a buffer that is
+/// reused, chunks that share a buffer, a chunk that is larger than a buffer.
 const CASES: [(&[usize], usize, [usize; 2]); 5] = [
     (&[], 4096, [2, 4096]),
     (&[5, 0, 4091], 8192, [3, 4 << 20]),
@@ -34,12 +34,12 @@ fn at_mut<T>(values: &mut [T]) -> u64 {
     values.as_mut_ptr() as u64
 }
 
-// One test: there is one driver in a process.
+// A single test, as a process has one driver.
 #[test]
 fn copies_agree_with_the_cpu() {
     let Some(driver) = Driver::load() else { return };
     let launcher = driver.launcher();
-    // Torch's stream, as it were.
+    // In the role of torch's stream.
     let stream = result::stream::create(StreamKind::NonBlocking).unwrap();
     for (sizes, chunk_bytes, [count, bytes]) in CASES {
         driver.set_policy(LATE);
@@ -70,7 +70,7 @@ fn copies_agree_with_the_cpu() {
     assert_eq!(got, expected);
 }
 
-/// Tensors at odd addresses, and what they should become.
+/// Tensors at odd addresses, with the expected chunks.
 struct Packed {
     layout: ChunkLayout,
     tensors: Vec<Vec<u8>>,
@@ -121,7 +121,7 @@ fn launches(launcher: &Launcher, sizes: &[usize], chunk_bytes: usize) {
         chunks,
         hashes: at_mut(&mut hashes),
     };
-    // SAFETY: memory of the stated lengths; what they are used for is waited for.
+    // SAFETY: memory of the stated lengths; each use is waited for.
     unsafe {
         launcher.upload_spans(&table, range.spans).unwrap();
         launcher.pack_chunks(&range).unwrap();
@@ -212,7 +212,7 @@ impl Copying {
     }
 }
 
-/// Saves in two ranges, while the source arrives late and is overwritten behind `release`; restores it; finds a fault.
+/// Saves in two ranges, while the source arrives late and is overwritten after `release`; restores; finds a fault.
 fn there_and_back(
     stream: sys::CUstream,
     sizes: &[usize],
@@ -265,8 +265,8 @@ fn there_and_back(
     assert_eq!(copying.memory.last(), Some(&0x5a5a), "a write past the workspace");
 }
 
-/// A thread captures the tensors into an arena behind a gate, while their values arrive late; others come once it is over.
-/// Through memory of the copier's, or straight into the arena, which is page-locked.
+/// A thread captures the tensors into an arena behind a gate, while their values arrive late; they are overwritten once
+/// it is over. Through the copier's memory, or directly into the arena, which is page-locked.
 fn captured(copying: &Copying, copier: Arc<ChunkCopier>, in_place: bool) {
     let (folder, stream) = (tempfile::tempdir().unwrap(), copying.stream);
     // Two tensors a unit, one right behind the other.
@@ -331,9 +331,9 @@ fn captured(copying: &Copying, copier: Arc<ChunkCopier>, in_place: bool) {
     unsafe { result::stream::synchronize(stream) }.unwrap();
 }
 
-/// The digests that units should have, and those that two lanes give, one beside the other, of tensors that arrive late and
-/// are overwritten once it is over. Each unit has two tensors, and bytes on the host between them. `fetch` says how many of a
-/// copier's bytes may be read.
+/// Returns the expected digests of units, and those computed by two concurrent lanes from tensors that arrive late and
+/// are overwritten afterwards. Each unit has two tensors, and bytes on the host between them. `fetch` returns how many
+/// of a copier's bytes may be read.
 fn hashed(
     stream: sys::CUstream,
     sizes: &[usize],
@@ -349,14 +349,14 @@ fn hashed(
         let copier = Arc::new(copying.copier(staging, HostMemory::Slots));
         assert_eq!(copier.num_hashes(), 0);
         copying.set();
-        // SAFETY: a live stream; the tensors are written when the digests are there.
+        // SAFETY: a live stream; the tensors are written after the digests are computed.
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), stream.cast()).unwrap() };
         let copies = fetcher.copies();
         let fetched =
-            |tensor: &Vec<_>| tensor.iter().map(|&each| Part::Fetched(run(each))).collect::<Vec<_>>();
+            |tensor: &Vec<_>| tensor.iter().map(|&each| HashSource::Fetched(run(each))).collect::<Vec<_>>();
         let units = copies.chunks(2).map(|pair| {
             let mut parts = fetched(&pair[0]);
-            parts.push(Part::Here(here));
+            parts.push(HashSource::Present(here));
             parts.extend(pair.get(1).map(fetched).into_iter().flatten());
             parts
         });
@@ -377,7 +377,7 @@ fn hashed(
     (expected, got)
 }
 
-/// Planted: bytes that are not waited for, and some that are not read before others take their place.
+/// Planted mistakes: bytes that are not waited for, and bytes that are overwritten before they are read.
 fn mistakes_give_other_digests(driver: &Driver, stream: sys::CUstream) {
     let staging = Staging { count: 2, bytes: 4096 };
     driver.set_policy(LATE);
@@ -395,7 +395,7 @@ fn mistakes_give_other_digests(driver: &Driver, stream: sys::CUstream) {
     assert_ne!(got[0], expected[0], "the test would not notice a slot that is used too early");
 }
 
-/// What is written to a buffer after a capture into it was cancelled stays.
+/// Bytes that are written to a buffer after a capture into it was cancelled stay.
 fn nothing_comes_later(arena: &Arena, index: usize) {
     let (start, bytes) = (arena.buffer(index).unwrap(), arena.layout().payload_bytes());
     // SAFETY: the buffer, which no capture uses any more.
@@ -406,8 +406,8 @@ fn nothing_comes_later(arena: &Arena, index: usize) {
     }
 }
 
-/// While the host reads one transfer others are on their way, as many as there are staging buffers, and none when the
-/// reader gives up; what it reads stays as it is until it asks for more.
+/// While the host reads one transfer, others are in flight, one per staging buffer, and none after the reader stops.
+/// The bytes that it reads do not change until it asks for more.
 fn a_fetch_runs_ahead(driver: &Driver, stream: sys::CUstream) {
     let staging = Staging { count: 2, bytes: 4096 };
     for (policy, given_up) in [(LATE, 3), (EARLY, 3), (RANDOM, 7)] {
@@ -423,7 +423,7 @@ fn a_fetch_runs_ahead(driver: &Driver, stream: sys::CUstream) {
             assert_eq!(fetcher.fetch().unwrap(), (transfer + 1) * 4096);
             assert_eq!(driver.launches() - launched, (transfer + 3).min(10));
             assert!(policy != LATE || !driver.is_idle());
-            // All that was started arrives before the host has read.
+            // All started transfers arrive before the host has read.
             // SAFETY: nothing but a wait.
             unsafe { sys::cuCtxSynchronize() }.result().unwrap();
             // SAFETY: a slot that nothing writes now.

@@ -1,4 +1,4 @@
-//! The copying thread with real threads around it: what it publishes is whole, what is cancelled stays invisible.
+//! The copying thread with real threads around it: published versions are complete, cancelled ones stay invisible.
 
 use evermoe::Error;
 use evermoe::snapshot::{Arena, Capture, CaptureState, CopyEngine, Run, digest};
@@ -38,7 +38,7 @@ impl Sources {
         Self { units }
     }
 
-    /// Bytes that depend on the version, the run and the place in it.
+    /// Sets bytes that depend on the version, the run and the position in it.
     fn set(&mut self, version: u64) {
         for (position, run) in self.units.iter_mut().flatten().enumerate() {
             for (place, byte) in run.iter_mut().enumerate() {
@@ -61,7 +61,7 @@ impl Sources {
         )
     }
 
-    /// The arena's buffer holds what is here now, under the right digests.
+    /// Checks that the arena's buffer holds the current bytes, with the right digests.
     fn check(&self, arena: &Arena, index: usize) {
         let start = arena.buffer(index).unwrap();
         let digests = arena.digests(index).unwrap();
@@ -81,7 +81,7 @@ fn capture(
     sources: &Sources,
     kept: Box<dyn Any + Send>,
 ) -> Capture {
-    // SAFETY: the tests leave the sources alone until the capture is over.
+    // SAFETY: the tests do not change the sources until the capture is over.
     unsafe { engine.capture(arena, version, &sources.runs(), kept) }.unwrap()
 }
 
@@ -107,7 +107,8 @@ fn flip_the_gate(engine: &CopyEngine, over: &AtomicBool, seed: u64) {
     engine.open(None);
 }
 
-/// One trainer: captures version after version, waits, hurries or cancels at random; then writes the sources at once.
+/// One trainer: captures version after version, waits, hurries or cancels at random, and then writes the sources
+/// immediately.
 fn train(engine: &CopyEngine, path: &Path, seed: u64) -> [usize; 2] {
     let mut dice = Dice(seed);
     let mut sources = Sources::new(&mut dice);
@@ -133,7 +134,7 @@ fn train(engine: &CopyEngine, path: &Path, seed: u64) -> [usize; 2] {
         assert_eq!(drops.load(Ordering::SeqCst), version as usize, "kept is dropped before the end shows");
         let versions: Vec<u64> = arena.versions().into_iter().map(|(_, version)| version).collect();
         match capture.state() {
-            CaptureState::Whole => {
+            CaptureState::Complete => {
                 assert_eq!(arena.versions()[0], (capture.index(), version));
                 sources.check(&arena, capture.index());
                 (newest, counts[0]) = (Some(version), counts[0] + 1);
@@ -145,7 +146,7 @@ fn train(engine: &CopyEngine, path: &Path, seed: u64) -> [usize; 2] {
                 assert_eq!(
                     versions.first(),
                     newest.as_ref(),
-                    "the newest whole version stays, and no other shows"
+                    "the newest complete version stays, and no other is visible"
                 );
                 counts[1] += 1;
             }
@@ -203,7 +204,7 @@ fn the_gate_counts_to_the_byte() {
     sources.check(&arena, capture.index());
     assert!(capture.busy() > Duration::ZERO);
     capture.cancel();
-    assert_eq!((capture.state(), arena.versions()), (CaptureState::Whole, vec![(0, 1)]), "too late");
+    assert_eq!((capture.state(), arena.versions()), (CaptureState::Complete, vec![(0, 1)]), "too late");
 }
 
 #[test]
@@ -214,7 +215,7 @@ fn a_hurried_capture_takes_those_before_it_along() {
     let captures = [&arena, &other, &last].map(|arena| capture(&engine, arena, 1, &sources, Box::new(())));
     captures[1].hurry();
     captures[1].wait(None, None).unwrap();
-    assert_eq!((captures[0].state(), captures[2].state()), (CaptureState::Whole, CaptureState::Waiting));
+    assert_eq!((captures[0].state(), captures[2].state()), (CaptureState::Complete, CaptureState::Waiting));
 }
 
 #[test]
@@ -307,12 +308,12 @@ fn sources_are_fetched_before_they_are_read() {
                 return Err(Error::Internal(format!("{limit} bytes and no more")));
             }
             more.clone().for_each(|place| staged[place].store(from[place], Ordering::Relaxed));
-            // What was there before has been copied.
+            // The previous bytes have been copied.
             (0..more.start).for_each(|place| staged[place].store(0xEE, Ordering::Relaxed));
             fetched = more.end;
             Ok(fetched)
         };
-        // SAFETY: what is fetched stays as it is until it was copied.
+        // SAFETY: fetched bytes do not change until they were copied.
         unsafe { engine.capture_fetched(&arena, version, Some(&runs), Box::new(fetch), Box::new(())) }
             .unwrap()
     };
@@ -323,9 +324,9 @@ fn sources_are_fetched_before_they_are_read() {
     assert!(message.contains("version 1 was cancelled: 9999 bytes and no more"), "{message}");
     assert_eq!((refused.done_bytes(), arena.versions()), (64 + 4096, vec![]));
     after.wait(None, None).unwrap();
-    let whole = start(2, 10_000);
-    whole.wait(None, None).unwrap();
-    sources.check(&arena, whole.index());
+    let complete = start(2, 10_000);
+    complete.wait(None, None).unwrap();
+    sources.check(&arena, complete.index());
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The split of tokens over replicas: what must hold for all inputs, and everything on small sizes.
+//! The split of tokens over replicas: properties for all inputs, and exhaustive tests of small sizes.
 
 use super::common::all;
 use evermoe::dispatch::{Policy, split_expert, split_tokens};

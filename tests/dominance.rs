@@ -1,13 +1,13 @@
-//! `balanced` against the other policies: none is better on one of evenness and survival and not worse on the other.
+//! `balanced` and the other policies: none is better in one of evenness and survival and not worse in the other.
 
 use evermoe::placement::{Policy, Request, allocate, place};
 use proptest::prelude::*;
 
-/// What a placement is worth, found by enumeration.
+/// The qualities of a placement, found by enumeration.
 #[derive(Debug)]
 struct Worth {
     imbalance: f64,
-    /// Choices of so many failed nodes that leave every expert a replica.
+    /// Number of sets of failed nodes that leave every expert a replica, by their size.
     survived: Vec<usize>,
     /// (node, expert) pairs.
     pairs: usize,

@@ -1,6 +1,6 @@
-//! Errors of work on a device, against the stand-in driver: they are told late, and by every call that follows.
+//! Errors of work on a device, with the stand-in driver: they are reported late, and by every later call.
 //!
-//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+//! Needs g++ and make on x86-64 and a build with kernels; otherwise it passes silently.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use cudarc::driver::DriverError;
@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUresult};
 use driver::{Driver, EARLY, LATE, RANDOM};
 use evermoe::cpu::ChunkLayout;
 use evermoe::cuda::{ChunkCopier, Fetcher, HostMemory, LayerIds, PinnedBuffer, Staging};
-use evermoe::snapshot::{Arena, CopyEngine, Lane, Part, Run, digest, digests_fetched};
+use evermoe::snapshot::{Arena, CopyEngine, HashSource, Lane, Run, digest, digests_fetched};
 use evermoe::{Error, Result};
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ const SIZES: [usize; 3] = [20_003, 17, 7000];
 const CHUNK_BYTES: usize = 4096;
 const STAGING: Staging = Staging { count: 2, bytes: CHUNK_BYTES };
 
-// One test: there is one driver in a process.
+// A single test, as a process has one driver.
 #[test]
 fn errors_are_told_late_and_for_good() {
     let Some(driver) = Driver::load() else { return };
@@ -48,7 +48,7 @@ fn is_illegal_address<T: std::fmt::Debug>(result: std::result::Result<T, DriverE
     result.unwrap_err().0 == CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
 }
 
-/// That evermoe says what the driver said; a capture is cancelled for it.
+/// Whether evermoe reports the driver's error; for a capture, that it was cancelled for this reason.
 fn is_typed<T: std::fmt::Debug>(result: Result<T>) -> bool {
     match &result {
         Err(error @ Error::Cuda { code, .. }) => {
@@ -63,30 +63,30 @@ fn names_illegal_address(error: &Error) -> bool {
     error.to_string().contains("CUDA_ERROR_ILLEGAL_ADDRESS")
 }
 
-/// A program that looks at results although a wait has failed finds stale ones; the other device knows nothing of it.
+/// A program that reads results although a wait has failed finds stale ones; the other device is not affected.
 fn told_late_and_by_all(driver: &Driver) {
     let launcher = driver.launcher();
     let mut counts = [9_i64; 3];
     let ids = [0_i32, 2, 2];
     let layer = LayerIds { ids: ids.as_ptr() as u64, wide_ids: false, num_slots: ids.len() };
-    // SAFETY: memory of the stated sizes, which outlives the work: what has not run is forgotten by `heal`.
+    // SAFETY: memory of the stated sizes, which outlives the work: `heal` discards work that has not run.
     unsafe {
         let mut count = || launcher.histograms(&[layer], counts.as_mut_ptr() as u64, 3);
         let event = result::event::create(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC).unwrap();
-        driver.plant_fault(2); // the first clears the counts
-        count().expect("an error that is not there yet");
+        driver.plant_fault(2); // the first work clears the counts
+        count().expect("the error occurs only later");
         result::event::record(event, std::ptr::null_mut()).expect("as above");
         let told = result::event::synchronize(event);
         assert!(is_illegal_address(told), "told by what waits");
         for _ in 0..3 {
-            assert!(is_illegal_address(result::event::query(event)), "neither there nor on its way");
+            assert!(is_illegal_address(result::event::query(event)), "neither arrived nor in transit");
             assert!(is_illegal_address(result::stream::synchronize(std::ptr::null_mut())));
             assert!(is_illegal_address(result::malloc_sync(8)));
             assert!(is_typed(count()));
         }
         assert_ne!(counts, [1, 0, 2]);
         driver.make_current(1);
-        let other = result::malloc_sync(8).expect("the other device's context is whole");
+        let other = result::malloc_sync(8).expect("the other device's context still works");
         result::free_sync(other).unwrap();
         driver.make_current(0);
         driver.heal();
@@ -98,7 +98,7 @@ fn run((address, bytes): (usize, usize)) -> Run {
     Run { address, bytes }
 }
 
-/// Tensors, and what a copier of them needs.
+/// Tensors, with the inputs of a copier.
 struct Tensors {
     tensors: Vec<Vec<u8>>,
     layout: ChunkLayout,
@@ -127,7 +127,8 @@ impl Tensors {
     }
 }
 
-/// Whoever starts or waits is told; nobody is told that chunks are there which are not; the drops end.
+/// Every call that starts or waits reports the error; chunks that are missing are never reported as done; the drops
+/// return.
 fn a_copier_fails(driver: &Driver, work: i32) {
     let mut tensors = Tensors::new();
     let copier = tensors.copier(HostMemory::Own);
@@ -137,14 +138,14 @@ fn a_copier_fails(driver: &Driver, work: i32) {
     unsafe {
         let started = copier.save(torch, all.clone()).and_then(|()| copier.release(torch));
         assert!(started.is_ok() || is_typed(started));
-        let there = |chunk| loop {
+        let is_done = |chunk| loop {
             match copier.is_done(chunk..chunk + 1) {
                 Ok(false) => {}
                 other => return other,
             }
         };
-        // Chunks that came before the error may be there.
-        let first_lost = all.clone().position(|chunk| is_typed(there(chunk))).expect("an error");
+        // Chunks copied before the error may be complete.
+        let first_lost = all.clone().position(|chunk| is_typed(is_done(chunk))).expect("an error");
         for chunk in 0..first_lost {
             let copied = std::slice::from_raw_parts(copier.chunks().add(chunk * CHUNK_BYTES), 16);
             assert_eq!(copied, [7; 16], "chunk {chunk}");
@@ -154,7 +155,7 @@ fn a_copier_fails(driver: &Driver, work: i32) {
         assert!(is_typed(copier.release(torch)) && is_typed(PinnedBuffer::new(0, 1)));
     }
     drop(copier);
-    drop(tensors); // nothing of this context runs any more
+    drop(tensors); // nothing of this context is running any more
     driver.heal();
 }
 
@@ -163,31 +164,31 @@ fn page_lock(arena: &Arena) -> Result<()> {
     arena.page_lock(|start, len| Ok(Box::new(unsafe { PinnedBuffer::register(0, start, len)? })))
 }
 
-/// The reason is told, nothing of it stays, and it may be tried again.
+/// The reason is reported, no lock remains, and it may be tried again.
 fn a_page_lock_is_refused(driver: &Driver) {
     let folder = tempfile::tempdir().unwrap();
     let arena = Arena::create(&folder.path().join("arena"), "", &[("unit".into(), 100_000)]).unwrap();
-    let mut whole = (std::ptr::null_mut(), 0);
+    let mut mapped = (std::ptr::null_mut(), 0);
     let refused = arena.page_lock(|start, len| {
-        whole = (start, len);
+        mapped = (start, len);
         Err(Error::Internal("not now".into()))
     });
     assert!(refused.is_err() && !arena.is_page_locked());
     // SAFETY: a part of the arena's mapping, which lives longer.
-    let part = unsafe { PinnedBuffer::register(0, whole.0, 4096) }.unwrap();
+    let part = unsafe { PinnedBuffer::register(0, mapped.0, 4096) }.unwrap();
     let refused = page_lock(&arena).unwrap_err().to_string();
-    assert!(refused.contains(&format!("cuMemHostRegister of {} bytes failed", whole.1)), "{refused}");
+    assert!(refused.contains(&format!("cuMemHostRegister of {} bytes failed", mapped.1)), "{refused}");
     assert!(!arena.is_page_locked());
     drop(part);
     page_lock(&arena).unwrap();
     drop(arena);
-    // SAFETY: no byte of it is touched: whether it is known as page-locked still.
-    let again = unsafe { PinnedBuffer::register(0, whole.0, 4096) };
+    // SAFETY: no byte of it is accessed; the call only shows whether it is still registered as page-locked.
+    let again = unsafe { PinnedBuffer::register(0, mapped.0, 4096) };
     drop(again.expect("it was unlocked with its mapping"));
     assert!(driver.is_idle());
 }
 
-/// The thread that captures tells it and lives on; the version from before stays whole.
+/// The capturing thread reports the error and survives; the previous version stays complete.
 fn a_capture_fails(driver: &Driver, work: i32, in_place: bool) {
     let folder = tempfile::tempdir().unwrap();
     let mut tensors = Tensors::new();
@@ -225,7 +226,7 @@ fn a_capture_fails(driver: &Driver, work: i32, in_place: bool) {
     assert!(arena.verify(versions[0].0).unwrap().is_empty());
     drop(copier);
     driver.heal();
-    // The engine's thread is there for others.
+    // The engine's thread still serves other captures.
     let bytes = SIZES.map(|size| vec![5_u8; size]);
     let runs: Vec<_> = bytes
         .iter()
@@ -237,14 +238,14 @@ fn a_capture_fails(driver: &Driver, work: i32, in_place: bool) {
     assert_eq!(arena.versions()[0].1, 4);
 }
 
-/// Who asks for digests is told, also the next time.
+/// The computation of digests reports the error, every time.
 fn digests_fail(driver: &Driver, work: i32) {
     let mut tensors = Tensors::new();
     let copier = Arc::new(tensors.copier(HostMemory::Slots));
     let digests = || -> Result<_> {
         // SAFETY: a live stream; the tensors are not written.
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast())? };
-        let parts = |runs: Vec<_>| runs.into_iter().map(|each| Part::Fetched(run(each))).collect();
+        let parts = |runs: Vec<_>| runs.into_iter().map(|each| HashSource::Fetched(run(each))).collect();
         let units = fetcher.copies().into_iter().map(parts).collect();
         // SAFETY: as above.
         unsafe { digests_fetched(vec![Lane { units, fetch: Box::new(move |_| fetcher.fetch()) }]) }
@@ -256,7 +257,7 @@ fn digests_fail(driver: &Driver, work: i32) {
     driver.heal();
 }
 
-/// One launch of many fails and the device works on: when `fetch` says so, nothing reads the tensors any more.
+/// One launch of many fails while the device continues: when `fetch` reports that, nothing reads the tensors any more.
 fn nothing_is_read_after_a_refusal(driver: &Driver, launch: i32) {
     let mut tensors = Tensors::new();
     let copier = Arc::new(tensors.copier(HostMemory::Own));
@@ -268,7 +269,7 @@ fn nothing_is_read_after_a_refusal(driver: &Driver, launch: i32) {
     assert!(driver.is_idle(), "on its way after the end, launch {launch}");
     tensors.tensors.iter_mut().for_each(|tensor| tensor.fill(0xcc));
     let chunks = launch as usize - 1;
-    // SAFETY: chunks that are there.
+    // SAFETY: chunks that were copied.
     let copied = unsafe { std::slice::from_raw_parts(copier.chunks(), chunks * CHUNK_BYTES) };
     assert!(copied.iter().all(|&byte| byte == 7), "read after the end, launch {launch}");
     driver.refuse_launch(0);

@@ -1,4 +1,4 @@
-//! Who keeps copies, and what that survives: what must hold for all inputs, and everything on small sizes.
+//! Holders of copies, and the losses that they survive: properties for all inputs, and exhaustive tests of small sizes.
 
 use evermoe::placement::{
     CopyPolicy, copy_holders, copy_recovery_probability, primaries, training_copy_holders,
@@ -160,7 +160,7 @@ fn ranks_of_a_node_fail_together() {
 
 // ---- training jobs ----
 
-/// What must hold of the holders of one kind of state; `group[r]` is what rank r's replicas share.
+/// Properties of the holders of one kind of state; `group[r]` is the state that rank r's replicas share.
 fn check_training(nodes: &[String], group: &[usize], copies: usize, holders: &[Vec<usize>]) -> Vec<usize> {
     let most = copies.min(distinct(nodes));
     let mut received = vec![0; nodes.len()];

@@ -1,6 +1,6 @@
-//! The launchers, with their grids and argument lists, against a driver that runs the kernels' source on the CPU.
+//! The launchers, with their grids and argument lists, with a driver that runs the kernels' source on the CPU.
 //!
-//! Needs g++ on x86-64 and a build with kernels; passes without a word otherwise.
+//! Needs g++ on x86-64 and a build with kernels; otherwise it passes silently.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use driver::{Driver, finish};
@@ -36,7 +36,7 @@ fn routing() -> (Vec<i32>, Vec<i64>) {
     (ids, counts)
 }
 
-// One test: there is one driver in a process.
+// A single test, as a process has one driver.
 #[test]
 fn launchers_agree_with_the_cpu() {
     let Some(driver) = Driver::load() else { return };
@@ -66,7 +66,7 @@ fn launchers_agree_with_the_cpu() {
     shared_memory(&driver);
 }
 
-/// More layers than one launch takes, of both types of ids, some without any.
+/// More layers than one launch takes, with both types of ids; some layers are empty.
 fn histograms(launcher: &Launcher, ids: &[i32]) {
     let wide: Vec<i64> = ids.iter().map(|&id| id.into()).collect();
     let lengths: Vec<usize> =
@@ -91,7 +91,7 @@ fn histograms(launcher: &Launcher, ids: &[i32]) {
     assert!(refused.unwrap_err().to_string().contains("at most 12288 on CUDA"));
 }
 
-/// Every alignment of the rows, both ways.
+/// Every alignment of the rows, in both directions.
 fn in_8_bits(launcher: &Launcher, x: &[bf16], width: usize) {
     let (num_rows, row_bytes) = (x.len() / width, cpu::fp8_row_bytes(width));
     let (mut expected, mut back) = (vec![0_u8; num_rows * row_bytes], vec![bf16::ZERO; x.len()]);
@@ -184,7 +184,7 @@ fn scratch_is_small() {
     }
 }
 
-/// One and many experts, ranks and tiles; more warps than tables; no slot at all, and none that is routed.
+/// One and many experts, ranks and tiles; more warps than tables; no slots, and only unrouted ones.
 fn plans(launcher: &Launcher) {
     let shapes = [(1, 1), (3, 128), (64, 64), (257, 3), (768, 1), (1000, 2), (4096, 128), (12_286, 1)];
     for (experts, ranks) in shapes {
@@ -363,20 +363,20 @@ fn adamw(launcher: &Launcher, len: usize, offset: usize) {
     let narrow: Vec<bf16> = draw(2).into_iter().map(bf16::from_f32).collect();
     let (mut state, mut expected) =
         ([draw(3), draw(4), vec![0.0; len + offset]], [draw(3), draw(4), vec![0.0; len + offset]]);
-    let (mut there, mut here) = (Vec::new(), Vec::new());
+    let (mut device_steps, mut host_steps) = (Vec::new(), Vec::new());
     for t in 1..=STEPS {
         let (arithmetic, scale) = (Arithmetic::ALL[t % 4], if t % 2 == 0 { 1.0 } else { 3.0 });
         let powers = (arithmetic == Arithmetic::TorchCudaFused).then_some([0.5, 0.75]);
         let step = AdamWStep::with_arithmetic(arithmetic, &options, t as i64, powers, scale, 1.0).unwrap();
         let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
-        there.push((step, at_device));
-        here.push((step, on_host));
+        device_steps.push((step, at_device));
+        host_steps.push((step, on_host));
     }
     let [p, m, v] = &mut expected;
-    cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], &here, &Serial);
+    cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], &host_steps, &Serial);
     let [p, m, v] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
     // SAFETY: arrays of the stated lengths, which live until the stream is finished.
-    unsafe { launcher.adamw(&[cuda::AdamW { p, m, v, num_elements: len, steps: &there }]) }.unwrap();
+    unsafe { launcher.adamw(&[cuda::AdamW { p, m, v, num_elements: len, steps: &device_steps }]) }.unwrap();
     finish();
     assert_eq!(state, expected, "{len} elements at {offset}");
 }
@@ -391,20 +391,20 @@ fn sgd(launcher: &Launcher, len: usize, offset: usize) {
         let nesterov = momentum > 0.0;
         let options =
             SgdOptions { lr: 0.1, momentum, dampening: 0.0, weight_decay: 0.1, nesterov, maximize: true };
-        let (mut there, mut here) = (Vec::new(), Vec::new());
+        let (mut device_steps, mut host_steps) = (Vec::new(), Vec::new());
         for t in 0..STEPS {
             let step = SgdStep::new(SgdStep::ARITHMETICS[t % 2], &options, t == 0, 3.0, 0.5).unwrap();
             let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
-            there.push((step, at_device));
-            here.push((step, on_host));
+            device_steps.push((step, at_device));
+            host_steps.push((step, on_host));
         }
         let (mut state, mut expected) = ([draw(3), draw(4)], [draw(3), draw(4)]);
         let [p, buffer] = &mut expected;
         let buffer = (momentum > 0.0).then_some(&mut buffer[offset..]);
-        cpu::sgd(&mut p[offset..], buffer, &here, &Serial).unwrap();
+        cpu::sgd(&mut p[offset..], buffer, &host_steps, &Serial).unwrap();
         let [p, buffer] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
         let buffer = (momentum > 0.0).then_some(buffer);
-        let mut arguments = cuda::Sgd { p, buffer, num_elements: len, steps: &there };
+        let mut arguments = cuda::Sgd { p, buffer, num_elements: len, steps: &device_steps };
         // SAFETY: arrays of the stated lengths, which live until the stream is finished.
         unsafe { launcher.sgd(&[arguments]) }.unwrap();
         finish();
@@ -417,8 +417,8 @@ fn sgd(launcher: &Launcher, len: usize, offset: usize) {
     }
 }
 
-/// Tensors with a step each, of which some are empty and some cannot be read in packs, under so many rows of numbers.
-/// AdamW's launches are counted; SGD takes as many.
+/// Tensors with one step each, of which some are empty and some cannot be read in packs, with `rows` different rows of
+/// numbers. AdamW's launches are counted; SGD needs the same number.
 fn groups(driver: &Driver, count: usize, rows: usize, launches: usize) {
     let launcher = driver.launcher();
     let options = AdamWOptions { lr: 0.1, betas: [0.9, 0.99], eps: 1e-6, weight_decay: 0.1, maximize: false };
@@ -465,7 +465,7 @@ fn groups(driver: &Driver, count: usize, rows: usize, launches: usize) {
     assert!(state == expected, "{count} tensors, {rows} rows");
 }
 
-/// The tensors are stepped one after the other; the gradient is what the first becomes.
+/// The tensors are stepped one after the other; the gradient is the first one's result.
 fn shared_memory(driver: &Driver) {
     let options = SgdOptions {
         lr: 0.5,

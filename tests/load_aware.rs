@@ -1,4 +1,4 @@
-//! PEC's load-aware choice: against all choices on small sizes, and what must hold for all inputs and over time.
+//! PEC's load-aware choice: compared with all choices on small sizes, and properties for all inputs and over time.
 
 use super::common::all;
 use evermoe::selection::{Selection, TokenLedger, load_aware};

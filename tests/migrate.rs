@@ -1,4 +1,4 @@
-//! Migration: no assignment moves fewer bytes, and the transfers are right and spread; everything on small sizes.
+//! Migration: no assignment moves fewer bytes, and the transfers are right and balanced; exhaustive on small sizes.
 
 use evermoe::placement::{Migration, migrate};
 use proptest::prelude::*;
@@ -33,7 +33,7 @@ fn assignments(positions: usize, nodes: usize) -> Vec<Vec<usize>> {
     })
 }
 
-/// What must hold for any migration, whatever the assignment.
+/// Properties of any migration, whatever the assignment.
 fn check_transfers(old: &[i64], new: &[i64], nbytes: &[i64], migration: &Migration) {
     let (experts, nodes) = (nbytes.len(), old.len() / nbytes.len());
     let Migration { node_map, transfers, nbytes: total } = migration;
@@ -57,9 +57,9 @@ fn check_transfers(old: &[i64], new: &[i64], nbytes: &[i64], migration: &Migrati
     }
     for (position, &node) in node_map.iter().enumerate() {
         for expert in 0..experts {
-            let there = held(old, experts, node, expert) || after[node * experts + expert];
+            let is_present = held(old, experts, node, expert) || after[node * experts + expert];
             assert!(
-                there || !held(new, experts, position, expert),
+                is_present || !held(new, experts, position, expert),
                 "node {node} lacks {expert}: {migration:?}"
             );
         }
@@ -77,7 +77,7 @@ fn check_optimal(old: &[i64], new: &[i64], nbytes: &[i64]) {
 }
 
 /// Gives every expert a holder.
-fn whole(mut old: Vec<i64>, experts: usize) -> Vec<i64> {
+fn covered(mut old: Vec<i64>, experts: usize) -> Vec<i64> {
     for expert in 0..experts {
         if old.iter().skip(expert).step_by(experts).all(|&count| count == 0) {
             old[expert] = 1;
@@ -93,10 +93,10 @@ fn every_placement_of_two_experts_on_three_nodes() {
     for nbytes in [[3, 5], [4, 4], [0, 1]] {
         for old in 0..64 {
             for new in 0..64 {
-                check_optimal(&whole(bits(old, 6), 2), &bits(new, 6), &nbytes);
+                check_optimal(&covered(bits(old, 6), 2), &bits(new, 6), &nbytes);
             }
             for new in 0..16 {
-                check_optimal(&whole(bits(old, 6), 2), &bits(new, 4), &nbytes);
+                check_optimal(&covered(bits(old, 6), 2), &bits(new, 4), &nbytes);
             }
         }
     }
@@ -112,7 +112,7 @@ fn case(
     (nodes, prop::collection::vec(size, experts)).prop_flat_map(move |(nodes, nbytes)| {
         let old = prop::collection::vec(count(), nodes * experts);
         let new = (0..=nodes).prop_flat_map(move |rows| prop::collection::vec(count(), rows * experts));
-        (old, new, Just(nbytes)).prop_map(move |(old, new, nbytes)| (whole(old, experts), new, nbytes))
+        (old, new, Just(nbytes)).prop_map(move |(old, new, nbytes)| (covered(old, experts), new, nbytes))
     })
 }
 
@@ -128,7 +128,7 @@ proptest! {
     fn a_permutation_moves_nothing(
         rows in prop::collection::vec(prop::collection::vec(0_i64..2, 6), 1..40), seed in any::<prop::sample::Index>(),
     ) {
-        // Rotated by some rows; every expert that a row needs is there.
+        // Rotated by some rows; every expert that a row needs is present.
         let mut rotated = rows.clone();
         rotated.rotate_left(seed.index(rows.len()));
         let migration = migrate(&rows.concat(), &rotated.concat(), &[7, 1, 9, 2, 2, 5], None).unwrap();
@@ -218,7 +218,7 @@ fn among_many_nodes_greed_gives_way_to_the_order_by_number() {
 
 #[test]
 fn many_nodes_that_need_what_they_have_stay() {
-    // All nodes hold the same: every assignment moves nothing.
+    // All nodes hold the same: no assignment moves anything.
     let migration = migrate(&vec![1; 1200], &vec![1; 1200], &[1, 1], None).unwrap();
     assert_eq!(migration.node_map, (0..600).collect::<Vec<_>>());
 }
@@ -255,7 +255,7 @@ fn case_in_domains() -> impl Strategy<Value = (Vec<usize>, Vec<i64>, Vec<i64>, V
         let cells = sizes.iter().sum::<usize>() * 4;
         let matrix = || prop::collection::vec(0_i64..3, cells);
         (Just(sizes), matrix(), matrix(), Just(nbytes))
-            .prop_map(|(sizes, old, new, nbytes)| (sizes, whole(old, 4), new, nbytes))
+            .prop_map(|(sizes, old, new, nbytes)| (sizes, covered(old, 4), new, nbytes))
     })
 }
 

@@ -1,9 +1,9 @@
-//! Allocation and placement: what must hold for all inputs, and everything on small sizes.
+//! Allocation and placement: properties for all inputs, and exhaustive tests of small sizes.
 
 use evermoe::placement::{Construction, Policy, Request, allocate, migrate, place, reallocate};
 use proptest::prelude::*;
 
-/// Lazarus Eq. 1 as it is printed, for whole loads.
+/// Lazarus Eq. 1 as in the paper, for integer loads.
 fn equation_1(load: &[i64], nodes: usize, slots: usize, min_replicas: usize) -> Vec<i64> {
     let places = (nodes * slots) as i128;
     let floor = (min_replicas as i128).min(places / load.len() as i128);
@@ -27,7 +27,7 @@ fn request(replicas: &[i64], nodes: usize, slots: usize, policy: Policy) -> Requ
     Request { replicas, nodes, slots, policy, load: None, previous: None, domains: None, failures: None }
 }
 
-/// What holds for every policy: full nodes, every replica placed.
+/// Properties for every policy: full nodes, every replica placed.
 fn check_sums(replicas: &[i64], nodes: usize, slots: usize, matrix: &[i64]) {
     let experts = replicas.len();
     assert!(matrix.iter().all(|&count| count >= 0));

@@ -1,9 +1,9 @@
-//! The choice of copies, against all choices on small sizes, and what must hold for all inputs.
+//! The choice of copies, compared with all choices on small sizes, and properties for all inputs.
 
 use evermoe::protection::{
     CopyKind, CopyNode, CopyPlan, CopyReason, CopyRequest, CopyUnit, Limit, choose_copies,
 };
-use evermoe::schedule::{Link, Place};
+use evermoe::schedule::{Link, MemoryKind};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -40,8 +40,8 @@ fn request<'a>(units: &'a [CopyUnit], nodes: &'a [CopyNode]) -> CopyRequest<'a> 
 
 // ---- an oracle that knows nothing of the planner: one assignment, what it takes and what it loses
 
-/// Kind, and holders with their places.
-type Assigned = (CopyKind, Vec<(usize, Place)>);
+/// Kind, and holders with their memory.
+type Assigned = (CopyKind, Vec<(usize, MemoryKind)>);
 
 fn sent(unit: &CopyUnit, kind: CopyKind) -> u64 {
     match kind {
@@ -72,8 +72,8 @@ fn over(request: &CopyRequest<'_>, senders: &[usize], all: &[Assigned]) -> (bool
             for &(_, place) in holders.iter().filter(|(holder, _)| *holder == number) {
                 network += time(request.network, bytes);
                 match place {
-                    Place::Host => host += memory,
-                    Place::Device => {
+                    MemoryKind::Host => host += memory,
+                    MemoryKind::Device => {
                         host_link += time(request.host_link, bytes);
                         device += memory;
                     }
@@ -99,7 +99,7 @@ fn fail(request: &CopyRequest<'_>, domains: &BTreeSet<usize>) -> f64 {
     domains.iter().map(|&domain| 1.0 - alive(domain)).product()
 }
 
-/// Whether enough domains hold the unit currently, and its expected loss.
+/// Whether enough domains hold the current state of the unit, and its expected loss.
 fn value(request: &CopyRequest<'_>, unit: &CopyUnit, (kind, holders): &Assigned) -> (bool, f64) {
     let active = domains(request, unit.active.iter().copied());
     let copied = domains(request, holders.iter().map(|&(node, _)| node));
@@ -125,9 +125,12 @@ fn all_of(request: &CopyRequest<'_>, unit: &CopyUnit) -> Vec<Assigned> {
         .collect();
     let missing = request.copies.saturating_sub(active.len());
     for kind in kinds {
-        let places: &[Place] =
-            if kind == CopyKind::Replayed { &[Place::Host, Place::Device] } else { &[Place::Host] };
-        let mut lists: Vec<Vec<(usize, Place)>> = vec![Vec::new()];
+        let places: &[MemoryKind] = if kind == CopyKind::Replayed {
+            &[MemoryKind::Host, MemoryKind::Device]
+        } else {
+            &[MemoryKind::Host]
+        };
+        let mut lists: Vec<Vec<(usize, MemoryKind)>> = vec![Vec::new()];
         for number in 0..request.nodes.len() {
             let more = lists.iter().filter(|list| list.len() < missing).flat_map(|list| {
                 places.iter().map(move |&place| [list.as_slice(), &[(number, place)]].concat())
@@ -180,7 +183,7 @@ fn check(request: &CopyRequest<'_>, plan: &CopyPlan) -> bool {
     let all: Vec<Assigned> = plan
         .units
         .iter()
-        .map(|unit| (unit.kind, unit.holders.iter().map(|holder| (holder.node, holder.place)).collect()))
+        .map(|unit| (unit.kind, unit.holders.iter().map(|holder| (holder.node, holder.memory)).collect()))
         .collect();
     let (fits, delay) = over(request, &senders, &all);
     assert!(fits, "over time or memory: {plan:?}");

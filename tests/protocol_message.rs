@@ -1,15 +1,17 @@
-//! What strangers tell the Lighthouse never does more than to be called a stranger's; what members tell is understood.
+//! Messages through the Lighthouse: text from strangers is always recognised as such, and members' messages are
+//! understood.
 
 use evermoe::protocol::{
-    Begun, Heard, Message, PROTOCOL, Role, Seat, Standing, hear, promote, tell, tell_ended,
+    Begun, Decoded, LastGroup, Message, PROTOCOL, Role, Standing, decode_message, encode_ended,
+    encode_message, encode_promotion,
 };
 use evermoe::secret::Secret;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 fn messages() -> impl Strategy<Value = Message> {
-    let seat = (any::<u64>(), 0..1_u64 << 20, 0..9_usize, any::<[bool; 2]>(), 0..9_usize).prop_map(
-        |(epoch, generation, size, [is_first, leaves], left)| Seat {
+    let last_group = (any::<u64>(), 0..1_u64 << 20, 0..9_usize, any::<[bool; 2]>(), 0..9_usize).prop_map(
+        |(epoch, generation, size, [is_first, leaves], left)| LastGroup {
             epoch,
             generation,
             size,
@@ -21,7 +23,7 @@ fn messages() -> impl Strategy<Value = Message> {
     let group = (any::<u64>(), 0..1_u64 << 20);
     let begun = (prop::collection::vec(".*", 0..3), prop::collection::vec(group, 0..3))
         .prop_map(|(members, groups)| Begun { members, groups });
-    let groups = (prop::option::of(seat), prop::collection::vec(begun, 0..3));
+    let groups = (prop::option::of(last_group), prop::collection::vec(begun, 0..3));
     let standing = (
         any::<Option<u64>>(),
         any::<bool>(),
@@ -39,7 +41,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 generation,
                 state,
                 (named, [adopted, known], [inquires, is_done, has_progress, is_spare]),
-                (seat, begun),
+                (last_group, begun),
             )| {
                 Standing {
                     epoch,
@@ -53,7 +55,7 @@ fn messages() -> impl Strategy<Value = Message> {
                     inquires,
                     is_done,
                     is_spare,
-                    seat,
+                    last_group,
                     known,
                     begun,
                 }
@@ -66,7 +68,7 @@ fn messages() -> impl Strategy<Value = Message> {
             let (layout, options, arithmetic, node, rank_key, unreachable) = texts;
             let domain = format!("zone/{node}");
             let role = if trains { Role::Train } else { Role::Replica };
-            let [store, door, transport] =
+            let [store, probe_address, transport] =
                 ["host", "127.0.0.1", "[::1]"].map(|host| format!("{host}:{port}"));
             Message {
                 layout,
@@ -78,7 +80,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 steps: port.into(),
                 rank_key,
                 store,
-                door,
+                probe_address,
                 transport,
                 unreachable,
                 waits,
@@ -103,7 +105,7 @@ fn values() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Every place of an object, also within others.
+/// Every path of an object, including nested ones.
 fn fields(value: &Value, path: &str, found: &mut Vec<String>) {
     for (name, inner) in value.as_object().into_iter().flatten() {
         let path = format!("{path}/{name}");
@@ -113,7 +115,7 @@ fn fields(value: &Value, path: &str, found: &mut Vec<String>) {
 }
 
 fn told(message: &Message) -> (Value, Value) {
-    let envelope: Value = serde_json::from_str(&tell("a", "j", message, None).unwrap()).unwrap();
+    let envelope: Value = serde_json::from_str(&encode_message("a", "j", message, None).unwrap()).unwrap();
     let inner = serde_json::from_str(envelope["message"].as_str().unwrap()).unwrap();
     (envelope, inner)
 }
@@ -125,7 +127,7 @@ fn with(mut envelope: Value, inner: &Value) -> String {
 }
 
 fn is_stranger(text: &str) -> bool {
-    matches!(hear("a", text, None), Heard::Stranger { .. })
+    matches!(decode_message("a", text, None), Decoded::Stranger { .. })
 }
 
 fn example() -> Message {
@@ -141,7 +143,7 @@ fn example() -> Message {
         inquires: false,
         is_spare: false,
         is_done: false,
-        seat: None,
+        last_group: None,
         known: 0,
         begun: vec![],
     };
@@ -155,7 +157,7 @@ fn example() -> Message {
         domain: String::new(),
         rank_key: String::new(),
         store: "a:1".into(),
-        door: "a:2".into(),
+        probe_address: "a:2".into(),
         transport: "a:3".into(),
         unreachable: vec![],
         waits: true,
@@ -167,8 +169,8 @@ fn example() -> Message {
 proptest! {
     #[test]
     fn what_is_told_is_heard(message in messages(), job in ".*") {
-        let text = tell("a", &job, &message, None).unwrap();
-        prop_assert_eq!(hear("a", &text, None), Heard::Member { job, message: Box::new(message) });
+        let text = encode_message("a", &job, &message, None).unwrap();
+        prop_assert_eq!(decode_message("a", &text, None), Decoded::Member { job, message: Box::new(message) });
     }
 
     #[test]
@@ -184,7 +186,7 @@ proptest! {
 
     #[test]
     fn a_cut_message_is_a_strangers(message in messages(), at in any::<prop::sample::Index>()) {
-        let text = tell("a", "j", &message, None).unwrap();
+        let text = encode_message("a", "j", &message, None).unwrap();
         let cut: String = text.chars().take(at.index(text.chars().count())).collect();
         prop_assert!(is_stranger(&cut));
     }
@@ -235,8 +237,8 @@ fn what_the_types_do_not_say_is_checked() {
     let wrong: [(&str, Value); 9] = [
         ("/store", "host".into()),
         ("/store", ":80".into()),
-        ("/door", "host:0".into()),
-        ("/door", "host:65536".into()),
+        ("/probe_address", "host:0".into()),
+        ("/probe_address", "host:65536".into()),
         ("/patience", (-1.0).into()),
         ("/role", "chief".into()),
         ("/standing/generation", (1_u64 << 24).into()),
@@ -248,8 +250,8 @@ fn what_the_types_do_not_say_is_checked() {
         *inner.pointer_mut(place).unwrap() = value;
         assert!(is_stranger(&with(envelope, &inner)), "{place}");
     }
-    assert!(tell("a", "j", &Message { store: "host".into(), ..example() }, None).is_err());
-    assert!(tell("a", "j", &Message { patience: f64::NAN, ..example() }, None).is_err());
+    assert!(encode_message("a", "j", &Message { store: "host".into(), ..example() }, None).is_err());
+    assert!(encode_message("a", "j", &Message { patience: f64::NAN, ..example() }, None).is_err());
 }
 
 #[test]
@@ -259,8 +261,8 @@ fn members_of_other_protocols_are_known_whatever_else_they_tell() {
     {
         let text = json!({"evermoe": protocol, "job": "j", "established": true, "new": more}).to_string();
         assert_eq!(
-            hear("a", &text, None),
-            Heard::OtherProtocol { protocol, job: "j".into(), established: true }
+            decode_message("a", &text, None),
+            Decoded::OtherProtocol { protocol, job: "j".into(), established: true }
         );
     }
 }
@@ -268,7 +270,9 @@ fn members_of_other_protocols_are_known_whatever_else_they_tell() {
 #[test]
 fn long_and_deep_texts_are_refused_at_once() {
     assert!(is_stranger(&"[".repeat(1 << 19)));
-    let Heard::Stranger { why } = hear("a", &" ".repeat((1 << 20) + 1), None) else { panic!("it is taken") };
+    let Decoded::Stranger { why } = decode_message("a", &" ".repeat((1 << 20) + 1), None) else {
+        panic!("it is taken")
+    };
     assert!(why.contains("1048577 bytes"));
 }
 
@@ -276,9 +280,9 @@ fn secrets() -> (Secret, Secret) {
     (Secret::new("correct horse battery").unwrap(), Secret::new("another horse battery").unwrap())
 }
 
-/// Whether what was heard is from one that does not have the secret, and why that is said.
-fn why(heard: Heard) -> String {
-    let Heard::OtherSecret { job, why } = heard else { panic!("{heard:?}") };
+/// Whether a decoded message is from a sender without the secret, and the reason given.
+fn why(heard: Decoded) -> String {
+    let Decoded::OtherSecret { job, why } = heard else { panic!("{heard:?}") };
     assert_eq!(job, "j");
     why
 }
@@ -286,21 +290,27 @@ fn why(heard: Heard) -> String {
 #[test]
 fn only_members_with_the_same_secret_are_heard() {
     let (secret, other) = secrets();
-    let sealed = tell("a", "j", &example(), Some(&secret)).unwrap();
-    let open = tell("a", "j", &example(), None).unwrap();
+    let sealed = encode_message("a", "j", &example(), Some(&secret)).unwrap();
+    let open = encode_message("a", "j", &example(), None).unwrap();
     let message = Box::new(example());
-    assert_eq!(hear("a", &sealed, Some(&secret)), Heard::Member { job: "j".into(), message });
-    assert_eq!(why(hear("a", &sealed, Some(&other))), "its EVERMOE_SECRET is another one than this worker's");
-    assert_eq!(why(hear("a", &sealed, None)), "it has an EVERMOE_SECRET, this worker has none");
-    assert_eq!(why(hear("a", &open, Some(&secret))), "it has no EVERMOE_SECRET, this worker has one");
+    assert_eq!(decode_message("a", &sealed, Some(&secret)), Decoded::Member { job: "j".into(), message });
+    assert_eq!(
+        why(decode_message("a", &sealed, Some(&other))),
+        "its EVERMOE_SECRET differs from this worker's"
+    );
+    assert_eq!(why(decode_message("a", &sealed, None)), "it has an EVERMOE_SECRET, this worker has none");
+    assert_eq!(
+        why(decode_message("a", &open, Some(&secret))),
+        "it has no EVERMOE_SECRET, this worker has one"
+    );
 }
 
 #[test]
 fn a_seal_is_of_the_sender_and_of_every_field() {
     let (secret, _) = secrets();
-    let text = tell("a", "j", &example(), Some(&secret)).unwrap();
+    let text = encode_message("a", "j", &example(), Some(&secret)).unwrap();
     assert!(
-        matches!(hear("b", &text, Some(&secret)), Heard::OtherSecret { .. }),
+        matches!(decode_message("b", &text, Some(&secret)), Decoded::OtherSecret { .. }),
         "told again under another name"
     );
     let values = [
@@ -315,8 +325,8 @@ fn a_seal_is_of_the_sender_and_of_every_field() {
     for (name, value) in values {
         let mut envelope: Value = serde_json::from_str(&text).unwrap();
         envelope[name] = value;
-        let heard = hear("a", &envelope.to_string(), Some(&secret));
-        assert!(matches!(heard, Heard::OtherSecret { .. }), "{name} is changed: {heard:?}");
+        let heard = decode_message("a", &envelope.to_string(), Some(&secret));
+        assert!(matches!(heard, Decoded::OtherSecret { .. }), "{name} is changed: {heard:?}");
     }
 }
 
@@ -324,14 +334,20 @@ fn a_seal_is_of_the_sender_and_of_every_field() {
 fn an_operators_word_names_the_generation_that_it_is_for() {
     let (secret, other) = secrets();
     for generation in [None, Some(0), Some(7), Some(u64::MAX)] {
-        let text = promote("p", "j", generation, Some(&secret)).unwrap();
-        assert_eq!(hear("p", &text, Some(&secret)), Heard::Promotion { job: "j".into(), generation });
-        assert!(matches!(hear("p", &text, Some(&other)), Heard::OtherSecret { .. }));
+        let text = encode_promotion("p", "j", generation, Some(&secret)).unwrap();
+        assert_eq!(
+            decode_message("p", &text, Some(&secret)),
+            Decoded::Promotion { job: "j".into(), generation }
+        );
+        assert!(matches!(decode_message("p", &text, Some(&other)), Decoded::OtherSecret { .. }));
         let mut envelope: Value = serde_json::from_str(&text).unwrap();
         envelope["message"] = json!("promote 8");
-        assert!(matches!(hear("p", &envelope.to_string(), Some(&secret)), Heard::OtherSecret { .. }));
+        assert!(matches!(
+            decode_message("p", &envelope.to_string(), Some(&secret)),
+            Decoded::OtherSecret { .. }
+        ));
     }
-    let mut envelope: Value = serde_json::from_str(&promote("p", "j", None, None).unwrap()).unwrap();
+    let mut envelope: Value = serde_json::from_str(&encode_promotion("p", "j", None, None).unwrap()).unwrap();
     for wrong in ["promote ", "promote x", "promote -1", "promote1", "promote 1 2"] {
         envelope["message"] = json!(wrong);
         assert!(is_stranger(&envelope.to_string()), "{wrong:?}");
@@ -342,14 +358,14 @@ fn an_operators_word_names_the_generation_that_it_is_for() {
 fn a_word_for_a_member_that_has_ended_names_it() {
     let (secret, other) = secrets();
     for member in ["", "b", "ended b", "a b"] {
-        let text = tell_ended("a", "j", member, Some(&secret)).unwrap();
-        let expected = Heard::Ended { job: "j".into(), member: member.into() };
-        assert_eq!(hear("a", &text, Some(&secret)), expected);
+        let text = encode_ended("a", "j", member, Some(&secret)).unwrap();
+        let expected = Decoded::Ended { job: "j".into(), member: member.into() };
+        assert_eq!(decode_message("a", &text, Some(&secret)), expected);
         for (id, secret) in [("a", Some(&other)), ("b", Some(&secret)), ("a", None)] {
-            assert!(matches!(hear(id, &text, secret), Heard::OtherSecret { .. }), "{id}");
+            assert!(matches!(decode_message(id, &text, secret), Decoded::OtherSecret { .. }), "{id}");
         }
     }
-    let mut envelope: Value = serde_json::from_str(&tell_ended("a", "j", "b", None).unwrap()).unwrap();
+    let mut envelope: Value = serde_json::from_str(&encode_ended("a", "j", "b", None).unwrap()).unwrap();
     for wrong in ["ended", "endedb", " ended b"] {
         envelope["message"] = json!(wrong);
         assert!(is_stranger(&envelope.to_string()), "{wrong:?}");

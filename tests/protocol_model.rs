@@ -30,7 +30,7 @@ impl Model for Job {
             Property::always("no rule is broken", |_, world: &World| world.broken.is_none()),
             Property::always("one state per version", |_, world: &World| world.states_agree()),
             Property::always("a majority finishes", |job: &Job, world: &World| {
-                !is_sampled(world) || !world.can_go_on() || world.finishes(&job.0)
+                !is_sampled(world) || !world.can_continue() || world.finishes(&job.0)
             }),
             Property::sometimes("the job is finished", |job: &Job, world: &World| {
                 world.is_finished() && world.committed_steps() == job.0.steps
@@ -39,7 +39,7 @@ impl Model for Job {
     }
 }
 
-/// One state of so many is run to its end.
+/// One of this number of states is run to its end.
 const SAMPLED: u64 = 64;
 
 fn is_sampled(world: &World) -> bool {
@@ -66,7 +66,7 @@ fn setting(members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
     }
 }
 
-/// Explores everything within the bounds, and says how much that was.
+/// Explores everything within the bounds, and prints the number of states.
 fn explore(setting: &Setting) {
     let began = std::time::Instant::now();
     let checker = Job(setting.clone()).checker().threads(2).spawn_dfs().join();
@@ -77,7 +77,7 @@ fn explore(setting: &Setting) {
     checker.assert_properties();
 }
 
-/// The first rule that was found broken, and how.
+/// The first rule that was found broken, with the actions that led to it.
 fn broken(checker: &impl Checker<Job>) -> Option<(String, Vec<Action>)> {
     for rule in ["no rule is broken", "one state per version", "a majority finishes"] {
         if let Some(path) = checker.discovery(rule) {
@@ -97,7 +97,7 @@ fn two_members_to_three_versions_with_two_faults() {
     }
 }
 
-/// A version of the copies takes two steps: steps are committed once a version that has them is whole.
+/// A version of the copies takes two steps: steps are committed once a version that contains them is complete.
 #[test]
 fn two_members_whose_copies_take_two_steps() {
     explore(&setting(2, 4, 1, Keeper::SlowSnapshots));
@@ -133,7 +133,7 @@ fn two_members_with_two_lighthouses_that_leave_on_notice() {
     }
 }
 
-/// All that is within these bounds; in `make test-long`.
+/// Everything within these bounds; in `make test-long`.
 #[test]
 #[ignore = "takes minutes and gigabytes"]
 fn two_members_with_two_lighthouses_that_leave_on_notice_and_move() {
@@ -175,7 +175,7 @@ fn two_members_and_another_without_replicas() {
     }
 }
 
-/// Another process comes to two members: to train, or to stand by.
+/// Another process joins two members: to train, or as a spare.
 fn with_another(keeper: Keeper, has_spare: bool) {
     explore(&Setting { joiners: 1, has_spare, inquiries: 1, ..setting(2, 2, 1, keeper) });
 }
@@ -188,7 +188,7 @@ fn two_members_that_inquire_twice_and_a_newcomer() {
     }
 }
 
-/// All that is within these bounds; in `make test-long`.
+/// Everything within these bounds; in `make test-long`.
 #[test]
 #[ignore = "takes minutes and gigabytes"]
 fn three_members_to_two_versions() {
@@ -197,8 +197,7 @@ fn three_members_to_two_versions() {
     }
 }
 
-/// Runs of three members with two faults and a newcomer, or two Lighthouses, chosen at random; in `make test-long` many
-/// more.
+/// Random runs of three members with two faults and a newcomer, or two Lighthouses; `make test-long` makes many more.
 fn walk(seconds: u64, seed: u64) {
     for (keeper, lighthouses) in KEEPERS.into_iter().flat_map(|keeper| [(keeper, 1), (keeper, 2)]) {
         let more = match lighthouses {
@@ -226,7 +225,7 @@ fn three_members_at_random_for_long() {
     walk(150, 2);
 }
 
-/// The checker finds what it is there for.
+/// The checker finds planted mistakes.
 #[test]
 fn mistakes_are_found() {
     let mistakes = [
@@ -235,11 +234,11 @@ fn mistakes_are_found() {
         (Mistake::ReportedEarly, Keeper::Replicas),
         (Mistake::ReportedEarly, Keeper::Snapshots),
         (Mistake::SleepForgotten, Keeper::Replicas),
-        (Mistake::MinorityGoesOn, Keeper::Replicas),
+        (Mistake::MinorityContinues, Keeper::Replicas),
         (Mistake::LagForgotten, Keeper::SlowSnapshots),
     ];
     for (mistake, keeper) in mistakes {
-        let of_two = mistake == Mistake::MinorityGoesOn;
+        let of_two = mistake == Mistake::MinorityContinues;
         let more = Setting {
             lighthouses: 1 + usize::from(of_two),
             silences: u8::from(of_two),
@@ -260,7 +259,7 @@ fn leavers_that_count_are_found() {
     report(Mistake::LeaverCounts, Keeper::Replicas, &checker);
 }
 
-/// Who keeps what changes with a newcomer, after two votes: late in a run. In `make test-long`.
+/// A newcomer changes the holders after two votes, late in a run. In `make test-long`.
 #[test]
 #[ignore = "takes two minutes"]
 fn copies_that_are_given_up_early_are_found() {

@@ -1,4 +1,4 @@
-//! Recovery plans against a slow, obvious reading of the rules, and the cases that matter by name.
+//! Recovery plans compared with a slow, obvious reading of the rules, and important cases by name.
 
 use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_on_nodes};
 use proptest::prelude::*;
@@ -68,7 +68,7 @@ fn version_0_counts_only_while_nobody_has_made_a_step() {
     // Unit 1 has been trained and is gone: a newcomer's fresh one must not take its place.
     let holdings = [vec![active(0, 5)], vec![active(0, 0), active(1, 0)]];
     let lossy = plan(&[8, 8], &holdings, &[vec![0], vec![1]]).unwrap();
-    assert_eq!((lossy.version, lossy.reason, lossy.lost), (None, Reason::NotWhole { version: 5 }, vec![1]));
+    assert_eq!((lossy.version, lossy.reason, lossy.lost), (None, Reason::Incomplete { version: 5 }, vec![1]));
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Recovery plans with units that may lag, against an oracle that tries every version, and the cases that matter by name.
+//! Recovery plans with units that may lag, compared with an oracle that tries every version, and important cases by
+//! name.
 
 use evermoe::persist::retained;
 use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};
@@ -15,7 +16,7 @@ fn transfer(unit: usize, source: usize, destination: usize, kind: Kind) -> Trans
 
 #[test]
 fn a_newer_target_is_preferred_to_one_without_laggards() {
-    // At version 8 all is whole; at 9 unit 1, which may lag, is not, and so it is one step behind.
+    // At version 8 all units are complete; at 9 unit 1, which may lag, is not, so it is one step behind.
     let holdings =
         [vec![held(0, 9, Kind::Active), held(0, 8, Kind::Snapshot)], vec![held(1, 8, Kind::Snapshot)]];
     let plan = plan_lagging(&[8, 8], &holdings, &[vec![0, 1], vec![1]], &[1]).unwrap();
@@ -26,7 +27,7 @@ fn a_newer_target_is_preferred_to_one_without_laggards() {
 
 #[test]
 fn no_rank_keeps_another_version_of_a_stale_unit() {
-    // Rank 1 runs unit 1 at version 5 only because it stopped there; rank 2's snapshot of version 6 is what all take.
+    // Rank 1 runs unit 1 at version 5 only because it stopped at that version; all take rank 2's snapshot of version 6.
     let holdings = [
         vec![held(0, 7, Kind::Active)],
         vec![held(0, 5, Kind::Active), held(1, 5, Kind::Active)],
@@ -44,7 +45,7 @@ fn no_rank_keeps_another_version_of_a_stale_unit() {
 
 #[test]
 fn what_is_newer_than_the_target_is_not_taken() {
-    // Unit 0 may not lag and is whole at 4; unit 1 has steps after that, which never were.
+    // Unit 0 may not lag and is complete at 4; unit 1 has later steps, which were undone.
     let holdings = [vec![held(0, 4, Kind::Active), held(1, 3, Kind::Persisted), held(1, 5, Kind::Snapshot)]];
     let plan = plan_lagging(&[8, 8], &holdings, &[vec![1]], &[1]).unwrap();
     assert_eq!((plan.version, plan.stale), (Some(4), vec![(1, 3)]));
@@ -79,7 +80,7 @@ fn a_file_that_many_list_is_one_copy_and_does_not_outvote_memory() {
 fn a_unit_that_may_lag_and_is_nowhere_is_lost() {
     let holdings = [vec![held(0, 9, Kind::Active), held(1, 0, Kind::Active)]];
     let plan = plan_lagging(&[8, 8], &holdings, &[vec![0, 1]], &[1]).unwrap();
-    assert_eq!((plan.version, plan.reason), (None, Reason::NotWhole { version: 9 }));
+    assert_eq!((plan.version, plan.reason), (None, Reason::Incomplete { version: 9 }));
     assert_eq!((plan.lost, plan.stale), (vec![1], vec![]));
 }
 
@@ -135,7 +136,7 @@ impl Case {
             .collect()
     }
 
-    /// The version of a unit when the job goes on from `target`.
+    /// The version of a unit when the job resumes from `target`.
     fn version(&self, unit: usize, target: u64) -> Option<u64> {
         let oldest = if self.may_lag.contains(&unit) { 0 } else { target };
         (oldest..=target)
@@ -172,7 +173,7 @@ impl Case {
         right.map_or(vec![], |digest| of(digest).map(|(rank, held)| (*rank, held.kind)).collect())
     }
 
-    /// What the rank must do for the unit: nothing, read what it has as the best of `kinds`, or have it sent.
+    /// A rank's action for the unit: none, read its own copy of the best of `kinds`, or receive it.
     fn own(&self, rank: usize, holders: &[(usize, Kind)]) -> Option<Kind> {
         let mine = KINDS.into_iter().find(|kind| holders.contains(&(rank, *kind)))?;
         let in_memory = holders.iter().any(|(_, kind)| *kind != Kind::Persisted);
@@ -225,7 +226,7 @@ proptest! {
     #[test]
     fn plans_follow_the_rules(case in cases()) {
         let plan = plan_lagging(&case.bytes, &case.holdings, &case.needs, &case.may_lag).unwrap();
-        // Only versions that somebody has; newest first, so that of equal ones the newest is found.
+        // Only reported versions; newest first, so that of equal ones the newest is found.
         let reported: BTreeSet<u64> = case.rows().iter().map(|(_, held)| held.version).collect();
         let best = reported.iter().rev().copied().min_by_key(|&at| case.missing(at).len());
         match best.filter(|&at| case.missing(at).is_empty()) {
@@ -260,13 +261,13 @@ proptest! {
         may_lag in prop::collection::vec(0..UNITS, 0..4),
         spare in 1..3_usize,
     ) {
-        // Each member saves its parts of versions in order, and leaves some out; after each step the store is pruned, or
-        // never. Who saves parts of a unit is another matter for each version.
+        // Each member saves its parts of versions in order, and skips some; after each step the store is pruned, or
+        // never. The members that save parts of a unit differ between versions.
         let shared = |unit: usize, version: u64| {
             let savers = shares[version as usize * UNITS + unit];
             match (may_lag.contains(&unit), (0..UNITS).find(|unit| !may_lag.contains(unit))) {
-                (true, _) => savers & savers.wrapping_neg(), // which is saved whole
-                (false, Some(first)) if first == unit => (1 << SAVERS) - 1, // all take part in each version
+                (true, _) => savers & savers.wrapping_neg(), // saved by one member
+                (false, Some(first)) if first == unit => (1 << SAVERS) - 1, // all members take part in each version
                 (false, _) => savers,
             }
         };
@@ -305,11 +306,11 @@ proptest! {
             let before = with(&pruned, true);
             let stay = retained(&before, &with(&pruned, false), &open, &may_lag, spare).unwrap();
             pruned.retain(|(unit, at), _| stay[*unit].contains(at));
-            let whole = with(&pruned, true);
-            prop_assert_eq!(from_store(&whole, &may_lag), from_store(&with(&full, true), &may_lag));
+            let kept = with(&pruned, true);
+            prop_assert_eq!(from_store(&kept, &may_lag), from_store(&with(&full, true), &may_lag));
             for (unit, found) in before.iter().enumerate() {
                 let newest: Vec<u64> = found.iter().rev().take(spare).rev().copied().collect();
-                prop_assert!(whole[unit].ends_with(&newest));
+                prop_assert!(kept[unit].ends_with(&newest));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Records give back what went in, no flipped bit passes, and the log stays in order and within its bound.
+//! Records return their input, no flipped bit passes, and the log stays in order and within its bound.
 
 use evermoe::cpu::{AdamWOptions, AdamWStep, Arithmetic, Gradient, Parallel, Serial, adamw};
 use evermoe::replay::{
@@ -374,7 +374,7 @@ fn sign_of_zero_is_dropped_only_where_it_makes_no_difference() {
             differs_where_it_may |= !same;
         }
     }
-    assert!(differs_where_it_may, "the states tell the signs apart somewhere");
+    assert!(differs_where_it_may, "the signs make a difference to some state");
 }
 
 fn newest_values(log: &mut Log, until: u64) -> Vec<(Vec<f32>, Option<Stored>)> {
@@ -450,7 +450,7 @@ fn proof_record(step: u64, elements: usize, digest: u64) -> Vec<u8> {
     [&header.seal(Header::digest(&payload, &Serial))[..], &payload].concat()
 }
 
-/// A proof cuts a batch at its step, is handed out there once, and changes nothing else.
+/// A proof ends a batch at its step, is returned once at that step, and changes nothing else.
 #[test]
 fn batch_ends_where_the_trainer_has_sent_its_digest() {
     let mut log = log_of(1, 100_000);

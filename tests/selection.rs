@@ -1,7 +1,8 @@
-//! Selection of experts, the ledger of tokens, sharding: what must hold for all inputs, and everything on small sizes.
+//! Selection of experts, the ledger of tokens, sharding: properties for all inputs, and exhaustive tests of small
+//! sizes.
 
 use super::common::all;
-use evermoe::selection::{Part, Selection, TokenLedger, budget, sequential, shard_modules};
+use evermoe::selection::{ModuleShard, Selection, TokenLedger, budget, sequential, shard_modules};
 use proptest::prelude::*;
 
 fn size(selection: &Selection) -> usize {
@@ -69,7 +70,7 @@ fn sequential_takes_numbers_of_any_size() {
 
 // ---- budget ----
 
-/// Experts of each layer, in whole numbers: a layer whose share reaches its room is full; then floors and remainders.
+/// Experts of each layer in integers: a layer whose share reaches its room is full; then floors and remainders.
 fn quotas(risk: &[i64], room: &[usize], capacity: usize) -> Vec<usize> {
     let mut quotas = vec![0; risk.len()];
     let mut open: Vec<usize> = (0..risk.len()).filter(|&layer| room[layer] > 0).collect();
@@ -214,8 +215,8 @@ proptest! {
     #[test]
     fn text_that_is_no_ledger_is_an_error_and_no_panic(text in "\\PC*", cut in 0_usize..200) {
         prop_assert!(TokenLedger::from_json(&text).is_err());
-        let whole = TokenLedger::new(2, 3, 1, 0.01).unwrap().to_json();
-        prop_assert!(TokenLedger::from_json(&whole[..cut.min(whole.len() - 1)]).is_err());
+        let text = TokenLedger::new(2, 3, 1, 0.01).unwrap().to_json();
+        prop_assert!(TokenLedger::from_json(&text[..cut.min(text.len() - 1)]).is_err());
     }
 }
 
@@ -231,13 +232,13 @@ fn portion(events: &[Event], lost: &[i64; 6]) -> f64 {
 
 // ---- sharding ----
 
-fn loads(parts: &[Vec<Part>], expert_bytes: &[u64]) -> Vec<u64> {
-    let of = |part: &Part| part.bytes.end - part.bytes.start;
+fn loads(parts: &[Vec<ModuleShard>], expert_bytes: &[u64]) -> Vec<u64> {
+    let of = |part: &ModuleShard| part.bytes.end - part.bytes.start;
     parts.iter().zip(expert_bytes).map(|(parts, load)| load + parts.iter().map(of).sum::<u64>()).collect()
 }
 
-fn check_parts(parts: &[Vec<Part>], bytes: &[u64], alignment: u64) {
-    let all: Vec<&Part> = parts.iter().flatten().collect();
+fn check_parts(parts: &[Vec<ModuleShard>], bytes: &[u64], alignment: u64) {
+    let all: Vec<&ModuleShard> = parts.iter().flatten().collect();
     let mut next = bytes.iter().enumerate().filter(|(_, size)| **size > 0);
     let mut at: Option<(usize, u64)> = None;
     for part in &all {
@@ -251,13 +252,13 @@ fn check_parts(parts: &[Vec<Part>], bytes: &[u64], alignment: u64) {
     assert!(all.len() < modules + parts.len(), "more than {} cuts: {all:?}", parts.len() - 1);
 }
 
-/// The busiest rank of the best assignment of whole modules, by trying all.
-fn best_whole(bytes: &[u64], loads: &mut [u64]) -> u64 {
+/// The load of the busiest rank under the best assignment of uncut modules, by trying all.
+fn best_uncut(bytes: &[u64], loads: &mut [u64]) -> u64 {
     let Some((&first, rest)) = bytes.split_first() else { return *loads.iter().max().unwrap() };
     let mut best = u64::MAX;
     for rank in 0..loads.len() {
         loads[rank] += first;
-        best = best.min(best_whole(rest, loads));
+        best = best.min(best_uncut(rest, loads));
         loads[rank] -= first;
     }
     best
@@ -270,9 +271,9 @@ fn no_whole_assignment_beats_the_cut_one_on_all_small_sizes() {
             let parts = shard_modules(&bytes, &expert_bytes, 1).unwrap();
             check_parts(&parts, &bytes, 1);
             let busiest = *loads(&parts, &expert_bytes).iter().max().unwrap();
-            let best = best_whole(&bytes, &mut expert_bytes.clone());
+            let best = best_uncut(&bytes, &mut expert_bytes.clone());
             assert!(busiest <= best, "{busiest} > {best}: {parts:?} of {bytes:?} on {expert_bytes:?}");
-            // Nor can any cutting be better than the mean or the busiest before.
+            // No cutting can be better than the mean, or than the busiest rank before.
             let ranks = expert_bytes.len() as u64;
             let all: u64 = bytes.iter().chain(&expert_bytes).sum();
             let before = *expert_bytes.iter().max().unwrap();
@@ -293,7 +294,7 @@ proptest! {
         let total: u64 = bytes.iter().sum();
         let room = |level: u64| expert_bytes.iter().map(|&load| level.saturating_sub(load)).sum::<u64>();
         for (parts, load) in parts.iter().zip(loads(&parts, &expert_bytes)) {
-            // Who saves a part would have no room left at a level one alignment lower, or all would not fit there.
+            // At a level one alignment lower, a rank that saves a part would have no room, or not all bytes would fit.
             prop_assert!(parts.is_empty() || room(load.saturating_sub(alignment)) < total, "{} of {:?}", load, parts);
         }
     }

@@ -1,4 +1,4 @@
-//! SGD against its recipe, element by element; steps at once against one after the other.
+//! SGD compared with its recipe, element by element; several steps at once compared with one after the other.
 
 use evermoe::cpu::{Arithmetic, Gradient, Serial, SgdOptions, SgdStep, sgd};
 use proptest::prelude::*;

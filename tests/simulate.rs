@@ -1,4 +1,4 @@
-//! Simulated jobs: what must hold for all of them, a case with a closed form, and that the planners decide.
+//! Simulated jobs: properties of all of them, a case with a closed form, and that the planners decide.
 
 use evermoe::Result;
 use evermoe::dispatch;
@@ -71,7 +71,7 @@ fn scenario() -> Scenario {
             save_interval: 1,
             max_lost_token_fraction: 1.0,
             remote_bytes_per_step: None,
-            plans_anew: true,
+            replans: true,
         },
         failures: vec![Source::Poisson { mtbf_seconds: 1200.0, repair_seconds: Some(600.0) }],
         seconds: 48.0 * HOUR,
@@ -184,7 +184,7 @@ fn steps_that_count_took_the_time_that_counts() {
     for scheme in schemes() {
         let mut scenario = scenario();
         (scenario.load.zipf, scenario.load.drift) = (0.0, 0.0);
-        scenario.session.slots = Some(8); // every node has every expert: an even load, however many nodes there are
+        scenario.session.slots = Some(8); // every node has every expert: an even load, regardless of the number of nodes
         scenario.cluster.spares = 6;
         let outcome = run(&scenario, &scheme, 1);
         let trained = outcome.nanoseconds["train"] as f64 * 1e-9;
@@ -212,9 +212,9 @@ fn more_failures_leave_less_time_for_training() {
     }
 }
 
-/// Losses come as a Poisson process of rate r, each costs c, and a loss meanwhile costs c anew; a step takes s. Of an
-/// exponential time between two losses whole steps are s ÷ (exp(r·s) − 1), and a recovery takes (exp(r·c) − 1) ÷ r:
-/// the part that counts is r·s ÷ (exp(r·s) − 1) · exp(−r·c).
+/// Losses are a Poisson process of rate r, and each costs c; a loss during that time costs c again; a step takes s. Of
+/// an exponential time between two losses complete steps are s ÷ (exp(r·s) − 1), and a recovery takes (exp(r·c) − 1) ÷
+/// r. So the share that counts is r·s ÷ (exp(r·s) − 1) · exp(−r·c).
 #[test]
 fn a_fixed_cost_of_each_loss_has_a_closed_form() {
     let (mtbf, cost, step) = (600.0, 11.0, 10.0);
@@ -250,7 +250,8 @@ fn copies_of_each_step_lose_none_where_nodes_fail_one_by_one() {
     assert!(gemini.copy_bytes > outcome.copy_bytes);
 }
 
-/// Over 3 steps from the first on versions 1, 4, 7 are whole when 4, 7, 10 steps are taken; before that the start is.
+/// Over 3 steps from the first on, versions 1, 4, 7 are complete when 4, 7, 10 steps are taken; before that, the start
+/// is.
 #[test]
 fn a_loss_goes_back_to_the_newest_version_that_is_whole() {
     let mut scenario = scenario();
@@ -391,7 +392,7 @@ fn a_store_that_all_nodes_share_is_read_at_its_own_rate() {
     assert!(fetch(Some(6e9)).abs_diff(2 * own) <= 1, "but for a rounded nanosecond");
 }
 
-/// Counts calls, and places as another policy does.
+/// Counts calls, and places by another policy.
 struct Swapped {
     calls: Cell<usize>,
 }
@@ -418,11 +419,11 @@ fn another_planner_decides_otherwise() {
 fn taking_over_moves_less_than_planning_anew() {
     let mut scenario = scenario();
     scenario.cluster.spares = 6;
-    let anew = run(&scenario, &auto(), 1);
-    scenario.session.plans_anew = false;
+    let replanned = run(&scenario, &auto(), 1);
+    scenario.session.replans = false;
     let taken_over = run(&scenario, &auto(), 1);
-    assert!(taken_over.recovery_bytes <= anew.recovery_bytes);
-    assert!((taken_over.ettr - anew.ettr).abs() < 0.05, "{} {}", taken_over.ettr, anew.ettr);
+    assert!(taken_over.recovery_bytes <= replanned.recovery_bytes);
+    assert!((taken_over.ettr - replanned.ettr).abs() < 0.05, "{} {}", taken_over.ettr, replanned.ettr);
 }
 
 #[test]
@@ -457,9 +458,9 @@ fn traces_that_are_none_are_refused_with_the_line() {
         ("0,add", "line 1: expected milliseconds,add|remove,node"),
         (
             "0,add,a\n0,add,a",
-            "line 2: expected milliseconds,add|remove,node, got \"0,add,a\": the node is there",
+            "line 2: expected milliseconds,add|remove,node, got \"0,add,a\": the node is present",
         ),
-        ("0,remove,a", "no such node"),
+        ("0,remove,a", "the node is not present"),
         ("5,add,a\n4,add,b", "expected ascending times, got 4 ms after 5 ms"),
         ("0,moved,a", "line 1"),
         ("-1,add,a", "line 1"),

@@ -1,6 +1,6 @@
-//! Does the stand-in driver show that a wait between two streams is missing?
+//! The stand-in driver reveals a missing wait between two streams.
 //!
-//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+//! Needs g++ and make on x86-64 and a build with kernels; otherwise it passes silently.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use cudarc::driver::result::{self, stream::StreamKind};
@@ -84,7 +84,7 @@ impl Drop for Gear {
     }
 }
 
-// One test: there is one driver in a process.
+// A single test, as a process has one driver.
 #[test]
 fn a_missing_wait_shows() {
     let Some(driver) = Driver::load() else { return };
@@ -106,11 +106,11 @@ fn a_missing_wait_shows() {
     a_copy_past_the_end_fails(&driver);
 }
 
-/// An event is not there before its work is, and asking for it again and again ends.
+/// An event has not passed before its work has run, and repeated queries end.
 fn questions_let_work_run(driver: &Driver) {
     driver.set_policy(LATE);
     let gear = Gear::new();
-    // SAFETY: memory of the stated sizes, which lives until the event is there.
+    // SAFETY: memory of the stated sizes, which lives until the event has passed.
     unsafe {
         result::event::query(gear.event).expect("never recorded: nothing to wait for");
         result::memset_d8_async(gear.counts, 1, BYTES, gear.compute).unwrap();
@@ -135,7 +135,7 @@ fn waits_that_keep_a_processor_busy_fail() {
     }
 }
 
-/// A launcher takes its own device, whichever the thread has, and gives the thread's back; without that it would fail.
+/// A launcher uses its own device, whichever the thread has, and restores the thread's; without that it would fail.
 fn each_device_has_its_own(driver: &Driver) {
     let gear = Gear::new(); // of device 0
     let mut found = COUNTS.map(|_| 0);
@@ -161,7 +161,7 @@ fn each_device_has_its_own(driver: &Driver) {
     driver.make_current(0);
 }
 
-/// The default stream waits for streams that are not told to be apart, and only for those.
+/// The default stream waits for streams that are not created as non-blocking, and only for those.
 fn the_default_stream_waits(driver: &Driver) {
     driver.set_policy(LATE);
     let gear = Gear::new();

@@ -1,4 +1,5 @@
-//! Survival against enumeration on small families, closed forms on large ones, and all three methods with each other.
+//! Survival compared with enumeration on small families, with closed forms on large ones, and between all three
+//! methods.
 
 use evermoe::placement::{Survival, recovery_probability, survival};
 use proptest::prelude::*;
@@ -37,11 +38,11 @@ fn choose(n: usize, k: usize) -> f64 {
 
 /// Gemini's closed form: groups of k of N nodes.
 fn groups(nodes: usize, copies: usize, failures: usize) -> f64 {
-    let whole = (0..=failures / copies).map(|lost| {
+    let terms = (0..=failures / copies).map(|lost| {
         let sign = if lost % 2 == 0 { 1.0 } else { -1.0 };
         sign * choose(nodes / copies, lost) * choose(nodes - lost * copies, failures - lost * copies)
     });
-    whole.sum::<f64>() / choose(nodes, failures)
+    terms.sum::<f64>() / choose(nodes, failures)
 }
 
 fn ring(nodes: usize, copies: usize) -> Vec<Vec<usize>> {

@@ -1,4 +1,5 @@
-//! Messages between members: each arrives whole, in the order of its tag; who is gone or a stranger costs its own alone.
+//! Messages between members: each arrives complete, in the order of its tag; a lost member or a stranger affects only
+//! its own.
 
 use evermoe::secret::Secret;
 use evermoe::transport::{Carrier, Links, Peers, Port, Transfer};
@@ -9,10 +10,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(20);
-/// Time for what must not happen.
+/// Time to wait for events that must not happen.
 const MOMENT: Duration = Duration::from_millis(200);
 
-/// Tests of both carriers. UCX's is passed over where there is no library, unless `EVERMOE_UCX` says where it is.
+/// Tests with both carriers. UCX is skipped without a library, unless `EVERMOE_UCX` names one.
 macro_rules! on_both {
     ($($(#[$meta:meta])* fn $name:ident($carrier:ident: &Carrier) $body:block)*) => {
         mod tcp {
@@ -143,7 +144,7 @@ fn a_lost_member_costs_its_own_messages_alone(carrier: &Carrier) {
     let [mut to_lost, mut from_lost, mut kept, mut room] = [[1], [0], [3], [0]];
     let waits = [send(&links[0], &mut to_lost, 2, 1), receive(&links[0], &mut from_lost, 2, 1)];
     drop(links.pop());
-    // It is asked, and answers no more; what goes to it fails with what comes from it.
+    // It is asked, and no longer answers; messages to it fail together with those from it.
     for transfer in &waits {
         assert_eq!(reason(transfer), "rank 2: it has closed its connections");
     }
@@ -167,7 +168,7 @@ fn a_message_that_is_longer_than_its_room_is_an_error_on_both_sides(carrier: &Ca
     let (_ports, links) = group(carrier, 2);
     let (mut data, mut room) = ([7; 9], [0; 8]);
     let (sent, come) = (send(&links[0], &mut data, 1, 5), receive(&links[1], &mut room, 0, 5));
-    assert_eq!(reason(&sent), "rank 1: a message of 9 bytes with tag 5: rank 1 expects 8 at most");
+    assert_eq!(reason(&sent), "rank 1: a message of 9 bytes with tag 5: rank 1 expects at most 8");
     assert_eq!(reason(&come), "rank 0: it has closed its connections");
     assert_eq!(room, [0; 8]);
 }
@@ -190,7 +191,7 @@ fn connections_come_before_the_group_and_not_after_it(carrier: &Carrier) {
     let (mut data, mut room, mut old) = ([4], [0], [0]);
     let come = receive(&quick, &mut room, 1, 1);
     assert_eq!(come.wait(MOMENT), None);
-    // Rank 1's group 7 is over; it waits for nobody there.
+    // Rank 1's group 7 is over; this message waits for no one in it.
     let forgotten = receive(&slow, &mut old, 0, 1);
     assert_eq!(forgotten.wait(MOMENT), None);
     drop(slow);
@@ -262,7 +263,7 @@ fn wrong_ranks_are_refused(carrier: &Carrier) {
 
 fn a_member_that_is_killed_half_way_fails_its_message_and_nobody_touches_the_memory(carrier: &Carrier) {
     for sends in [true, false] {
-        // On a busy machine all may have come before the kill: then once more.
+        // On a busy machine all bytes may have arrived before the kill: then try once more.
         assert!((0..5).any(|_| is_killed_half_way(carrier, sends)), "sends: {sends}");
     }
 }
@@ -277,7 +278,7 @@ fn a_member_may_give_up_at_any_moment(carrier: &Carrier) {
         drop(come);
         links[1].end("enough");
         let before = room.clone();
-        // It has sent all, perhaps, before it learns.
+        // It may have sent everything before it notices.
         sent.wait(LIMIT).expect("it is over").unwrap_or_default();
         assert!(room == before, "somebody still writes");
     }
@@ -300,7 +301,7 @@ fn members_that_move_bytes_in_other_ways_say_so(carrier: &Carrier) {
 /// Bytes of a message that takes long enough to be in the middle of it.
 const HALF_WAY_BYTES: usize = 256 << 20;
 
-/// Kills the other member in the middle of a message, and looks at what is left: false if it was too late for that.
+/// Kills the other member in the middle of a message, and checks the rest; false if it was too late for that.
 fn is_killed_half_way(carrier: &Carrier, sends: bool) -> bool {
     let (ports, mut addresses) = ports(carrier, &[None]);
     let (mut other, address) = start_member(carrier, &addresses[0], !sends);
@@ -336,7 +337,7 @@ fn start_member(carrier: &Carrier, address: &str, sends: bool) -> (Child, String
     (child, said.unwrap())
 }
 
-/// Not a test of its own: see `start_member`. Whoever receives ends in the middle of the message.
+/// Not a test of its own: see `start_member`. The receiver ends in the middle of the message.
 #[test]
 fn member_of_another_process() {
     let Ok(first) = std::env::var("MEMBER_OF") else { return };
@@ -356,7 +357,7 @@ fn member_of_another_process() {
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }
 
-/// Waits until some bytes of a message of ones have come.
+/// Waits until some bytes of a message of ones have arrived.
 fn wait_for_bytes(room: *const u8) {
     let deadline = Instant::now() + LIMIT;
     // SAFETY: within the room, whose bytes another thread writes: any value may be read.

@@ -6,17 +6,17 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 type Next = fn(TripleBuffer, Event) -> Result<TripleBuffer>;
 
-/// The buffer, and what is really there.
+/// The buffer, and the actual state of memory and store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct World {
     buffer: TripleBuffer,
-    /// The version whose bytes are in the slot, all of them; none while they change.
+    /// The version of which the slot has all bytes; none while they change.
     memory: [Option<u64>; 3],
     /// Slot and version that the persister reads.
     reading: Option<(usize, u64)>,
-    /// The newest version in the store; the persister's word follows later.
+    /// The newest version in the store; the persister reports it later.
     store: Option<u64>,
-    /// The newest version of which the persister has said that it is durable.
+    /// The newest version that the persister has reported as durable.
     durable: Option<u64>,
     /// The newest version that was ever begun.
     newest: u64,
@@ -28,13 +28,13 @@ enum Action {
     Commit,
     Abandon,
     Persist,
-    /// The store has all of it, which is not yet known.
+    /// The store has the entire version, which is not known yet.
     Store,
-    /// The persister says so.
+    /// The persister reports it.
     Durable,
     Failed,
     Rewind(u64),
-    /// The process is killed; its memory is found by the next one.
+    /// The process is killed; the next one finds its memory.
     Crash,
     /// The machine is lost, memory and all.
     LoseHost,
@@ -64,12 +64,12 @@ impl World {
             None if self.buffer.next_to_persist().is_some() => found.push(Action::Persist),
             None => {}
         }
-        // What the store has is on every rank, so no recovery goes behind it.
+        // A version in the store is on every rank, so no recovery goes behind it.
         found.extend((self.store.unwrap_or(0)..self.newest).map(Action::Rewind));
         found
     }
 
-    /// What the action does to the bytes and, through `next`, to the buffer.
+    /// Applies the action to the bytes and, through `next`, to the buffer.
     fn after(mut self, action: Action, next: Next) -> std::result::Result<Self, String> {
         let event = match action {
             Action::Begin => Event::Begin(self.newest + 1),
@@ -107,7 +107,7 @@ impl World {
             Action::Commit => self.memory[before.writing().ok_or("nothing was written")?] = Some(self.newest),
             Action::Persist => {
                 let slot = self.buffer.persisting().ok_or("nothing is persisted")?;
-                let version = self.buffer.slots[slot].whole().ok_or("no whole version is persisted")?;
+                let version = self.buffer.slots[slot].complete().ok_or("no complete version is persisted")?;
                 if self.reading.replace((slot, version)).is_some() {
                     return Err("two are persisted at once".into());
                 }
@@ -117,7 +117,7 @@ impl World {
             }
             Action::Failed => self.reading = None,
             Action::Rewind(version) => {
-                // Steps that never were: their bytes are of no use to anybody.
+                // Bytes of undone steps, which are worthless.
                 self.memory = self.memory.map(|held| held.filter(|&held| held <= version));
                 self.reading = self.reading.filter(|&(_, read)| read <= version);
                 self.newest = version;
@@ -129,10 +129,10 @@ impl World {
         Ok(())
     }
 
-    /// What must hold in every state, and from one state to the next.
+    /// Properties of every state, and of every transition.
     fn check(&self, before: &Self, action: Action) -> std::result::Result<(), String> {
         for (slot, memory) in self.buffer.slots.iter().zip(self.memory) {
-            if slot.whole().is_some() && memory != slot.whole() {
+            if slot.complete().is_some() && memory != slot.complete() {
                 return Err(format!("{slot:?} does not hold its version"));
             }
         }
@@ -147,7 +147,7 @@ impl World {
             }
         }
         let recovery =
-            |world: &Self| world.buffer.recovery().and_then(|slot| world.buffer.slots[slot].whole());
+            |world: &Self| world.buffer.recovery().and_then(|slot| world.buffer.slots[slot].complete());
         if recovery(self).is_some() && recovery(self) != self.durable {
             return Err(format!("the recovery version is {:?}, not {:?}", recovery(self), self.durable));
         }
@@ -167,7 +167,7 @@ impl World {
     fn relative(&self) -> Self {
         let slots = self.buffer.slots.iter().filter_map(|slot| match *slot {
             Slot::Writing(version) => Some(version),
-            slot => slot.whole(),
+            slot => slot.complete(),
         });
         let held = self.memory.iter().flatten().copied().chain(self.reading.map(|(_, version)| version));
         let rest = [self.store, self.durable, Some(self.newest).filter(|&newest| newest > 0)];
@@ -192,7 +192,7 @@ impl World {
     }
 }
 
-/// All reachable states, or the shortest way to one that is wrong.
+/// All reachable states, or the shortest path to a wrong one.
 fn explore(next: Next) -> std::result::Result<BTreeSet<World>, String> {
     let mut seen = BTreeSet::from([World::new()]);
     let mut queue = VecDeque::from([(World::new(), Vec::new())]);
@@ -216,7 +216,7 @@ fn explore(next: Next) -> std::result::Result<BTreeSet<World>, String> {
 #[test]
 fn every_state_is_safe_and_the_writer_never_waits() {
     let states = explore(TripleBuffer::next).unwrap();
-    // The interesting ones are among them: all three in use, and a version in the store that nobody knows of.
+    // The interesting ones are among them: all three in use, and a version in the store that is not known yet.
     let busy = |world: &&World| {
         world.buffer.recovery().is_some()
             && world.buffer.persisting().is_some()
@@ -236,7 +236,7 @@ fn frees_early(buffer: TripleBuffer, event: Event) -> Result<TripleBuffer> {
     Ok(after)
 }
 
-/// Overwrites the oldest version that nobody reads, as two buffers would do.
+/// Overwrites the oldest version that is not being read, as two buffers would do.
 fn overwrites_the_oldest(buffer: TripleBuffer, event: Event) -> Result<TripleBuffer> {
     let after = buffer.next(event)?;
     let (Event::Begin(version), None) = (event, buffer.slots.iter().position(|&slot| slot == Slot::Empty))
@@ -244,13 +244,13 @@ fn overwrites_the_oldest(buffer: TripleBuffer, event: Event) -> Result<TripleBuf
         return Ok(after);
     };
     let free = (0..3).filter(|&slot| Some(slot) != buffer.persisting());
-    let oldest = free.min_by_key(|&slot| buffer.slots[slot].whole());
+    let oldest = free.min_by_key(|&slot| buffer.slots[slot].complete());
     let mut after = buffer;
     after.slots[oldest.unwrap_or(0)] = Slot::Writing(version);
     Ok(after)
 }
 
-/// Writes over what the persister reads, and tells nobody.
+/// Silently overwrites the version that the persister reads.
 fn overwrites_what_is_read(buffer: TripleBuffer, event: Event) -> Result<TripleBuffer> {
     let (Event::Begin(version), Some(slot)) = (event, buffer.persisting()) else { return buffer.next(event) };
     let mut after = buffer;
@@ -258,15 +258,15 @@ fn overwrites_what_is_read(buffer: TripleBuffer, event: Event) -> Result<TripleB
     Ok(after)
 }
 
-/// Takes it that what was being persisted got there before the crash.
+/// Assumes that the version being persisted reached the store before the crash.
 fn believes_in_the_store(buffer: TripleBuffer, event: Event) -> Result<TripleBuffer> {
     let (Event::Restart(durable), Some(slot)) = (event, buffer.persisting()) else {
         return buffer.next(event);
     };
-    buffer.next(Event::Restart(buffer.slots[slot].whole().max(durable)))
+    buffer.next(Event::Restart(buffer.slots[slot].complete().max(durable)))
 }
 
-/// Keeps what was snapshot before a rewind.
+/// Keeps versions from before a rewind.
 fn keeps_what_never_was(buffer: TripleBuffer, event: Event) -> Result<TripleBuffer> {
     let after = buffer.next(event)?;
     Ok(if matches!(event, Event::Rewind(_)) { buffer } else { after })
@@ -286,7 +286,7 @@ fn planted_faults_are_found() {
     assert!(message.contains("does not hold its version"), "{message}");
 }
 
-/// All events in all states of three slots with versions up to 3, also those that no run reaches.
+/// All events in all states of three slots with versions up to 3, including those that no run reaches.
 #[test]
 fn a_refused_event_says_what_was_expected() {
     let kinds = [Slot::Writing, Slot::Snapshot, Slot::Persisting, Slot::Recovery];

@@ -1,7 +1,7 @@
-//! Calls that make the host wait for all streams of a device, against the stand-in driver, which counts them: allocations,
+//! Calls that make the host wait for all streams of a device, counted by the stand-in driver: allocations,
 //! page-locking, and the first use of a kernel where CUDA loads modules lazily.
 //!
-//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+//! Needs g++ and make on x86-64 and a build with kernels; otherwise it passes silently.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use cudarc::driver::result::{self, stream::StreamKind};
@@ -17,7 +17,7 @@ mod driver;
 
 const SIZES: [usize; 3] = [20_003, 17, 7000];
 
-// One test: there is one driver in a process.
+// A single test, as a process has one driver.
 #[test]
 fn nothing_waits_for_all_streams() {
     let Some(driver) = Driver::load() else { return };
@@ -99,8 +99,8 @@ fn a_copier_at_work(driver: &Driver) {
     unsafe { result::stream::destroy(stream).unwrap() };
 }
 
-/// The same count shows a buffer that is page-locked while copies are on their way, and memory that comes or goes; where
-/// the driver waits, what was to come later has come.
+/// The same count reveals a buffer that is page-locked while copies are in flight, and memory that is allocated or
+/// freed; where the driver waits, later work has already run.
 fn what_waits_is_seen(driver: &Driver) {
     // SAFETY: sizes are not zero; memory is given back once, when nothing uses it.
     unsafe {

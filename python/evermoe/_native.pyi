@@ -30,7 +30,7 @@ OWN_VERSIONS: int
 RECORD_BYTES: int
 FAILURE: float
 
-def arrange(
+def plan_protection(
     name: str,
     copying: str,
     units: Sequence[tuple[int, int, Sequence[int], float, bool, bool]],
@@ -121,16 +121,16 @@ def usable_holdings(
 def retained_versions(
     versions: list[list[int]], partial: list[list[int]], open: list[int], may_lag: list[int], spare: int
 ) -> list[list[int]]:
-    """Of the durable versions of each unit, those that a recovery from the store alone needs, now or soon."""
+    """Return the durable versions of each unit that a recovery from the store alone needs, now or soon."""
 
 _ManifestRow = tuple[str, str, str | None, int, tuple[int, int, int] | None, list[str]]
-"""Name, file, the checkpoint whose file it is, digest, part (start, end, of) and tensors of a unit."""
+"""Name, file, origin of the file, digest, part (start, end, of) and tensors of a unit."""
 
 def parse_manifest(text: bytes) -> tuple[int, int, str, list[str], list[_ManifestRow]]:
-    """Version, step, layout, members and units; CorruptCopy says what is wrong."""
+    """Return version, step, layout, members and units; CorruptCopy names the defect."""
 
 def format_manifest(version: int, step: int, layout: str, members: list[str], units: Sequence[_ManifestRow]) -> str:
-    """JSON of a manifest, with its checksum; ValueError if `parse_manifest` would refuse it."""
+    """Return the JSON of a manifest, with its checksum; ValueError if `parse_manifest` would refuse it."""
 
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
 def select_load_aware(
@@ -166,7 +166,7 @@ def version_pace(
     failures_per_step: float,
     most: int,
 ) -> tuple[int, float, float] | None: ...
-def snapshot_places(free_bytes: int, nbytes: list[int], reserve: int) -> list[str]: ...
+def snapshot_memory(free_bytes: int, nbytes: list[int], reserve: int) -> list[str]: ...
 def chrome_trace(
     steps: Sequence[_Step],
     windows: Windows | None,
@@ -191,7 +191,7 @@ class Windows:
     def rows(self) -> list[tuple[str, str | None, int, float, float, float, float, float]]: ...
 
 class ChunkPlan:
-    """What to send when: `evermoe.planning.schedule.ChunkPlan`."""
+    """Plan of the transfers of one version: `evermoe.planning.schedule.ChunkPlan`."""
 
     @staticmethod
     def from_json(text: str) -> ChunkPlan: ...
@@ -202,7 +202,7 @@ class ChunkPlan:
     def reason(self) -> tuple[bool, int, int | None, float, float, float, int, int, str]: ...
 
 class TokenLedger:
-    """Counts the tokens of every expert since it was last copied: `evermoe.planning.TokenLedger`."""
+    """Counts of the tokens of every expert since its last copy: `evermoe.planning.TokenLedger`."""
 
     def __init__(self, layers: int, experts: int, experts_per_layer: int, max_lost_token_fraction: float) -> None: ...
     @staticmethod
@@ -237,11 +237,11 @@ class TokenLedger:
     def starvation(self) -> list[tuple[int | None, int, float, float]]: ...
 
 class RecoveryPlan:
-    """What to do after a failure: the version to continue from and the transfers that lead there."""
+    """Plan of a recovery: the version to continue from, and the transfers."""
 
     @property
     def version(self) -> int | None:
-        """The version to continue from; None if no version is whole."""
+        """The version to continue from; None if no version is complete."""
     @property
     def lost(self) -> list[str]:
         """Units without a holder at the version that misses the fewest; empty when there is a version."""
@@ -252,15 +252,15 @@ class RecoveryPlan:
     def transfers(self) -> list[tuple[str, int, int, str]]:
         """(unit, source, destination, kind), largest units first; a stale unit is sent at its stale version.
 
-        Where source and destination are the same, the rank takes the unit from its own replica, snapshot or file. A
-        source that has another transfer of the unit to itself passes on what comes with that.
+        If source and destination are the same, the rank reads the unit from its own replica, snapshot or file. A
+        source that receives the unit itself passes on the received bytes.
         """
     @property
     def conflicts(self) -> list[tuple[str, int, int, int]]:
-        """(unit, rank, its digest, the digest that most holders have) of the ranks that were outvoted."""
+        """(unit, rank, its digest, the digest that most holders have) of the outvoted ranks."""
     @property
     def reason(self) -> str:
-        """Why this version, in words."""
+        """Reason of the version, as a sentence."""
 
 def write_safetensors(
     path: str | PathLike[str],
@@ -270,22 +270,22 @@ def write_safetensors(
     threads: int = 4,
     hashed: Sequence[NDArray[np.uint8]] = (),
 ) -> list[int]:
-    """Write a new safetensors file of tensors (name, safetensors' dtype, shape, bytes); its content is on disk then.
+    """Write a new safetensors file of tensors (name, safetensors' dtype, shape, bytes) and wait until it is on disk.
 
-    So many threads, which give way to others, write blocks past the page cache, where the file system allows that,
-    without the GIL; one more makes the digests of `hashed`, which are returned. OSError if the
-    file exists or cannot be written, ValueError for dtypes and sizes that do not fit; no file is left.
+    `threads` threads of lower priority write blocks around the page cache where the file system allows that, without
+    the GIL. One more computes the digests of `hashed`, which are returned. OSError if the file exists or cannot be
+    written, ValueError for unknown dtypes and wrong sizes; no file is left.
     """
 
 class Arena:
     """Two versions of a set of units in a file of shared memory that outlives the process.
 
-    A version is visible whole or not at all, also when the process is killed in the middle of a write:
+    A version becomes visible atomically, even if the process is killed in the middle of a write:
 
         arena = Arena.create("/dev/shm/job/rank0", "{}", [("dense", 4096)])
-        index = arena.begin(version=1)         # from here on the buffer has no version
-        arena.buffer(index)[64:64 + 4096] = 7  # where each unit is: arena.units()
-        arena.commit(index)                    # digests are made, then version 1 is there
+        index = arena.begin(version=1)         # now the buffer has no version
+        arena.buffer(index)[64:64 + 4096] = 7  # offsets of the units: arena.units()
+        arena.commit(index)                    # digests are computed, then version 1 is visible
     """
 
     @staticmethod
@@ -297,117 +297,117 @@ class Arena:
         reserves: bool = True,
         room: str | PathLike[str] | None = None,
     ) -> Arena:
-        """Make an arena of units (name, bytes) with all its space reserved, or left to `reserve`.
+        """Create an arena of units (name, bytes) with all its space reserved, or left to `reserve`.
 
-        `room` is a file of zeros in the same folder, which becomes the arena's with the space that it has. OSError if
-        the path exists or there is too little space; nothing is left behind, `room` neither.
+        `room` is a file of zeros in the same folder, which becomes the arena's together with its space. OSError if
+        the path exists or there is too little space; nothing is left behind, not even `room`.
         """
     def reserve(self, most_bytes: int) -> bool:
-        """Reserve at most so many bytes more of its space; return whether all is reserved, and the next buffer ready.
+        """Reserve up to `most_bytes` more space; return whether all is reserved and the next buffer is ready.
 
-        Nothing may be written to a buffer before that; a `Capture` sees to it itself. Ask before each version: the
-        second buffer takes its page faults before the second one. It takes time for each byte, without the GIL. OSError
-        if the space is not there any more; it may be tried again.
+        Nothing may be written to a buffer before that; a `Capture` calls it itself. Call it before each version: the
+        second buffer takes its page faults before the second version. It takes time for each byte, without the GIL.
+        OSError if the space is no longer available; it may be tried again.
         """
     @staticmethod
     def open(path: str | PathLike[str]) -> Arena:
-        """Open what an earlier process left.
+        """Open an arena that an earlier process has left.
 
-        OSError if it is missing, CorruptCopy if it is not a whole arena.
+        OSError if it is missing, CorruptCopy if it is not a complete arena.
         """
     @property
     def meta(self) -> str:
-        """What was given to `create`."""
+        """The description that was passed to `create`."""
     @property
     def path(self) -> str:
-        """Where the file is, or was."""
+        """Path of the file, which may be removed."""
     @property
     def payload_bytes(self) -> int:
         """Bytes of one buffer: version, digests and units."""
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the file in bytes."""
     def page_lock(self, device: int) -> None:
-        """Page-lock all of it as long as it is mapped, so that CUDA devices write into it; in builds with CUDA.
+        """Page-lock the arena as long as it is mapped, so that CUDA devices write into it; in builds with CUDA.
 
-        Once; the driver waits for all work of the device. RuntimeError if it refuses, with its reason.
+        Call it once; the driver waits for all work of the device. RuntimeError with its reason if it refuses.
         """
     @property
     def is_page_locked(self) -> bool:
-        """Whether it is: then `CopyEngine.capture_device` copies straight into it."""
+        """Whether the arena is page-locked: then `CopyEngine.capture_device` copies directly into it."""
     def units(self) -> list[tuple[str, int, int]]:
-        """(name, offset in a buffer, bytes) of each unit; offsets are multiples of 64, after the table."""
+        """Return (name, offset in a buffer, bytes) of each unit; offsets are multiples of 64, after the table."""
     def begin(self, version: int) -> int:
-        """Start to overwrite the buffer that has no version, else the older one; returns its index."""
+        """Start to overwrite the buffer without a version, or else the older one; return its index."""
     def buffer(self, index: int) -> NDArray[np.uint8]:
-        """A whole buffer, writable, in the shared memory itself: version and digests, then units."""
+        """Return a buffer, writable, in the shared memory itself: version and digests, then units."""
     def commit(self, index: int) -> list[int]:
-        """Make the digests of a buffer that was begun, show it and return them."""
+        """Compute the digests of a buffer that was begun, publish it and return them."""
     def commit_received(self, index: int) -> None:
-        """Show a buffer that came whole from a peer, version and digests included.
+        """Publish a buffer that was received from a peer, including version and digests.
 
         CorruptCopy names the units that do not match their digests; the buffer then stays without a version.
         """
     def versions(self) -> list[tuple[int, int]]:
-        """(index, version) of the complete buffers, newest first."""
+        """Return (index, version) of the complete buffers, newest first."""
     def digests(self, index: int) -> list[int]:
-        """The digests of a complete buffer, one for each unit."""
+        """Return the digests of a complete buffer, one per unit."""
     def verify(self, index: int) -> list[str]:
-        """Names of the units of a complete buffer whose bytes do not match their digests."""
+        """Return the names of the units of a complete buffer whose bytes do not match their digests."""
     def unlink(self) -> None:
         """Remove the file; arrays of it stay valid."""
 
 def digest(array: NDArray[np.uint8]) -> int:
-    """xxh3-64 of contiguous bytes."""
+    """Return the xxh3-64 of contiguous bytes."""
 
 def digests(units: Sequence[Sequence[NDArray[np.uint8]]]) -> list[int]:
-    """xxh3-64 of several units, by a few threads; each lies in contiguous parts, whose bytes follow each other."""
+    """Return the xxh3-64 of several units, each given as consecutive contiguous parts, by a few threads."""
 
 # ---- end of planners and arenas ----
 
 # ---- captures: src/python/engine.rs -----------------------------------------------------------
 
 def copy_units(sources: Sequence[Sequence[tuple[int, int]]], outs: list[NDArray[np.uint8]]) -> None:
-    """Copy the runs (address, nbytes) of each unit in CPU memory, one after the other, to `outs`, without the GIL.
+    """Copy the consecutive runs (address, nbytes) of each unit in CPU memory to `outs`, without the GIL.
 
-    A thread that gives way to others copies, and is waited for. Nobody may write the runs meanwhile, or let them go.
-    ValueError for runs that do not add up to their place.
+    The call waits for a low-priority thread that copies. No code may write or free the runs meanwhile. ValueError for
+    runs that do not add up to their place.
     """
 
 def digest_lanes(sizes: list[int], count: int | None = None) -> list[list[int]]:
-    """The units of each lane of `digests_on_device`: of `sizes` in bytes, about as many bytes in each.
+    """Divide units of `sizes` bytes into lanes for `digests_on_device`, with about the same number of bytes each.
 
-    As many lanes as threads are worth it, of half of the processors, unless a `count` is given.
+    The number of lanes is `count`, or the number of threads that pays off, at most half of the processors.
 
     Example: `digest_lanes([10, 60, 30, 40], 2)` is `[[1, 0], [3, 2]]`: 70 bytes each.
     """
 
 class CopyEngine:
-    """A thread that captures scattered memory into arenas beside training, while its gate is open.
+    """A thread that captures scattered memory into arenas in the background, while its gate is open.
 
         engine = CopyEngine()                          # the gate is closed
         runs = [[(tensor.data_ptr(), tensor.nbytes)]]  # of each unit of the arena
         capture = engine.capture(arena, version=1, sources=runs, keep=tensor)
-        engine.open()                                  # here the network or the cores are idle
-        engine.close_gate()                            # here they are not
+        engine.open()                                  # now the network or the cores are idle
+        engine.close_gate()                            # now they are not
         capture.hurry()                                # the optimizer wants to write the tensor now
-        capture.wait()                                 # it may: version 1 is in the arena
+        capture.wait()                                 # now it may: version 1 is in the arena
 
-    The thread copies and hashes a chunk at a time, one capture after the other, in their order. On Linux it runs as a
-    batch job with a nice value 5 higher than the caller's. It belongs to the process that made it, not to forked ones.
+    The thread copies and hashes a chunk at a time, one capture after the other. On Linux it runs as a batch job with a
+    nice value 5 higher than the caller's. It belongs to the process that created it, not to forked ones.
     """
 
     def __new__(cls, chunk_bytes: int = 1 << 20) -> CopyEngine:
-        """Start the thread; it looks at the gate after at most so many bytes."""
+        """Start the thread, which checks the gate after at most `chunk_bytes`."""
     def capture(
         self, arena: Arena, version: int, sources: Sequence[Sequence[tuple[int, int]]], keep: object
     ) -> Capture:
         """Begin `version` in the arena now and let the thread copy it.
 
-        `sources` holds for each unit of the arena, in their order, its runs (address, nbytes) in CPU memory, which
-        `keep` owns: it is released when the capture is over. Until then nobody may write the runs, or begin another
-        version in the arena. ValueError names the unit whose runs do not add up to its bytes; also while an earlier
-        capture into this arena is not over, and after `shutdown`. No version is then begun.
+        `sources` holds for each unit of the arena, in order, its runs (address, nbytes) in CPU memory. `keep` owns them
+        and is released when the capture is over. Until then no code may write the runs, or begin another version in the
+        arena. ValueError if the runs of a unit do not add up to its bytes, while an earlier capture into this arena is
+        not over, and after `shutdown`. No version is then begun.
         """
     def capture_device(
         self,
@@ -417,56 +417,56 @@ class CopyEngine:
         tensors_per_unit: Sequence[int],
         current_stream: int,
     ) -> Capture:
-        """As `capture`, of a copier's CUDA tensors: straight into an arena that is page-locked, else through
-        page-locked memory of the copier; in builds with CUDA.
+        """Capture a copier's CUDA tensors, like `capture`; in builds with CUDA.
 
-        They are captured as the stream will have left them. The first unit is the copier's first `tensors_per_unit[0]`
-        tensors, and so on. Until the capture is over nobody may write the tensors, also not on a stream, or use the
-        copier for anything but the next captures. The device is asked for whole transfers of the copier, some ahead of
-        the thread, and so for up to `staging` + 1 transfers more than the gate allows. An error of the device cancels
-        the capture.
+        They are copied directly into an arena that is page-locked, or else through page-locked memory of the copier.
+        Their values are those after all work queued on the stream. The first unit is the copier's first
+        `tensors_per_unit[0]` tensors, and so on. Until the capture is over no code may write the tensors, not even on a
+        stream, or use the copier for anything but the next captures. The device makes complete transfers of the copier,
+        some ahead of the thread: up to `staging` + 1 transfers more than the gate allows. An error of the device
+        cancels the capture.
         """
     def open(self, nbytes: int | None = None) -> None:
-        """Let so many more bytes of units be copied, or all that come until `close_gate`.
+        """Allow `nbytes` more bytes of units to be copied, or any number until `close_gate`.
 
-        This replaces what an earlier `open` allowed. A capture without bytes needs no gate.
+        This replaces the allowance of an earlier `open`. A capture without bytes needs no gate.
         """
     def close_gate(self) -> None:
-        """Let nothing more be copied after the chunk in progress."""
+        """Stop copying after the chunk in progress."""
     def shutdown(self) -> None:
-        """Cancel all captures and end the thread, as the end of the engine's life does. Twice is fine."""
+        """Cancel all captures and end the thread, as the end of the engine's life does. Further calls do nothing."""
 
 class Capture:
-    """A version on its way into an arena; made by `CopyEngine.capture`. Dropping it changes nothing."""
+    """A version that is being captured into an arena; created by `CopyEngine.capture`. Dropping it changes nothing."""
 
     @property
     def index(self) -> int:
-        """The buffer of the arena that is written."""
+        """The buffer of the arena that is being written."""
     @property
     def version(self) -> int:
-        """The version that it will have."""
+        """The version of the buffer once it is complete."""
     @property
     def state(self) -> str:
-        """ "waiting", "copying", "whole" (published) or "cancelled" (nothing is read any more)."""
+        """ "waiting", "copying", "complete" (published) or "cancelled" (nothing is read any more)."""
     @property
     def done_bytes(self) -> int:
-        """The units' bytes before this offset of the buffer are in place.
+        """Offset in the buffer up to which the units' bytes are in place.
 
-        The digests at the buffer's start are not, until the version is published; only then are these all of
-        the arena's `payload_bytes`.
+        The digests at the start of the buffer are written last: only when the version is published does this equal the
+        arena's `payload_bytes`.
         """
     @property
     def seconds_busy(self) -> float:
         """Time that the thread has spent on copying it."""
     def wait(self, nbytes: int | None = None, timeout: float | None = None) -> int:
-        """Wait until `done_bytes` is at least `nbytes`, or the version is published; returns `done_bytes`.
+        """Wait until `done_bytes` is at least `nbytes`, or the version is published; return `done_bytes`.
 
-        After `timeout` seconds it returns what there is. CaptureCancelled if it is cancelled, also meanwhile.
+        It is smaller after `timeout` seconds. CaptureCancelled if the capture is or becomes cancelled.
         """
     def hurry(self) -> None:
-        """Let it and the captures before it pass the gate; their bytes do not count against what `open` allows."""
+        """Let this and all earlier captures pass the gate; their bytes do not count against the allowance of `open`."""
     def cancel(self) -> None:
-        """Give it up unless it is over; returns when nothing is read any more. Its buffer has no version then."""
+        """Cancel it unless it is over; return when nothing is read any more. Its buffer then has no version."""
 
 # ---- end of captures --------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ class ChunkCopier:
 
     @staticmethod
     def workspace_bytes(sizes: list[int], chunk_bytes: int, staging: int) -> int:
-        """Bytes of device memory that it needs."""
+        """Return the bytes of device memory that a copier needs."""
     def __new__(
         cls,
         device: int,
@@ -490,9 +490,9 @@ class ChunkCopier:
         for_captures: bool,
         kept: object,
     ) -> ChunkCopier:
-        """Copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory.
+        """Create a copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory.
 
-        `for_captures`: with memory on the host for a few transfers alone, which they use in turn; for `capture_device`.
+        With `for_captures` it has host memory for a few transfers only, which they use in turn: for `capture_device`.
         """
     def chunks(self) -> NDArray[np.uint8]: ...
     def hashes(self) -> NDArray[np.int64]: ...
@@ -506,11 +506,11 @@ class ChunkCopier:
 def digests_on_device(
     lanes: list[tuple[ChunkCopier, int, list[list[NDArray[np.uint8] | None]]]],
 ) -> list[list[int]]:
-    """xxh3-64 of the units of each lane, a thread for each, without the GIL.
+    """Return the xxh3-64 of the units of each lane, with a thread per lane, without the GIL.
 
-    A lane is a copier that was made `for_captures`, torch's current stream, and the parts of each unit, whose bytes
-    follow each other: contiguous bytes on the CPU, or None for the copier's next tensor. The tensors are taken as the
-    stream will have left them. Nobody may write them meanwhile, or use the copier. ValueError where units have more or
+    A lane is a copier that was created with `for_captures`, torch's current stream, and the consecutive parts of each
+    unit: contiguous bytes in CPU memory, or None for the copier's next tensor. The tensors' values are those after all
+    work queued on the stream. No code may write them or use the copier meanwhile. ValueError if the units have more or
     fewer tensors than the copier, RuntimeError for an error of the device; nothing is read any more then.
     """
 
@@ -557,13 +557,13 @@ RECORD_HEADER_BYTES: int
 
 _Payload = tuple[int, int, int]
 _Gradients = list[NDArray[np.float32] | NDArray[np.uint16] | None]
-# epoch, version, the unit's own count of steps, numbers, gradients, bytes, whether all is what came
+# epoch, version, the unit's own step count, numbers, gradients, bytes, whether the data is unchanged
 _Batch = tuple[int, int, int | None, NDArray[np.float32], _Gradients, int, bool]
 
 def encode_gradient(
     gradient: NDArray[np.float32] | NDArray[np.uint16], numbers: list[float], record: NDArray[np.uint8]
 ) -> _Payload:
-    """Write a gradient (float32, or bits of bfloat16) after a record's header; (encoding, bytes, digest)."""
+    """Write a gradient (float32, or bits of bfloat16) after a record's header; return (encoding, bytes, digest)."""
 
 FRAME_HEAD_BYTES: int
 """Bytes of a frame before the sizes of its records."""
@@ -574,9 +574,9 @@ def fill_frame(
     records: Sequence[NDArray[np.uint8] | tuple[str, int, int, list[float], NDArray[np.float32] | NDArray[np.uint16]]],
     tail: NDArray[np.uint8],
 ) -> tuple[int, int]:
-    """Write records, at most `most`, into a frame, those that do not fit into the tail; the bytes of both.
+    """Write up to `most` records into a frame, and those that do not fit into the tail; return the bytes of both.
 
-    A record is its bytes, or name, step, the unit's own count of steps, numbers and the gradient, which is encoded.
+    A record is its bytes, or name, step, the unit's own step count, numbers and the gradient, which is then encoded.
     """
 
 def seal_record(
@@ -590,28 +590,28 @@ def seal_record(
     numbers: list[float],
     payload: _Payload | None,
 ) -> int:
-    """Write the header of "step", "no_step", "skip_all", "full_state" or "proof"; returns the record's bytes."""
+    """Write the header of "step", "no_step", "skip_all", "full_state" or "proof"; return the record's bytes."""
 
 def state_digest(parts: list[NDArray[np.uint8]]) -> int:
-    """Digest of a state that lies in parts: XXH3-64 of the XXH3-64 of each 4096 bytes; proofs have it."""
+    """Return the digest of a state in parts, as in proofs: XXH3-64 of the XXH3-64 of each 4096 bytes."""
 
 def version_of(generation: int, step: int) -> int:
-    """The version after `step` steps, the last of them taken by the members of `generation`.
+    """Return the version after `step` steps, the last of them taken by the members of `generation`.
 
     Example: step 5 of generation 2 is 2 · 2⁴⁰ + 5; it is newer than step 9 of generation 1.
     """
 
 def step_of(version: int) -> int:
-    """Steps that the state of a version has taken."""
+    """Return the number of steps that the state of a version has taken."""
 
 def generation_of(version: int) -> int:
-    """The membership that made a version."""
+    """Return the generation of members that made a version."""
 
 PROTOCOL: int
-"""Number of the protocol of what members tell each other."""
+"""Version of the protocol by which members exchange messages."""
 
 class Secret:
-    """What the members of a job know, and nobody else: `src/secret.rs`.
+    """Secret that the members of a job share: `src/secret.rs`.
 
     Raises:
         ValueError: the text has fewer than 16 characters.
@@ -619,29 +619,29 @@ class Secret:
 
     def __init__(self, text: str) -> None: ...
     def tag(self, purpose: str, parts: Sequence[bytes]) -> bytes:
-        """HMAC-SHA-256 of the parts for a purpose: 32 bytes."""
+        """Return the HMAC-SHA-256 of the parts for a purpose: 32 bytes."""
 
     def is_tag(self, tag: bytes, purpose: str, parts: Sequence[bytes]) -> bool:
-        """Whether it is the tag of the parts, compared in constant time."""
+        """Return whether `tag` is the tag of the parts, compared in constant time."""
 
-def promote(id: str, job: str, generation: int | None = None, secret: Secret | None = None) -> str:
-    """The JSON by which an operator tells the members of a job's set to go on though others may be missing.
+def encode_promotion(id: str, job: str, generation: int | None = None, secret: Secret | None = None) -> str:
+    """Return the JSON by which an operator makes the members of a job's set continue although others may be missing.
 
-    It holds while `generation` is the newest of the members; without one it only asks who is there.
+    It is valid while `generation` is the newest of the members; without a generation it only asks who is present.
     """
 
-def tell(id: str, job: str, message: str, secret: Secret | None = None) -> str:
-    """The JSON by which a member tells the others about itself, from that of a `protocol::Message`.
+def encode_message(id: str, job: str, message: str, secret: Secret | None = None) -> str:
+    """Return the JSON of a member's report to the others, given a `protocol::Message` as JSON.
 
     Raises:
-        ValueError: the message is not one.
+        ValueError: the message is invalid.
     """
 
-def tell_ended(id: str, job: str, member: str, secret: Secret | None = None) -> str:
-    """The JSON by which others tell, under the name `id`, that the process of `member` has ended."""
+def encode_ended(id: str, job: str, member: str, secret: Secret | None = None) -> str:
+    """Return the JSON by which others report, under the name `id`, that the process of `member` has ended."""
 
-def hear(id: str, text: str, secret: Secret | None = None) -> str:
-    """JSON of a `protocol::Heard`: what to make of something that the Lighthouse has passed on. Fails for no text."""
+def decode_message(id: str, text: str, secret: Secret | None = None) -> str:
+    """Return the JSON of a `protocol::Decoded`: the meaning of any text from the Lighthouse."""
 
 class Protocol:
     """The commit protocol of one member as a state machine: `src/protocol/`, driven by `evermoe.train.protocol`.
@@ -652,10 +652,10 @@ class Protocol:
 
     def __init__(self, settings: str) -> None: ...
     def handle(self, event: str) -> str:
-        """JSON of the commands that follow on an event, given as JSON.
+        """Handle an event given as JSON and return the JSON of the commands to execute.
 
         Raises:
-            ValueError: the event does not answer what is under way; nothing changes.
+            ValueError: the event does not answer the current command; nothing changes.
         """
     @property
     def version(self) -> int:
@@ -673,68 +673,77 @@ class Protocol:
     def is_over(self) -> bool:
         """Whether the job is over for this member."""
 
-class Door:
-    """A port that answers for one member from a thread of its own: `src/reach/`.
+class ProbeServer:
+    """A port that answers probes of one member from its own thread: `src/reachability/`.
 
     Args:
         member: id of the member.
         address: numeric address to listen on; None for all.
-        secret: that of the job; it answers those alone that have it.
+        secret: secret of the job; the server answers only clients that have it.
 
     Raises:
-        OSError: the system has no port or no thread left, or the address is not this machine's.
+        OSError: the system has no free port or thread, or the address is not one of this machine's.
         ValueError: the address is a name.
     """
 
     def __init__(self, member: str, address: str | None = None, secret: Secret | None = None) -> None: ...
     @property
     def port(self) -> int:
-        """Its port."""
+        """Port that the server listens on."""
 
     def set_computes(self, group: int) -> None:
-        """Says the group for whose next step the member computes; 0 for none."""
+        """Set the group for whose next step the member computes; 0 for none."""
 
     def set_gave_up(self, group: int) -> None:
-        """Says the group in which the member has waited in vain; 0 for none."""
+        """Set the group in which the member's wait timed out; 0 for none."""
 
-def ask_all(
+def probe_all(
     members: Sequence[tuple[str, str]], milliseconds: int, secret: Secret | None = None
 ) -> tuple[list[tuple[int, int] | None], list[str]]:
-    """What members, by id and address of the door (`host:port`), answer within so many milliseconds.
+    """Probe all members, given by id and address of the probe server (`host:port`), within `milliseconds`.
 
-    For each: the group for whose next step it computes and the one in which it has waited in vain, 0 for none. None
-    for one that does not answer. Then the ids of those whose processes have ended, as their hosts refuse a connection.
+    Returns:
+        For each member the group for whose next step it computes and the group in which its wait timed out, 0 for none;
+        None for a member that does not answer. Then the ids of members whose processes have ended: their hosts refuse a
+        connection.
     """
 
-class Watch:
-    """Asks the members of a group, by id and address of the door (`host:port`), until there is something to see."""
+class FailureDetector:
+    """Threads that probe the members of a group until one stops answering.
+
+    Args:
+        members: id and address of the probe server (`host:port`) of each.
+        group: the group's epoch.
+        milliseconds: time after which a member that does not answer counts as silent.
+        secret: secret of the job.
+    """
 
     def __init__(
         self, members: Sequence[tuple[str, str]], group: int, milliseconds: int, secret: Secret | None = None
     ) -> None: ...
     def wait(self) -> tuple[list[str], bool, str | None]:
-        """Waits until a member has not answered for so many milliseconds, or its process has ended.
+        """Wait until a member stops answering, its process ends, or it reports that its own wait timed out.
 
         Returns:
-            Its id, then those of others that have missed an answer; whether its process has ended; else a member that
-            has waited in vain in the group. Nothing once the watch is stopped.
+            The id of the silent member, then those of others that have missed an answer; whether the process of the
+            first has ended; or else the member whose wait in the group timed out. Empty once the detector is stopped.
         """
 
     def stop(self) -> None:
-        """Ends the watch."""
+        """Stop probing and end all waits."""
 
 class Port:
     """A port for the connections of a member's groups, one after the other: `src/transport/`.
 
     Args:
         address: numeric address to listen on; None for all.
-        secret: that of the job; those alone may connect that have it.
-        ucx: names or paths of UCX's library, of which the first is taken that fits; long messages then go by UCX. None:
-            all go by TCP.
+        secret: secret of the job; only members that have it can connect.
+        ucx: names or paths of UCX's library; the first suitable one is used for long messages. None: all messages use
+            TCP.
 
     Raises:
-        OSError: the system has no port or no thread left, or the address is not this machine's.
-        ValueError: the address is a name, or no such library fits.
+        OSError: the system has no free port or thread, or the address is not one of this machine's.
+        ValueError: the address is a name, or none of the libraries is suitable.
     """
 
     def __init__(
@@ -742,59 +751,59 @@ class Port:
     ) -> None: ...
     @property
     def port(self) -> int:
-        """Its port."""
+        """The port number."""
 
 class Links:
-    """The messages between a member and the others of a group.
+    """Messages between a member and the others of a group.
 
     Args:
-        port: the member's.
-        group: names the group.
-        rank: the member's.
+        port: port of the member.
+        group: unique number of the group.
+        rank: rank of the member.
         addresses: `host:port` of all members' ports, by rank.
-        streams: connections on which messages come from one member.
-        milliseconds: how long a connection may take to be made.
+        streams: number of connections on which messages arrive from one member.
+        milliseconds: time in which a connection must be made.
 
     Raises:
-        ValueError: a rank that is none, or no stream.
+        ValueError: a rank out of range, or 0 streams.
     """
 
     def __init__(
         self, port: Port, group: int, rank: int, addresses: Sequence[str], streams: int, milliseconds: int
     ) -> None: ...
     def send(self, data: np.ndarray, peer: int, tag: int) -> Transfer:
-        """Begins to send uint8 `[n]`, which stays as it is until the transfer is over.
+        """Begin to send uint8 `[n]`, which must not change until the transfer is over.
 
         Raises:
-            ValueError: a rank that is none of the others', or bytes with gaps.
+            ValueError: a rank that is not one of the others, or bytes that are not contiguous.
         """
 
     def receive(self, data: np.ndarray, peer: int, tag: int) -> Transfer:
-        """Begins to receive into uint8 `[n]`, which may be larger than the message.
+        """Begin to receive into uint8 `[n]`, which may be larger than the message.
 
         Raises:
-            ValueError: a rank that is none of the others', or bytes with gaps.
+            ValueError: a rank that is not one of the others, or bytes that are not contiguous.
         """
 
     def end(self, reason: str) -> None:
-        """Ends all connections, and all transfers with them."""
+        """End all connections and transfers."""
 
 class Transfer:
-    """A message that is under way."""
+    """A message in progress."""
 
     def wait(self, milliseconds: int) -> str | None:
-        """Waits until it is over; returns why it failed, None if it did not."""
+        """Wait until it is over; return the reason of its failure, or None."""
 
 class TripleBuffer:
-    """Who may use which of three slots of host memory: the writer, the persister, or nobody. The bytes are elsewhere.
+    """States of three slots of host memory, which the writer and the persister may use; Python owns the bytes.
 
-    An event that cannot happen now is a ValueError and changes nothing. `evermoe.persist.persister` drives it.
+    An impossible event is a ValueError and changes nothing. `evermoe.persist.persister` drives it.
     """
 
     def __init__(self) -> None: ...
     @property
     def slots(self) -> list[tuple[str, int | None]]:
-        """(state, version) of the three: "empty", "writing", "snapshot", "persisting" or "recovery"."""
+        """(state, version) of each slot: "empty", "writing", "snapshot", "persisting" or "recovery"."""
     @property
     def writing(self) -> int | None:
         """The slot that is being written."""
@@ -808,48 +817,49 @@ class TripleBuffer:
     def next_to_persist(self) -> int | None:
         """The slot that `persist` would take: the newest snapshot, unless one is being persisted."""
     def begin(self, version: int) -> None:
-        """The writer starts a version, newer than all that are there, in an empty slot or over the oldest snapshot."""
+        """Start a version that is newer than all others, in an empty slot or over the oldest snapshot."""
     def commit(self) -> None:
-        """What is being written is whole."""
+        """Mark the version being written as complete."""
     def abandon(self) -> None:
-        """What is being written will never be whole."""
+        """Give up the version being written."""
     def persist(self) -> None:
-        """The persister starts with the newest snapshot."""
+        """Start to persist the newest snapshot."""
     def durable(self) -> None:
-        """What is being persisted is in the store; all older versions leave their slots."""
+        """Mark the version being persisted as durable; all older versions leave their slots."""
     def failed(self) -> None:
-        """The store refused it: it is a snapshot again."""
+        """Turn the version being persisted into a snapshot again, as the store refused it."""
     def rewind(self, version: int) -> None:
-        """Newer versions, none of them durable, belong to steps that never were."""
+        """Drop newer versions, none of them durable, which belong to undone steps."""
 
 class ReplayLog:
-    """A replica's records, until it repeats the steps; `evermoe.replay.Replica` drives it."""
+    """Records of a replica until it repeats the steps; `evermoe.replay.Replica` drives it."""
 
     def __init__(self, units: list[tuple[str, int, int]], limit_bytes: int) -> None: ...
     def accept(self, record: NDArray[np.uint8], hold: bool = False) -> tuple[str, int | None, str, int | None]:
-        """(code, unit, message, digest); code "state" asks for `installed` once the record's payload is in place.
+        """Log a record; return (code, unit, message, digest).
 
-        With `hold` a step counts only from `release` on, and `discard` takes it back.
+        After code "state", install the payload and call `installed`. With `hold` a step counts only after
+        `release`, and `discard` removes it.
         """
     def hold_all(
         self, records: NDArray[np.uint8], sizes: list[int]
     ) -> tuple[int, tuple[str, int | None, str, int | None] | None]:
-        """Hold records that lie one after the other, up to one that is more than logged; how many, and its fate."""
+        """Hold consecutive records up to one that is more than logged; return their number and its outcome."""
     def waiting(self) -> list[int | None]:
-        """How many steps each unit's newest one is ahead of its state; None without a state."""
+        """Return the number of steps by which each unit's log is ahead of its state; None without a state."""
     def release(self, clip: float | None) -> None:
-        """The held steps count; None: they change nothing, as the trainers have left them out."""
+        """Accept the held steps; with None as steps that change nothing, because the trainers have skipped them."""
     def discard(self) -> None: ...
     def take(self, unit: int, max_steps: int, until: int) -> _Batch | None: ...
     def begin(self, unit: int, step: int) -> None:
-        """A unit gets its full state of after a step from elsewhere; `installed` must follow."""
+        """Announce that a unit gets its full state after `step` from elsewhere; `installed` must follow."""
     def installed(self, unit: int) -> None: ...
     def applied(self, unit: int, epoch: int, version: int, nbytes: int) -> bool: ...
     def forget(self, unit: int) -> None: ...
     def newest(self, unit: int) -> int | None: ...
     def version(self, unit: int) -> int | None: ...
     def proof(self, unit: int) -> int | None:
-        """The trainer's digest of the unit's state at its version; once, and None where the trainer sent none."""
+        """Return the trainer's digest of the unit's state at its version; once, and None if the trainer sent none."""
     def needs_state(self, unit: int) -> bool: ...
     def fullest(self) -> int | None: ...
     @property
@@ -859,7 +869,7 @@ class ReplayLog:
 
 # ---- objects in stores: src/python/store.rs; not in a build without the feature `object-store` ----
 
-class ObjectPlace:
+class ObjectStore:
     """Objects under a URL: `evermoe.persist.object_store.ObjectStore`."""
 
     def __init__(self, url: str, patience: float, upload_limit: float | None, download_limit: float | None) -> None: ...

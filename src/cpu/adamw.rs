@@ -1,4 +1,4 @@
-//! AdamW with one arithmetic everywhere: the same bits on every CPU, every GPU and every replica.
+//! AdamW with a single arithmetic: the same bits on every CPU, every GPU and every replica.
 //!
 //! A step of one element, all in float32, each operation rounded once to nearest even, subnormals kept:
 //!
@@ -13,8 +13,8 @@
 //!                                                        bias_correction2_sqrt = √(1 − β2^t)
 //! ```
 //!
-//! This is `torch.optim.AdamW(fused=True)` on an x86 CPU bit for bit, as long as torch does not come to its loop for
-//! the last elements (`numel % 8 == 0`). NaNs are the exception: which NaN comes out is the processor's choice.
+//! This equals `torch.optim.AdamW(fused=True)` on an x86 CPU bit for bit, unless torch uses its scalar loop for the
+//! last elements (`numel % 8 != 0`). NaNs are the exception: which NaN results is up to the processor.
 //!
 //! The other [`Arithmetic`]s repeat the steps of torch's own optimizers; they differ from the above in
 //!
@@ -27,14 +27,14 @@
 //!                    p = fma(m / (√v / bias_correction2_sqrt + eps), −step_size, p)
 //! ```
 //!
-//! Torch's other CPU variants take √ from a library that does not round it correctly: they cannot be repeated.
+//! Torch's other CPU variants take √ from a library that does not round it correctly, so they cannot be repeated.
 
 use super::parallel::Parallel;
 use super::steps::{Arithmetic, Gradient, Numbers, Scaling, Step, apply_steps, check_option, for_each};
 use crate::ensure;
 use crate::error::{Error, Result};
 
-/// Options that the user sets.
+/// Options set by the user.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWOptions {
     /// Learning rate.
@@ -49,17 +49,18 @@ pub struct AdamWOptions {
     pub maximize: bool,
 }
 
-/// The numbers of one step, rounded to float32: all that a replica needs beside the gradient.
+/// The numbers of one step, rounded to float32: all that a replica needs in addition to the gradient.
 ///
-/// The trainer computes them once and they travel with the gradient. A replica never computes them again, since `pow`
+/// The trainer computes them once and sends them with the gradient. A replica never recomputes them, because `pow`
 /// differs between libraries.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
-    /// Optimizer whose step it is; the numbers below are other ones for [`Arithmetic::TorchCudaFused`] (see the module).
+    /// Arithmetic of the step; under [`Arithmetic::TorchCudaFused`] the numbers below have other meanings (see the
+    /// module).
     pub arithmetic: Arithmetic,
-    /// Factor of the loss; the gradient is divided by it first.
+    /// Loss scale; the gradient is first divided by it.
     pub loss_scale: f32,
-    /// Coefficient of clipping, by which the gradient is multiplied then; negative to maximize.
+    /// Clipping coefficient, by which the gradient is then multiplied; negative to maximize.
     pub factor: f32,
     /// `1 − lr·weight_decay`
     pub decay: f32,
@@ -81,8 +82,8 @@ impl AdamWStep {
     /// Count of a step's numbers.
     pub const LEN: usize = 10;
 
-    /// The numbers of step `t`, which counts from 1, for gradients of a loss that was multiplied by `loss_scale`, to be
-    /// multiplied by `clip`.
+    /// Computes the numbers of step `t` (from 1), for gradients of a loss that was multiplied by `loss_scale`. The
+    /// gradients are to be multiplied by `clip`.
     ///
     /// ```
     /// use evermoe::cpu::{AdamWOptions, AdamWStep};
@@ -93,14 +94,14 @@ impl AdamWStep {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when a number is out of its range; it names it.
+    /// [`crate::Error::Invalid`] if a number is out of its range, naming it.
     pub fn new(options: &AdamWOptions, t: i64, loss_scale: f64, clip: f64) -> Result<Self> {
         Self::with_arithmetic(Arithmetic::Evermoe, options, t, None, loss_scale, clip)
     }
 
-    /// The numbers of [`AdamWStep::new`] for another arithmetic. [`Arithmetic::TorchCudaFused`] needs `powers`: β1^t
-    /// and β2^t as the trainer's GPU computes them in float32, since no two libraries agree on them; the others take
-    /// none.
+    /// Computes the numbers of [`AdamWStep::new`] for another arithmetic. [`Arithmetic::TorchCudaFused`] needs
+    /// `powers`: β1^t and β2^t as computed by the trainer's GPU in float32, because no two libraries agree on them. The
+    /// others take none.
     ///
     /// ```
     /// use evermoe::cpu::{AdamWOptions, AdamWStep, Arithmetic};
@@ -111,7 +112,7 @@ impl AdamWStep {
     /// ```
     ///
     /// # Errors
-    /// Those of [`AdamWStep::new`]; also when `powers` are missing, not wanted, or no powers.
+    /// As [`AdamWStep::new`]; also if `powers` are missing, superfluous or invalid.
     pub fn with_arithmetic(
         arithmetic: Arithmetic,
         options: &AdamWOptions,
@@ -133,7 +134,7 @@ impl AdamWStep {
             arithmetic,
             loss_scale,
             factor,
-            // One rounding in double: a compiler fuses it in torch.
+            // A single rounding in double, because torch's compiler fuses the operations.
             decay: (-lr).mul_add(weight_decay, 1.0) as f32,
             one_minus_beta1: (1.0 - beta1) as f32,
             one_minus_beta2: (1.0 - beta2) as f32,
@@ -151,7 +152,7 @@ impl AdamWStep {
                 "powers: expected None, as arithmetic {} computes them in double",
                 arithmetic.name()
             ))),
-            // Python computes both, without fusing the one and with a power of one half for the other.
+            // Python computes both numbers: it does not fuse the one, and uses a power of one half for the other.
             (Arithmetic::TorchCudaForeach, None) => Ok(Self {
                 decay: (1.0 - lr * weight_decay) as f32,
                 bias_correction2_sqrt: (1.0 - beta2.powf(t as f64)).powf(0.5) as f32,
@@ -161,7 +162,7 @@ impl AdamWStep {
         }
     }
 
-    /// The numbers as torch's CUDA kernel computes them: in float32 from the start.
+    /// Computes the numbers like torch's CUDA kernel: in float32 from the start.
     fn with_powers(self, options: &AdamWOptions, powers: [f32; 2]) -> Result<Self> {
         let (lr, weight_decay) = (options.lr as f32, options.weight_decay as f32);
         let beta1 = options.betas[0] as f32;
@@ -171,13 +172,13 @@ impl AdamWStep {
                 "powers: expected beta**t, 0 to {beta}, got {power}"
             );
         }
-        // A decay of +0 is none; of −0, one of a learning rate of 0, which still turns −0 into +0.
+        // A decay of +0 means no decay. A decay of −0 comes from a learning rate of 0, and still turns −0 into +0.
         let decay = if weight_decay == 0.0 { 0.0 } else { -(lr * weight_decay) };
         let (step_size, bias_correction2_sqrt) = (lr / (1.0 - powers[0]), (1.0 - powers[1]).sqrt());
         Ok(Self { decay, one_minus_beta1: beta1, step_size, bias_correction2_sqrt, ..self })
     }
 
-    /// The numbers in the order of the fields; the arithmetic is its number.
+    /// Returns the numbers in the order of the fields, with the arithmetic as its number.
     pub fn to_array(&self) -> [f32; Self::LEN] {
         let Self {
             arithmetic,
@@ -205,10 +206,10 @@ impl AdamWStep {
         ]
     }
 
-    /// The step of these numbers, in the order of the fields.
+    /// Creates a step from its numbers, in the order of the fields.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the first one is not the number of an arithmetic.
+    /// [`crate::Error::Invalid`] if the first one is not the number of an arithmetic.
     pub fn from_array(numbers: [f32; Self::LEN]) -> Result<Self> {
         let [
             arithmetic,
@@ -238,11 +239,11 @@ impl AdamWStep {
     }
 }
 
-/// Applies the steps in their order: the same bits as one call for each, in one pass over the memory.
+/// Applies the steps in order, in one pass over the memory; the bits equal those of one call per step.
 ///
-/// `p` are the parameters, `m` and `v` the first and second moment. A step that the trainer skipped, since a gradient
-/// was infinite, is no step: it is left out here. Under [`Arithmetic::TorchCpuFused`] the arrays are a whole parameter, as
-/// its last elements are stepped in another way.
+/// `p` are the parameters, `m` and `v` the first and second moment. Steps that the trainer skipped, because a gradient
+/// was infinite, must be left out. Under [`Arithmetic::TorchCpuFused`] the arrays must be an entire parameter, because
+/// its last elements are updated differently.
 ///
 /// ```
 /// use evermoe::cpu::{AdamWOptions, AdamWStep, Gradient, Serial, adamw};
@@ -255,7 +256,7 @@ impl AdamWStep {
 /// ```
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn adamw(
     p: &mut [f32],
     m: &mut [f32],
@@ -293,7 +294,7 @@ impl Step<3> for AdamWStep {
         } = *self;
         let near = one_minus_beta1 < 0.5;
         let slope = if near { one_minus_beta1 } else { -(1.0 - one_minus_beta1) };
-        // From the end that is nearer: m, or g.
+        // From the nearer end: m, or g.
         let first_moment = |m: f32, g: f32| slope.mul_add(g - m, if near { m } else { g });
         let denominator = |v: f32| v.sqrt() / bias_correction2_sqrt + eps;
         match self.arithmetic {
@@ -352,7 +353,7 @@ mod tests {
             [(step(1, 1.0, 1.0), Gradient::F32(&gradient)), (step(2, 3.0, 0.7), Gradient::F32(&gradient))];
         let (mut p, mut m) = (any_bits(1), any_bits(2));
         let mut v: Vec<f32> = any_bits(3).iter().map(|value| value.abs()).collect();
-        // SAFETY: a variant for this processor.
+        // SAFETY: this variant is supported by this processor.
         unsafe { update([&mut p, &mut m, &mut v], 0..LEN, LEN - LEN % 8, &steps) };
         [bits(&p), bits(&m), bits(&v)]
     }

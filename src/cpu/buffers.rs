@@ -1,7 +1,7 @@
-//! Memory for results that are made anew each step, kept mapped in between.
+//! Memory for results that are allocated in each step, kept mapped in between.
 //!
-//! A large allocation is fresh pages each time, and the faults of their first use cost two to three copies of as many
-//! bytes. Buffers that were given back are therefore handed out again, as torch's allocator does on GPUs.
+//! A large allocation consists of fresh pages each time, and the page faults of their first use cost as much as two to
+//! three copies of the same bytes. So returned buffers are handed out again, as torch's allocator does on GPUs.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::VecDeque;
@@ -9,9 +9,9 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Buffers of fewer bytes are left to the allocator, which keeps them mapped itself.
+/// Smaller buffers are left to the allocator, which keeps them mapped itself.
 pub const MIN_BYTES: usize = 1 << 20;
-/// Large pages, where the system gives them: fewer faults and fewer misses of scattered rows.
+/// Large pages, where the system provides them: fewer faults, and fewer TLB misses for scattered rows.
 const PAGE_BYTES: usize = 2 << 20;
 
 /// Memory of `capacity` bytes with one owner.
@@ -30,23 +30,23 @@ impl Buffer {
         // SAFETY: the layout is not empty: a capacity is at least a page.
         let start = NonNull::new(unsafe { alloc(layout) })?;
         #[cfg(target_os = "linux")]
-        // SAFETY: a hint about memory of our own, in whole pages.
+        // SAFETY: a hint about memory that this function owns, in full pages.
         unsafe {
             libc::madvise(start.as_ptr().cast(), capacity, libc::MADV_HUGEPAGE);
         }
         Some(Self { start, capacity })
     }
 
-    /// The address and the capacity; the receiver owns the memory.
+    /// Returns the address and the capacity; the receiver owns the memory.
     pub fn into_raw(self) -> (NonNull<u8>, usize) {
         let buffer = std::mem::ManuallyDrop::new(self);
         (buffer.start, buffer.capacity)
     }
 
-    /// The buffer again.
+    /// Recreates the buffer.
     ///
     /// # Safety
-    /// The numbers are those of one [`Buffer::into_raw`], and are given once.
+    /// The numbers must come from one [`Buffer::into_raw`] and be used once.
     pub unsafe fn from_raw(start: NonNull<u8>, capacity: usize) -> Self {
         Self { start, capacity }
     }
@@ -59,9 +59,10 @@ impl Drop for Buffer {
     }
 }
 
-/// Idle buffers, and how many of their bytes may be kept.
+/// Idle buffers, and the limit on their bytes.
 ///
-/// Never blocks: a thread that finds the list taken goes without, so a child that was forked at a bad moment lives on.
+/// Never blocks: a thread that finds the list locked does without, so a child that was forked at that moment cannot
+/// deadlock.
 #[derive(Debug)]
 pub struct Buffers {
     idle: Mutex<Idle>,
@@ -71,10 +72,10 @@ pub struct Buffers {
 
 #[derive(Debug)]
 struct Idle {
-    /// Idle buffers; those that were given back last are at the back.
+    /// Idle buffers; the most recently returned ones are at the back.
     buffers: VecDeque<Buffer>,
     bytes: usize,
-    /// Most bytes to keep; none: as many as were in use at the peak.
+    /// Maximum bytes to keep; none for the peak of the bytes in use.
     limit: Option<usize>,
 }
 
@@ -91,13 +92,14 @@ impl Buffers {
         Self { idle: Mutex::new(idle), used_bytes: AtomicUsize::new(0), most_used_bytes: AtomicUsize::new(0) }
     }
 
-    /// A buffer of at least so many bytes with any contents, used before if possible; none where memory is short, or
-    /// where nothing may be kept.
+    /// Returns a buffer of at least `bytes` bytes with arbitrary contents, a used one if possible. None if memory is
+    /// short, or if nothing may be kept.
     ///
-    /// Where there is none of the size, idle ones make room: all together never hold more than was in use at the peak.
+    /// If none has the right size, idle ones are freed: all buffers together never hold more than was in use at the
+    /// peak.
     ///
-    /// Capacities come in steps of an eighth to a sixteenth, so that sizes that vary a little share buffers.
-    /// Example: 5,000,000 bytes ask for 6,291,456, three pages of 2 MiB; 100,000,000 for 100,663,296.
+    /// Capacities grow in steps of an eighth to a sixteenth, so that slightly different sizes share buffers. Example:
+    /// 5,000,000 bytes result in 6,291,456, three pages of 2 MiB; 100,000,000 in 100,663,296.
     pub fn take(&self, bytes: usize) -> Option<Buffer> {
         let step = (bytes.checked_next_power_of_two()? / 16).max(PAGE_BYTES);
         let capacity = bytes.checked_next_multiple_of(step)?;
@@ -117,7 +119,7 @@ impl Buffers {
         Some(buffer)
     }
 
-    /// Takes a buffer back; the ones that have been idle for longest make room for it.
+    /// Takes a buffer back; those that have been idle for longest are freed for it.
     pub fn give_back(&self, buffer: Buffer) {
         self.used_bytes.fetch_sub(buffer.capacity, Relaxed);
         let peak = self.most_used_bytes.load(Relaxed);
@@ -126,11 +128,11 @@ impl Buffers {
             idle.buffers.push_back(buffer);
             idle.shrink(peak)
         });
-        drop(dropped); // outside of the lock: giving pages back to the system takes long
+        drop(dropped); // outside of the lock, as returning pages to the system takes long
     }
 
-    /// Keeps at most so many idle bytes from now on, and frees the rest: 0 keeps none and hands out none, `None` (as at
-    /// the start) as many as are in use at the peak from now on.
+    /// Sets the maximum of idle bytes and frees the excess. 0 keeps none and hands out none. `None`, the default, keeps
+    /// up to the peak of the bytes in use from now on.
     pub fn set_limit(&self, limit: Option<usize>) {
         let used = self.used_bytes.load(Relaxed);
         self.most_used_bytes.store(used, Relaxed);
@@ -141,7 +143,7 @@ impl Buffers {
         drop(dropped);
     }
 
-    /// Bytes that are kept and not in use.
+    /// Returns the bytes that are kept and not in use.
     pub fn idle_bytes(&self) -> usize {
         self.idle.lock().map_or(0, |idle| idle.bytes)
     }
@@ -154,7 +156,7 @@ impl Idle {
         self.buffers.remove(at)
     }
 
-    /// Removes the oldest until the rest is within the limit.
+    /// Removes the oldest buffers until the rest is within the limit.
     fn shrink(&mut self, peak: usize) -> Vec<Buffer> {
         let mut dropped = Vec::new();
         while self.bytes > self.limit.unwrap_or(peak)
@@ -223,7 +225,7 @@ mod tests {
                 scope.spawn(move || {
                     for round in 0..200 {
                         let buffer = buffers.take(MIB * (1 + (round * (seed + 1)) % 5)).unwrap();
-                        // SAFETY: the buffer is this thread's alone.
+                        // SAFETY: only this thread uses the buffer.
                         unsafe {
                             buffer.start.write(seed as u8);
                             assert_eq!(buffer.start.read(), seed as u8);

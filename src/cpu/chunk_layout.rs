@@ -3,9 +3,9 @@
 use crate::ensure;
 use crate::error::Result;
 
-/// Bytes that share a hash; chunks are whole blocks.
+/// Bytes that share a hash; a chunk has an integer number of blocks.
 pub const BLOCK_BYTES: usize = 4096;
-/// Tensors start at multiples of it.
+/// Alignment of tensors.
 const ALIGNMENT: usize = 16;
 
 /// A run of bytes of one tensor in one chunk.
@@ -23,7 +23,7 @@ pub struct Piece {
     pub bytes: usize,
 }
 
-/// Tensors one after the other, each at the next multiple of 16 bytes, in chunks; gaps and the end are zero.
+/// Layout of consecutive tensors, each at the next multiple of 16 bytes, in chunks; gaps and the end are zero.
 ///
 /// Example: tensors of 4090, 0 and 10 bytes, chunks of 4096. Tensor 0 starts at byte 0 of the stream, the others at 4096
 /// (4090 rounded up). Pieces: tensor 0 = bytes 0..4090 of chunk 0; tensor 1 has none; tensor 2 = bytes 0..10 of chunk 1.
@@ -42,10 +42,11 @@ pub struct ChunkLayout {
 }
 
 impl ChunkLayout {
-    /// The layout of tensors of these sizes in bytes.
+    /// Creates the layout of tensors of these sizes in bytes.
     ///
     /// # Errors
-    /// `chunk_bytes` that is no multiple of [`BLOCK_BYTES`] above 0, or more bytes than an address can have.
+    /// [`Error::Invalid`](crate::Error::Invalid) if `chunk_bytes` is not a positive multiple of [`BLOCK_BYTES`],
+    /// or if the bytes exceed the address space.
     pub fn new(sizes: &[usize], chunk_bytes: usize) -> Result<Self> {
         ensure!(
             chunk_bytes > 0 && chunk_bytes.is_multiple_of(BLOCK_BYTES),
@@ -56,7 +57,7 @@ impl ChunkLayout {
         for (index, &bytes) in sizes.iter().enumerate() {
             starts.push(end);
             let next = end.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(ALIGNMENT));
-            // Room for the rounding up to whole chunks.
+            // Leaves room for rounding up to full chunks.
             let next = next
                 .filter(|next| next.checked_add(chunk_bytes).is_some_and(|all| all <= isize::MAX as usize));
             let Some(next) = next else {
@@ -69,7 +70,7 @@ impl ChunkLayout {
         Ok(Self { sizes: sizes.to_vec(), starts, end, chunk_bytes })
     }
 
-    /// Chunks that the tensors take.
+    /// Number of chunks.
     pub fn num_chunks(&self) -> usize {
         self.end.div_ceil(self.chunk_bytes)
     }
@@ -89,7 +90,7 @@ impl ChunkLayout {
         &self.sizes
     }
 
-    /// The runs of bytes, in the order of the stream.
+    /// Iterates over the pieces, in the order of the stream.
     pub fn pieces(&self) -> impl Iterator<Item = Piece> + '_ {
         self.starts.iter().zip(&self.sizes).enumerate().flat_map(move |(tensor, (&start, &size))| {
             let first = start / self.chunk_bytes;

@@ -1,6 +1,6 @@
-//! Scattered tensors to chunks and back, each block of 4096 bytes hashed while it is in the cache.
+//! Copies scattered tensors to chunks and back, hashing each block of 4096 bytes while it is in the cache.
 //!
-//! The twin of `kernels/copy.cu`: the same bytes, the same hashes, the same blocks refused.
+//! The counterpart of `kernels/copy.cu`: the same bytes, the same hashes, the same rejected blocks.
 
 use super::chunk_layout::{BLOCK_BYTES, ChunkLayout};
 use super::memory::{STREAM_BYTES, copy, finish_stream};
@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicI64, Ordering};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// Blocks that are worth a thread of their own.
+/// Minimum number of blocks for a further thread.
 const GRAIN: usize = 32;
 
-/// The checksum of a chunk: XXH3-64 of its blocks' hashes, as little-endian bytes.
+/// Returns the checksum of a chunk: XXH3-64 of its blocks' hashes, as little-endian bytes.
 pub fn chunk_checksum(hashes: &[i64]) -> u64 {
     let mut state = Xxh3::new();
     hashes.iter().for_each(|hash| state.update(&hash.to_le_bytes()));
@@ -24,25 +24,25 @@ pub fn chunk_checksum(hashes: &[i64]) -> u64 {
 /// Hashes each block: `hashes[b] = XXH3-64(blocks 4096 * b .. 4096 * (b + 1))`, as the bits of an int64.
 ///
 /// # Errors
-/// `chunks` that are not 4096 bytes for each hash.
+/// [`Error::Invalid`](crate::Error::Invalid) if `chunks` is not 4096 bytes per hash.
 pub fn hash_blocks(chunks: &[u8], hashes: &mut [i64], pool: &dyn Parallel) -> Result<()> {
     check_hashes(chunks.len(), hashes.len())?;
     let hashes = Disjoint::new(hashes);
     pool.run(chunks.len() / BLOCK_BYTES, GRAIN, &|blocks| {
         for block in blocks {
             let hash = xxh3_64(&chunks[block * BLOCK_BYTES..][..BLOCK_BYTES]) as i64;
-            // SAFETY: each block is met once.
+            // SAFETY: each block is visited once.
             unsafe { hashes.store(block, hash) };
         }
     });
     Ok(())
 }
 
-/// Copies tensors into chunks of `layout`, from `first_chunk` on as many as `chunks` has room for, with zeros between and
+/// Copies tensors into the chunks of `layout` from `first_chunk` on that `chunks` has room for, with zeros between and
 /// after the tensors, and hashes each block.
 ///
 /// # Errors
-/// Tensors, chunks or hashes that are not as long as the layout says.
+/// [`Error::Invalid`](crate::Error::Invalid) if tensors, chunks or hashes do not have the layout's lengths.
 pub fn pack_chunks(
     layout: &ChunkLayout,
     first_chunk: usize,
@@ -58,7 +58,7 @@ pub fn pack_chunks(
     pool.run(num_blocks, GRAIN, &|blocks| {
         let mut walk = Walk::new(layout, first_block + blocks.start);
         for block in blocks {
-            // SAFETY: each block is met once.
+            // SAFETY: each block is visited once.
             let out = unsafe { chunks.part(block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES) };
             let hash = pack_block(&mut walk, tensors, first_block + block, out, stream);
             // SAFETY: as above.
@@ -69,11 +69,11 @@ pub fn pack_chunks(
     Ok(())
 }
 
-/// Copies chunks of `layout`, those from `first_chunk` on, back into the tensors, but for the blocks whose hash is not the
-/// given one: `wrong[c]` is how many of `first_chunk + c` those are.
+/// Copies the chunks of `layout` from `first_chunk` on back into the tensors, except for blocks whose hash is not the
+/// given one: `wrong[c]` is the number of these in `first_chunk + c`.
 ///
 /// # Errors
-/// Arguments that are not as long as the layout says.
+/// [`Error::Invalid`](crate::Error::Invalid) if the arguments do not have the layout's lengths.
 pub fn unpack_chunks(
     layout: &ChunkLayout,
     first_chunk: usize,
@@ -100,7 +100,7 @@ pub fn unpack_chunks(
                 continue;
             }
             walk.for_block(first_block + block, |tensor, from, within| {
-                // SAFETY: each byte of the stream is met once, and tensors do not share any.
+                // SAFETY: each byte of the stream is visited once, and tensors do not overlap.
                 let out = unsafe { tensors[tensor].part(from) };
                 copy(&bytes[within], out, stream);
             });
@@ -111,9 +111,9 @@ pub fn unpack_chunks(
     Ok(())
 }
 
-/// One block. A block within one tensor is hashed where it is, and copied from the cache.
+/// Packs one block. A block within a single tensor is hashed in place, and copied from the cache.
 fn pack_block(walk: &mut Walk<'_>, tensors: &[&[u8]], block: usize, out: &mut [u8], stream: bool) -> i64 {
-    if let Some((tensor, from)) = walk.whole_block(block) {
+    if let Some((tensor, from)) = walk.full_block(block) {
         let bytes = &tensors[tensor][from];
         let hash = xxh3_64(bytes);
         copy(bytes, out, stream);
@@ -129,7 +129,7 @@ fn pack_block(walk: &mut Walk<'_>, tensors: &[&[u8]], block: usize, out: &mut [u
     xxh3_64(out) as i64
 }
 
-/// Goes through the tensors as the blocks go through the stream.
+/// Walks through the tensors in step with the blocks of the stream.
 struct Walk<'a> {
     layout: &'a ChunkLayout,
     /// First tensor that ends after the last block's first byte.
@@ -139,7 +139,7 @@ struct Walk<'a> {
 impl<'a> Walk<'a> {
     fn new(layout: &'a ChunkLayout, first_block: usize) -> Self {
         let byte = first_block * BLOCK_BYTES;
-        // Sizes may be 0, but starts and ends only grow.
+        // Sizes may be 0, but starts and ends never decrease.
         let (mut low, mut high) = (0, layout.sizes().len());
         while low < high {
             let middle = low.midpoint(high);
@@ -152,8 +152,8 @@ impl<'a> Walk<'a> {
         layout.starts()[tensor] + layout.sizes()[tensor]
     }
 
-    /// The tensor that all of a block belongs to, and its bytes.
-    fn whole_block(&mut self, block: usize) -> Option<(usize, Range<usize>)> {
+    /// The tensor that contains the entire block, and its bytes.
+    fn full_block(&mut self, block: usize) -> Option<(usize, Range<usize>)> {
         self.skip_to(block);
         let start = *self.layout.starts().get(self.tensor)?;
         let from = (block * BLOCK_BYTES).checked_sub(start)?;
@@ -202,7 +202,7 @@ fn check(
     let rest = num_chunks.checked_sub(first_chunk);
     ensure!(
         chunks.is_multiple_of(chunk_bytes) && rest.is_some_and(|rest| chunks / chunk_bytes <= rest),
-        "chunks: expected whole ones of {chunk_bytes} bytes, {first_chunk} to at most {num_chunks}, got {chunks} bytes"
+        "chunks: expected full chunks of {chunk_bytes} bytes, {first_chunk} to at most {num_chunks}, got {chunks} bytes"
     );
     check_hashes(chunks, hashes)
 }

@@ -1,16 +1,16 @@
-//! Rows that have crossed ranks, from the order of their sources to the order of their experts, and back.
+//! Regroups rows that were exchanged between ranks: from the order of their sources to that of their experts, and back.
 
 use super::memory::{STREAM_BYTES, copy, finish_stream};
 use super::parallel::{Disjoint, Parallel};
 use crate::ensure;
 use crate::error::Result;
 
-/// Bytes of the output that a task takes at a time: whole cache lines, and pages where it starts on one.
+/// Bytes of the output per task: full cache lines, and pages if it starts on one.
 const BLOCK_BYTES: usize = 4096;
-/// Blocks that are worth a thread.
+/// Minimum number of blocks for a further thread.
 const GRAIN_BLOCKS: usize = 16;
 
-/// Rows of one source for one expert, which are next to each other on both sides.
+/// Rows of one source for one expert, which are adjacent on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Segment {
     /// First byte in the input.
@@ -48,7 +48,7 @@ pub fn regroup(
         for segment in segments[first..].iter().take_while(|segment| segment.to < end) {
             let (start, stop) = (segment.to.max(begin), end.min(segment.to + segment.bytes));
             let from = segment.from + (start - segment.to);
-            // SAFETY: the blocks are this thread's, and the segments do not overlap.
+            // SAFETY: only this thread uses the blocks, and the segments do not overlap.
             copy(&rows[from..from + (stop - start)], unsafe { out.part(start..stop) }, stream);
         }
         if stream {
@@ -68,7 +68,7 @@ fn check_counts(counts: &[i64], experts: usize, num_rows: usize) -> Result<()> {
     Ok(())
 }
 
-/// The segments that hold a byte, in the order of the output.
+/// The segments with at least one byte, in the order of the output.
 fn segments(counts: &[i64], experts: usize, row_bytes: usize, inverse: bool) -> Vec<Segment> {
     // In the order of (source, expert), then of (expert, source).
     let sources = counts.len().checked_div(experts).unwrap_or(0);
@@ -146,8 +146,8 @@ mod tests {
         let rows: Vec<u8> = (0..STREAM_BYTES + 4 * 3000).map(|byte| (byte / 7 % 251) as u8).collect();
         let total = (rows.len() / 4) as i64;
         let counts = [1, total / 3, 5, total - 7 - 2 * (total / 3), total / 3, 1];
-        let there = regrouped(&rows, &counts, 3, false);
-        assert!(there != rows && regrouped(&there, &counts, 3, true) == rows);
+        let grouped = regrouped(&rows, &counts, 3, false);
+        assert!(grouped != rows && regrouped(&grouped, &counts, 3, true) == rows);
     }
 
     proptest! {

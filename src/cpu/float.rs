@@ -1,4 +1,4 @@
-//! Blocks of floats as float32 and back, with one rounding.
+//! Conversion of blocks of floats to float32 and back, with one rounding.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -45,7 +45,7 @@ impl Float for bf16 {
     fn narrow<const N: usize>(values: &[f32; N]) -> [Self; N] {
         let mut block = [Self::ZERO; N];
         for (half, &value) in block.iter_mut().zip(values) {
-            // Without branches, so that it is vectorised; the same result as `bf16::from_f32`.
+            // Branchless, so that it is vectorised; the result equals that of `bf16::from_f32`.
             let bits = value.to_bits();
             let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
             let quiet_nan = bits >> 16 | 0x40;

@@ -1,7 +1,7 @@
-//! The processor's float mode while an optimizer steps.
+//! Float mode of the processor during an optimizer's step.
 
-/// Puts this thread's floats into the mode that Rust assumes and the recipe needs (to nearest, subnormals kept, nothing
-/// trapped), until dropped: `torch.set_flush_denormal`, or a library built with fast math, may have changed it.
+/// Sets this thread's float mode to the one that Rust assumes and the arithmetic needs (to nearest, subnormals kept, no
+/// traps), until dropped. `torch.set_flush_denormal`, or a library built with fast math, may have changed it.
 pub(super) struct KeepSubnormals {
     #[cfg(target_arch = "x86_64")]
     before: u32,

@@ -1,7 +1,7 @@
-//! Rows in 8 bits: e4m3 numbers, and a float32 scale for each 128 columns (DeepSeek-V3, section 3.3.2).
+//! Rows in 8 bits: e4m3 numbers, and a float32 scale per 128 columns (DeepSeek-V3, section 3.3.2).
 //!
-//! A row is its numbers, padded to 16 bytes, then its scales, padded to 16 bytes; padding is zeros. So rows can be
-//! permuted, sent and regrouped as they are.
+//! A row is its numbers, padded with zeros to 16 bytes, then its scales, padded with zeros to 16 bytes. So rows can be
+//! permuted, sent and regrouped without changes.
 
 use super::float::Float;
 use super::parallel::{Disjoint, Parallel};
@@ -9,33 +9,32 @@ use super::vector::vectorised;
 
 /// Columns that share a scale.
 pub const FP8_COLUMNS: usize = 128;
-/// Numbers and scales each are padded to this many bytes.
+/// Alignment in bytes of the numbers and of the scales.
 const ALIGNMENT: usize = 16;
 /// The largest e4m3 number.
 const MOST: f32 = 448.0;
-/// Rows that a thread should be given at least, times their columns.
+/// Minimum number of elements per thread.
 const GRAIN_ELEMENTS: usize = 1 << 16;
 const NOT_A_NUMBER: u8 = 0x7f;
-/// Bits of infinity: those of numbers without their sign are below.
+/// Bit pattern of infinity: finite numbers without their sign are below it.
 const INFINITY: u32 = 0x7f80_0000;
 
-/// Bytes of a row of so many columns.
+/// Returns the bytes of a row of `width` columns.
 ///
 /// Example: 200 columns take 208 bytes, and two scales 16.
 pub fn fp8_row_bytes(width: usize) -> usize {
     width.next_multiple_of(ALIGNMENT) + (4 * width.div_ceil(FP8_COLUMNS)).next_multiple_of(ALIGNMENT)
 }
 
-/// Rows `[N, width]` to `[N, fp8_row_bytes(width)]`.
+/// Quantizes rows `[N, width]` to `[N, fp8_row_bytes(width)]`.
 ///
-/// The scale of 128 columns is their largest magnitude / 448, at least 2^-126; each is multiplied by 1 / scale and rounded to
-/// the nearest e4m3 number, of two equally near ones to the even one. Columns with an infinity or a NaN become NaN
-/// together.
+/// The scale of 128 columns is their largest magnitude / 448, at least 2^-126. Each is multiplied by 1 / scale and
+/// rounded to the nearest e4m3 number, ties to even. Columns with an infinity or a NaN all become NaN.
 ///
 /// Example: `[896, 1, -3]` have the scale 2 and become `[448, 0.5, -1.5]`.
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn quantize_rows<F: Float>(rows: &[F], width: usize, out: &mut [u8], pool: &impl Parallel) {
     let row_bytes = fp8_row_bytes(width);
     let num_rows = rows.len().checked_div(width).unwrap_or(0);
@@ -73,7 +72,7 @@ fn quantize_row<F: Float>(row: &[F], out: &mut [u8]) {
     }
 }
 
-/// The scale of a block and its numbers; `most` are the bits of its largest magnitude.
+/// Returns the scale of a block and its numbers; `most` is the bit pattern of its largest magnitude.
 #[inline(always)]
 fn encode_block(block: &[f32; FP8_COLUMNS], most: u32) -> (f32, [u8; FP8_COLUMNS]) {
     if most >= INFINITY {
@@ -88,12 +87,12 @@ fn encode_block(block: &[f32; FP8_COLUMNS], most: u32) -> (f32, [u8; FP8_COLUMNS
     (scale, numbers)
 }
 
-/// The nearest e4m3 number of a finite one; 448 for all that are larger.
+/// Returns the nearest e4m3 number of a finite one; 448 for all larger ones.
 #[inline(always)]
 fn encode(value: f32) -> u8 {
     const MIN_NORMAL: u32 = (127 - 6) << 23;
     const REBIAS: u32 = (127 - 7) << 3;
-    const SUBNORMALS: f32 = 512.0; // in 1
+    const SUBNORMALS: f32 = 512.0; // per unit
     const ROUNDS_TO_ONES: f32 = 8_388_608.0;
     let (sign, bits) = (value.to_bits() >> 24 & 0x80, value.to_bits() & !(1 << 31));
     let rounded = (bits + 0x7_ffff + (bits >> 20 & 1)) >> 20;
@@ -102,10 +101,10 @@ fn encode(value: f32) -> u8 {
     (sign | if bits < MIN_NORMAL { subnormal } else { normal }) as u8
 }
 
-/// Rows `[N, fp8_row_bytes(width)]` to `[N, width]`: number times scale, rounded once.
+/// Dequantizes rows `[N, fp8_row_bytes(width)]` to `[N, width]`: number times scale, rounded once.
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn dequantize_rows<F: Float>(rows: &[u8], width: usize, out: &mut [F], pool: &impl Parallel) {
     let row_bytes = fp8_row_bytes(width);
     let num_rows = out.len().checked_div(width).unwrap_or(0);

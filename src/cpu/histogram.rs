@@ -5,34 +5,34 @@ use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// Ids that a thread should be given at least; waking another costs as much as counting so many.
+/// Minimum number of ids per thread; waking another thread costs as much as counting these.
 const MIN_CHUNK_IDS: usize = 1 << 14;
-/// Ids that a chunk's counts hold for certain.
+/// Maximum number of ids in a chunk, so that its counts cannot overflow.
 const MAX_CHUNK_IDS: usize = 1 << 31;
-/// Interleaved tables, so that equal neighbours do not wait for each other's store.
+/// Number of interleaved tables, so that equal neighbours do not wait for each other's store.
 const TABLES: usize = 4;
 
-/// An expert's, slot's or row's number as tensors hold it, int32 or int64; -1 for none.
+/// The index of an expert, slot or row in tensors, int32 or int64; -1 for none.
 pub trait Id: Copy + PartialEq + Send + Sync + 'static {
     /// None.
     const NONE: Self;
     /// The largest number.
     const MAX: usize;
 
-    /// The number, as it is.
+    /// Returns the number unchanged.
     fn number(self) -> i64;
 
-    /// Holds a number that is at most [`Id::MAX`].
+    /// Creates an id from a number that is at most [`Id::MAX`].
     fn new(number: usize) -> Self;
 
-    /// The number; nothing if it is negative.
+    /// Returns the number; none if it is negative.
     #[inline(always)]
     fn get(self) -> Option<usize> {
         usize::try_from(self.number()).ok()
     }
 
-    /// Bin of an expert among `num_experts + 1`: 0 for unrouted (-1), `id + 1` for an expert. Ids out of range
-    /// give a number past the last bin.
+    /// Bin of an expert among `num_experts + 1`: 0 for unrouted (-1), `id + 1` for an expert. Ids out of range result
+    /// in a number past the last bin.
     #[inline(always)]
     fn bin(self) -> usize {
         self.number().wrapping_add(1) as usize
@@ -74,7 +74,7 @@ impl Id for i64 {
 /// Example: `ids = [0, 2, 2, -1]`, 3 experts: `counts = [1, 0, 2]`.
 ///
 /// # Errors
-/// [`Error::Invalid`] when an id is neither -1 nor below `counts.len()`; it names the id.
+/// [`Error::Invalid`] if an id is neither -1 nor below `counts.len()`, naming the id.
 pub fn histogram<I: Id>(ids: &[I], counts: &mut [i64], pool: &impl Parallel) -> Result<()> {
     let chunks = Chunks::new(ids.len(), pool.threads());
     let tables = count_chunks(ids, counts.len(), chunks, chunks.count(), pool)?;
@@ -87,7 +87,7 @@ pub fn histogram<I: Id>(ids: &[I], counts: &mut [i64], pool: &impl Parallel) -> 
     Ok(())
 }
 
-/// Ids cut into chunks of one size (the last may be shorter): one for each thread, where that pays.
+/// Ids divided into chunks of one size (the last may be shorter): one per thread, if that is worthwhile.
 #[derive(Clone, Copy)]
 pub(super) struct Chunks {
     len: usize,
@@ -133,7 +133,8 @@ pub(super) fn count_chunks<I: Id>(
     if all_in_range.into_inner() { Ok(counts) } else { Err(out_of_range(ids, num_experts)) }
 }
 
-/// Counts one chunk; false if an id is out of range. `tables` is one longer than `counts`: its last bin takes those.
+/// Counts one chunk; false if an id is out of range. `tables` is one longer than `counts`: its last bin counts such
+/// ids.
 fn count_into<I: Id>(ids: &[I], counts: &mut [u32], tables: &mut [[u32; TABLES]]) -> bool {
     let last = counts.len();
     assert!(tables.len() == last + 1);

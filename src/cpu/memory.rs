@@ -1,11 +1,11 @@
-//! Moving rows: prefetching the next one, and writing past the cache where the output would not stay in it.
+//! Copies of rows: prefetching, and stores around the cache for outputs that would not stay in it.
 
-/// Outputs of at least so many bytes are written past the cache, as `memcpy` does with large blocks: the lines need
-/// not be read first, and what else is cached stays.
+/// Outputs of at least this size are written around the cache, as `memcpy` does with large blocks: their lines need not
+/// be read first, and other cached data stays.
 pub(super) const STREAM_BYTES: usize = 16 << 20;
 const LINE_BYTES: usize = 64;
 
-/// Asks for a row that will be read soon. Rows are scattered, so the processor cannot guess the next one.
+/// Prefetches a row that will be read soon. Rows are scattered, so the processor cannot predict the next one.
 #[inline(always)]
 pub(super) fn prefetch<T>(row: &[T]) {
     #[cfg(target_arch = "x86_64")]
@@ -18,15 +18,15 @@ pub(super) fn prefetch<T>(row: &[T]) {
     let _ = (row, LINE_BYTES);
 }
 
-/// Asks for the first 128 columns of a row's rest.
+/// Prefetches the first 128 columns of a row's rest.
 #[inline(always)]
 pub(super) fn prefetch_line<T: Copy>(rest: &[T]) {
     prefetch(&rest[..rest.len().min(128)]);
 }
 
-/// Copies a row or several, past the cache if `stream` and they consist of whole aligned vectors.
+/// Copies one or more rows, around the cache if `stream` and they consist of full aligned vectors.
 ///
-/// After streaming, [`finish_stream`] comes before another thread may read.
+/// After streaming, [`finish_stream`] must be called before another thread may read.
 #[inline(always)]
 pub(crate) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
     assert_eq!(from.len(), to.len());
@@ -35,8 +35,8 @@ pub(crate) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
         let (mut source, mut target) = (from.as_ptr().cast::<__m128i>(), to.as_mut_ptr().cast::<__m128i>());
         for _ in 0..size_of_val(to) / LINE_BYTES {
-            // SAFETY: both rows hold this many whole lines of four vectors, the target's are aligned (checked), and SSE2
-            // is part of x86-64.
+            // SAFETY: both rows hold this number of full lines of four vectors, the target's are aligned (checked),
+            // and SSE2 is part of x86-64.
             unsafe {
                 let line = [0, 1, 2, 3].map(|vector| _mm_loadu_si128(source.add(vector)));
                 for (vector, value) in line.into_iter().enumerate() {
@@ -51,7 +51,7 @@ pub(crate) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
     to.copy_from_slice(from);
 }
 
-/// Makes streamed stores visible before whatever follows.
+/// Makes streamed stores visible before any later operation.
 pub(crate) fn finish_stream() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86-64.

@@ -1,26 +1,25 @@
-//! The arithmetic of the torch ops on plain slices: the CPU backend, and the oracle that the CUDA kernels
-//! are compared with.
+//! The arithmetic of the torch ops on plain slices: the CPU backend, and the reference for the CUDA kernels.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
 //! | `histogram` | tokens per expert |
-//! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
+//! | `plan` | the row of the send buffer for each slot of the routing: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
-//! | `exchange` | regroups rows that came from other ranks by expert, and back |
+//! | `exchange` | regroups rows from other ranks by expert, and back |
 //! | `adamw`, `sgd` | an optimizer's step, with the same bits everywhere |
-//! | `steps` | parts that they share: gradients, arithmetics, several steps in one pass |
-//! | `float_mode` | the processor's mode while they run |
-//! | `chunk_layout` | where the bytes of many tensors lie in a stream of chunks |
+//! | `steps` | shared parts of the optimizers: gradients, arithmetics, several steps in one pass |
+//! | `float_mode` | the processor's float mode while they run |
+//! | `chunk_layout` | layout of the bytes of many tensors in a stream of chunks |
 //! | `chunks` | tensors to chunks and back, hashed on the way |
-//! | `fp8` | rows in 8 bits with a scale for each 128 columns, and back |
-//! | `float` | blocks of float32, bfloat16 and float16 as float32 |
-//! | `buffers` | large results' memory, kept mapped from step to step |
-//! | `memory` | prefetching rows, and writing past the cache |
-//! | `vector` | loops for the vectors that the processor has |
-//! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
+//! | `fp8` | rows in 8 bits with a scale per 128 columns, and back |
+//! | `float` | conversion of float32, bfloat16 and float16 to float32 and back |
+//! | `buffers` | memory of large results, kept mapped from step to step |
+//! | `memory` | prefetching of rows, and stores around the cache |
+//! | `vector` | loops for the processor's vector instructions |
+//! | `parallel` | the parallel loop that the caller provides: torch's pool in ops, a plain loop in tests |
 //!
-//! Vocabulary: `T` tokens choose `K` experts each; `slot = t * K + k` is one choice; a *row* is one line of
-//! the send buffer; -1 stands for "no expert" in `ids`, "no slot" in `row_ids`, "no row" in `positions`.
+//! Vocabulary: `T` tokens choose `K` experts each; `slot = t * K + k` is one choice; a *row* is one line of the send
+//! buffer; -1 means "no expert" in `ids`, "no slot" in `row_ids`, "no row" in `positions`.
 //!
 //! No result depends on the number of threads: integers are exact, and every float is computed by one thread
 //! in a fixed order.

@@ -1,7 +1,7 @@
-//! Plan of the rows that slots take in the send buffer: a stable counting sort by (destination rank, expert, slot).
+//! Assigns slots to rows of the send buffer: a stable counting sort by (destination rank, expert, slot).
 //!
-//! Each thread places one chunk of the slots. What earlier chunks hold of each expert is counted first; the last
-//! chunk is not, so that one thread alone reads the ids once: that the counts add up shows while placing.
+//! Each thread places one chunk of the slots. First the slots of each expert in earlier chunks are counted. The last
+//! chunk is not counted, so that a single thread reads the ids only once; placing verifies that the counts add up.
 
 use super::histogram::{Chunks, Id, count_chunks, histogram};
 use super::parallel::{Disjoint, Parallel};
@@ -9,25 +9,25 @@ use crate::ensure;
 use crate::error::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
-/// Ids whose rows are found before the first of them is stored.
+/// Number of ids whose rows are found before the first of them is stored.
 const BLOCK_IDS: usize = 512;
 
-/// Rows for the next slots of one expert, in one segment.
+/// The next rows for one expert's slots, in one segment.
 #[derive(Clone, Copy, Default)]
 struct Cursor {
     next_row: u32,
     end_row: u32,
 }
 
-/// The cursors of one chunk, by [`Id::bin`]. Those of bin 0 and of the last bin, which takes ids out of range, hold
-/// no rows.
+/// The cursors of one chunk, by [`Id::bin`]. Those of bin 0 and of the last bin, which takes ids out of range, have no
+/// rows.
 struct Cursors {
     at: Vec<Cursor>,
     /// The rank of each expert's cursor.
     ranks: Vec<usize>,
 }
 
-/// The send buffer cut into one segment per (rank, expert), in that order.
+/// The send buffer divided into one segment per (rank, expert), in that order.
 struct Segments<'a> {
     send_counts: &'a [i64],
     /// First row of segment `rank * num_experts + expert`.
@@ -37,23 +37,23 @@ struct Segments<'a> {
     num_rows: usize,
 }
 
-/// Orders the slots by (destination rank, expert, slot): the first `send_counts[e, 0]` slots of expert `e` go
-/// to rank 0, the next `send_counts[e, 1]` to rank 1, and so on.
+/// Orders the slots by (destination rank, expert, slot): the first `send_counts[e, 0]` slots of expert `e` go to rank
+/// 0, the next `send_counts[e, 1]` to rank 1, and so on.
 ///
-/// `ids` is `[num_slots]`, `send_counts` `[num_experts, num_ranks]`; `row_ids` and `positions` are `[num_slots]`
-/// and inverse to each other: `row_ids[positions[s]] == s`. Unrouted slots (-1) have position -1 and leave as
-/// many -1 at the end of `row_ids`.
+/// `ids` is `[num_slots]`, `send_counts` `[num_experts, num_ranks]`; `row_ids` and `positions` are `[num_slots]` and
+/// inverse to each other: `row_ids[positions[s]] == s`. Unrouted slots (-1) have position -1, and `row_ids` ends with
+/// the same number of -1.
 ///
 /// Example: `ids = [1, 0, 1, -1, 1]`, `send_counts = [[0, 1], [2, 1]]` (2 experts, 2 ranks). Expert 1 has the
 /// slots 0, 2, 4: two go to rank 0, one to rank 1; expert 0 has slot 1, for rank 1. Rows: rank 0 = slots 0, 2;
 /// rank 1 = slot 1 (expert 0), slot 4 (expert 1): `row_ids = [0, 2, 1, 4, -1]`, `positions = [0, 2, 1, -1, 3]`.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] when an id is out of range, or the counts of an expert are negative or do
-/// not add up to the number of its slots; it names the id or the expert.
+/// [`crate::Error::Invalid`] if an id is out of range, or the counts of an expert are negative or do not add up
+/// to the number of its slots, naming the id or the expert.
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn dispatch_plan<I: Id, P: Id>(
     ids: &[I],
     send_counts: &[i64],
@@ -92,7 +92,7 @@ pub fn dispatch_plan<I: Id, P: Id>(
             }
         }
     });
-    // No expert has more slots than its counts say; in sum there are as many: so no expert has fewer.
+    // No expert has more slots than its counts, and the totals are equal, so no expert has fewer.
     if !complete.into_inner() || num_placed.into_inner() != segments.num_rows {
         return Err(wrong_counts(ids, send_counts, num_experts, pool));
     }
@@ -118,7 +118,7 @@ fn start_occurrences(chunk_counts: &mut [u32], bins: usize) -> Vec<u32> {
     totals
 }
 
-/// Says what is wrong with ids or counts that [`dispatch_plan`] could not place.
+/// Returns the error for ids or counts that [`dispatch_plan`] could not place.
 #[cold]
 fn wrong_counts<I: Id>(ids: &[I], send_counts: &[i64], num_experts: usize, pool: &impl Parallel) -> Error {
     let mut slots_of = vec![0; num_experts];
@@ -144,7 +144,7 @@ fn wrong_counts<I: Id>(ids: &[I], send_counts: &[i64], num_experts: usize, pool:
 }
 
 impl<'a> Segments<'a> {
-    /// Nothing if a count is negative, or there are more rows than slots.
+    /// None if a count is negative, or there are more rows than slots.
     fn new(send_counts: &'a [i64], num_experts: usize, num_slots: usize) -> Option<Self> {
         let num_ranks = send_counts.len().checked_div(num_experts).unwrap_or(0);
         assert_eq!(send_counts.len(), num_experts * num_ranks);
@@ -165,9 +165,9 @@ impl<'a> Segments<'a> {
         Cursor { next_row, end_row: next_row + self.send_counts[expert * self.num_ranks + rank] as u32 }
     }
 
-    /// Cursors past the first `skips[e]` slots of each expert; nothing if an expert has no so many.
+    /// Cursors past the first `skips[e]` slots of each expert; none if an expert has fewer.
     fn cursors(&self, skips: &[u32]) -> Option<Cursors> {
-        // Room at the end, so that another thread's cursors lie on cache lines of their own.
+        // Padding at the end, so that the cursors of another thread are on other cache lines.
         let mut at = Vec::with_capacity(self.num_experts + 2 + 16);
         at.resize(self.num_experts + 2, Cursor::default());
         let mut cursors = Cursors { at, ranks: vec![0; self.num_experts] };
@@ -191,7 +191,7 @@ impl<'a> Segments<'a> {
         Some(cursors)
     }
 
-    /// Moves an expert's cursor to its next segment that holds rows; nothing if there is none.
+    /// Moves an expert's cursor to its next non-empty segment; none if there is none.
     fn next_rank(&self, cursor: &mut Cursor, rank: &mut usize, expert: usize) -> Option<()> {
         while *rank + 1 < self.num_ranks {
             *rank += 1;
@@ -203,8 +203,8 @@ impl<'a> Segments<'a> {
         None
     }
 
-    /// Gives each id of a chunk its row. The chunk's first slot is `first`. Returns how many rows were given; nothing if
-    /// an expert had none left, or an id was out of range.
+    /// Assigns a row to each id of a chunk, whose first slot is `first`. Returns the number of assigned rows; none if
+    /// an expert had no rows left, or an id was out of range.
     fn place<I: Id, P: Id>(
         &self,
         ids: &[I],
@@ -221,7 +221,7 @@ impl<'a> Segments<'a> {
             let store = |index: usize, position: P| {
                 if let Some(row) = position.get() {
                     // SAFETY: segments are disjoint and end before the number of slots; a chunk's cursors start where
-                    // those of the chunk before it end, so every row is taken once.
+                    // those of the previous chunk end, so every row is taken once.
                     unsafe { row_ids.store(row, P::new(first + index)) };
                 }
             };
@@ -235,8 +235,9 @@ impl<'a> Segments<'a> {
         Some(ids.len() - num_unrouted)
     }
 
-    /// The first half of [`Segments::place`], for one block: the row of each id. Storing to `row_ids` at once would make
-    /// every cursor wait for the address of the store before it. Returns how many ids are unrouted.
+    /// The first half of [`Segments::place`], for one block: finds the row of each id and returns the number of
+    /// unrouted ids. Storing to `row_ids` immediately would make every cursor wait for the address of the previous
+    /// store.
     #[inline(always)]
     fn find_rows<I: Id, P: Id>(
         &self,
@@ -266,14 +267,14 @@ impl<'a> Segments<'a> {
     }
 }
 
-/// Turns `positions` (row of each slot) into `row_ids` (slot of each row, -1 where none).
+/// Inverts `positions` (row of each slot) into `row_ids` (slot of each row, -1 for none).
 ///
-/// Positions at or past `row_ids.len()` name rows that the buffer does not hold, and are skipped as -1 is.
+/// Positions at or past `row_ids.len()` name rows that are not in the buffer, and are skipped like -1.
 ///
 /// Example: `positions = [2, -1, 0]`, 3 rows: `row_ids = [2, -1, 0]`; 2 rows: `row_ids = [2, -1]`.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] when two slots name one row, or a slot's number does not fit.
+/// [`crate::Error::Invalid`] if two slots name one row, or a slot's number does not fit.
 pub fn invert_positions<I: Id>(positions: &[I], row_ids: &mut [I]) -> Result<()> {
     check_slots::<I>("positions", positions.len())?;
     row_ids.fill(I::NONE);

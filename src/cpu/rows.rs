@@ -10,14 +10,14 @@ use crate::ensure;
 use crate::error::Result;
 use std::ops::Range;
 
-/// Partial sums of a dot product: column `c` is added to partial `c % DOT_PARTIALS`, then the partials are added as
-/// [`add_partials`] says. A warp of the CUDA kernel adds in the same order, so both give the same bits.
+/// Number of partial sums of a dot product: column `c` is added to partial `c % DOT_PARTIALS`, then [`add_partials`]
+/// adds the partials. A warp of the CUDA kernel adds in the same order, so both produce the same bits.
 pub const DOT_PARTIALS: usize = 256;
 /// Partials of one lane of that warp.
 const DOT_LANE: usize = 8;
-/// Columns that are handled at once: few enough for their sums to stay in registers, whole cache lines.
+/// Columns that are processed at once: few enough for their sums to stay in registers, and full cache lines.
 const COLUMNS: usize = 128;
-/// Elements that a thread should be given at least.
+/// Minimum number of elements per thread.
 const GRAIN_ELEMENTS: usize = 1 << 16;
 
 /// Inputs of [`unpermute`]: `rows` is `[N, width]`, `positions` `[T, top_k]`, `weights` like `positions`.
@@ -25,9 +25,9 @@ const GRAIN_ELEMENTS: usize = 1 << 16;
 pub struct Combine<'a, F, I> {
     /// The rows, in the order of the plan.
     pub rows: &'a [F],
-    /// The row of each slot; -1, or a row that the buffer does not hold: adds nothing.
+    /// The row of each slot; -1, or a row that is not in the buffer, adds nothing.
     pub positions: &'a [I],
-    /// The factor of each slot; absent: 1.
+    /// The factor of each slot; 1 if absent.
     pub weights: Option<&'a [f32]>,
     /// Columns of a row.
     pub width: usize,
@@ -43,7 +43,7 @@ pub struct Backward<'a, F, I> {
     pub grad: &'a [F],
     /// The rows that were combined.
     pub rows: &'a [F],
-    /// The row of each slot, as in [`Combine`]; no row twice.
+    /// The row of each slot, as in [`Combine`]; each row at most once.
     pub positions: &'a [I],
     /// The factor of each slot.
     pub weights: &'a [f32],
@@ -62,10 +62,10 @@ fn grain(width: usize) -> usize {
 /// Example: `x = [a, b]`, `top_k = 2`, `row_ids = [2, 0, 3, -1]`: `out = [b, a, b, 0]`.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] when a row id is neither -1 nor a slot; it names it.
+/// [`crate::Error::Invalid`] if a row id is neither -1 nor a slot, naming it.
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn permute<F: Float, I: Id>(
     x: &[F],
     row_ids: &[I],
@@ -104,17 +104,17 @@ pub fn permute<F: Float, I: Id>(
 
 /// Combines rows into tokens: `out[t] = sum over k of weights[t, k] * rows[positions[t, k]]`.
 ///
-/// The sum is in float32, in the order of `k`, product and addition rounded separately, then rounded once to
-/// the type of the rows. The first term starts the sum, so one row without a weight is copied bit by bit.
+/// The sum is in float32, in the order of `k`; product and addition are rounded separately, and the result is rounded
+/// once to the type of the rows. The first term starts the sum, so a single row without a weight is copied bit for bit.
 ///
 /// Example: `rows = [1, 10]`, `positions = [[1, 0], [-1, -1]]`, `weights = [[0.5, 2], [1, 1]]`, width 1:
 /// `out = [0.5 * 10 + 2 * 1, 0] = [7, 0]`.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] when a position is below -1, or past both the rows and the slots.
+/// [`crate::Error::Invalid`] if a position is below -1, or past both the rows and the slots.
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn unpermute<F: Float, I: Id>(
     combine: &Combine<'_, F, I>,
     out: &mut [F],
@@ -175,7 +175,7 @@ fn combine_tokens<F: Float, I: Id>(
 type Term<'a, F> = (&'a [F], f32);
 
 impl<'a, F: Float, I: Id> Combine<'a, F, I> {
-    /// Puts the rows that a token sums, in the order of its slots, with their weights; none past the last token.
+    /// Collects the rows that a token sums, in the order of its slots, with their weights; none past the last token.
     #[inline(always)]
     fn gather(&self, token: usize, terms: &mut Vec<Term<'a, F>>) {
         let num_rows = self.rows.len() / self.width;
@@ -189,7 +189,7 @@ impl<'a, F: Float, I: Id> Combine<'a, F, I> {
     }
 }
 
-/// Writes a sum of weighted rows, and asks for the same columns of the rows that come next.
+/// Writes a sum of weighted rows, and prefetches the same columns of the next rows.
 #[inline(always)]
 fn add_terms<'a, F: Float>(
     first: Term<'a, F>,
@@ -214,7 +214,7 @@ fn add_terms<'a, F: Float>(
 #[inline(always)]
 fn columns<F: Float>(row: &[F], start: usize) -> [f32; COLUMNS] {
     match row[start..].first_chunk() {
-        Some(whole) => F::wide(whole),
+        Some(block) => F::wide(block),
         None => {
             let mut part = [F::ZERO; COLUMNS];
             part[..row.len() - start].copy_from_slice(&row[start..]);
@@ -223,27 +223,27 @@ fn columns<F: Float>(row: &[F], start: usize) -> [f32; COLUMNS] {
     }
 }
 
-/// Rounds and stores the columns from `start` that the row has.
+/// Rounds and stores the columns from `start` that exist in the row.
 #[inline(always)]
 fn store_columns<F: Float>(values: &[f32; COLUMNS], start: usize, row: &mut [F], stream: bool) {
     let narrow = F::narrow(values);
     match row[start..].first_chunk_mut::<COLUMNS>() {
-        Some(whole) => copy(&narrow, whole, stream),
+        Some(block) => copy(&narrow, block, stream),
         None => row[start..].iter_mut().zip(narrow).for_each(|(to, value)| *to = value),
     }
 }
 
-/// The gradients of [`unpermute`]: for the slot `s` whose position is row `i`, `grad_rows[i] = weights[s] *
-/// grad[s / top_k]` and `grad_weights[s] = grad[s / top_k] . rows[i]`; zero where there is none.
+/// Computes the gradients of [`unpermute`]: for the slot `s` whose position is row `i`, `grad_rows[i] = weights[s] *
+/// grad[s / top_k]` and `grad_weights[s] = grad[s / top_k] . rows[i]`; zero for all others.
 ///
 /// Example: `grad = [3]`, `rows = [1, 10]`, `positions = [[1, 0]]`, `weights = [[0.5, 2]]`, width 1:
 /// `grad_rows = [2 * 3, 0.5 * 3] = [6, 1.5]`, `grad_weights = [[3 * 10, 3 * 1]] = [[30, 3]]`.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] when a position is out of range, or two slots name one row.
+/// [`crate::Error::Invalid`] if a position is out of range, or two slots name one row.
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn unpermute_backward<F: Float, I: Id>(
     backward: &Backward<'_, F, I>,
     grad_rows: &mut [F],
@@ -306,13 +306,13 @@ fn backward_rows<F: Float, I: Id>(
             grad.iter_mut().for_each(|grad| *grad *= weights[slot]);
             store_columns(&grad, start, out, stream);
         }
-        // SAFETY: `invert_positions` gives each slot to one row at most, so this slot is written once.
+        // SAFETY: `invert_positions` gives each slot to at most one row, so this slot is written once.
         unsafe { grad_weights.store(slot, add_partials(partials)) };
     }
 }
 
-/// Adds the partials as a warp does: lane `l` those from `8 * l` to `8 * l + 7` (`p` with `p + 4`, then `p + 2`,
-/// `p + 1`), then lane `l` with lane `l + 16`, `l + 8`, 4, 2, 1.
+/// Adds the partials like a warp: lane `l` those from `8 * l` to `8 * l + 7` (`p` with `p + 4`, then `p + 2`, `p + 1`),
+/// then lane `l` with lane `l + 16`, `l + 8`, 4, 2, 1.
 fn add_partials(partials: [f32; DOT_PARTIALS]) -> f32 {
     let mut lanes = [0.0; DOT_PARTIALS / DOT_LANE];
     for (lane, own) in lanes.iter_mut().zip(partials.as_chunks::<DOT_LANE>().0) {
@@ -400,7 +400,7 @@ mod tests {
         assert!(unpermute_backward(&twice, &mut grad_rows, &mut grad_weights, &Serial).is_err());
     }
 
-    /// Numbers from -8 to 8 and a little more.
+    /// Numbers from -8 to slightly above 8.
     fn floats(count: usize, seed: u64) -> Vec<bf16> {
         let mut state = seed | 1;
         let mut draw = || {

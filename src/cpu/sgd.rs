@@ -1,4 +1,4 @@
-//! SGD with momentum, with one arithmetic everywhere: the same bits on every CPU, every GPU and every replica.
+//! SGD with momentum, with a single arithmetic: the same bits on every CPU, every GPU and every replica.
 //!
 //! A step of one element, all in float32, each operation rounded once to nearest even, subnormals kept:
 //!
@@ -12,17 +12,17 @@
 //! p = fma(g, −lr, p)
 //! ```
 //!
-//! This is `torch.optim.SGD(fused=True)` on an x86 CPU bit for bit, as long as torch does not come to its loop for the
-//! last elements (`numel % 8 == 0`), where [`Arithmetic::TorchCpuFused`] has `b = fma(b, momentum, g ·
-//! one_minus_dampening)`; and the `foreach` and plain variants for every size. NaNs are the exception: which NaN comes
-//! out is the processor's choice.
+//! This equals `torch.optim.SGD(fused=True)` on an x86 CPU bit for bit, unless torch uses its scalar loop for the last
+//! elements (`numel % 8 != 0`), where [`Arithmetic::TorchCpuFused`] has `b = fma(b, momentum, g ·
+//! one_minus_dampening)`. It equals the `foreach` and plain variants for every size. NaNs are the exception: which NaN
+//! results is up to the processor.
 
 use super::parallel::Parallel;
 use super::steps::{Arithmetic, Gradient, Numbers, Scaling, Step, apply_steps, check_option, for_each};
 use crate::ensure;
 use crate::error::{Error, Result};
 
-/// Options that the user sets.
+/// Options set by the user.
 #[derive(Debug, Clone, Copy)]
 pub struct SgdOptions {
     /// Learning rate.
@@ -39,14 +39,14 @@ pub struct SgdOptions {
     pub maximize: bool,
 }
 
-/// The numbers of one step, rounded to float32: all that a replica needs beside the gradient.
+/// The numbers of one step, rounded to float32: all that a replica needs in addition to the gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SgdStep {
-    /// Optimizer whose step it is.
+    /// Arithmetic of the step.
     pub arithmetic: Arithmetic,
-    /// Factor of the loss; the gradient is divided by it first.
+    /// Loss scale; the gradient is first divided by it.
     pub loss_scale: f32,
-    /// Coefficient of clipping, by which the gradient is multiplied then; negative to maximize.
+    /// Clipping coefficient, by which the gradient is then multiplied; negative to maximize.
     pub factor: f32,
     /// Weight decay.
     pub decay: f32,
@@ -65,11 +65,11 @@ pub struct SgdStep {
 impl SgdStep {
     /// Count of a step's numbers.
     pub const LEN: usize = 9;
-    /// The arithmetics there are for this optimizer.
+    /// Arithmetics of this optimizer.
     pub const ARITHMETICS: [Arithmetic; 2] = [Arithmetic::Evermoe, Arithmetic::TorchCpuFused];
 
-    /// The numbers of a step, the parameter's first or a later one, for gradients of a loss that was multiplied by
-    /// `loss_scale`, to be multiplied by `clip`.
+    /// Computes the numbers of a step, the parameter's first or a later one, for gradients of a loss that was
+    /// multiplied by `loss_scale`. The gradients are to be multiplied by `clip`.
     ///
     /// ```
     /// use evermoe::cpu::{Arithmetic, SgdOptions, SgdStep};
@@ -81,7 +81,7 @@ impl SgdStep {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when a number is out of its range or the arithmetic is another optimizer's.
+    /// [`crate::Error::Invalid`] if a number is out of its range, or the arithmetic is another optimizer's.
     pub fn new(
         arithmetic: Arithmetic,
         options: &SgdOptions,
@@ -114,7 +114,7 @@ impl SgdStep {
         })
     }
 
-    /// The numbers in the order of the fields; the arithmetic is its number, a truth 1.
+    /// Returns the numbers in the order of the fields; the arithmetic is its number, true is 1.
     pub fn to_array(&self) -> [f32; Self::LEN] {
         let Self {
             arithmetic,
@@ -141,10 +141,11 @@ impl SgdStep {
         ]
     }
 
-    /// The step of these numbers, in the order of the fields.
+    /// Creates a step from its numbers, in the order of the fields.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the arithmetic is none of this optimizer, or a truth neither 0 nor 1.
+    /// [`crate::Error::Invalid`] if the arithmetic is not of this optimizer, or a truth value is neither 0 nor
+    /// 1.
     pub fn from_array(numbers: [f32; Self::LEN]) -> Result<Self> {
         let [arithmetic, loss_scale, factor, decay, momentum, one_minus_dampening, lr, is_first, nesterov] =
             numbers;
@@ -171,9 +172,9 @@ impl SgdStep {
     }
 }
 
-/// Applies the steps in their order: the same bits as one call for each, in one pass over the memory.
+/// Applies the steps in order, in one pass over the memory; the bits equal those of one call per step.
 ///
-/// `p` are the parameters, `buffer` the momentum's, without which no step has momentum.
+/// `p` are the parameters, `buffer` that of the momentum; without it no step may have momentum.
 ///
 /// ```
 /// use evermoe::cpu::{Gradient, Arithmetic, Serial, SgdOptions, SgdStep, sgd};
@@ -187,10 +188,10 @@ impl SgdStep {
 /// ```
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] when a step has momentum and there is no buffer; nothing is changed then.
+/// [`crate::Error::Invalid`] if a step has momentum and there is no buffer; nothing is changed then.
 ///
 /// # Panics
-/// When the lengths do not match each other.
+/// If the lengths do not match each other.
 pub fn sgd(
     p: &mut [f32],
     buffer: Option<&mut [f32]>,

@@ -1,4 +1,4 @@
-//! Parts that the optimizers share: gradients, arithmetics, and steps that are applied block by block.
+//! Shared parts of the optimizers: gradients, arithmetics, and steps that are applied block by block.
 
 use super::float_mode::KeepSubnormals;
 use super::parallel::{Disjoint, Parallel};
@@ -10,36 +10,36 @@ use half::bf16;
 use std::array;
 use std::ops::Range;
 
-/// Elements that take all steps before the next ones do: they stay in the first-level cache.
+/// Number of elements that take all steps before the next ones do: they stay in the L1 cache.
 const BLOCK: usize = 2048;
-/// Blocks that a thread should be given at least.
+/// Minimum number of blocks per thread.
 const GRAIN_BLOCKS: usize = 32;
-/// Elements that torch's CPU loops take at once; what is left at the end goes through another loop.
+/// Number of elements that torch's vectorised CPU loops take at once; the remaining ones go through a scalar loop.
 pub const TORCH_LANES: usize = 8;
 static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
 
-/// Optimizer whose arithmetic a step follows, bit for bit.
+/// Arithmetic that a step follows bit for bit, named after its optimizer.
 ///
-/// The same formula, evaluated in another order or with other roundings, gives other bits: a step is repeated exactly
-/// only under the arithmetic of the optimizer that took it.
+/// The same formula, evaluated in another order or with other roundings, produces other bits. So a step is repeated
+/// exactly only under the arithmetic of the optimizer that took it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
     /// This library's: one formula for every element.
     Evermoe,
-    /// `fused=True` on an x86 CPU: the library's, but for the last `numel % 8` elements of a parameter.
+    /// `fused=True` on an x86 CPU: the library's, except for the last `numel % 8` elements of a parameter.
     TorchCpuFused,
-    /// `fused=True` on CUDA, as of torch 2.11.
+    /// `fused=True` on CUDA, from torch 2.11 on.
     TorchCudaFused,
-    /// `foreach=True` on CUDA, the default there.
+    /// `foreach=True` on CUDA, the default on CUDA.
     TorchCudaForeach,
 }
 
 impl Arithmetic {
-    /// All of them; an arithmetic's number is its place.
+    /// All arithmetics; an arithmetic's number is its index.
     pub const ALL: [Self; 4] =
         [Self::Evermoe, Self::TorchCpuFused, Self::TorchCudaFused, Self::TorchCudaForeach];
 
-    /// The name by which users say it.
+    /// The name in Python.
     pub fn name(self) -> &'static str {
         match self {
             Self::Evermoe => "evermoe",
@@ -49,10 +49,10 @@ impl Arithmetic {
         }
     }
 
-    /// The arithmetic of a name, one of `among`.
+    /// Returns the arithmetic with this name, one of `among`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when none of them has the name.
+    /// [`Error::Invalid`] if none of them has the name.
     pub fn named(name: &str, among: &[Self]) -> Result<Self> {
         among.iter().copied().find(|arithmetic| arithmetic.name() == name).ok_or_else(|| {
             let names: Vec<_> = among.iter().map(|arithmetic| arithmetic.name()).collect();
@@ -60,15 +60,15 @@ impl Arithmetic {
         })
     }
 
-    /// The number that stands for it in the numbers of a step.
+    /// The number that represents it among the numbers of a step.
     pub fn number(self) -> f32 {
         self as u8 as f32
     }
 
-    /// The arithmetic of a step's number, one of `among`.
+    /// Returns the arithmetic with this number, one of `among`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when none of them has the number.
+    /// [`Error::Invalid`] if none of them has the number.
     pub fn numbered(number: f32, among: &[Self]) -> Result<Self> {
         among.iter().copied().find(|arithmetic| arithmetic.number() == number).ok_or_else(|| {
             Error::invalid(format!(
@@ -82,7 +82,7 @@ impl Arithmetic {
 /// The gradient of one step.
 #[derive(Debug, Clone, Copy)]
 pub enum Gradient<'a> {
-    /// All zeros, for which no bytes are needed: the state decays and the parameters move all the same.
+    /// All zeros, which takes no bytes: the state still decays and the parameters still move.
     Zero,
     /// float32
     F32(&'a [f32]),
@@ -100,7 +100,7 @@ impl Gradient<'_> {
     }
 }
 
-/// The arithmetic of a step, and what it does to its gradient first.
+/// The arithmetic of a step, and the scaling of its gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Scaling {
     pub(super) arithmetic: Arithmetic,
@@ -113,7 +113,7 @@ impl Scaling {
         Self { arithmetic, loss_scale, factor }
     }
 
-    /// The two numbers rounded to float32, or what is wrong with them.
+    /// Returns the two numbers rounded to float32, or the error.
     pub(super) fn checked(
         arithmetic: Arithmetic,
         loss_scale: f64,
@@ -130,7 +130,7 @@ impl Scaling {
     }
 }
 
-/// Refuses what no option of an optimizer can be.
+/// Refuses values that no option of an optimizer can have.
 pub(super) fn check_option(name: &str, value: f64) -> Result<()> {
     ensure!(
         value >= 0.0 && (value as f32).is_finite(),
@@ -144,7 +144,7 @@ pub(super) trait Numbers: Copy + Sync {
     fn scaling(&self) -> Scaling;
 }
 
-/// A step of an optimizer that keeps `N` arrays: the parameters, and its state of each.
+/// A step of an optimizer with `N` arrays: the parameters, and its state.
 pub(super) trait Step<const N: usize>: Numbers {
     /// Updates elements with [`for_each`]; `in_tail` are those that torch's CPU loops leave to the end.
     fn update<G: Copy>(
@@ -156,7 +156,7 @@ pub(super) trait Step<const N: usize>: Numbers {
     );
 }
 
-/// Applies the steps in their order, in one pass over the memory.
+/// Applies the steps in order, in one pass over the memory.
 pub(super) fn apply_steps<const N: usize, S: Step<N>>(
     state: [&mut [f32]; N],
     steps: &[(S, Gradient<'_>)],
@@ -177,18 +177,18 @@ pub(super) fn apply_steps<const N: usize, S: Step<N>>(
             let body = (len - len % TORCH_LANES).saturating_sub(range.start).min(range.len());
             // SAFETY: each range of blocks is given to one thread.
             let state = array::from_fn(|index| unsafe { state[index].part(range.clone()) });
-            // SAFETY: chosen for the processor that this runs on.
+            // SAFETY: chosen for this processor.
             unsafe { update(state, range, body, steps) };
         }
     });
 }
 
-/// Applies all steps to a block of the state, whose elements are the range of the gradients'; the first ones, as many
-/// as said, are before torch's tail.
+/// Applies all steps to a block of the state, whose elements are the range of the gradients'; the given number of first
+/// ones are before torch's tail.
 pub(super) type Update<const N: usize, S> =
     unsafe fn([&mut [f32]; N], Range<usize>, usize, &[(S, Gradient<'_>)]);
 
-/// Every variant gives the same bits: `mul_add` is rounded once, with the instruction or without.
+/// Every variant produces the same bits: `mul_add` is rounded once, with or without the instruction.
 pub(super) fn update_for_this_processor<const N: usize, S: Step<N>>() -> Update<N, S> {
     #[cfg(target_arch = "x86_64")]
     if has_avx512() {
@@ -251,7 +251,7 @@ fn update_block<const N: usize, S: Step<N>>(
     }
 }
 
-/// Division and multiplication by 1 change no bit: they are left out.
+/// Division and multiplication by 1 change no bit, so they are skipped.
 #[inline(always)]
 fn update_both<const N: usize, S: Step<N>, G: Copy>(
     step: &S,
@@ -283,7 +283,7 @@ fn update_body_and_tail<const N: usize, S: Step<N>, G: Copy>(
     step.update(state.map(|values| &mut values[body..]), &gradient[body..], widen, true);
 }
 
-/// Replaces the `N` values of each element by those that `next` makes of them and of its gradient.
+/// Replaces the `N` values of each element by the result of `next` for them and the gradient.
 #[inline(always)]
 pub(super) fn for_each<const N: usize, G: Copy>(
     state: [&mut [f32]; N],
@@ -293,7 +293,8 @@ pub(super) fn for_each<const N: usize, G: Copy>(
     let len = gradient.len();
     let mut state = state.map(|values| &mut values[..len]);
     for index in 0..len {
-        // Loads before stores: the arrays often lie at the same offset of their pages, which looks like an overlap.
+        // Loads come before stores: the arrays often have the same offset in their pages, which the processor takes for
+        // an overlap.
         let after = next(array::from_fn(|array| state[array][index]), gradient[index]);
         for (values, after) in state.iter_mut().zip(after) {
             values[index] = after;

@@ -1,6 +1,6 @@
-//! Loops compiled for the vectors that the processor has.
+//! Loops compiled for the processor's vector instructions.
 
-/// Whether the processor has the parts of AVX-512 that all processors of servers with it have.
+/// Whether the processor has the parts of AVX-512 that all server processors with AVX-512 have.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn has_avx512() -> bool {
     is_x86_feature_detected!("avx512f")
@@ -9,7 +9,7 @@ pub(super) fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
-/// Runs a body compiled for AVX-512 or AVX2 where the processor has it. Nothing is fused, so the bits are the same.
+/// Runs a body compiled for AVX-512 or AVX2 if the processor has it. Nothing is fused, so the bits are the same.
 #[inline(always)]
 pub(super) fn vectorised(body: impl FnOnce()) {
     #[cfg(target_arch = "x86_64")]

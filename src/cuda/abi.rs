@@ -1,26 +1,27 @@
-//! Constants and tables that launchers and kernels share: the twin of `kernels/abi.h`, compared by the tests below.
+//! Constants and tables shared by launchers and kernels: the counterpart of `kernels/abi.h`, compared by the tests
+//! below.
 
 use cudarc::driver::DeviceRepr;
 
 /// Threads of a warp.
 pub(super) const WARP: usize = 32;
-/// Loads of a thread at once.
+/// Loads that a thread has in flight.
 pub(super) const IN_FLIGHT: usize = 4;
-/// Threads of a group that sums rows, at most.
+/// Maximum threads of a group that sums rows.
 pub(super) const COMBINING_THREADS: usize = 128;
-/// Layers of one launch, which are arguments by value.
+/// Maximum layers of a launch, which are passed by value.
 pub(super) const MAX_LAYERS: usize = 64;
 /// Columns that share a scale in 8 bits.
 pub(super) const FP8_COLUMNS: usize = crate::cpu::FP8_COLUMNS;
 /// Parts of a row that a thread loads before it uses the first.
 pub(super) const FP8_AT_ONCE: usize = 2;
-/// Shared memory of each rank in the split of tokens.
+/// Shared memory per rank in the split of tokens.
 pub(super) const HOLDER_BYTES: usize = 32;
-/// Shared memory of what each holder claims of a source's tokens there.
+/// Shared memory per holder for its claim on a source's tokens.
 pub(super) const CLAIM_BYTES: usize = 16;
-/// Rows of numbers of one launch, which are arguments by value.
+/// Maximum rows of numbers of a launch, which are passed by value.
 pub(super) const MAX_STEPS: usize = 8;
-/// Tensors, and gradients, of one launch that steps them.
+/// Maximum tensors, and maximum gradients, of a launch that steps them.
 pub(super) const MAX_TENSORS: usize = 64;
 /// Numbers of a step in the table of steps.
 pub(super) const NUMBERS: usize = 9;
@@ -44,7 +45,7 @@ pub(super) struct LayerEntry {
 #[derive(Debug)]
 pub(super) struct LayerTable(pub(super) [LayerEntry; MAX_LAYERS]);
 
-// SAFETY: numbers alone, laid out as in C.
+// SAFETY: only numbers, laid out as in C.
 unsafe impl DeviceRepr for LayerTable {}
 
 /// The type of a step's gradient.
@@ -57,7 +58,7 @@ pub(super) enum GradientKind {
     Bfloat16,
 }
 
-/// The numbers of one step of any optimizer; zeros fill them up.
+/// The numbers of one step of any optimizer, padded with zeros.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct StepEntry {
@@ -73,7 +74,7 @@ pub(super) struct GradientEntry {
     pub(super) kind: GradientKind,
 }
 
-/// A tensor with its state, and which of the steps are its own.
+/// A tensor with its state, and the range of its steps.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SteppedEntry {
@@ -87,7 +88,7 @@ pub(super) struct SteppedEntry {
 }
 
 impl SteppedEntry {
-    /// Of a tensor that is not there.
+    /// An absent tensor.
     pub(super) const NONE: Self = Self {
         arrays: [0; 3],
         num_elements: 0,
@@ -108,13 +109,13 @@ pub(super) struct BatchTable {
     pub(super) gradients: [GradientEntry; MAX_TENSORS],
 }
 
-// SAFETY: numbers alone, laid out as in C.
+// SAFETY: only numbers, laid out as in C.
 unsafe impl DeviceRepr for BatchTable {}
 
-/// Older drivers take as many bytes of a kernel's parameters.
+/// Older drivers limit a kernel's parameters to this size.
 const _: () = assert!(size_of::<BatchTable>() <= 4096 && MAX_TENSORS.is_power_of_two());
 
-/// Place of a tensor's bytes, on the device and in the stream of chunks.
+/// Location of a tensor's bytes, on the device and in the stream of chunks.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
@@ -136,7 +137,7 @@ mod tests {
 
     const HEADER: &str = include_str!("../../kernels/abi.h");
 
-    /// The constants of the header, and what they are here.
+    /// The constants of the header, with their values in Rust.
     const CONSTANTS: [(&str, usize); 22] = [
         ("kWarp", WARP),
         ("kInFlight", IN_FLIGHT),
@@ -164,7 +165,7 @@ mod tests {
 
     /// The numbers of a step by their names in the header, in the order of the optimizer's fields.
     fn numbers(step: &str) -> [&'static str; NUMBERS] {
-        // Each field is its place in the table.
+        // The value of each field is its index in the table.
         let adamw = AdamWStep {
             arithmetic: Arithmetic::Evermoe,
             loss_scale: 0.0,
@@ -213,7 +214,7 @@ mod tests {
         }
     }
 
-    /// Everything about the header that the launchers rely on, as conditions in C++.
+    /// All properties of the header that the launchers rely on, as C++ conditions.
     fn conditions() -> Vec<String> {
         let mut found: Vec<String> =
             CONSTANTS.iter().map(|(name, value)| format!("{name} == {value}")).collect();
@@ -256,7 +257,7 @@ mod tests {
         found
     }
 
-    /// Result of compiling the header with these conditions as C++; none where there is no compiler.
+    /// Compiles the header with these conditions as C++; none if there is no compiler.
     fn compile(conditions: &[String]) -> Option<std::result::Result<(), String>> {
         let runs = |name: &&str| Command::new(name).arg("--version").output().is_ok();
         let compiler = ["c++", "g++", "clang++"].into_iter().find(runs)?;

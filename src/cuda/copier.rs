@@ -1,4 +1,4 @@
-//! Tensors to page-locked host memory, in chunks, beside torch's stream; and back.
+//! Copies of tensors to page-locked host memory, in chunks, concurrently with torch's stream; and back.
 //!
 //! ```text
 //! torch   …step──●ready                     ●(released: may overwrite the tensors)──next step…
@@ -7,14 +7,14 @@
 //! host                                 └reads chunk 0 …
 //! ```
 //!
-//! Work goes through staging buffers in device memory, a *group* of chunks at a time: small chunks share a buffer, so
-//! that each transfer is large enough to pay for itself. `restore` is the same from right to left.
+//! Data passes through staging buffers in device memory, a *group* of chunks at a time: small chunks share a buffer, so
+//! that each transfer is large enough to be worth its start. `restore` is the same from right to left.
 
 use super::abi::Span;
 use super::chunks::ChunkRange;
 use super::device::{Device, Launcher};
+use super::host_runs;
 use super::pinned::PinnedBuffer;
-use super::places;
 use super::streams::{CopyStream, Event};
 use super::workspace::{Staging, WORD, Workspace};
 use crate::cpu::{BLOCK_BYTES, ChunkLayout};
@@ -24,70 +24,70 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Where the chunks lie on the host.
+/// Location of the chunks on the host.
 #[derive(Debug)]
 pub enum HostMemory {
-    /// All of them in memory that the copier makes.
+    /// Memory for all of them, allocated by the copier.
     Own,
-    /// All of them here.
+    /// This memory, for all of them.
     Given(PinnedBuffer),
-    /// In memory for a few transfers that the copier makes, which they use in turn: for a [`Fetcher`](super::Fetcher),
-    /// which leaves alone what the host has not read yet. Hashes stay on the device, and nothing is restored.
+    /// Memory for a few transfers, allocated by the copier and used in turn: for a [`Fetcher`](super::Fetcher), which
+    /// does not overwrite data that the host has not read yet. Hashes stay on the device, and nothing can be restored.
     Slots,
 }
 
-/// Device memory for one group of chunks, and its hashes behind it.
+/// Device memory for one group of chunks, followed by its hashes.
 #[derive(Debug)]
 struct StagingBuffer {
     at: u64,
-    /// The group is in it.
+    /// Recorded when the group is in the buffer.
     full: Event,
-    /// The next group may come.
+    /// Recorded when the next group may be copied into it.
     free: Event,
 }
 
-/// Copies the same tensors to the same host memory, time and again.
+/// Copies the same tensors to the same host memory repeatedly.
 #[derive(Debug)]
 pub struct ChunkCopier {
-    // Dropped in this order: the streams first, which wait for all that is queued.
+    // The fields are dropped in this order: the streams first, which wait for all queued work.
     pack: CopyStream,
     copy: CopyStream,
     staging: Vec<StagingBuffer>,
-    /// One for each group: its last transfer is over.
+    /// One event per group: recorded after its last transfer.
     done: Vec<Event>,
-    /// Torch's stream has come so far.
+    /// Position of torch's stream.
     ready: Event,
-    /// The tensors are no longer read or written.
+    /// Recorded when the tensors are no longer read or written.
     released: Event,
     chunks: PinnedBuffer,
-    /// Hashes, then counts of wrong blocks.
+    /// Hashes, followed by counts of wrong blocks.
     hashes: PinnedBuffer,
     layout: ChunkLayout,
     workspace: Workspace,
     start: u64,
-    /// The buffer that is next; held while work is queued.
+    /// Index of the next buffer; locked while work is queued.
     queue: Mutex<usize>,
     device: std::sync::Arc<Device>,
 }
 
 impl ChunkCopier {
-    /// Bytes of device memory that a copier needs.
+    /// Returns the bytes of device memory that a copier needs.
     ///
     /// # Errors
-    /// No staging buffers, or more than 1024.
+    /// For no staging buffers, or more than 1024.
     pub fn workspace_bytes(layout: &ChunkLayout, staging: Staging) -> Result<usize> {
         Ok(Workspace::new(layout, staging, false)?.bytes())
     }
 
-    /// A copier of the tensors at `addresses` on a device.
+    /// Creates a copier of the tensors at `addresses` on a device.
     ///
     /// # Safety
-    /// `workspace` is the address of [`ChunkCopier::workspace_bytes`] of device memory, aligned to 16; it and the tensors
-    /// live as long as the copier, and nothing overlaps, but tensors that are never restored. `stream`, torch's current one,
-    /// may use both now.
+    /// `workspace` must be the address of [`ChunkCopier::workspace_bytes`] of device memory, aligned to 16. It and the
+    /// tensors must live as long as the copier and not overlap, except for tensors that are never restored. `stream`,
+    /// torch's current one, must be free to use both now.
     ///
     /// # Errors
-    /// Lengths that do not fit the layout, a build without kernels, or the driver's.
+    /// For lengths that do not fit the layout, a build without kernels, and errors of the driver.
     pub unsafe fn new(
         device: usize,
         stream: *mut c_void,
@@ -131,7 +131,8 @@ impl ChunkCopier {
             layout,
         };
         let table = Span::table(&copier.layout, addresses);
-        // SAFETY: by the caller's promise; the workspace has room for the table, and our streams come after it.
+        // SAFETY: by the caller's promise; the workspace has room for the table, and the copier's streams wait for
+        // this.
         unsafe {
             Launcher::of(device.clone(), stream).upload_spans(&table, workspace + parts.spans_at() as u64)?;
             copier.follow(stream)?;
@@ -140,72 +141,74 @@ impl ChunkCopier {
         Ok(copier)
     }
 
-    /// The layout of the chunks.
+    /// Returns the layout of the chunks.
     pub fn layout(&self) -> &ChunkLayout {
         &self.layout
     }
 
-    /// `[num_chunks, chunk_bytes]` bytes on the host, of fewer chunks with [`HostMemory::Slots`]. A chunk changes until
-    /// [`ChunkCopier::is_done`].
+    /// Returns `[num_chunks, chunk_bytes]` bytes on the host; fewer chunks with [`HostMemory::Slots`]. A chunk may
+    /// change until [`ChunkCopier::is_done`].
     pub fn chunks(&self) -> *mut u8 {
         self.chunks.as_ptr()
     }
 
-    /// Bytes at [`ChunkCopier::chunks`].
+    /// Number of bytes at [`ChunkCopier::chunks`].
     pub fn host_bytes(&self) -> usize {
         self.chunks.len()
     }
 
-    /// `[num_chunks, chunk_bytes / 4096]` int64 on the host, as for [`ChunkCopier::chunks`]; none with [`HostMemory::Slots`].
+    /// Returns `[num_chunks, chunk_bytes / 4096]` int64 on the host, as for [`ChunkCopier::chunks`]; none with
+    /// [`HostMemory::Slots`].
     pub fn hashes(&self) -> *mut i64 {
         self.hashes.as_ptr().cast()
     }
 
-    /// Numbers at [`ChunkCopier::hashes`].
+    /// Number of hashes at [`ChunkCopier::hashes`].
     pub fn num_hashes(&self) -> usize {
         self.workspace.host_hashes()
     }
 
-    /// `[num_chunks]` int64 on the host: wrong blocks of each chunk that was restored, as for [`ChunkCopier::chunks`].
+    /// Returns `[num_chunks]` int64 on the host: wrong blocks of each restored chunk, as for [`ChunkCopier::chunks`].
     pub fn wrong(&self) -> *mut i64 {
         self.hashes().wrapping_add(self.num_hashes())
     }
 
-    /// Starts to copy chunks to the host, as the tensors are when `stream` has done what it has been given so far.
-    /// Returns at once.
+    /// Starts to copy chunks to the host, in the state of the tensors after all work queued on `stream` so far. Returns
+    /// immediately.
     ///
     /// # Safety
-    /// `stream` is a live stream of the device, or null. Later writes of the tensors come after
-    /// [`ChunkCopier::release`]; these chunks are not used on the host until they are done.
+    /// `stream` must be a live stream of the device, or null. Later writes of the tensors must come after
+    /// [`ChunkCopier::release`]. These chunks must not be used on the host until they are done.
     ///
     /// # Errors
-    /// A range beyond the chunks, a stream that is being captured into a graph, or the driver's.
+    /// For a range beyond the chunks, a stream that is being captured into a graph, and errors of the driver.
     pub unsafe fn save(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(Some(stream), chunks, |buffer, group| self.save_group(buffer, group, None)) }
     }
 
-    /// Starts to copy more chunks to the host, as the tensors were at the last [`ChunkCopier::save`], of no chunks for
-    /// example. What torch's stream has been given since is not waited for. Returns at once.
+    /// Starts to copy more chunks to the host, in the state of the tensors at the last [`ChunkCopier::save`], which may
+    /// have been of no chunks. Later work on torch's stream is not waited for. Returns immediately.
     ///
     /// # Safety
-    /// Those of [`ChunkCopier::save`]; the tensors have not been written since.
+    /// As [`ChunkCopier::save`]; the tensors must not have been written since.
     ///
     /// # Errors
-    /// Those of [`ChunkCopier::save`].
+    /// As [`ChunkCopier::save`].
     pub unsafe fn save_more(&self, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(None, chunks, |buffer, group| self.save_group(buffer, group, None)) }
     }
 
-    /// As [`ChunkCopier::save_more`], but each tensor's bytes go to its place, counted from `start`, and not to the chunks.
+    /// As [`ChunkCopier::save_more`], but each tensor's bytes are copied to its place, relative to `start`, and not to
+    /// the chunks.
     ///
     /// # Safety
-    /// Those of [`ChunkCopier::save_more`]; the host has memory for the tensors there, page-locked if this is to return at
-    /// once, which nobody uses until it is done.
+    /// As [`ChunkCopier::save_more`]. The host must have memory for the tensors at these places, which nothing uses
+    /// until the copy is done; page-locked if this should return immediately.
     ///
     /// # Errors
-    /// Those of [`ChunkCopier::save`].
+    /// As [`ChunkCopier::save`].
     pub(super) unsafe fn save_more_to(
         &self,
         chunks: Range<usize>,
@@ -219,57 +222,56 @@ impl ChunkCopier {
         }
     }
 
-    /// Starts to copy chunks from the host into the tensors, when `stream` has done what it has been given so far.
-    /// Blocks with a wrong hash are counted and not written. Returns at once.
+    /// Starts to copy chunks from the host into the tensors, after all work queued on `stream` so far. Blocks with a
+    /// wrong hash are counted and not written. Returns immediately.
     ///
     /// # Safety
-    /// Those of [`ChunkCopier::save`]; later uses of the tensors come after [`ChunkCopier::release`].
+    /// As [`ChunkCopier::save`]; later uses of the tensors must come after [`ChunkCopier::release`].
     ///
     /// # Errors
-    /// Those of [`ChunkCopier::save`]; memory that transfers use in turn.
+    /// As [`ChunkCopier::save`]; also for memory that transfers use in turn.
     pub unsafe fn restore(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         ensure!(!self.workspace.is_in_turn, "restore: expected all chunks on the host, got room for a few");
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(Some(stream), chunks, |buffer, group| self.restore_group(buffer, group)) }
     }
 
-    /// Makes work that `stream` gets from now on wait until started transfers no longer use the tensors. Returns at
-    /// once.
+    /// Makes later work on `stream` wait until started transfers no longer use the tensors. Returns immediately.
     ///
     /// # Safety
-    /// `stream` is a live stream of the device, or null.
+    /// `stream` must be a live stream of the device, or null.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn release(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: by the caller's promise.
         unsafe { self.released.before(stream) }
     }
 
-    /// Blocks the calling thread until nothing that was started uses the tensors or the host's memory, also after an error.
+    /// Blocks the calling thread until no started copy uses the tensors or the host's memory, even after an error.
     ///
     /// # Errors
-    /// What went wrong on the device.
+    /// Errors on the device.
     pub(super) fn finish(&self) -> Result<()> {
         let packed = self.pack.wait();
         packed.and(self.copy.wait())
     }
 
-    /// Chunks of a transfer.
+    /// Number of chunks of a transfer.
     pub(super) fn chunks_at_once(&self) -> usize {
         self.workspace.staging_chunks
     }
 
-    /// Transfers that a reader may have before it at once: the one that it reads, and those on their way.
+    /// Number of transfers that a reader may be ahead: the one that it reads, and those in flight.
     pub(super) fn num_ahead(&self) -> usize {
         self.workspace.num_slots.min(self.workspace.num_staging + 1)
     }
 
-    /// Whether all that was started for these chunks is over: the host may use them. (Small chunks that share a transfer
-    /// are done together.)
+    /// Whether all copies that were started for these chunks are over, so that the host may use them. (Small chunks
+    /// that share a transfer are done together.)
     ///
     /// # Errors
-    /// A range beyond the chunks, or what went wrong on the device.
+    /// For a range beyond the chunks, and errors on the device.
     pub fn is_done(&self, chunks: Range<usize>) -> Result<bool> {
         for event in self.events_of(chunks)? {
             if !event.is_done()? {
@@ -282,12 +284,12 @@ impl ChunkCopier {
     /// Blocks the calling thread until [`ChunkCopier::is_done`].
     ///
     /// # Errors
-    /// Those of [`ChunkCopier::is_done`].
+    /// As [`ChunkCopier::is_done`].
     pub fn wait(&self, chunks: Range<usize>) -> Result<()> {
         self.events_of(chunks)?.iter().try_for_each(Event::wait)
     }
 
-    /// Events of all chunks: ranges may have been started in any order, so that the last chunk need not be done last.
+    /// Events of all chunks: ranges may have been started in any order, so the last chunk need not be done last.
     fn events_of(&self, chunks: Range<usize>) -> Result<&[Event]> {
         self.check_range(&chunks)?;
         let staging_chunks = self.workspace.staging_chunks;
@@ -308,11 +310,11 @@ impl ChunkCopier {
         Ok(())
     }
 
-    /// The tensors are used only after what `stream` has been given so far.
+    /// Makes the copier's streams wait for all work queued on `stream` so far.
     unsafe fn follow(&self, stream: *mut c_void) -> Result<()> {
-        // SAFETY: by the callers' promises; our own streams live.
+        // SAFETY: by the callers' promises; the copier's own streams live.
         unsafe {
-            // Ours would become part of the graph.
+            // The copier's work would become part of the graph.
             let is_captured = Launcher::of(self.device.clone(), stream).is_capturing()?;
             ensure!(!is_captured, "chunks: expected a stream that is not being captured into a CUDA graph");
             self.ready.record(stream)?;
@@ -345,13 +347,13 @@ impl ChunkCopier {
             Ok(())
         };
         let started = groups();
-        // Also after an error: some groups may be on their way, and use the tensors.
+        // Even after an error: some groups may be in flight and use the tensors.
         // SAFETY: a live stream.
         let recorded = unsafe { self.released.record(self.pack.raw()) };
         started.and(recorded)
     }
 
-    /// To the chunks, or from a start to the tensors' places.
+    /// Copies a group to the chunks, or to the tensors' places relative to a start.
     unsafe fn save_group(
         &self,
         buffer: &StagingBuffer,
@@ -361,8 +363,8 @@ impl ChunkCopier {
         let range = self.range(buffer, &chunks);
         let (pack, copy) = (self.pack.launcher(), self.copy.launcher());
         let host = self.host(&chunks);
-        // SAFETY: the range lies in the buffer and on the host (`range`, `host`), which the events keep for this group; so do
-        // the runs, and the host has memory at their places by the caller's promise.
+        // SAFETY: the range lies in the buffer and on the host (`range`, `host`), which the events reserve for this
+        // group. So do the runs, and the host has memory at their places by the caller's promise.
         unsafe {
             buffer.free.before(self.pack.raw())?;
             pack.pack_chunks(&range)?;
@@ -370,7 +372,7 @@ impl ChunkCopier {
             buffer.full.before(self.copy.raw())?;
             if let Some((start, places)) = to {
                 let part = range.first_byte..range.first_byte + range.num_blocks * BLOCK_BYTES;
-                for run in places::runs(&self.layout, places, &part) {
+                for run in host_runs::runs(&self.layout, places, &part) {
                     let from = range.chunks + (run.from - part.start) as u64;
                     copy.copy_to_host(from, start.wrapping_add(run.to), run.bytes)?;
                 }
@@ -405,7 +407,7 @@ impl ChunkCopier {
         }
     }
 
-    /// The part of the stream that a group is, in a buffer.
+    /// The group's part of the stream, in a buffer.
     fn range(&self, buffer: &StagingBuffer, chunks: &Range<usize>) -> ChunkRange {
         let Workspace { chunk_bytes, staging_chunks, num_spans, .. } = self.workspace;
         ChunkRange {
@@ -418,7 +420,7 @@ impl ChunkCopier {
         }
     }
 
-    /// Place of a chunk on the host, in bytes from [`ChunkCopier::chunks`].
+    /// Offset of a chunk on the host, from [`ChunkCopier::chunks`].
     pub(super) fn place(&self, chunk: usize) -> usize {
         let Workspace { chunk_bytes, staging_chunks, num_slots, .. } = self.workspace;
         let slot = chunk / staging_chunks % num_slots.max(1);

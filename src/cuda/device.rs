@@ -1,4 +1,4 @@
-//! Devices: loading the embedded kernels, and launching one by name.
+//! Devices: loading of the embedded kernels, and launches by name.
 
 use super::kernels::BINARIES;
 use crate::error::{Error, Result};
@@ -10,10 +10,10 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Release of CUDA that has made the kernels' images, as "12.8"; none where there are none.
+/// CUDA release of the kernels' images, as "12.8"; none without images.
 const RELEASE: Option<&str> = option_env!("EVERMOE_CUDA_RELEASE");
 
-/// A device's context with the kernels loaded, for the life of the process.
+/// A device's context with the kernels loaded, kept for the life of the process.
 pub(super) struct Device {
     context: Arc<CudaContext>,
     functions: HashMap<&'static str, CudaFunction>,
@@ -29,7 +29,7 @@ pub(super) struct Grid {
     pub(super) shared_bytes: usize,
 }
 
-/// Launches kernels on a stream that belongs to the caller.
+/// Launches kernels on a stream that the caller owns.
 pub struct Launcher {
     device: Arc<Device>,
     stream: Arc<CudaStream>,
@@ -51,30 +51,30 @@ fn failed(error: &DriverError, call: &str, advice: &str) -> Error {
 }
 
 impl Launcher {
-    /// A launcher for a device's primary context (torch's). The first call for a device loads the kernels, which a
-    /// graph capture does not allow: call an op once before.
+    /// Creates a launcher for a device's primary context (torch's). The first call for a device loads the kernels,
+    /// which a graph capture does not allow: call an op once before.
     ///
     /// # Safety
-    /// `stream` is null (the default stream) or a live stream of this device, and outlives the launcher.
+    /// `stream` must be null (the default stream) or a live stream of this device, and outlive the launcher.
     ///
     /// # Errors
-    /// When the build has no kernels, or the driver cannot be loaded or refuses them.
+    /// If the build has no kernels, or the driver cannot be loaded or refuses them.
     pub unsafe fn new(device: usize, stream: *mut c_void) -> Result<Self> {
         // SAFETY: by the caller's promise.
         Ok(unsafe { Self::of(Device::get(device)?, stream) })
     }
 
-    /// A launcher on a stream of a device that is open.
+    /// Creates a launcher on a stream of an opened device.
     ///
     /// # Safety
-    /// Those of [`Launcher::new`].
+    /// As [`Launcher::new`].
     pub(super) unsafe fn of(device: Arc<Device>, stream: *mut c_void) -> Self {
         // SAFETY: by the caller's promise.
         let stream = unsafe { device.context.wrap_borrowed_stream(stream.cast()) };
         Self { device, stream }
     }
 
-    /// Whether the stream's work goes into a graph instead of to the device.
+    /// Whether the stream is being captured into a graph.
     pub(super) fn is_capturing(&self) -> Result<bool> {
         let _current = self.device.make_current()?;
         let none = sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -83,11 +83,11 @@ impl Launcher {
         Ok(driver(status, "cuStreamIsCapturing")? != none)
     }
 
-    /// Copies from the host; page-locked memory is read later, in the stream's order, any other before this returns.
+    /// Copies from the host. Page-locked memory is read later, in the stream's order; other memory before this returns.
     ///
     /// # Safety
-    /// `from` and, on the device, `to` hold as many bytes; `to`, and page-locked `from`, stay as they are until the
-    /// stream has passed this point.
+    /// `from` and, on the device, `to` must hold this number of bytes. `to`, and page-locked `from`, must not change
+    /// until the stream has passed this point.
     pub(super) unsafe fn copy_from_host(&self, from: *const u8, to: u64, num_bytes: usize) -> Result<()> {
         let _current = self.device.make_current()?;
         if num_bytes == 0 {
@@ -102,14 +102,14 @@ impl Launcher {
     /// Copies to page-locked host memory, in the stream's order.
     ///
     /// # Safety
-    /// `from` holds `num_bytes` on the device and `to` on the host, until the stream has passed this point; meanwhile
-    /// no other code uses those at `to`.
+    /// `from` must hold `num_bytes` on the device and `to` on the host, until the stream has passed this point;
+    /// meanwhile no other code may use the bytes at `to`.
     pub(super) unsafe fn copy_to_host(&self, from: u64, to: *mut u8, num_bytes: usize) -> Result<()> {
         let _current = self.device.make_current()?;
         if num_bytes == 0 {
             return Ok(());
         }
-        // SAFETY: by the caller's promise; the context is current. No slice: the bytes are the device's to write.
+        // SAFETY: by the caller's promise; the context is current. There is no slice, as the device writes the bytes.
         let status =
             unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, num_bytes, self.stream.cu_stream()) };
         driver(status.result(), "cuMemcpyDtoHAsync")
@@ -118,7 +118,8 @@ impl Launcher {
     /// Sets bytes.
     ///
     /// # Safety
-    /// `address` holds as many bytes on the device, and nothing else uses them at this point of the stream.
+    /// `address` must hold this number of bytes on the device, and nothing else may use them at this point of the
+    /// stream.
     pub(super) unsafe fn fill(&self, address: u64, byte: u8, num_bytes: usize) -> Result<()> {
         if num_bytes == 0 {
             return Ok(());
@@ -129,20 +130,20 @@ impl Launcher {
         driver(status, "cuMemsetD8Async")
     }
 
-    /// Launches a kernel of 64-bit arguments.
+    /// Launches a kernel with 64-bit arguments.
     ///
     /// # Safety
-    /// The arguments are the kernel's, and the memory they point to is large enough and lives until the stream has
-    /// passed this point.
+    /// The arguments must be the kernel's, and the memory they point to must be large enough and live until the stream
+    /// has passed this point.
     pub(super) unsafe fn launch(&self, name: &'static str, grid: Grid, arguments: &[u64]) -> Result<()> {
         // SAFETY: by the caller's promise.
         unsafe { self.launch_with(name, grid, arguments, None::<&u64>) }
     }
 
-    /// Launches a kernel of 64-bit arguments and, after them, a table by value.
+    /// Launches a kernel with 64-bit arguments followed by a table by value.
     ///
     /// # Safety
-    /// Those of [`Launcher::launch`].
+    /// As [`Launcher::launch`].
     pub(super) unsafe fn launch_with<T: DeviceRepr>(
         &self,
         name: &'static str,
@@ -174,37 +175,38 @@ impl Launcher {
     }
 }
 
-/// The calling thread's context from before, which comes back at the end: it is torch's current device.
+/// The calling thread's previous context (torch's current device), which is restored on drop.
 #[must_use]
 pub(super) struct Current(Option<sys::CUcontext>);
 
 impl Drop for Current {
     fn drop(&mut self) {
         if let Some(before) = self.0 {
-            // SAFETY: what was current before. It was fine then.
+            // SAFETY: the previous context is still valid.
             let _ = unsafe { result::ctx::set_current(before) };
         }
     }
 }
 
-/// What this thread calls for streams of our own may go on while a stream of torch's is captured into a graph: without it,
-/// waits and page-locking fail in every thread of the process, and spoil the graph.
+/// Relaxes the calling thread's capture mode until dropped: calls for the copier's own streams remain legal while a
+/// stream of torch's is captured into a graph. Without it, waits and page-locking fail in every thread of the process
+/// and invalidate the graph.
 #[must_use]
-pub(super) struct BesideCaptures(sys::CUstreamCaptureMode);
+pub(super) struct RelaxedCapture(sys::CUstreamCaptureMode);
 
-impl BesideCaptures {
+impl RelaxedCapture {
     pub(super) fn new() -> Result<Self> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: swaps the mode of this thread with that in the variable.
+        // SAFETY: swaps this thread's mode with that in the variable.
         let status = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
         driver(status.result(), "cuThreadExchangeStreamCaptureMode")?;
         Ok(Self(mode))
     }
 }
 
-impl Drop for BesideCaptures {
+impl Drop for RelaxedCapture {
     fn drop(&mut self) {
-        // SAFETY: as above; the mode is the thread's from before.
+        // SAFETY: as above; the mode is the thread's previous one.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
     }
 }
@@ -216,7 +218,7 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// Makes the device's context the calling thread's, until the result is dropped.
+    /// Makes the device's context current on the calling thread, until the result is dropped.
     pub(super) fn make_current(&self) -> Result<Current> {
         let before = driver(result::ctx::get_current(), "cuCtxGetCurrent")?;
         let mine = self.context.cu_ctx();
@@ -246,7 +248,7 @@ impl Device {
                     .into(),
             });
         }
-        // SAFETY: looks for the driver's library; its initialiser is NVIDIA's.
+        // SAFETY: looks for the driver's library; its initialisers are NVIDIA's.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::Unavailable {
                 what: "CUDA driver",
@@ -254,13 +256,14 @@ impl Device {
             });
         }
         result::init().map_err(|error| not_started(&error))?;
-        // The new context becomes the thread's; torch's comes back.
+        // The new context becomes current; torch's is restored.
         let before =
             Current(Some(driver(result::ctx::get_current(), "cuCtxGetCurrent")?.unwrap_or(null_mut())));
         let context = driver(CudaContext::new(index), "cuDevicePrimaryCtxRetain")?;
-        // SAFETY: memory and its order on streams are torch's business; cudarc allocates nothing here.
+        // SAFETY: torch orders memory and its uses on streams; cudarc allocates nothing.
         unsafe { context.disable_event_tracking() };
-        // All at once: a kernel that is loaded later may wait for what runs, as NCCL, which may wait for it.
+        // All at once: loading a kernel later may wait for running kernels, such as NCCL's, which may wait for this
+        // one.
         let mut functions = HashMap::new();
         for binary in BINARIES {
             let kernels = cudarc::nvrtc::Ptx::from_binary(binary.image.to_vec());
@@ -280,15 +283,15 @@ impl Device {
     }
 }
 
-/// The driver's version as CUDA has it, 13000 for 13.0; 0 if it does not say.
+/// The driver's version in CUDA's notation, 13000 for 13.0; 0 if unknown.
 fn driver_version() -> i32 {
     let mut version = 0;
-    // SAFETY: the place of an integer.
+    // SAFETY: a pointer to an integer.
     let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
     if status == sys::cudaError_enum::CUDA_SUCCESS { version } else { 0 }
 }
 
-/// Why the driver does not start.
+/// Explains why the driver does not start.
 fn not_started(error: &DriverError) -> Error {
     let advice = if error.0 == sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY {
         ": libcuda.so is the toolkit's stub; take its folder out of LD_LIBRARY_PATH"
@@ -298,13 +301,13 @@ fn not_started(error: &DriverError) -> Error {
     failed(error, "cuInit", advice)
 }
 
-/// Why the kernels cannot be loaded.
+/// Explains why the kernels cannot be loaded.
 fn refused(error: &dyn std::fmt::Display, version: i32, release: &str) -> Error {
     let (major, minor) = (version / 1000, version % 1000 / 10);
     let needed = release.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0);
     let advice = if version > 0 && major < needed {
         let older = if needed > 12 {
-            "; or build evermoe with pip's nvidia-cuda-nvcc-cu12==12.8.* beside it"
+            "; or build evermoe with pip's nvidia-cuda-nvcc-cu12==12.8.* installed as well"
         } else {
             ""
         };

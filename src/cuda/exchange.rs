@@ -1,4 +1,4 @@
-//! Launching what crosses ranks: the split of tokens, and the regrouping of rows.
+//! Launches of the exchange between ranks: the split of tokens, and the regrouping of rows.
 
 use super::abi::{CLAIM_BYTES, HOLDER_BYTES, IN_FLIGHT};
 use super::device::{Grid, Launcher};
@@ -6,13 +6,13 @@ use super::launch::row_grid;
 use crate::ensure;
 use crate::error::Result;
 
-/// Shared memory that every GPU gives without asking.
+/// Shared memory that every GPU provides by default.
 const SHARED_BYTES: usize = 48 * 1024;
-/// Shared memory of a rank in the split of tokens, beside claims.
+/// Shared memory per rank in the split of tokens, without claims.
 const RANK_BYTES: usize = HOLDER_BYTES + size_of::<u32>();
-/// Ranks of which at least one at a time can be split over all.
+/// Maximum number of ranks, so that at least one source can be split over all of them.
 const MAX_RANKS: usize = (SHARED_BYTES - CLAIM_BYTES) / (RANK_BYTES + CLAIM_BYTES);
-/// Threads of an expert there: a warp takes a source, and all of them many holders.
+/// Threads per expert in the split: a warp takes a source, and all threads take many holders.
 const SPLIT_THREADS: usize = 256;
 
 /// Arguments of [`Launcher::regroup`].
@@ -39,7 +39,7 @@ pub struct Regroup {
 }
 
 impl Regroup {
-    /// Words of the first rows of the segments, in both orders, with an end each.
+    /// Number of words for the first rows of the segments, in both orders, with an end each.
     pub fn scratch_words(num_sources: usize, num_experts: usize) -> usize {
         2 * (num_sources * num_experts + 1)
     }
@@ -64,17 +64,17 @@ pub struct SplitTokens {
     pub rank: usize,
 }
 
-// "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
-// anything else, which lives until the stream has passed the launches.
+// "Hold" in the safety sections means: device memory of the stated shape and type that lives until the stream has
+// passed the launches, and written memory that does not overlap anything else.
 impl Launcher {
     /// Copies rows from the order of (source, expert) to that of (expert, source), or back. Rows past the counts become
-    /// zeros, and negative counts are zeros.
+    /// zeros, and negative counts count as zeros.
     ///
     /// # Safety
-    /// The addresses hold what [`Regroup`] states.
+    /// The addresses must hold what [`Regroup`] states.
     ///
     /// # Errors
-    /// Rows of odd bytes, or the driver's.
+    /// For rows with an odd number of bytes, and errors of the driver.
     pub unsafe fn regroup(&self, regroup: &Regroup) -> Result<()> {
         const SCAN_THREADS: usize = 1024;
         let Regroup { rows, counts, scratch, out, num_rows, row_bytes, num_sources, num_experts, .. } =
@@ -92,21 +92,21 @@ impl Launcher {
         };
         let [from, to, inner, outer] = order;
         let arguments = [rows, from, to, out, num_rows as u64, row_bytes as u64, inner, outer];
-        // SAFETY: by the caller's promise; the kernels' arguments in their order.
+        // SAFETY: by the caller's promise; the arguments are in the kernels' order.
         unsafe {
             self.launch("regroup_starts", scan, &[counts, by_source, by_expert, sources, experts])?;
             self.launch("regroup", row_grid(num_rows, row_bytes, IN_FLIGHT), &arguments)
         }
     }
 
-    /// Counts that a rank sends and receives: the integers of [`crate::dispatch::split_tokens`] with `Policy::Even`. An
-    /// expert that it refuses sends nothing.
+    /// Computes the counts that a rank sends and receives: the integers of [`crate::dispatch::split_tokens`] with
+    /// `Policy::Even`. An expert that it would refuse sends nothing.
     ///
     /// # Safety
-    /// The addresses hold what [`SplitTokens`] states.
+    /// The addresses must hold what [`SplitTokens`] states.
     ///
     /// # Errors
-    /// More ranks than shared memory holds, or the driver's.
+    /// For more ranks than fit into shared memory, and errors of the driver.
     pub unsafe fn split_tokens(&self, split: &SplitTokens) -> Result<()> {
         let SplitTokens { tokens, replicas, send, receive, num_experts, num_ranks, rank } = *split;
         ensure!(
@@ -123,7 +123,7 @@ impl Launcher {
         let grid = Grid { blocks: num_experts, threads: SPLIT_THREADS, shared_bytes };
         let sizes = [num_claims, num_experts, num_ranks, rank].map(|size| size as u64);
         let arguments = [&[tokens, replicas, send, receive], &sizes[..]].concat();
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        // SAFETY: by the caller's promise; the arguments are in the kernel's order.
         unsafe { self.launch("split_tokens", grid, &arguments) }
     }
 }

@@ -1,4 +1,4 @@
-//! A copier's tensors to the host bit by bit, as far as a reader wants them, some transfers ahead of it.
+//! Incremental copy of a copier's tensors to the host, as far as a reader needs them, some transfers ahead of it.
 //!
 //! ```text
 //! device   transfer 0  transfer 1  transfer 2 ····· transfer 3 ····· transfer 4
@@ -11,28 +11,28 @@ use crate::error::Result;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// Brings the bytes of a copier's tensors to its chunks, or to places of the caller's, in their order, for a reader that runs
-/// concurrently with training. When it is dropped nothing is on its way any more.
+/// Copies the bytes of a copier's tensors to its chunks, or to places of the caller's, in order, for a reader that runs
+/// concurrently with training. When it is dropped, no copy is in flight any more.
 #[derive(Debug)]
 pub struct Fetcher {
     copier: Arc<ChunkCopier>,
-    /// Bytes of the tensors up to the end of each.
+    /// Total bytes of the tensors up to the end of each.
     ends: Vec<usize>,
-    /// Of each tensor, where not to the copier's chunks.
+    /// Places of the tensors, if they are not copied to the copier's chunks.
     places: Option<Vec<usize>>,
     started_chunks: usize,
     arrived_chunks: usize,
 }
 
 impl Fetcher {
-    /// The tensors as they are when `stream` has done what it has been given so far. Returns at once.
+    /// Creates a fetcher of the tensors in their state after all work queued on `stream` so far. Returns immediately.
     ///
     /// # Safety
-    /// `stream` is a live stream of the device, or null. Until all is fetched, or this is dropped, no other code writes the
-    /// tensors or uses the copier for anything else.
+    /// `stream` must be a live stream of the device, or null. Until all is fetched, or this is dropped, no other code
+    /// may write the tensors or use the copier for anything else.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn new(copier: Arc<ChunkCopier>, stream: *mut c_void) -> Result<Self> {
         // SAFETY: by the caller's promise; no chunk is written yet.
         unsafe { copier.save(stream, 0..0)? };
@@ -45,7 +45,7 @@ impl Fetcher {
         Ok(Self { ends: ends.collect(), copier, places: None, started_chunks: 0, arrived_chunks: 0 })
     }
 
-    /// Runs of each tensor's copy on the host: address and bytes. They are there when [`Fetcher::fetch`] says so.
+    /// Runs of each tensor's copy on the host: address and bytes. [`Fetcher::fetch`] returns how many are readable.
     pub fn copies(&self) -> Vec<Vec<(usize, usize)>> {
         let (start, layout) = (self.copier.chunks().expose_provenance(), self.copier.layout());
         let mut copies = vec![vec![]; layout.sizes().len()];
@@ -56,10 +56,10 @@ impl Fetcher {
         copies
     }
 
-    /// The tensors go to these places from now on, counted from the start that [`Fetcher::fetch_to`] gets.
+    /// Makes the tensors go to these places, relative to the start that is passed to [`Fetcher::fetch_to`].
     ///
     /// # Errors
-    /// Not as many places as tensors.
+    /// If there is not one place per tensor.
     pub fn with_places(mut self, places: Vec<usize>) -> Result<Self> {
         let num_tensors = self.ends.len();
         ensure!(places.len() == num_tensors, "places: expected {num_tensors}, got {}", places.len());
@@ -67,32 +67,32 @@ impl Fetcher {
         Ok(self)
     }
 
-    /// Waits for the next transfer, and starts those that have room on the host behind it: what came before has been
-    /// read. Returns how many bytes of the tensors are there, from the first on; all of them in the end.
+    /// Waits for the next transfer, and starts further ones that have room on the host: earlier bytes have been read.
+    /// Returns the number of bytes of the tensors, from the first on, that are readable; in the end all.
     ///
-    /// When it returns with an error, the device uses no tensor and no memory of the host for it.
+    /// When it returns an error, the device uses none of the tensors and none of the host's memory for them.
     ///
     /// # Errors
-    /// With places, or the driver's.
+    /// With places, and errors of the driver.
     pub fn fetch(&mut self) -> Result<usize> {
         ensure!(self.places.is_none(), "fetch: expected a start for the tensors' places");
-        // SAFETY: nothing goes to the start.
+        // SAFETY: nothing is copied to the start.
         unsafe { self.fetch_to(std::ptr::null_mut()) }
     }
 
-    /// As [`Fetcher::fetch`], to the tensors' places, if they have some.
+    /// As [`Fetcher::fetch`], to the tensors' places, if they have any.
     ///
     /// # Safety
-    /// From `start` on, the same each time, there is memory at the places of the tensors, which nobody uses until it has been
-    /// fetched or this is dropped. Where it is not page-locked nothing runs ahead.
+    /// From `start` on, the same in each call, there must be memory at the places of the tensors that nothing uses
+    /// until it has been fetched or this is dropped. If it is not page-locked, no transfer runs ahead.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn fetch_to(&mut self, start: *mut u8) -> Result<usize> {
         // SAFETY: by the caller's promise.
         let fetched = unsafe { self.next_transfer(start) };
         if fetched.is_err() {
-            // What came before the error may be on its way.
+            // Transfers before the error may be in flight.
             let _ = self.copier.finish();
         }
         fetched
@@ -104,7 +104,7 @@ impl Fetcher {
         let room = (self.arrived_chunks + at_once * self.copier.num_ahead()).min(num_chunks);
         let starting = self.started_chunks..room;
         self.started_chunks = room;
-        // SAFETY: by the promises of `new` and the caller; the host has read what was where these come.
+        // SAFETY: by the promises of `new` and the caller; the host has read the previous contents of these slots.
         unsafe {
             match &self.places {
                 Some(places) => self.copier.save_more_to(starting, start, places)?,
@@ -116,8 +116,8 @@ impl Fetcher {
         Ok(self.bytes_before(arriving.end))
     }
 
-    /// Bytes of the tensors that are in the first chunks. Tensors of 10 and 20 bytes start at 0 and 16 of the chunks, so
-    /// that up to byte 18 there are 12.
+    /// Number of bytes of the tensors in the first `chunk` chunks. Tensors of 10 and 20 bytes start at 0 and 16 of the
+    /// chunks, so up to byte 18 there are 12.
     fn bytes_before(&self, chunk: usize) -> usize {
         let layout = self.copier.layout();
         let end = chunk * layout.chunk_bytes();
@@ -129,7 +129,7 @@ impl Fetcher {
 }
 
 impl Drop for Fetcher {
-    /// Waits for what was started: the tensors and the memory on the host may be used for other things after this.
+    /// Waits for started transfers: afterwards the tensors and the memory on the host may be used for other things.
     fn drop(&mut self) {
         if self.arrived_chunks < self.started_chunks {
             let _ = self.copier.finish();

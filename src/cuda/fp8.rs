@@ -1,4 +1,4 @@
-//! Launching the conversion of rows to 8 bits, and back.
+//! Launches of the conversion of rows to 8 bits, and back.
 
 use super::abi::{FP8_AT_ONCE, FP8_COLUMNS, WARP};
 use super::device::Launcher;
@@ -6,9 +6,9 @@ use super::launch::{FloatType, grid};
 use crate::cpu::fp8_row_bytes;
 use crate::error::Result;
 
-/// Bytes that a thread takes of a row.
+/// Bytes of a row that a thread takes.
 const PART_BYTES: usize = 16;
-/// Threads that quantize, at most: what each does before its first part is divided among several.
+/// Maximum threads that quantize: the work before each thread's first part pays off over several parts.
 const MAX_QUANTIZING: usize = 1 << 19;
 
 /// Arguments of [`Launcher::quantize_rows`] and [`Launcher::dequantize_rows`].
@@ -27,13 +27,13 @@ pub struct Fp8Rows {
 }
 
 impl Launcher {
-    /// `packed` = the rows in 8 bits, as [`crate::cpu::quantize_rows`] has them.
+    /// Quantizes rows to `packed`, as [`crate::cpu::quantize_rows`] does.
     ///
     /// # Safety
-    /// The addresses hold what [`Fp8Rows`] states.
+    /// The addresses must hold what [`Fp8Rows`] states.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn quantize_rows(&self, quantize: &Fp8Rows) -> Result<()> {
         let Fp8Rows { rows, packed, row_type, num_rows, width } = *quantize;
         let name = match row_type {
@@ -48,13 +48,13 @@ impl Launcher {
         unsafe { self.launch_fp8(name, threads, [rows, packed], num_rows, width) }
     }
 
-    /// `rows` = the rows of `packed`, as [`crate::cpu::dequantize_rows`] has them.
+    /// Dequantizes `packed` to `rows`, as [`crate::cpu::dequantize_rows`] does.
     ///
     /// # Safety
-    /// The addresses hold what [`Fp8Rows`] states.
+    /// The addresses must hold what [`Fp8Rows`] states.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn dequantize_rows(&self, quantized: &Fp8Rows) -> Result<()> {
         let Fp8Rows { rows, packed, row_type, num_rows, width } = *quantized;
         let name = match row_type {
@@ -81,7 +81,7 @@ impl Launcher {
             return Ok(());
         }
         let sizes = [num_rows, width, fp8_row_bytes(width)].map(|size| size as u64);
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        // SAFETY: by the caller's promise; the arguments are in the kernel's order.
         unsafe { self.launch(name, grid(threads), &[&[from, to], &sizes[..]].concat()) }
     }
 }

@@ -1,4 +1,4 @@
-//! Launching the counts of tokens per expert.
+//! Launches of the counts of tokens per expert.
 
 use super::abi::{LayerEntry, LayerTable, MAX_LAYERS};
 use super::device::{Grid, Launcher};
@@ -6,7 +6,7 @@ use super::launch::check_experts;
 use crate::error::Result;
 
 const THREADS: usize = 256;
-/// Blocks that the layers of a launch share in proportion to their ids; each layer with an id gets one at least.
+/// Blocks that the layers of a launch share in proportion to their ids; each non-empty layer gets at least one.
 const MAX_BLOCKS: usize = 1024;
 
 /// The ids of one layer, for [`Launcher::histograms`].
@@ -21,13 +21,13 @@ pub struct LayerIds {
 }
 
 impl LayerTable {
-    /// The table of at most [`MAX_LAYERS`] layers, and how many blocks they take together.
+    /// Creates the table of at most [`MAX_LAYERS`] layers; returns it with their total number of blocks.
     ///
-    /// Example: 3000 and 0 and 1500 slots, 3 experts: a block counts 1036 of them, so the layers' blocks end before 3, 3
+    /// Example: 3000, 0 and 1500 slots, 3 experts: a block counts 1036 of them, so the layers' blocks end before 3, 3
     /// and 5.
     fn new(layers: &[LayerIds], num_experts: usize) -> (Self, usize) {
         let num_slots: usize = layers.iter().map(|layer| layer.num_slots).sum();
-        // Enough ids for each block to pay for clearing and adding its counts.
+        // Enough ids per block to be worth clearing and adding its counts.
         let per_block = (THREADS * 4 + num_experts * 4).max(num_slots.div_ceil(MAX_BLOCKS));
         let mut entries = [LayerEntry::default(); MAX_LAYERS];
         let mut end_block = 0;
@@ -45,14 +45,15 @@ impl LayerTable {
 }
 
 impl Launcher {
-    /// `counts[l, e]` = how many ids of layer l are `e`; ids out of range are not counted. One launch for each 64 layers.
+    /// Computes `counts[l, e]` = number of ids of layer l that are `e`; ids out of range are not counted. One launch
+    /// per 64 layers.
     ///
     /// # Safety
-    /// On the device, `counts` holds `[layers.len(), num_experts]` int64 and each layer what [`LayerIds`] states; nothing
-    /// overlaps the counts, and all of it lives until the stream has passed the launches.
+    /// On the device, `counts` must hold `[layers.len(), num_experts]` int64 and each layer what [`LayerIds`] states.
+    /// Nothing may overlap the counts, and all of it must live until the stream has passed the launches.
     ///
     /// # Errors
-    /// More experts than shared memory holds, or the driver's.
+    /// For more experts than fit into shared memory, and errors of the driver.
     pub unsafe fn histograms(&self, layers: &[LayerIds], counts: u64, num_experts: usize) -> Result<()> {
         check_experts(num_experts)?;
         let row_bytes = num_experts * size_of::<i64>();
@@ -66,7 +67,7 @@ impl Launcher {
             let grid = Grid { blocks, threads: THREADS, shared_bytes: num_experts * size_of::<u32>() };
             let counts = counts + (chunk * MAX_LAYERS * row_bytes) as u64;
             let arguments = [counts, layers.len() as u64, num_experts as u64];
-            // SAFETY: by the caller's promise; the kernel's arguments in its order.
+            // SAFETY: by the caller's promise; the arguments are in the kernel's order.
             unsafe { self.launch_with("expert_histograms", grid, &arguments, Some(&entries))? };
         }
         Ok(())

@@ -1,10 +1,10 @@
-//! The compiled kernels: one fat binary a source file, and the names in it.
+//! The compiled kernels: one fat binary per source file, with the names of its kernels.
 
 /// Kernels of one source file.
 pub(super) struct Binary {
-    /// What `build.rs` has compiled.
+    /// Output of `build.rs`.
     pub(super) image: &'static [u8],
-    /// All its kernels. The driver is asked for each in its own binary alone: tools report every question in vain.
+    /// All its kernels. Each is looked up only in its own binary, because tools report every failed lookup.
     pub(super) names: &'static [&'static str],
 }
 

@@ -1,4 +1,4 @@
-//! One method per operation: checks, grid, arguments. Addresses are the device's.
+//! One method per operation: checks, grid, arguments. Addresses are on the device.
 
 use super::abi::{COMBINING_THREADS, IN_FLIGHT, WARP};
 use super::device::{Grid, Launcher};
@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 const THREADS: usize = 256;
 /// Blocks of a grid whose blocks take several items in turn.
 const MAX_BLOCKS: usize = 1 << 16;
-/// Counts per expert must fit into the shared memory that every GPU gives without asking.
+/// Maximum experts: their counts must fit into the shared memory that every GPU provides by default.
 const MAX_EXPERTS: usize = SHARED_WORDS;
 const SHARED_WORDS: usize = 48 * 1024 / size_of::<u32>();
-/// Threads of a block of the plan.
+/// Threads per block of the plan.
 const PLAN_THREADS: usize = 512;
-/// Slots of a tile, at least: as many as a block has ids on their way.
+/// Minimum slots of a tile: the ids that a block has in flight.
 const MIN_TILE_SLOTS: usize = 8 * PLAN_THREADS;
-/// Slots of a tile for each expert, at least, so that the counts of a tile take at most two bytes a slot.
+/// Minimum slots of a tile per expert, so that the counts of a tile take at most two bytes a slot.
 const TILE_SLOTS_PER_EXPERT: usize = 2;
-/// Tiles, at most: each reads the counts of those before it.
+/// Maximum tiles: each reads the counts of the earlier ones.
 const MAX_TILES: usize = 256;
 
 /// Element types of rows and weights.
@@ -145,7 +145,7 @@ impl PlanScratch {
 }
 
 impl Plan {
-    /// Bytes of the counts per tile, at most 2 a slot (of whole tiles), and of the starts of the segments.
+    /// Bytes of the counts per tile, at most 2 per slot (of full tiles), and of the starts of the segments.
     pub fn scratch_bytes(num_slots: usize, num_experts: usize, num_ranks: usize) -> usize {
         let words = PlanScratch::new(num_slots, num_experts, num_ranks);
         (words.tile_counts + words.begins + words.first_rows) * size_of::<u32>()
@@ -177,27 +177,27 @@ pub(super) fn grid(items: usize) -> Grid {
 /// Bytes that a thread reads and writes at once.
 const UNIT_BYTES: usize = 16;
 
-/// A grid for rows that groups of threads take, some at a time; see `RowGroup` in `kernels/common.cuh`.
+/// A grid for rows that are taken by groups of threads, some at a time; see `RowGroup` in `kernels/common.cuh`.
 pub(super) fn row_grid(num_rows: usize, row_bytes: usize, at_once: usize) -> Grid {
     let group = row_bytes.div_ceil(UNIT_BYTES).next_power_of_two().min(THREADS);
     grid(num_rows.div_ceil(at_once) * group)
 }
 
-/// A grid for tokens that groups of `WARP..=most` threads take, each thread `units` of 16 bytes at once.
+/// A grid for tokens that are taken by groups of `WARP..=most` threads, each thread `units` of 16 bytes at once.
 fn token_grid(num_tokens: usize, row_bytes: usize, units: usize, most: usize) -> Grid {
     grid(num_tokens * row_bytes.div_ceil(UNIT_BYTES * units).next_power_of_two().clamp(WARP, most))
 }
 
-// "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
-// anything else, which lives until the stream has passed the launches.
+// "Hold" in the safety sections means: device memory of the stated shape and type that lives until the stream has
+// passed the launches, and written memory that does not overlap anything else.
 impl Launcher {
-    /// The plan of a dispatch: see `kernels/plan.cu`.
+    /// Computes the plan of a dispatch: see `kernels/plan.cu`.
     ///
     /// # Safety
-    /// The addresses hold what [`Plan`] states.
+    /// The addresses must hold what [`Plan`] states.
     ///
     /// # Errors
-    /// More experts, ranks or slots than the kernels handle, or the driver's.
+    /// For more experts, ranks or slots than the kernels handle, and errors of the driver.
     pub unsafe fn dispatch_plan(&self, plan: &Plan) -> Result<()> {
         let Plan {
             ids,
@@ -242,20 +242,20 @@ impl Launcher {
         };
         let counted = arguments([ids, send_counts, tile_counts, begins, first_rows, row_ids], num_tiles);
         let placed = arguments([ids, tile_counts, begins, first_rows, row_ids, positions], num_tables);
-        // SAFETY: by the caller's promise; the kernels' arguments in their order.
+        // SAFETY: by the caller's promise; the arguments are in the kernels' order.
         unsafe {
             self.launch(count, count_grid, &counted)?;
             self.launch(place, place_grid, &placed)
         }
     }
 
-    /// `row_ids[positions[s]] = s`, -1 where no slot is.
+    /// Computes `row_ids[positions[s]] = s`, -1 for rows without a slot.
     ///
     /// # Safety
-    /// The addresses hold the stated numbers of int64 if `wide`, else of int32.
+    /// The addresses must hold the stated number of int64 if `wide`, or else of int32.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn invert_positions(
         &self,
         positions: u64,
@@ -264,7 +264,7 @@ impl Launcher {
         num_slots: usize,
         num_rows: usize,
     ) -> Result<()> {
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        // SAFETY: by the caller's promise; the arguments are in the kernel's order.
         unsafe {
             self.fill(row_ids, 0xff, num_rows * index_bytes(wide))?;
             if num_slots == 0 || num_rows == 0 {
@@ -278,10 +278,10 @@ impl Launcher {
     /// Copies tokens to rows.
     ///
     /// # Safety
-    /// The addresses hold what [`Permute`] states.
+    /// The addresses must hold what [`Permute`] states.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn permute(&self, permute: &Permute) -> Result<()> {
         let Permute { x, row_ids, positions, out, num_rows, row_bytes, num_tokens, top_k, .. } = *permute;
         ensure!(row_bytes.is_multiple_of(2), "permute: expected rows of even size, got {row_bytes} bytes");
@@ -291,19 +291,19 @@ impl Launcher {
         let sizes = [num_rows, row_bytes, num_tokens, top_k].map(|size| size as u64);
         let wide = [permute.wide_ids, permute.wide_positions].map(u64::from);
         let arguments = [&[x, row_ids, positions, out], &wide[..], &sizes[..]].concat();
-        // A lane for each row, at least: rows of no token are looked for, too.
+        // At least a lane per row, as rows without a token are searched, too.
         let grid = token_grid(num_tokens.max(num_rows.div_ceil(WARP)), row_bytes, IN_FLIGHT, THREADS);
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        // SAFETY: by the caller's promise; the arguments are in the kernel's order.
         unsafe { self.launch("permute", grid, &arguments) }
     }
 
-    /// The weighted sum of each token's rows.
+    /// Computes the weighted sum of each token's rows.
     ///
     /// # Safety
-    /// The addresses hold what [`Combine`] states.
+    /// The addresses must hold what [`Combine`] states.
     ///
     /// # Errors
-    /// A pair of types without a kernel, or the driver's.
+    /// For a pair of types without a kernel, and errors of the driver.
     pub unsafe fn unpermute(&self, combine: &Combine) -> Result<()> {
         let Combine { rows, positions, wide, weights, out, num_tokens, top_k, num_rows, width, .. } =
             *combine;
@@ -319,30 +319,30 @@ impl Launcher {
         let arguments = [&[rows, positions, weights, out, u64::from(wide)], &sizes[..]].concat();
         let grid =
             token_grid(num_tokens.div_ceil(IN_FLIGHT.div_ceil(top_k)), row_bytes, 1, COMBINING_THREADS);
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        // SAFETY: by the caller's promise; the arguments are in the kernel's order.
         unsafe { self.launch(combine.kernels()?.forward, grid, &arguments) }
     }
 
-    /// The gradients of the weighted sum.
+    /// Computes the gradients of the weighted sum.
     ///
     /// # Safety
-    /// The addresses hold what [`Backward`] states.
+    /// The addresses must hold what [`Backward`] states.
     ///
     /// # Errors
-    /// A pair of types without a kernel, or the driver's.
+    /// For a pair of types without a kernel, and errors of the driver.
     pub unsafe fn unpermute_backward(&self, backward: &Backward) -> Result<()> {
         let Combine { rows, positions, wide, weights, out: grad, num_tokens, top_k, num_rows, width, .. } =
             backward.forward;
         let Backward { row_ids, grad_rows, grad_weights, .. } = *backward;
         let num_slots = num_tokens * top_k;
         let name = backward.forward.kernels()?.backward[usize::from(wide)];
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        // SAFETY: by the caller's promise; the arguments are in the kernel's order.
         unsafe {
             if num_rows == 0 || width == 0 {
                 return self.fill(grad_weights, 0, num_slots * backward.forward.weight_type.bytes());
             }
             self.invert_positions(positions, row_ids, wide, num_slots, num_rows)?;
-            // Without slots every row is zeroed, and top_k divides nothing.
+            // Without slots every row is zeroed, and top_k is not used as a divisor.
             let sizes = [num_rows as u64, width as u64, num_slots as u64, top_k.max(1) as u64];
             let addresses = [grad, rows, positions, row_ids, weights, grad_rows, grad_weights];
             let warps = num_slots.max(num_rows);

@@ -1,8 +1,8 @@
 //! The kernels of `kernels/` through the CUDA driver API, which is loaded at run time.
 //!
-//! Knows nothing of torch: a [`Launcher`] is a device and the caller's stream, and its methods take device addresses
-//! and sizes. Every launch is checked here first; nothing waits for the device, but where it says so.
-//! [`ChunkCopier`] has streams of its own, and page-locked host memory.
+//! Independent of torch: a [`Launcher`] is a device and the caller's stream, and its methods take device addresses and
+//! sizes. Every launch is checked first, and no call waits for the device unless its documentation says so.
+//! [`ChunkCopier`] has its own streams, and page-locked host memory.
 
 mod abi;
 mod chunks;
@@ -12,11 +12,11 @@ mod exchange;
 mod fetch;
 mod fp8;
 mod histogram;
+mod host_runs;
 mod kernels;
 mod launch;
 mod optim;
 mod pinned;
-mod places;
 mod streams;
 mod workspace;
 
@@ -33,7 +33,7 @@ pub use optim::{AdamW, GradientAt, Sgd};
 pub use pinned::PinnedBuffer;
 pub use workspace::Staging;
 
-/// Whether this build holds compiled kernels (`build.rs` found an nvcc).
+/// Whether this build contains compiled kernels (`build.rs` found an nvcc).
 pub fn has_kernels() -> bool {
     cfg!(cuda_kernels)
 }

@@ -1,4 +1,4 @@
-//! Launching the optimizers' steps: many tensors, and several steps of each, in one launch.
+//! Launches of the optimizers' steps: many tensors, with several steps each, in one launch.
 
 use super::abi::{
     BatchTable, GradientEntry, GradientKind, MAX_STEPS, MAX_TENSORS, NUMBERS, StepEntry, SteppedEntry,
@@ -9,7 +9,7 @@ use crate::error::Result;
 use std::ops::Range;
 
 const THREADS: usize = 256;
-/// Blocks that the tensors of a launch share in proportion to their elements; each gets one at least.
+/// Blocks that the tensors of a launch share in proportion to their elements; each gets at least one.
 const MAX_BLOCKS: usize = 1 << 16;
 /// Elements that a thread takes at once.
 const PACK: usize = 4;
@@ -56,7 +56,7 @@ pub struct AdamW<'a> {
     pub v: u64,
     /// Elements.
     pub num_elements: usize,
-    /// The steps, in their order.
+    /// The steps, in order.
     pub steps: &'a [(AdamWStep, GradientAt)],
 }
 
@@ -65,18 +65,18 @@ pub struct AdamW<'a> {
 pub struct Sgd<'a> {
     /// `[num_elements]` float32, written
     pub p: u64,
-    /// `[num_elements]` float32, written; none where no step has momentum
+    /// `[num_elements]` float32, written; none if no step has momentum
     pub buffer: Option<u64>,
     /// Elements.
     pub num_elements: usize,
-    /// The steps, in their order.
+    /// The steps, in order.
     pub steps: &'a [(SgdStep, GradientAt)],
 }
 
-/// A step of any optimizer, as its kernel reads it.
+/// A step of any optimizer, in the form that its kernel reads.
 trait Step: Copy {
     fn arithmetic(&self) -> Arithmetic;
-    /// All but the arithmetic; zeros fill the table up.
+    /// All numbers except the arithmetic, padded with zeros.
     fn numbers(&self) -> [f32; NUMBERS];
 }
 
@@ -103,15 +103,15 @@ impl Step for SgdStep {
     }
 }
 
-/// A tensor of any optimizer, with elements, and steps of it.
+/// A non-empty tensor of any optimizer, and its steps.
 #[derive(Clone, Copy)]
-struct Part<'a, S> {
+struct TensorSteps<'a, S> {
     arrays: [u64; 3],
     num_elements: usize,
     steps: &'a [(S, GradientAt)],
 }
 
-impl<S: Step> Part<'_, S> {
+impl<S: Step> TensorSteps<'_, S> {
     fn numbers(&self) -> impl ExactSizeIterator<Item = StepEntry> {
         self.steps.iter().map(|(step, _)| StepEntry {
             numbers: step.numbers(),
@@ -138,9 +138,9 @@ impl<S: Step> Part<'_, S> {
     }
 }
 
-/// Whether nothing that is written overlaps anything else.
-fn are_apart<S: Step>(parts: &[Part<'_, S>]) -> bool {
-    let mut ranges: Vec<_> = parts.iter().flat_map(Part::ranges).collect();
+/// Whether written memory does not overlap anything else.
+fn are_apart<S: Step>(parts: &[TensorSteps<'_, S>]) -> bool {
+    let mut ranges: Vec<_> = parts.iter().flat_map(TensorSteps::ranges).collect();
     ranges.sort_unstable_by_key(|(range, _)| range.start);
     let (mut end_of_written, mut end) = (0, 0);
     ranges.iter().all(|(range, is_written)| {
@@ -153,7 +153,7 @@ fn are_apart<S: Step>(parts: &[Part<'_, S>]) -> bool {
     })
 }
 
-/// The tensors of a launch while they are gathered.
+/// The tensors of a launch while they are collected.
 struct Batch {
     table: BatchTable,
     num_steps: usize,
@@ -172,8 +172,8 @@ impl Batch {
         Self { table, num_steps: 0, num_tensors: 0, num_gradients: 0, num_elements: 0 }
     }
 
-    /// Takes a tensor, if there is room; its rows of numbers are shared with others that have the same.
-    fn add<S: Step>(&mut self, part: &Part<'_, S>) -> bool {
+    /// Adds a tensor, if there is room; its rows of numbers are shared with equal ones.
+    fn add<S: Step>(&mut self, part: &TensorSteps<'_, S>) -> bool {
         let len = part.steps.len();
         let known = self.table.steps[..self.num_steps]
             .windows(len)
@@ -206,7 +206,7 @@ impl Batch {
         true
     }
 
-    /// Gives each tensor its blocks, and says how many there are.
+    /// Assigns blocks to each tensor; returns the total number.
     ///
     /// Example: 3000, 1 and 1500 elements: a block takes 1024 of them, so the tensors' blocks end before 3, 4 and 6.
     fn share_blocks(&mut self) -> usize {
@@ -222,17 +222,17 @@ impl Batch {
 
 impl Launcher {
     /// Applies steps of AdamW in place, to each tensor its own: the bits of [`crate::cpu::adamw`]. One launch takes 64
-    /// tensors of one step each, if they have no more than 8 different rows of numbers; tensors that share memory are
-    /// stepped in their order, with a launch for each.
+    /// tensors of one step each, if they have at most 8 different rows of numbers. Tensors that share memory are
+    /// stepped in order, with a launch for each.
     ///
     /// # Safety
-    /// The addresses hold what [`AdamW`] and [`GradientAt`] state, on the device; of one tensor, nothing that is written
-    /// overlaps anything else, and all of it lives until the stream has passed the launches.
+    /// The addresses must hold what [`AdamW`] and [`GradientAt`] state, on the device. Within a tensor, written memory
+    /// must not overlap anything else, and all of it must live until the stream has passed the launches.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub unsafe fn adamw(&self, tensors: &[AdamW<'_>]) -> Result<()> {
-        let parts = tensors.iter().map(|&AdamW { p, m, v, num_elements, steps }| Part {
+        let parts = tensors.iter().map(|&AdamW { p, m, v, num_elements, steps }| TensorSteps {
             arrays: [p, m, v],
             num_elements,
             steps,
@@ -244,15 +244,15 @@ impl Launcher {
     /// Applies steps of SGD in place, to each tensor its own: the bits of [`crate::cpu::sgd`].
     ///
     /// # Safety
-    /// Those of [`Launcher::adamw`], for what [`Sgd`] states.
+    /// As [`Launcher::adamw`], for what [`Sgd`] states.
     ///
     /// # Errors
-    /// The driver's; [`crate::Error::Invalid`] when a step has momentum and there is no buffer.
+    /// Errors of the driver; [`crate::Error::Invalid`] if a step has momentum and there is no buffer.
     pub unsafe fn sgd(&self, tensors: &[Sgd<'_>]) -> Result<()> {
         for tensor in tensors.iter().filter(|tensor| tensor.buffer.is_none()) {
             check_no_momentum(tensor.steps.iter().map(|(step, _)| step))?;
         }
-        let parts = tensors.iter().map(|&Sgd { p, buffer, num_elements, steps }| Part {
+        let parts = tensors.iter().map(|&Sgd { p, buffer, num_elements, steps }| TensorSteps {
             arrays: [p, buffer.unwrap_or(0), 0],
             num_elements,
             steps,
@@ -261,14 +261,14 @@ impl Launcher {
         unsafe { self.steps("sgd", parts) }
     }
 
-    /// Launches as often as the tensors and their steps need tables.
+    /// Makes as many launches as the tensors and their steps need tables.
     ///
     /// # Safety
-    /// The kernel is that of the steps' optimizer, and may have the tensors' arrays.
+    /// The kernel must be that of the steps' optimizer, and be allowed to use the tensors' arrays.
     unsafe fn steps<'a, S: Step + 'a>(
         &self,
         name: &'static str,
-        parts: impl Iterator<Item = Part<'a, S>>,
+        parts: impl Iterator<Item = TensorSteps<'a, S>>,
     ) -> Result<()> {
         let parts: Vec<_> = parts.filter(|part| part.num_elements > 0).collect();
         let at_once = if are_apart(&parts) { parts.len().max(1) } else { 1 };
@@ -279,7 +279,7 @@ impl Launcher {
                 let mut batch = Batch::new();
                 for part in parts.iter().filter(|part| part.steps.len() > first) {
                     let steps = &part.steps[first..part.steps.len().min(first + MAX_STEPS)];
-                    let part = Part { steps, ..*part };
+                    let part = TensorSteps { steps, ..*part };
                     if !batch.add(&part) {
                         // SAFETY: by the caller's promise.
                         unsafe { self.launch_batch(name, std::mem::replace(&mut batch, Batch::new()))? };
@@ -293,13 +293,13 @@ impl Launcher {
         Ok(())
     }
 
-    /// Launches the kernel for a table with a tensor or more.
+    /// Launches the kernel for a non-empty table.
     ///
     /// # Safety
-    /// Those of [`Launcher::steps`].
+    /// As [`Launcher::steps`].
     unsafe fn launch_batch(&self, name: &'static str, mut batch: Batch) -> Result<()> {
         let grid = Grid { blocks: batch.share_blocks(), threads: THREADS, shared_bytes: 0 };
-        // SAFETY: by the caller's promise; the table is the kernel's one argument.
+        // SAFETY: by the caller's promise; the table is the kernel's only argument.
         unsafe { self.launch_with(name, grid, &[], Some(&batch.table)) }
     }
 }
@@ -308,14 +308,14 @@ impl Launcher {
 mod tests {
     use super::*;
 
-    /// Of AdamW; they differ in epsilon.
+    /// A step of AdamW with this epsilon.
     fn step(eps: f32) -> AdamWStep {
         AdamWStep::from_array([0.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.9, 1.0, 1.0, eps]).unwrap()
     }
 
     fn add(batch: &mut Batch, num_elements: usize, eps: &[f32]) -> bool {
         let steps: Vec<_> = eps.iter().map(|&eps| (step(eps), GradientAt::F32(20))).collect();
-        batch.add(&Part { arrays: [16, 32, 48], num_elements, steps: &steps })
+        batch.add(&TensorSteps { arrays: [16, 32, 48], num_elements, steps: &steps })
     }
 
     #[test]
@@ -350,7 +350,8 @@ mod tests {
         let gradient = |gradient| [(step(0.0), gradient)];
         let is_apart = |p: [u64; 2], gradients: [GradientAt; 2]| {
             let steps = gradients.map(gradient);
-            let part = |i: usize| Part { arrays: [p[i], p[i] + 1000, 0], num_elements: 10, steps: &steps[i] };
+            let part =
+                |i: usize| TensorSteps { arrays: [p[i], p[i] + 1000, 0], num_elements: 10, steps: &steps[i] };
             are_apart(&[part(0), part(1)])
         };
         let none = [GradientAt::Zero; 2];
@@ -365,8 +366,9 @@ mod tests {
 
     #[test]
     fn packs_need_aligned_arrays_and_gradients() {
-        let is_aligned =
-            |arrays, gradient| Part { arrays, num_elements: 1, steps: &[(step(0.0), gradient)] }.is_aligned();
+        let is_aligned = |arrays, gradient| {
+            TensorSteps { arrays, num_elements: 1, steps: &[(step(0.0), gradient)] }.is_aligned()
+        };
         assert!(is_aligned([16, 32, 48], GradientAt::F32(16)) && is_aligned([16, 0, 0], GradientAt::Zero));
         assert!(is_aligned([16, 32, 48], GradientAt::Bf16(8)));
         assert!(

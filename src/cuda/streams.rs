@@ -1,17 +1,17 @@
-//! Streams and events of our own, and their order with torch's.
+//! Streams and events of the copier, and their order with torch's.
 
-use super::device::{BesideCaptures, Device, Launcher, driver};
+use super::device::{Device, Launcher, RelaxedCapture, driver};
 use crate::error::Result;
 use cudarc::driver::{DriverError, result, sys};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// A stream that runs beside torch's, and has no precedence over it.
+/// A stream that runs concurrently with torch's, without precedence over it.
 #[derive(Debug)]
 pub(super) struct CopyStream {
     device: Arc<Device>,
     stream: sys::CUstream,
-    /// What was queued when somebody waits.
+    /// Recorded at the end of the queue when a thread waits.
     end: Event,
 }
 
@@ -21,8 +21,8 @@ unsafe impl Send for CopyStream {}
 unsafe impl Sync for CopyStream {}
 
 impl CopyStream {
-    /// A stream of the lowest priority that does not wait for the default stream. That is 0, torch's own: CUDA has none that
-    /// is lower.
+    /// Creates a stream of the lowest priority that does not wait for the default stream. That is priority 0, the same
+    /// as torch's: CUDA has none that is lower.
     pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
         let _current = device.make_current()?;
         let (lowest, _) = driver(result::stream::get_priority_range(), "cuCtxGetStreamPriorityRange")?;
@@ -32,16 +32,16 @@ impl CopyStream {
         match Event::new(device) {
             Ok(end) => Ok(Self { device: device.clone(), stream, end }),
             Err(error) => {
-                // SAFETY: just made, destroyed once, and not used.
+                // SAFETY: just created, unused, and destroyed once.
                 let _ = unsafe { result::stream::destroy(stream) };
                 Err(error)
             }
         }
     }
 
-    /// A launcher on this stream, which must not outlive it.
+    /// Returns a launcher on this stream, which must not outlive it.
     pub(super) fn launcher(&self) -> Launcher {
-        // SAFETY: a live stream of this device; the launcher is used at once by the callers, which own the stream.
+        // SAFETY: a live stream of this device; the callers own the stream and use the launcher immediately.
         unsafe { Launcher::of(self.device.clone(), self.stream.cast()) }
     }
 
@@ -49,7 +49,7 @@ impl CopyStream {
         self.stream.cast()
     }
 
-    /// Blocks the calling thread until what is queued now is over; the processor is left to others.
+    /// Blocks the calling thread until the queued work is over, without spinning.
     pub(super) fn wait(&self) -> Result<()> {
         // SAFETY: a live stream of this device.
         unsafe { self.end.record(self.stream.cast())? };
@@ -58,17 +58,17 @@ impl CopyStream {
 }
 
 impl Drop for CopyStream {
-    /// Waits for what is queued: it uses memory that is freed after this.
+    /// Waits for queued work: it uses memory that is freed afterwards.
     fn drop(&mut self) {
         let _ = self.wait();
         if let Ok(_current) = self.device.make_current() {
-            // SAFETY: owned, destroyed once. A driver that has ended refuses, which is as good.
+            // SAFETY: owned, destroyed once. A driver that has shut down refuses, which is harmless.
             let _ = unsafe { result::stream::destroy(self.stream) };
         }
     }
 }
 
-/// A point in a stream. Before the first record it counts as passed.
+/// A point in a stream. Before it is first recorded it counts as passed.
 #[derive(Debug)]
 pub(super) struct Event {
     device: Arc<Device>,
@@ -81,7 +81,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// One whose waits leave the processor to others.
+    /// Creates an event whose waits do not spin.
     pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
         const FLAGS: u32 = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
             | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
@@ -92,20 +92,20 @@ impl Event {
         Ok(Self { device: device.clone(), event })
     }
 
-    /// Moves the event to the end of what a stream has queued.
+    /// Moves the event to the end of a stream's queue.
     ///
     /// # Safety
-    /// A live stream of this device, or null for the default stream.
+    /// `stream` must be a live stream of this device, or null for the default stream.
     pub(super) unsafe fn record(&self, stream: *mut c_void) -> Result<()> {
         let _current = self.device.make_current()?;
         // SAFETY: a live event, and the caller's promise.
         driver(unsafe { result::event::record(self.event, stream.cast()) }, "cuEventRecord")
     }
 
-    /// Makes work that a stream gets from now on wait for the event as recorded last. The host does not wait.
+    /// Makes later work of a stream wait for the last recorded position of the event. The host does not wait.
     ///
     /// # Safety
-    /// Those of [`Event::record`].
+    /// As [`Event::record`].
     pub(super) unsafe fn before(&self, stream: *mut c_void) -> Result<()> {
         let _current = self.device.make_current()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
@@ -115,7 +115,7 @@ impl Event {
 
     pub(super) fn is_done(&self) -> Result<bool> {
         let _current = self.device.make_current()?;
-        let _beside = BesideCaptures::new()?;
+        let _relaxed = RelaxedCapture::new()?;
         // SAFETY: a live event.
         match unsafe { result::event::query(self.event) } {
             Ok(()) => Ok(true),
@@ -124,10 +124,10 @@ impl Event {
         }
     }
 
-    /// Blocks the calling thread.
+    /// Blocks the calling thread until the event has passed.
     pub(super) fn wait(&self) -> Result<()> {
         let _current = self.device.make_current()?;
-        let _beside = BesideCaptures::new()?;
+        let _relaxed = RelaxedCapture::new()?;
         // SAFETY: a live event.
         driver(unsafe { result::event::synchronize(self.event) }, "cuEventSynchronize")
     }
@@ -136,7 +136,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.make_current() {
-            // SAFETY: owned, destroyed once; the driver keeps it until what waits for it has gone on.
+            // SAFETY: owned, destroyed once; the driver keeps it until all waits for it are over.
             let _ = unsafe { result::event::destroy(self.event) };
         }
     }

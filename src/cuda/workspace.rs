@@ -1,4 +1,4 @@
-//! A copier's memory on the device and the host, in parts.
+//! Division of a copier's memory on the device and the host.
 
 use super::abi::Span;
 use crate::cpu::{BLOCK_BYTES, ChunkLayout};
@@ -7,17 +7,17 @@ use crate::error::Result;
 
 pub(super) const WORD: usize = size_of::<u64>();
 
-/// The device memory through which chunks go.
+/// The device memory that chunks pass through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Staging {
-    /// Transfers that may be on their way at once.
+    /// Maximum transfers in flight.
     pub count: usize,
-    /// Bytes of a transfer: a chunk at least, and several where they are smaller.
+    /// Bytes of a transfer: at least a chunk, and several if they are smaller.
     pub bytes: usize,
 }
 
 impl Default for Staging {
-    /// 3 of 4 MiB, which is long enough to hide what starting a transfer takes.
+    /// 3 of 4 MiB, which is large enough to hide the start of a transfer.
     fn default() -> Self {
         Self { count: 3, bytes: 4 << 20 }
     }
@@ -31,9 +31,9 @@ pub(super) struct Workspace {
     pub(super) chunk_bytes: usize,
     pub(super) staging_chunks: usize,
     pub(super) num_staging: usize,
-    /// Groups of chunks that the host has room for.
+    /// Groups of chunks that the host has memory for.
     pub(super) num_slots: usize,
-    /// Groups use that room in turn; then their hashes stay on the device.
+    /// Whether groups use that memory in turn; then their hashes stay on the device.
     pub(super) is_in_turn: bool,
 }
 
@@ -45,7 +45,7 @@ impl Workspace {
         let num_spans = layout.sizes().iter().filter(|&&bytes| bytes > 0).count();
         let num_groups = num_chunks.div_ceil(staging_chunks);
         let num_staging = staging.count.min(num_groups);
-        // One that the host reads, and one for each transfer that is on its way meanwhile.
+        // One that the host reads, and one for each transfer in flight meanwhile.
         let num_slots = if is_in_turn { num_groups.min(num_staging + 1) } else { num_groups };
         Ok(Self { num_spans, num_chunks, chunk_bytes, staging_chunks, num_staging, num_slots, is_in_turn })
     }
@@ -68,12 +68,12 @@ impl Workspace {
         if self.is_in_turn { 0 } else { self.num_chunks * self.hashes_of_chunk() }
     }
 
-    /// Chunks and hashes of a buffer; a multiple of 16.
+    /// Bytes of a buffer's chunks and hashes; a multiple of 16.
     pub(super) fn staging_bytes(&self) -> usize {
         self.staging_chunks * (self.chunk_bytes + (self.hashes_of_chunk() * WORD).next_multiple_of(16))
     }
 
-    /// Staging buffers, then the table of tensors, then the counts of wrong blocks.
+    /// Offset of the table of tensors, after the staging buffers and before the counts of wrong blocks.
     pub(super) fn spans_at(&self) -> usize {
         self.num_staging * self.staging_bytes()
     }

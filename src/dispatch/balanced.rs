@@ -1,6 +1,6 @@
-//! Unequal shares of the tokens, so that the busiest rank computes as few as can be.
+//! Unequal shares of the tokens that minimise the load of the busiest rank.
 //!
-//! A rank that must compute a hot expert takes few tokens, or none, of the others that it shares with other ranks:
+//! A rank that must compute a hot expert takes few or no tokens of other experts that it shares with other ranks:
 //!
 //! ```text
 //! 3 ranks; expert 0 has 8 tokens on ranks 0 and 1, expert 1 has 4 on ranks 1 and 2
@@ -11,11 +11,11 @@
 use super::expert::Route;
 use super::flow::Flow;
 
-/// Splits all experts: calls `visit` with the expert and every non-zero route of it, experts ascending.
+/// Splits all experts: calls `visit` with each expert and its non-zero routes, experts ascending.
 ///
 /// `tokens` and `replicas` are `[experts, ranks]`, not negative, and every expert with a token has a replica. Every
-/// holder keeps its own tokens as far as its share goes; the others go to the open shares, sources and destinations
-/// ascending, so that fewer routes of an expert lead to other ranks than it has sources and holders.
+/// holder keeps its own tokens up to its share. The others go to the open shares, sources and destinations ascending,
+/// so that fewer routes of an expert lead to other ranks than it has sources and holders.
 pub(super) fn split_balanced(
     tokens: &[i64],
     replicas: &[i64],

@@ -1,10 +1,10 @@
-//! The tokens of one expert, split over the ranks that hold it: Lazarus Algorithm 1 in exact arithmetic.
+//! Split of one expert's tokens over the ranks that hold it: Lazarus Algorithm 1 in exact arithmetic.
 //!
 //! With `T[i]` tokens on rank i, `R[j]` replicas on rank j, `t = ΣT` and `r = ΣR`, rank j has room for `t·R[j]/r`
-//! tokens. Rank i keeps `D[i] = min(T[i], t·R[i]/r)`; what is left over goes to the others in proportion to the room
-//! they have left, `P[j] = max(t·R[j]/r − T[j], 0)`. Rank i sends rank j `(T[i] − D[i])·P[j] / ΣP`.
+//! tokens. Rank i keeps `D[i] = min(T[i], t·R[i]/r)`. Its remaining tokens go to the others in proportion to their
+//! remaining room, `P[j] = max(t·R[j]/r − T[j], 0)`: rank i sends rank j `(T[i] − D[i])·P[j] / ΣP`.
 //!
-//! All of it is kept as integers over the one denominator `r·ΣP'`, where a prime marks a value scaled by r:
+//! All values are kept as integers over the common denominator `r·ΣP'`, where a prime marks a value scaled by r:
 //!
 //! ```text
 //! T = [5, 0, 1], R = [1, 1, 1]   t = 6, r = 3, room for 2 each
@@ -13,10 +13,10 @@
 //! rank 0 sends 2 to itself, 3·2/3 = 2 to rank 1, 3·1/3 = 1 to rank 2
 //! ```
 
-/// `tokens` of one expert that `source` sends to `destination` (perhaps itself).
+/// Tokens of one expert that `source` sends to `destination`, which may be `source` itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// The rank where the tokens are.
+    /// The rank that has the tokens.
     pub source: usize,
     /// The rank that computes them.
     pub destination: usize,
@@ -24,17 +24,17 @@ pub struct Route {
     pub tokens: i64,
 }
 
-/// The product of an expert's tokens and replicas may not pass this, so that products of two of them fit in `i128`.
+/// Maximum product of an expert's tokens and replicas, so that products of two of them fit in `i128`.
 pub(super) const MAX_SCALE: i128 = 1 << 61;
 
 /// Splits one expert: calls `visit` with every non-zero route, sources ascending.
 ///
-/// `tokens[i]` and `replicas[j]` must not be negative, `Σtokens · Σreplicas ≤ 2^61`, and there must be a
-/// replica if there is a token: [`split_tokens`](super::split_tokens) checks that and names the expert.
+/// `tokens[i]` and `replicas[j]` must not be negative, `Σtokens · Σreplicas ≤ 2^61`, and there must be a replica if
+/// there is a token: [`split_tokens`](super::split_tokens) checks that and names the expert.
 ///
-/// Rounding: every row keeps its sum, every entry is the floor or the ceiling of its exact share, and the error that
-/// a column has gathered decides which gets the odd token, so that totals of columns stay near exact too (off by 1.2 tokens
-/// at worst in 400 000 random experts).
+/// Rounding: every row keeps its sum, and every entry is the floor or the ceiling of its exact share. The accumulated
+/// error of a column decides which gets the odd token, so that the totals of columns stay nearly exact (off by 1.2
+/// tokens at worst in 400 000 random experts).
 pub fn split_expert(tokens: &[i64], replicas: &[i64], mut visit: impl FnMut(Route)) {
     let total: i64 = tokens.iter().sum();
     if total == 0 {
@@ -52,7 +52,7 @@ pub fn split_expert(tokens: &[i64], replicas: &[i64], mut visit: impl FnMut(Rout
     }
 }
 
-/// A rank with room left, and what it is owed.
+/// A rank with room left, and its accumulated rounding error.
 struct Holder {
     rank: usize,
     /// `P'`: room left, scaled by the expert's replicas.
@@ -61,15 +61,15 @@ struct Holder {
     owed: i128,
 }
 
-/// One entry of the row that is being rounded.
+/// One entry of the row being rounded.
 struct Entry {
     destination: usize,
-    /// Index into `Rows::holders`, none for the rank's own part.
+    /// Index into `Rows::holders`; none for the rank's own part.
     holder: Option<usize>,
     floor: i64,
-    /// Remainder that the floor cut off, over the common denominator.
+    /// Remainder of the floor, over the common denominator.
     rest: i128,
-    /// `rest` and what the holder was owed: the largest get the odd tokens.
+    /// `rest` plus the holder's accumulated error: the largest get the odd tokens.
     claim: i128,
 }
 
@@ -97,7 +97,7 @@ impl Rows {
         Self { entries: Vec::with_capacity(holders.len() + 1), holders, replicas: count, room }
     }
 
-    /// Rounds the row of `source`, which keeps `kept` and sends away `left_over`, both scaled by the replicas.
+    /// Rounds the row of `source`, which keeps `kept` and sends `left_over`, both scaled by the replicas.
     fn split(
         &mut self,
         source: usize,
@@ -116,7 +116,7 @@ impl Rows {
             self.entries.push(Entry::new(holder.rank, Some(index), share, denominator, holder.owed));
         }
         let odd = count - self.entries.iter().map(|entry| entry.floor).sum::<i64>();
-        // Entries without a fraction stay as they are. `odd` is the sum of the fractions, so enough others exist.
+        // Entries without a fraction do not change. `odd` is the sum of the fractions, so enough other entries exist.
         self.entries.sort_unstable_by_key(|entry| (entry.rest == 0, -entry.claim, entry.destination));
         for (index, entry) in self.entries.iter().enumerate() {
             let extra = i64::from((index as i64) < odd);
@@ -137,7 +137,7 @@ impl Entry {
     }
 }
 
-/// Quotient and remainder of non-negative numbers; the 64-bit division, when it serves, is several times faster.
+/// Quotient and remainder of non-negative numbers; 64-bit division is several times faster where it suffices.
 fn divide(share: i128, denominator: i128) -> (i64, i128) {
     match (u64::try_from(share), u64::try_from(denominator)) {
         (Ok(share), Ok(denominator)) => ((share / denominator) as i64, i128::from(share % denominator)),

@@ -1,10 +1,10 @@
-//! The least capacity that every rank needs so that the tokens of all experts fit on their holders, and how each computes
-//! many of them then: maximum flow from experts to ranks by Dinic's algorithm.
+//! Minimum capacity of the ranks for the tokens of all experts, and each rank's tokens at that capacity: maximum flow
+//! from experts to ranks by Dinic's algorithm.
 //!
-//! When the tokens do not fit, the search that found no way out has seen a set of ranks that are all full, and all
-//! tokens on them, like all that are left, have no holder elsewhere. So these ranks need at least that many tokens, evenly
-//! shared, and the search starts again with this room. Only such steps are taken, so the room at which all fit is the
-//! least, and each step leaves fewer ranks, so there are few.
+//! If the tokens do not fit, the failed search has visited a set of full ranks. All tokens on these ranks, and all that
+//! remain, have no holder elsewhere. So these ranks need at least that number of tokens, evenly shared, and the search
+//! starts again with this capacity. Only such steps are taken, so the final capacity is the minimum. Each step involves
+//! fewer ranks, so there are few steps.
 //!
 //! ```text
 //! experts with 6, 2, 1 tokens on ranks {0}, {0, 1}, {2}   9 tokens on 3 ranks: room 3 at least
@@ -12,15 +12,15 @@
 //! room 6: rank 0 takes 6, rank 1 takes 2, rank 2 takes 1
 //! ```
 
-/// The level of a node that the search has not seen.
+/// Level of a node that the search has not visited.
 const UNSEEN: u32 = u32::MAX;
 
-/// A rank that holds an expert, as one of the two sees the other.
+/// An edge between an expert and a rank that holds it, as seen from one of the two.
 #[derive(Clone, Copy)]
 struct Link {
     /// The node at the other end.
     to: usize,
-    /// Place of the pair in `Flow::tokens`.
+    /// Index of the pair in `Flow::tokens`.
     pair: usize,
 }
 
@@ -30,13 +30,13 @@ pub(super) struct Flow {
     /// Links of node n: `links[first[n]..first[n + 1]]`; those of experts are in order of pairs, ranks ascending.
     first: Vec<usize>,
     links: Vec<Link>,
-    /// Tokens of the expert that the rank computes, for each pair.
+    /// Tokens that the pair's rank computes of its expert.
     tokens: Vec<i64>,
-    /// Tokens of each expert that have no rank yet, then room that each rank has left.
+    /// Unassigned tokens of each expert, then remaining room of each rank.
     spare: Vec<i64>,
-    /// Steps from an expert with spare tokens.
+    /// Distance from an expert with unassigned tokens.
     level: Vec<u32>,
-    /// The link of each node that comes next; those before lead nowhere.
+    /// Next link to try of each node; earlier ones lead nowhere.
     next: Vec<usize>,
     queue: Vec<usize>,
     path: Vec<Link>,
@@ -80,10 +80,10 @@ impl Flow {
         &self.tokens[self.first[expert]..self.first[expert + 1]]
     }
 
-    /// Places all tokens so that the busiest rank computes the fewest, and returns how many these are.
+    /// Assigns all tokens so that the busiest rank computes as few as possible; returns its number of tokens.
     ///
-    /// `load[e]` are the tokens of expert e, `local` those of them that each holder has itself, pair by pair: holders
-    /// start with these, and lose them only where other tokens find no room.
+    /// `load[e]` is the number of tokens of expert e, `local` those that each holder has itself, pair by pair. Holders
+    /// start with these, and give them away only if other tokens find no room.
     pub(super) fn balance(&mut self, load: &[i64], local: &[i64]) -> i64 {
         let mut room = ceil_div(load.iter().sum(), self.spare.len() - self.experts);
         loop {
@@ -97,7 +97,7 @@ impl Flow {
         }
     }
 
-    /// Every holder takes what it has itself, as far as it has room.
+    /// Every holder takes its local tokens, as far as it has room.
     fn start(&mut self, load: &[i64], local: &[i64], room: i64) {
         self.spare[..self.experts].copy_from_slice(load);
         self.spare[self.experts..].fill(room);
@@ -113,7 +113,8 @@ impl Flow {
         }
     }
 
-    /// Places as many tokens as fit and returns how many do not; `level` then marks the nodes that could not help these.
+    /// Assigns as many tokens as fit and returns the number of the others; `level` then marks the nodes that could not
+    /// help these.
     fn fill(&mut self) -> i64 {
         while self.label() {
             self.next.copy_from_slice(&self.first[..self.level.len()]);
@@ -124,7 +125,7 @@ impl Flow {
         self.spare[..self.experts].iter().sum()
     }
 
-    /// Levels up to the nearest ranks with room; false if none can be reached.
+    /// Computes levels up to the nearest ranks with room; false if none can be reached.
     fn label(&mut self) -> bool {
         self.level.fill(UNSEEN);
         self.queue.clear();
@@ -149,8 +150,8 @@ impl Flow {
         nearest != UNSEEN
     }
 
-    /// Places tokens of `start` by one chain "go to rank a; there an expert makes room and goes to rank b; …"; false if
-    /// there is none at these levels.
+    /// Assigns tokens of `start` by one chain "go to rank a; an expert frees room on it and goes to rank b; …"; false
+    /// if there is none at these levels.
     fn push(&mut self, start: usize) -> bool {
         self.path.clear();
         let mut node = start;
@@ -176,7 +177,7 @@ impl Flow {
         true
     }
 
-    /// The next link of `node` that leads one level on.
+    /// The next link of `node` that leads one level further.
     fn advance(&mut self, node: usize) -> Option<Link> {
         while self.next[node] < self.first[node + 1] {
             let link = self.links[self.next[node]];

@@ -1,30 +1,29 @@
-//! Imbalance of the work under a placement: the busiest node against the mean node.
+//! Imbalance of the work under a placement: the busiest node relative to the mean node.
 
 use super::Policy;
 use super::flow::Flow;
 use crate::ensure;
 use crate::error::Result;
 
-/// The busiest node's load over the mean node's; 1 is perfect, `nodes` the worst, and no load at all counts as 1.
+/// Returns the busiest node's load over the mean node's. 1 is perfect, `nodes` the worst; without any load it is 1.
 ///
-/// `matrix` is `[nodes, experts]`: replicas of each expert on each node. `load` is `[experts]`: tokens, or any measure of
-/// work. Under [`Policy::Even`] a node bears of each expert's load what it holds of its replicas:
-/// `Σ_e load[e] · matrix[n, e] / Σ_n matrix[n, e]`. Under [`Policy::Balanced`] the load of an expert is shared by its
-/// holders in whatever parts make the busiest node lightest; the result is within 1e-9 of exact, relatively, up to
-/// 2^26 (node, expert) pairs.
+/// `matrix` is `[nodes, experts]`: replicas of each expert on each node. `load` is `[experts]`: tokens, or any other
+/// measure of work. Under [`Policy::Even`] a node bears each expert's load in proportion to its replicas: `Σ_e load[e]
+/// · matrix[n, e] / Σ_n matrix[n, e]`. Under [`Policy::Balanced`] the holders share the load of an expert in the parts
+/// that make the busiest node lightest. That result is exact within 1e-9, relatively, up to 2^26 (node, expert) pairs.
 ///
 /// ```
 /// use evermoe::dispatch::{Policy, imbalance};
 /// // Two nodes; expert 0 is on both, expert 1 on node 1 alone: 3/2 and 3/2 + 1 against a mean of 2.
 /// assert_eq!(imbalance(&[1, 0, 1, 1], &[3.0, 1.0], 2, Policy::Even)?, 1.25);
-/// // Shared as it is best, 2 and 1 + 1.
+/// // With the best shares, 2 and 1 + 1.
 /// assert_eq!(imbalance(&[1, 0, 1, 1], &[3.0, 1.0], 2, Policy::Balanced)?, 1.0);
 /// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) for no nodes, wrong sizes, a load that is negative or not finite,
-/// negative replicas, and an expert that has load and no replica.
+/// negative replicas, and an expert with load but without a replica.
 pub fn imbalance(matrix: &[i64], load: &[f64], nodes: usize, policy: Policy) -> Result<f64> {
     let experts = load.len();
     ensure!(nodes > 0, "matrix: expected 1 node or more, got none");
@@ -47,7 +46,7 @@ pub fn imbalance(matrix: &[i64], load: &[f64], nodes: usize, policy: Policy) -> 
     Ok((busiest * nodes as f64).max(1.0))
 }
 
-/// Refuses loads that are no loads; returns their sum.
+/// Refuses invalid loads; returns their sum.
 pub(crate) fn check_load(load: &[f64]) -> Result<f64> {
     if let Some(expert) = load.iter().position(|load| !(load.is_finite() && *load >= 0.0)) {
         ensure!(
@@ -81,7 +80,7 @@ fn replicas(matrix: &[i64], load: &[f64]) -> Result<Vec<i128>> {
     Ok(replicas)
 }
 
-/// The busiest node's load when every replica of an expert bears the same part.
+/// The busiest node's load when every replica of an expert bears the same share.
 fn busiest_even(matrix: &[i64], load: &[f64], replicas: &[i128]) -> f64 {
     let each: Vec<f64> = load.iter().zip(replicas).map(|(load, &count)| load / count.max(1) as f64).collect();
     let borne = |row: &[i64]| {
@@ -91,7 +90,7 @@ fn busiest_even(matrix: &[i64], load: &[f64], replicas: &[i128]) -> f64 {
     matrix.chunks_exact(load.len()).map(borne).fold(0.0, f64::max)
 }
 
-/// The busiest node's load when the shares of the holders are free: whole shares of 2^-56 of all load.
+/// The busiest node's load when the holders' shares are free: integer multiples of 2^-56 of the total load.
 fn busiest_balanced(matrix: &[i64], load: &[f64], nodes: usize) -> f64 {
     let experts = load.len();
     let unit = (1_i64 << 56) as f64;

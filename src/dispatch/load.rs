@@ -1,15 +1,17 @@
-//! Tokens that an expert gets in a step, as an average that forgets: the load that placements are planned for.
+//! Average tokens of an expert per step with exponential decay: the load that placements are planned for.
 
 use crate::ensure;
 use crate::error::Result;
 
-/// Exponential moving average of the tokens of every expert, per layer, with the bias of its start taken out.
+/// Exponential moving average of every expert's tokens, per layer, with bias correction.
 ///
 /// A layer's state is the discounted sum of its tokens and, with the same discounts, the number of its steps; their
-/// quotient is the average, right from the first step on. That is Adam's bias correction (Kingma & Ba 2015, Algorithm 1),
-/// `(1 - d) Σ d^i x_i / (1 - d^n)`, as `(1 - d^n) / (1 - d) = Σ d^i`. A step without tokens is no step of that layer.
+/// quotient is the average, correct from the first step on. That is Adam's bias correction (Kingma & Ba 2015, Algorithm
+/// 1), `(1 - d) Σ d^i x_i / (1 - d^n)`, as `(1 - d^n) / (1 - d) = Σ d^i`. A step without tokens does not count for that
+/// layer.
 ///
-/// Plain additions, products and quotients in a fixed order: every rank with the same state and counts has the same bits.
+/// Only additions, products and quotients in a fixed order: every rank with the same state and counts gets the same
+/// bits.
 ///
 /// ```
 /// use evermoe::dispatch::LoadAverage;
@@ -29,7 +31,7 @@ pub struct LoadAverage {
 }
 
 impl LoadAverage {
-    /// An average of nothing yet, in which a step counts half of one `half_life` steps later.
+    /// Creates an empty average, in which a step counts half of one `half_life` steps later.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for a half-life that is below 1 or not finite, and for more numbers
@@ -45,10 +47,10 @@ impl LoadAverage {
         Ok(Self { experts, decay: half_power(half_life), state: vec![0.0; len.unwrap_or(0)] })
     }
 
-    /// The average with the state that [`state`](Self::state) gave.
+    /// Restores an average from its [`state`](Self::state).
     ///
     /// # Errors
-    /// Those of [`new`](Self::new); and for a state of another size, or that no steps lead to.
+    /// As [`new`](Self::new); also for a state of another size, or one that no steps lead to.
     pub fn from_state(layers: usize, experts: usize, half_life: f64, state: &[f64]) -> Result<Self> {
         let empty = Self::new(layers, experts, half_life)?;
         ensure!(
@@ -65,10 +67,11 @@ impl LoadAverage {
         Ok(Self { state: state.to_vec(), ..empty })
     }
 
-    /// Counts a step: tokens `[layers, experts]` of all ranks together.
+    /// Adds a step: tokens `[layers, experts]` of all ranks together.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for another size and negative counts; the average is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) for another size and negative counts; the average is then
+    /// unchanged.
     pub fn add(&mut self, tokens: &[i64]) -> Result<()> {
         let (experts, row) = (self.experts, self.experts + 1);
         let layers = self.state.len() / row;
@@ -104,7 +107,8 @@ impl LoadAverage {
         layers.flat_map(average).collect()
     }
 
-    /// `[layers, experts + 1]`, to be sent to other ranks and saved: discounted tokens of each expert, then discounted steps.
+    /// State to send to other ranks or save, `[layers, experts + 1]`: discounted tokens of each expert, then discounted
+    /// steps.
     pub fn state(&self) -> &[f64] {
         &self.state
     }
@@ -115,8 +119,8 @@ impl LoadAverage {
     }
 }
 
-/// `2^(-1 / steps)`, steps 1 or more, with the same bits on every machine, which a C library's `pow` does not promise: Horner's
-/// scheme for the series of `exp`, to below the last bit.
+/// `2^(-1 / steps)`, steps 1 or more, with the same bits on every machine, which a C library's `pow` does not
+/// guarantee: Horner's scheme for the series of `exp`, accurate to below the last bit.
 fn half_power(steps: f64) -> f64 {
     let x = -std::f64::consts::LN_2 / steps;
     (1..=20).rev().fold(1.0, |sum, n| 1.0 + x / f64::from(n) * sum)

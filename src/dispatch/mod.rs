@@ -1,10 +1,11 @@
 //! Split of tokens among the ranks that hold their experts: pure functions of the gathered counts, the same on every rank.
 //!
-//! Every rank knows all counts (one all-gather) and the replica matrix, so every rank computes the same whole table
-//! of every expert and reads its own row (what it sends) and column (what it receives) from it: no second exchange.
+//! Every rank knows all counts (one all-gather) and the replica matrix. So every rank computes the same complete table
+//! of every expert and reads its own row (tokens to send) and column (tokens to receive) from it, without a second
+//! exchange.
 //!
-//! [`split_tokens`] is the face; [`split_expert`] is the arithmetic of one expert; [`imbalance`] says how even the work
-//! is, and [`LoadAverage`] how much of it there has been lately.
+//! [`split_tokens`] is the entry point; [`split_expert`] is the arithmetic of one expert; [`imbalance`] measures how
+//! even the work is, and [`LoadAverage`] averages the recent load.
 
 mod balanced;
 mod expert;
@@ -29,7 +30,7 @@ use std::str::FromStr;
 pub enum Policy {
     /// Equal numbers for all replicas.
     Even,
-    /// Whatever makes the busiest rank compute the fewest.
+    /// The split that minimises the tokens of the busiest rank.
     Balanced,
 }
 

@@ -1,4 +1,4 @@
-//! The tables of one rank: what it sends and what it receives, for every expert.
+//! The tables of one rank: tokens to send and to receive, for every expert.
 
 use super::Policy;
 use super::balanced::split_balanced;
@@ -20,9 +20,10 @@ pub struct Split {
 /// `tokens` is `[experts, ranks]`: tokens of each expert on each rank. `matrix` is `[ranks, experts]`: replicas of each
 /// expert on each rank.
 ///
-/// [`Policy::Even`]: what a rank has room for stays there; the rest goes to the others in proportion to the room they
-/// have left (see [`split_expert`]). [`Policy::Balanced`]: the busiest rank computes as few tokens as any split allows;
-/// within that every rank starts with its own tokens and gives them away only for others that find no room.
+/// [`Policy::Even`]: tokens stay on their rank as far as it has room; the rest goes to the others in proportion to
+/// their remaining room (see [`split_expert`]). [`Policy::Balanced`]: the busiest rank computes as few tokens as any
+/// split allows. Within that, every rank starts with its own tokens and gives them away only for others that find no
+/// room.
 ///
 /// ```
 /// use evermoe::dispatch::{Policy, split_tokens};
@@ -37,8 +38,8 @@ pub struct Split {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative numbers, an expert that has tokens and no
-/// replica, and numbers too large to be split exactly.
+/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative numbers, an expert with tokens but
+/// without a replica, and numbers too large for an exact split.
 pub fn split_tokens(
     tokens: &[i64],
     matrix: &[i64],
@@ -97,7 +98,7 @@ fn check_sizes(tokens: &[i64], matrix: &[i64], experts: usize, ranks: usize, ran
     Ok(())
 }
 
-/// Refuses what cannot be split, with the name of the expert. Both are `[experts, ranks]`.
+/// Refuses counts that cannot be split, naming the expert. Both are `[experts, ranks]`.
 fn check_counts(tokens: &[i64], replicas: &[i64], ranks: usize) -> Result<()> {
     let mut all = 0_i128;
     for (expert, (tokens, replicas)) in

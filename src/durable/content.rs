@@ -1,6 +1,6 @@
-//! The bytes of a file, wherever they lie in memory.
+//! The bytes of a file, from any parts of memory.
 
-/// Parts of memory, one after the other.
+/// Consecutive parts of memory.
 pub struct Content<'a> {
     parts: Vec<&'a [u8]>,
     /// End of each part in the file.
@@ -8,7 +8,7 @@ pub struct Content<'a> {
 }
 
 impl<'a> Content<'a> {
-    /// The parts in their order; empty ones do not matter.
+    /// The parts in order; empty ones are ignored.
     pub fn new(parts: impl IntoIterator<Item = &'a [u8]>) -> Self {
         let parts: Vec<&[u8]> = parts.into_iter().filter(|part| !part.is_empty()).collect();
         let ends = parts.iter().scan(0, |end, part| {
@@ -18,19 +18,19 @@ impl<'a> Content<'a> {
         Self { ends: ends.collect(), parts }
     }
 
-    /// Bytes in all.
+    /// Total number of bytes.
     pub fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.parts.is_empty()
     }
 
-    /// Fills `out` with what follows `start`; all of it must be there.
+    /// Fills `out` with the bytes from `start`; all of them must exist.
     ///
-    /// Of `[b"abc", b"defg"]`, 3 bytes from 2 on are `cde`.
+    /// Example: of `[b"abc", b"defg"]`, 3 bytes from 2 are `cde`.
     pub(super) fn copy(&self, start: usize, out: &mut [u8]) {
         let first = self.ends.partition_point(|&end| end <= start);
         let (mut at, mut written) = (start, 0);
@@ -65,13 +65,13 @@ mod tests {
             bytes in 0_usize..40,
         ) {
             let content = Content::new(parts.iter().map(Vec::as_slice));
-            let whole = parts.concat();
-            prop_assert_eq!(content.len(), whole.len());
-            prop_assert_eq!(content.is_empty(), whole.is_empty());
-            let start = start.min(whole.len());
-            let mut out = vec![0; bytes.min(whole.len() - start)];
+            let all = parts.concat();
+            prop_assert_eq!(content.len(), all.len());
+            prop_assert_eq!(content.is_empty(), all.is_empty());
+            let start = start.min(all.len());
+            let mut out = vec![0; bytes.min(all.len() - start)];
             content.copy(start, &mut out);
-            prop_assert_eq!(&out, &whole[start..start + out.len()]);
+            prop_assert_eq!(&out, &all[start..start + out.len()]);
         }
     }
 }

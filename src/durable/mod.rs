@@ -1,12 +1,13 @@
-//! Files that are on disk when the call returns: past the page cache where the file system allows it, by several threads.
+//! Files that are on disk when the call returns: written around the page cache where the file system allows it, by
+//! several threads.
 //!
 //! ```text
 //! header, tensors ─ Content ─┬ thread: take the next block ─ copy it to an aligned buffer ─ write ─┐
-//!                            ├ thread: …                                                           ├─ sync ─ there
+//!                            ├ thread: …                                                           ├─ sync ─ done
 //!                            └ …                                                                   ┘
 //! ```
 //!
-//! A plain write goes through the page cache first, and a sync then waits for all of it: the copies, and one queue.
+//! A plain write fills the page cache first, and a sync then waits for all of it: an extra copy, and a single queue.
 
 mod content;
 mod safetensors;

@@ -1,18 +1,18 @@
-//! The header of a safetensors file, by the crate of that name.
+//! The header of a safetensors file, by the crate `safetensors`.
 
 use crate::error::{Error, Result};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use std::collections::HashMap;
 
 const ALIGNMENT: usize = 8;
-/// Readers refuse longer ones.
+/// Maximum size of a header; readers refuse longer ones.
 const MAX_HEADER_BYTES: usize = 100_000_000;
 
 /// A tensor of a file.
 pub struct Piece {
     /// Its name.
     pub name: String,
-    /// Its type, as safetensors calls it: `F32`, `BF16`, `I64` …
+    /// Its type in safetensors' notation: `F32`, `BF16`, `I64` …
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<usize>,
@@ -20,11 +20,11 @@ pub struct Piece {
     pub bytes: usize,
 }
 
-/// The start of a file with these tensors, and their order in it: by type, largest first, then by name.
+/// Returns the beginning of a file with these tensors, and their order in it: by type, largest first, then by name.
 ///
 /// # Errors
-/// [`Error::Invalid`] for types that there are not, sizes that are not those of the shapes, names that are there twice, and
-/// headers of more than 100 MB.
+/// [`Error::Invalid`] for unknown types, sizes that do not fit the shapes, duplicate names, and headers of more than
+/// 100 MB.
 pub fn header(pieces: &[Piece], metadata: Option<HashMap<String, String>>) -> Result<(Vec<u8>, Vec<usize>)> {
     let invalid = |error: &dyn std::fmt::Display| Error::invalid(format!("tensors: {error}"));
     let mut dtypes = Vec::with_capacity(pieces.len());
@@ -45,7 +45,7 @@ pub fn header(pieces: &[Piece], metadata: Option<HashMap<String, String>>) -> Re
     let infos: Vec<_> = infos.collect();
     let twice = order.windows(2).find(|pair| pieces[pair[0]].name == pieces[pair[1]].name);
     if let Some(pair) = twice {
-        return Err(invalid(&format!("{:?} is there twice", pieces[pair[0]].name)));
+        return Err(invalid(&format!("{:?} occurs twice", pieces[pair[0]].name)));
     }
     let written = Metadata::new(metadata, infos).map_err(|error| invalid(&error))?;
     let mut text = serde_json::to_vec(&written).map_err(|error| invalid(&error))?;
@@ -96,7 +96,7 @@ mod tests {
         for (pieces, expected) in [
             (vec![piece("a", "F31", &[1], 4)], "F31"),
             (vec![piece("a", "F32", &[2], 4)], "tensors: "),
-            (vec![piece("a", "F32", &[1], 4), piece("a", "F32", &[1], 4)], "\"a\" is there twice"),
+            (vec![piece("a", "F32", &[1], 4), piece("a", "F32", &[1], 4)], "\"a\" occurs twice"),
         ] {
             let message = header(&pieces, None).unwrap_err().to_string();
             assert!(message.contains(expected), "{message}");

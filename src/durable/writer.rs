@@ -1,7 +1,7 @@
-//! Writes a file, and waits until it is on disk.
+//! Writes a file and waits until it is on disk.
 
 use super::Content;
-use crate::beside::give_way;
+use crate::background::lower_priority;
 use crate::error::{Error, Result};
 use crate::snapshot::digest;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -17,34 +17,35 @@ use std::sync::{Mutex, PoisonError};
 
 /// Bytes that a thread writes at a time.
 const BLOCK_BYTES: usize = 4 << 20;
-/// Of addresses, offsets and lengths of writes past the page cache: that of most disks' blocks, and of memory's pages.
+/// Alignment of addresses, offsets and lengths of direct writes: that of most disks' blocks, and of memory pages.
 const ALIGNMENT: usize = 4096;
 
-/// Writes a new file by so many threads, which give way to others, and returns once its content is on disk. Its name is not: that is the folder's.
+/// Writes a new file by `threads` threads of lower priority, and returns once its content is on disk. The name of the
+/// file is durable only after a sync of its folder.
 ///
 /// # Errors
-/// [`Error::Io`] when there is such a file already, or the system refuses; then no file is left, if it can be removed.
+/// [`Error::Io`] if the file exists already, or the system refuses; then no file is left, if it can be removed.
 pub fn write(path: &Path, content: &Content<'_>, threads: usize) -> Result<()> {
     let doing = |error| Error::file("writing", path, error);
     let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).open(path);
     let file = file.map_err(doing)?;
     let written = fill(path, &file, content, threads).and_then(|()| file.sync_data());
     written.map_err(|error| {
-        // Best effort: what is left is no whole file, and nothing says that it is one.
+        // Best effort: a remaining file is incomplete, and no manifest names it.
         let _ = fs::remove_file(path);
         doing(error)
     })
 }
 
-/// Writes a file like [`write`], and makes the digests of some units meanwhile, in one more thread.
+/// Writes a file like [`write`], and computes the digests of some units meanwhile, in one more thread.
 ///
 /// # Errors
-/// Those of [`write`].
+/// As [`write`].
 pub fn write_hashed(path: &Path, content: &Content<'_>, threads: usize, units: &[&[u8]]) -> Result<Vec<u64>> {
     let hash = || units.iter().map(|unit| digest(unit)).collect();
     std::thread::scope(|scope| {
         let hashing = std::thread::Builder::new().name("evermoe-digest".into()).spawn_scoped(scope, || {
-            give_way();
+            lower_priority();
             hash()
         });
         write(path, content, threads)?;
@@ -67,27 +68,27 @@ fn fill(path: &Path, file: &File, content: &Content<'_>, threads: usize) -> io::
         let threads = threads.clamp(1, blocks.max(1));
         let spawn = || {
             std::thread::Builder::new().name("evermoe-write".into()).spawn_scoped(scope, || {
-                give_way();
+                lower_priority();
                 writer.run();
             })
         };
         if (0..threads).map(|_| spawn()).take_while(io::Result::is_ok).count() == 0 {
-            writer.run(); // as there are no threads
+            writer.run(); // no thread could be started
         }
     });
     writer.problem.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-/// Takes the space at once: one piece of the disk, and no write that makes the file longer has to wait for another.
+/// Reserves the space at once: contiguous on the disk, and no write has to wait for another to extend the file.
 fn reserve(file: &File, bytes: usize) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
     }
     #[cfg(target_os = "linux")]
-    // SAFETY: the descriptor is open for writing; the call touches no memory of ours.
+    // SAFETY: the descriptor is open for writing; the call touches no memory of this process.
     if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } != 0 {
         let error = io::Error::last_os_error();
-        // Some file systems cannot; then each write takes its own.
+        // Some file systems do not support it; then each write allocates its own space.
         if !matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINTR)) {
             return Err(error);
         }
@@ -95,7 +96,7 @@ fn reserve(file: &File, bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// The same file, past the page cache; refused by some file systems.
+/// Opens the same file for direct writes; some file systems refuse.
 fn direct(path: &Path) -> io::Result<File> {
     #[cfg(target_os = "linux")]
     return OpenOptions::new().write(true).custom_flags(libc::O_DIRECT | libc::O_NOFOLLOW).open(path);
@@ -106,17 +107,17 @@ fn direct(path: &Path) -> io::Result<File> {
 struct Writer<'a> {
     file: &'a File,
     direct: Option<File>,
-    /// Until a write past the page cache is refused.
+    /// True until a direct write is refused.
     is_direct: AtomicBool,
     content: &'a Content<'a>,
-    /// The block that nobody writes yet.
+    /// Index of the next block.
     next: AtomicUsize,
-    /// The first one.
+    /// The first error.
     problem: Mutex<Option<io::Error>>,
 }
 
 impl Writer<'_> {
-    /// One thread: block by block, until none is left or something went wrong.
+    /// One thread: writes block by block, until none is left or an error occurs.
     fn run(&self) {
         let mut buffer = Buffer::new();
         loop {
@@ -134,13 +135,13 @@ impl Writer<'_> {
         }
     }
 
-    /// Past the page cache as far as whole units of the disk go, the rest through it.
+    /// Writes complete units of the disk directly, and the rest through the page cache.
     fn write(&self, block: &[u8], start: u64) -> io::Result<()> {
-        let whole = block.len() / ALIGNMENT * ALIGNMENT;
-        let direct = self.direct.as_ref().filter(|_| whole > 0 && self.is_direct.load(Ordering::Relaxed));
+        let aligned = block.len() / ALIGNMENT * ALIGNMENT;
+        let direct = self.direct.as_ref().filter(|_| aligned > 0 && self.is_direct.load(Ordering::Relaxed));
         let Some(direct) = direct else { return self.file.write_all_at(block, start) };
-        match direct.write_all_at(&block[..whole], start) {
-            Ok(()) => self.file.write_all_at(&block[whole..], start + whole as u64),
+        match direct.write_all_at(&block[..aligned], start) {
+            Ok(()) => self.file.write_all_at(&block[aligned..], start + aligned as u64),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 self.is_direct.store(false, Ordering::Relaxed);
                 self.file.write_all_at(block, start)
@@ -150,7 +151,7 @@ impl Writer<'_> {
     }
 }
 
-/// Memory for a block, at an address that a disk takes.
+/// Memory for a block, at an address suitable for direct writes.
 struct Buffer(NonNull<u8>);
 
 impl Buffer {
@@ -166,7 +167,7 @@ impl Buffer {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: so many bytes were allocated and zeroed, and nobody else has them.
+        // SAFETY: this number of bytes was allocated and zeroed, and nothing else refers to them.
         unsafe { std::slice::from_raw_parts_mut(self.0.as_ptr(), BLOCK_BYTES) }
     }
 }

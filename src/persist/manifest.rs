@@ -1,15 +1,15 @@
-//! Manifest of what is saved together: which units of which version are in which files. Strict JSON; pure.
+//! Manifest of a save: the files that hold the units, and the version of each. Strict JSON; pure.
 //!
 //! ```text
 //! {"format":2,"version":…,"step":…,"layout":"…","units":[{"name":…,"file":…,"digest":…,"tensors":[…]}, …],"checksum":"…"}
 //! ```
 //!
-//! Where a unit has not changed since another checkpoint, its file may be that one's: then the unit has `"origin"`, too,
-//! and the format is 3. Where several members save a unit together, each has a part of its bytes: then the unit has
-//! `"part":[start,end,of]`, and `"members"` says who saves such a version together; the format is 4.
+//! If a unit has not changed since another checkpoint, its file may be that checkpoint's: then the unit has `"origin"`,
+//! too, and the format is 3. If several members save a unit together, each has a part of its bytes. Then the unit has
+//! `"part":[start,end,of]`, `"members"` lists the members that save the version together, and the format is 4.
 //!
-//! The checksum is the xxh3-64 of the text without it, as [`Manifest::to_json`] writes that: every field is under it,
-//! the version included.
+//! The checksum is the xxh3-64 of the text without it, as [`Manifest::to_json`] writes that. It covers every field,
+//! including the version.
 
 use crate::error::{Error, Result};
 use serde::de::value::MapAccessDeserializer;
@@ -20,12 +20,12 @@ use std::fmt;
 use std::marker::PhantomData;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Number of the format; it grows with every change of the fields.
+/// Number of the format; raised with every change of the fields.
 pub const MANIFEST_FORMAT: u64 = 2;
-/// Number of the format where some units are in files of other checkpoints.
+/// Number of the format in which some units are in files of other checkpoints.
 pub const SHARING_FORMAT: u64 = 3;
 
-/// Number of the format where members save a version together, some units in parts.
+/// Number of the format in which members save a version together, some units in parts.
 pub const PARTS_FORMAT: u64 = 4;
 
 /// Units of one version.
@@ -33,34 +33,34 @@ pub const PARTS_FORMAT: u64 = 4;
 pub struct Manifest {
     /// Version of the units.
     pub version: u64,
-    /// Steps that the version has taken.
+    /// Number of steps of the version.
     pub step: u64,
     /// Digest of the names, shapes and types of all units of the model.
     pub layout: String,
-    /// Those that save what may not lag of the version, each with a manifest of its own; none where one has all.
+    /// Members that save the essential units of the version, each with its own manifest; empty if one member saves all.
     pub members: Vec<String>,
     /// The units, each name once.
     pub units: Vec<SavedUnit>,
 }
 
-/// Where a unit's bytes are, and what they must be.
+/// Location of a unit's bytes, and their digest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedUnit {
     /// Name of the unit.
     pub name: String,
-    /// Name of a file beside the manifest, or beside that of `origin`.
+    /// Name of a file in the folder of the manifest, or of `origin`.
     pub file: String,
-    /// Name of another checkpoint beside this one, if the file is that one's.
+    /// Name of another checkpoint in the same folder, if the file belongs to it.
     pub origin: Option<String>,
-    /// xxh3-64 of the unit's bytes, of all of them where only a part is here.
+    /// xxh3-64 of all of the unit's bytes, even if only a part of them is in the file.
     pub digest: u64,
-    /// First byte, byte after the last, and number of the unit's bytes, where a part of it is here.
+    /// First byte, byte after the last, and size of the unit, if the file has a part of it.
     pub part: Option<(u64, u64, u64)>,
     /// Names of its tensors, in the order of its bytes.
     pub tensors: Vec<String>,
 }
 
-/// The fields as they are in the file.
+/// The fields in the file's form.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Fields {
@@ -88,13 +88,13 @@ struct UnitFields {
     tensors: Vec<String>,
 }
 
-/// What all formats have in common.
+/// Fields that all formats have in common.
 #[derive(Deserialize)]
 struct AnyFormat {
     format: u64,
 }
 
-/// Something that is an object in JSON, and no list of its fields' values, which serde would take for one.
+/// A JSON object. Without this wrapper serde would also accept a list of the fields' values.
 #[derive(Serialize)]
 #[serde(transparent)]
 struct Object<T>(T);
@@ -120,7 +120,7 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Fielded<T> {
 }
 
 impl Manifest {
-    /// Text of the manifest's file.
+    /// Returns the text of the manifest's file.
     ///
     /// ```
     /// use evermoe::persist::{Manifest, SavedUnit};
@@ -131,7 +131,7 @@ impl Manifest {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] when [`from_json`](Self::from_json) would refuse it.
+    /// [`Error::Invalid`] if [`from_json`](Self::from_json) would refuse it.
     pub fn to_json(&self) -> Result<String> {
         self.check().map_err(Error::invalid)?;
         let mut fields = self.fields();
@@ -139,10 +139,10 @@ impl Manifest {
         json(&fields)
     }
 
-    /// Reads what [`to_json`](Self::to_json) wrote.
+    /// Reads the text of [`to_json`](Self::to_json).
     ///
     /// # Errors
-    /// [`Error::Corrupt`] saying what is not as it should be.
+    /// [`Error::Corrupt`] naming the defect.
     pub fn from_json(text: &[u8]) -> Result<Self> {
         let unreadable = |error: serde_json::Error| Error::corrupt(error.to_string());
         let Object(AnyFormat { format }) = serde_json::from_slice(text).map_err(unreadable)?;
@@ -152,7 +152,7 @@ impl Manifest {
         let Object(mut fields): Object<Fields> = serde_json::from_slice(text).map_err(unreadable)?;
         let expected = fields.checksum.take();
         if expected != Some(hex(checksum(&fields)?)) {
-            return Err(Error::corrupt("it does not match its checksum"));
+            return Err(Error::corrupt("the manifest's text does not match its checksum"));
         }
         let manifest = Self::from_fields(fields).map_err(Error::corrupt)?;
         if manifest.format() != format {
@@ -218,16 +218,16 @@ impl Manifest {
         for unit in &self.units {
             let SavedUnit { name, file, origin, part, tensors, .. } = unit;
             if !names.insert(name) {
-                return Err(format!("unit {name:?} is there twice"));
+                return Err(format!("unit {name:?} occurs twice"));
             }
             if !is_file_name(file) {
                 return Err(format!(
-                    "unit {name:?}: expected the name of a file beside the manifest, got {file:?}"
+                    "unit {name:?}: expected the name of a file in the manifest's folder, got {file:?}"
                 ));
             }
             if let Some(origin) = origin.as_ref().filter(|origin| !is_file_name(origin)) {
                 return Err(format!(
-                    "unit {name:?}: expected the name of a checkpoint beside this one, got {origin:?}"
+                    "unit {name:?}: expected the name of a checkpoint in the same folder, got {origin:?}"
                 ));
             }
             if let Some((start, end, of)) = part.filter(|&(start, end, of)| start >= end || end > of) {
@@ -245,7 +245,7 @@ impl Manifest {
     }
 }
 
-/// Whether a path of one name: nothing outside the folder can be meant.
+/// Whether a path has a single component, so that it cannot leave the folder.
 fn is_file_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0'])
 }
@@ -286,7 +286,8 @@ mod tests {
         }
     }
 
-    /// The text with a field changed and the checksum made anew, as a writer with other rules would have it.
+    /// Returns the text with a field changed and the checksum recomputed, as a writer with other rules would produce
+    /// it.
     fn sealed(from: &str, to: &str) -> String {
         let body = json(&manifest().fields()).unwrap().replacen(from, to, 1);
         let checksum = serde_json::from_str(&body).map_or(0, |fields: Fields| checksum(&fields).unwrap());
@@ -313,7 +314,7 @@ mod tests {
         for wrong in ["", "..", "/elsewhere", "a/b"] {
             shared.units[1].origin = Some(wrong.into());
             assert!(
-                shared.to_json().unwrap_err().to_string().contains("a checkpoint beside this one"),
+                shared.to_json().unwrap_err().to_string().contains("a checkpoint in the same folder"),
                 "{wrong}"
             );
         }
@@ -371,14 +372,14 @@ mod tests {
             ("\"step\":7", "\"step\":7.5", "expected u64"),
             ("\"step\":7", "\"step\":18446744073709551616", "expected u64"),
             ("\"step\":7", "\"step\":Infinity", "expected value"),
-            ("units-0.safetensors", "/etc/passwd", "beside the manifest"),
-            ("units-0.safetensors", "..", "beside the manifest"),
-            ("units-0.safetensors", "../step-1/units-0.safetensors", "beside the manifest"),
-            ("units-0.safetensors", "", "beside the manifest"),
+            ("units-0.safetensors", "/etc/passwd", "in the manifest's folder"),
+            ("units-0.safetensors", "..", "in the manifest's folder"),
+            ("units-0.safetensors", "../step-1/units-0.safetensors", "in the manifest's folder"),
+            ("units-0.safetensors", "", "in the manifest's folder"),
             ("\"file\":\"units-0.safetensors\"", "\"file\":7", "expected a string"),
             ("0123456789abcdef", "0123456789ABCDEF", "16 hexadecimal digits"),
             ("0123456789abcdef", "+123456789abcdef", "16 hexadecimal digits"),
-            ("\"name\":\"dense\"", "\"name\":\"moe.experts.\u{fc}/0\"", "is there twice"),
+            ("\"name\":\"dense\"", "\"name\":\"moe.experts.\u{fc}/0\"", "occurs twice"),
             ("[\"weight\",\"weight/exp_avg\"]", "[]", "one or more tensors"),
             ("\"weight/exp_avg\"", "\"weight\"", "each named once"),
             (&object, &list, "invalid type: sequence, expected an object"),

@@ -1,4 +1,4 @@
-//! Versions on their way to the store, and those that must stay there: pure functions and transitions.
+//! Persisted versions: the triple buffer, retention, and manifests. Pure functions and transitions.
 //!
 //! ```text
 //! complete snapshot ─ TripleBuffer ─ which slot is written, which is persisted, which is the recovery version

@@ -1,28 +1,28 @@
-//! Retention of persisted versions: those that a recovery from the store alone would take, now or soon, must stay.
+//! Retention of persisted versions: those that a recovery from the store alone would use, now or soon, are kept.
 
 use crate::ensure;
 use crate::error::Result;
 use std::collections::BTreeSet;
 
-/// Versions that must stay of `versions[u]`, the durable versions of unit u; each list ascending.
+/// Returns the versions to keep of `versions[u]`, the durable versions of unit u; each list is ascending.
 ///
-/// A version is *complete* when it could be the target of [`plan_lagging`](crate::recovery::plan_lagging): all units have
-/// it, those of `may_lag` at that version or before. It is *open* when members that are slower than the others may save
-/// what is missing of it. What the newest complete version and the open ones after it need stays; so do the newest
-/// `spare` versions of each unit, lest one be damaged. Units without any version do not count. Of `partial[u]`, versions
-/// of which parts of unit u are durable, those that are open stay, too; what may lag is saved whole. Each list is
-/// ascending.
+/// A version is *complete* if it could be the target of [`plan_lagging`](crate::recovery::plan_lagging): all units have
+/// it, and those of `may_lag` have it or an earlier one. It is *open* if slower members may still save its missing
+/// units. Kept are the versions needed by the newest complete version and by the open ones after it, and the newest
+/// `spare` versions of each unit, in case one is damaged. Units without any version do not count. `partial[u]` lists
+/// versions of which parts of unit u are durable; those that are open are kept, too. Units that may lag are never saved
+/// in parts. Each list is ascending.
 ///
 /// ```
 /// use evermoe::persist::retained;
-/// // Units 0 and 1 may not lag, and who saves 1 is slow: 4 is complete, 6 and 8 are open, and 2 is superseded.
+/// // Units 0 and 1 may not lag, and the member that saves 1 is slow: 4 is complete, 6 and 8 are open, 2 is superseded.
 /// // Unit 2 may lag: 4 needs its version 3, 6 its 5, and 8 its 7.
 /// let versions = [vec![2, 4, 6, 8], vec![2, 4], vec![1, 3, 5, 7]];
 /// assert_eq!(retained(&versions, &[], &[6, 8], &[2], 1)?, [vec![4, 6, 8], vec![4], vec![3, 5, 7]]);
-/// // When 8 is complete, it is all that a recovery needs.
+/// // Once 8 is complete, a recovery needs nothing else.
 /// let versions = [vec![4, 6, 8], vec![4, 8], vec![3, 5, 7]];
 /// assert_eq!(retained(&versions, &[], &[], &[2], 1)?, [vec![8], vec![8], vec![7]]);
-/// // A part of unit 0 is there of 8, and the rest may come.
+/// // Of version 8, a part of unit 0 is durable, and the rest may follow.
 /// let versions = [vec![4, 6], vec![4, 6, 8], vec![3, 5, 7]];
 /// let partial = [vec![8], vec![], vec![]];
 /// assert_eq!(retained(&versions, &partial, &[8], &[2], 1)?, [vec![6, 8], vec![6, 8], vec![5, 7]]);
@@ -30,8 +30,8 @@ use std::collections::BTreeSet;
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when a unit of `may_lag` is out of range, `spare` is 0, or `partial`
-/// has neither no list nor one for each unit.
+/// [`Error::Invalid`](crate::Error::Invalid) if a unit of `may_lag` is out of range, if `spare` is 0, or if
+/// `partial` is neither empty nor one list per unit.
 pub fn retained(
     versions: &[Vec<u64>],
     partial: &[Vec<u64>],
@@ -74,7 +74,7 @@ pub fn retained(
     Ok(stay.into_iter().map(|versions| versions.into_iter().collect()).collect())
 }
 
-/// The version of a unit when the job resumes from `target`.
+/// The version of a unit if the job resumes from `target`.
 fn taken(found: &BTreeSet<u64>, target: u64, lags: bool) -> Option<u64> {
     match lags {
         true => found.range(..=target).next_back().copied(),

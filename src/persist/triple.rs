@@ -1,4 +1,5 @@
-//! PEC's triple buffer: which of three slots of host memory the writer and the persister may use, as pure transitions.
+//! PEC's triple buffer: transitions that decide which of three slots of host memory the writer and the persister may
+//! use.
 //!
 //! ```text
 //!            Begin            Commit             Persist                Durable
@@ -10,14 +11,15 @@
 //!   └────────────────────── the successor's Durable ─────────────────────────────────┘
 //! ```
 //!
-//! At most one slot is written, one persisted and one the recovery version, so with three slots the writer never waits
-//! for the persister. `tests/triple_buffer.rs` checks all reachable states, with crashes between any two events.
+//! At most one slot is being written, one is being persisted and one holds the recovery version. So with three slots
+//! the writer never waits for the persister. `tests/triple_buffer.rs` checks all reachable states, with crashes between
+//! any two events.
 
 use crate::ensure;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Content of a slot; the number is the version, the step that it reflects.
+/// Content of a slot; the number is the version, which is the step that it reflects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Slot {
     /// Nothing.
@@ -28,13 +30,13 @@ pub enum Slot {
     Snapshot(u64),
     /// A complete version that the persister reads.
     Persisting(u64),
-    /// The newest complete version that is in the store too.
+    /// The newest complete version that is also in the store.
     Recovery(u64),
 }
 
 impl Slot {
-    /// The version, if all of it is there.
-    pub fn whole(self) -> Option<u64> {
+    /// Returns the version if the slot holds a complete one.
+    pub fn complete(self) -> Option<u64> {
         match self {
             Self::Snapshot(version) | Self::Persisting(version) | Self::Recovery(version) => Some(version),
             Self::Empty | Self::Writing(_) => None,
@@ -42,28 +44,28 @@ impl Slot {
     }
 }
 
-/// Event in the life of the buffer.
+/// Event of the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Event {
-    /// The writer starts a version, newer than all that are there.
+    /// The writer starts a version that is newer than all others.
     Begin(u64),
-    /// The version that is written is complete and its checksum is made.
+    /// The version being written is complete and its checksum is computed.
     Commit,
-    /// The version that is written will never be complete.
+    /// The version being written will never be complete.
     Abandon,
     /// The persister starts with the newest snapshot.
     Persist,
-    /// The persisted version is in the store, manifest included, on every rank that has a part of it.
+    /// The persisted version is in the store, including the manifest, on every rank that has a part of it.
     Durable,
-    /// The store refused it; it may be tried again.
+    /// The store refused the version; it may be tried again.
     Failed,
     /// The job resumes from this version; newer ones belong to steps that were undone.
     Rewind(u64),
-    /// The process is a new one; of the versions in the slots, this is the newest that the store has.
+    /// A new process has started; this is the newest of the slots' versions that is in the store.
     Restart(Option<u64>),
 }
 
-/// Three slots.
+/// A buffer of three slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TripleBuffer {
     /// The states, by position of the slot in memory.
@@ -92,10 +94,10 @@ impl TripleBuffer {
         self.slots.iter().position(|slot| matches!(slot, Slot::Recovery(_)))
     }
 
-    /// The slot with the newest complete version, which a crash of the process leaves in memory.
+    /// The slot with the newest complete version, which survives a crash of the process.
     pub fn newest(&self) -> Option<usize> {
-        let whole = (0..3).filter(|&slot| self.slots[slot].whole().is_some());
-        whole.max_by_key(|&slot| self.slots[slot].whole())
+        let complete = (0..3).filter(|&slot| self.slots[slot].complete().is_some());
+        complete.max_by_key(|&slot| self.slots[slot].complete())
     }
 
     /// The slot that [`Event::Persist`] would take: the newest snapshot, unless one is being persisted.
@@ -104,8 +106,8 @@ impl TripleBuffer {
         newest.filter(|_| self.persisting().is_none())
     }
 
-    /// The slot that [`Event::Begin`] would take: an empty one, else the oldest snapshot. Only a writer that has begun
-    /// already has none.
+    /// The slot that [`Event::Begin`] would take: an empty one, or the oldest snapshot. None only if a writer has begun
+    /// already.
     pub fn next_to_write(&self) -> Option<usize> {
         if self.writing().is_some() {
             return None;
@@ -114,12 +116,12 @@ impl TripleBuffer {
         empty.or_else(|| self.snapshots().min_by_key(|&slot| self.slots[slot]))
     }
 
-    /// The buffer after an event.
+    /// Returns the buffer after an event.
     ///
     /// ```
     /// use evermoe::persist::{Event::*, Slot, TripleBuffer};
     /// let after = |events: &[_]| events.iter().try_fold(TripleBuffer::default(), |buffer, &event| buffer.next(event));
-    /// // Version 3 is in the store, 4 on its way there, and 5 is complete: 6 overwrites 5, which is not being read.
+    /// // Version 3 is in the store, 4 is being persisted, and 5 is complete: 6 overwrites 5, which is not being read.
     /// let buffer = after(&[Begin(3), Commit, Persist, Durable, Begin(4), Commit, Persist, Begin(5), Commit, Begin(6)])?;
     /// assert_eq!(buffer.slots, [Slot::Recovery(3), Slot::Persisting(4), Slot::Writing(6)]);
     /// // Only when 4 is durable does the slot of 3 become free.
@@ -128,7 +130,7 @@ impl TripleBuffer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the event cannot happen now, with what is there; the buffer stays as it is.
+    /// [`Error::Invalid`] if the event is impossible in this state; the buffer is then unchanged.
     pub fn next(self, event: Event) -> Result<Self> {
         match event {
             Event::Begin(version) => self.begin(version),
@@ -159,14 +161,14 @@ impl TripleBuffer {
         let expected = match event {
             Event::Begin(_) => "no slot that is being written",
             Event::Commit | Event::Abandon => "a slot that is being written",
-            Event::Persist => "a snapshot, and none that is being persisted",
+            Event::Persist => "a snapshot, and no slot that is being persisted",
             _ => "a slot that is being persisted",
         };
         Error::invalid(format!("{event:?}: expected {expected}, got {:?}", self.slots))
     }
 
     fn begin(mut self, version: u64) -> Result<Self> {
-        let newest = self.newest().and_then(|slot| self.slots[slot].whole());
+        let newest = self.newest().and_then(|slot| self.slots[slot].complete());
         ensure!(
             newest.is_none_or(|newest| newest < version),
             "Begin({version}): expected a version after {}, the newest one; rewind first",
@@ -177,12 +179,12 @@ impl TripleBuffer {
         Ok(self)
     }
 
-    /// The old recovery version goes in the same transition in which the new one comes, with what is older.
+    /// The old recovery version and older ones are dropped in the same transition that adds the new one.
     fn durable(self) -> Result<Self> {
         let mut next = self.replace(self.persisting(), Event::Durable, Slot::Recovery)?;
         let newest = next.slots.iter().filter(|slot| matches!(slot, Slot::Recovery(_))).max().copied();
         for slot in &mut next.slots {
-            if slot.whole() < newest.and_then(Slot::whole) && slot.whole().is_some() {
+            if slot.complete() < newest.and_then(Slot::complete) && slot.complete().is_some() {
                 *slot = Slot::Empty;
             }
         }
@@ -193,7 +195,7 @@ impl TripleBuffer {
         if let Some(Slot::Recovery(version)) = self.recovery().map(|slot| self.slots[slot]) {
             ensure!(
                 version <= to,
-                "Rewind({to}): the recovery version is {version}, which every rank can reach; go on from there"
+                "Rewind({to}): the recovery version is {version}, which every rank can reach; resume from it"
             );
         }
         for slot in &mut self.slots {
@@ -209,10 +211,11 @@ impl TripleBuffer {
         Ok(self)
     }
 
-    /// Restart drops what the old process was writing. Only the store knows whether what it persisted got there; a version
-    /// that is newer than the store's is a snapshot again, also one that the store had and lost.
+    /// A restart drops the version that the old process was writing. Only the store knows whether a version that was
+    /// being persisted arrived. A version newer than the store's becomes a snapshot again, even if the store had it and
+    /// lost it.
     fn restart(self, durable: Option<u64>) -> Self {
-        let slots = self.slots.map(|slot| match slot.whole() {
+        let slots = self.slots.map(|slot| match slot.complete() {
             Some(version) if Some(version) == durable => Slot::Recovery(version),
             Some(version) if Some(version) > durable => Slot::Snapshot(version),
             _ => Slot::Empty,

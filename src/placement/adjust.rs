@@ -1,13 +1,13 @@
-//! The previous placement with as few replicas exchanged as the wanted numbers of replicas need.
+//! The previous placement with the minimum number of exchanged replicas for the wanted counts.
 
 use super::rows::{Rows, add};
 
-/// (node, expert) pairs times exchanges up to which it is looked for: some tens of milliseconds.
+/// Maximum (node, expert) pairs × exchanges: some tens of milliseconds.
 const MAX_WORK: usize = 1 << 24;
 
-/// The previous placement with the wanted replicas: on some nodes an expert that has too many gives its slot to one that
-/// has too few. Each exchange is where the node then has the least load, and the expert is not yet. None where a node
-/// has free slots or too few, as new nodes do, or where no such exchange is left.
+/// Returns the previous placement with the wanted replicas: on some nodes, an expert with too many replicas gives its
+/// slot to one with too few. Each exchange is made on the node that then has the least load and does not hold the
+/// expert yet. None if a node has free or missing slots, as new nodes do, or if no such exchange is left.
 ///
 /// ```text
 /// replicas 2 2 2 → 1 3 2      node 0: 0 1      1 1
@@ -53,7 +53,7 @@ pub(super) fn adjusted(previous: &Rows, replicas: &[i64], slots: usize, weight: 
     Some(rows)
 }
 
-/// A replica of `giver` gives its slot to one of `taker`, which the node does not hold.
+/// Moves a slot from a replica of `giver` to one of `taker`, which the node does not hold.
 fn exchange(row: &mut Vec<(usize, i64)>, giver: usize, taker: usize) {
     row.iter_mut().filter(|(held, _)| *held == giver).for_each(|(_, count)| *count -= 1);
     row.retain(|&(_, count)| count > 0);
@@ -102,7 +102,7 @@ mod tests {
     fn an_exchange_is_where_the_load_is_least_and_the_expert_is_not() {
         let previous = [1, 1, 0, 0, 1, 1, 1, 0, 1];
         assert_eq!(adjusted(&previous, &[2, 2, 2], 2, &[1.0; 3]).unwrap(), previous);
-        // Expert 1 is not on node 2 alone, which gives up expert 0.
+        // Expert 1 is missing only on node 2, which gives up expert 0.
         assert_eq!(adjusted(&previous, &[1, 3, 2], 2, &[1.0; 3]).unwrap(), [1, 1, 0, 0, 1, 1, 0, 1, 1]);
         assert_eq!(adjusted(&previous, &[1, 4, 1], 2, &[1.0; 3]), None, "it would be on a node twice");
         assert_eq!(adjusted(&[0; 9], &[2, 2, 2], 2, &[1.0; 3]), None, "nodes are new");

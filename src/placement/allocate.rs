@@ -4,12 +4,13 @@ use crate::dispatch::check_load;
 use crate::ensure;
 use crate::error::Result;
 
-/// Replicas of each expert for its load; they sum to `nodes · slots`.
+/// Returns the replicas of each expert for its load; they sum to `nodes · slots`.
 ///
-/// Experts ascending by load t; each takes its part of the slots that are left, by its part of the load that is left:
-/// `r_e = max(floor(t_e / Σ_{e'≥e} t_{e'} × (nodes·slots − Σ_{e'<e} r_{e'})), f)` where f is `min_replicas`, lowered
-/// toward 1 when there are too few slots. With no load at all every expert counts the same. A hot expert can get more
-/// replicas than there are nodes: several of them on one node are a larger share of its tokens there.
+/// Experts are visited by ascending load t. Each takes its share of the remaining slots in proportion to its share of
+/// the remaining load: `r_e = max(floor(t_e / Σ_{e'≥e} t_{e'} × (nodes·slots − Σ_{e'<e} r_{e'})), f)`. Here f is
+/// `min_replicas`, lowered toward 1 if there are too few slots. Without any load every expert counts the same. A hot
+/// expert can get more replicas than there are nodes: several of them on one node give that node a larger share of its
+/// tokens.
 ///
 /// ```
 /// // 4 nodes × 2 slots. Ascending: 8 × 10/80 = 1, 7 × 10/70 = 1, 6 × 20/60 = 2, the last takes 4.
@@ -31,10 +32,10 @@ pub fn allocate(load: &[f64], nodes: usize, slots: usize, min_replicas: usize) -
         min_replicas > 0,
         "min_replicas: expected 1 or more, got 0; an expert without a replica cannot compute"
     );
-    Ok(shares(&whole(load), places as u128, floor(load.len(), places, min_replicas) as u128))
+    Ok(shares(&integers(load), places as u128, floor(load.len(), places, min_replicas) as u128))
 }
 
-/// Replicas that every expert has at least: as many as asked, or as all can have.
+/// Minimum number of replicas of every expert: the requested number, or the maximum that all can have.
 pub(super) fn floor(experts: usize, places: usize, min_replicas: usize) -> usize {
     min_replicas.min(places / experts)
 }
@@ -53,20 +54,20 @@ fn check(load: &[f64], nodes: usize, slots: usize, places: usize) -> Result<()> 
     Ok(())
 }
 
-/// The loads as whole numbers in the same proportions, the largest below 2^63: what a load has below the last bit is
-/// less than any share of 2^24 slots. With no load at all every expert has the same.
-pub(super) fn whole(load: &[f64]) -> Vec<u128> {
+/// Returns the loads as integers in the same proportions, the largest below 2^63. The part below the last bit is less
+/// than any share of 2^24 slots. Without any load every expert has the same.
+pub(super) fn integers(load: &[f64]) -> Vec<u128> {
     let most = load.iter().copied().fold(0.0, f64::max);
     if most == 0.0 {
         return vec![1; load.len()];
     }
-    // A power of two loses nothing; two factors, as one could overflow.
+    // A power of two is lossless; two factors, as one could overflow.
     let shift = 62 - ((most.to_bits() >> 52) as i32 - 1023);
     let factors = [shift / 2, shift - shift / 2].map(|power| 2_f64.powi(power));
     load.iter().map(|load| (load * factors[0] * factors[1]).round() as u128).collect()
 }
 
-/// Eq. 1 itself, exactly. As loads ascend, a share is never more than an equal part, so `floor` is left for all that
+/// Eq. 1 itself, exactly. As loads ascend, a share is never more than an equal part, so `floor` remains for all that
 /// follow.
 fn shares(load: &[u128], places: u128, floor: u128) -> Vec<i64> {
     let mut ascending: Vec<usize> = (0..load.len()).collect();
@@ -74,7 +75,7 @@ fn shares(load: &[u128], places: u128, floor: u128) -> Vec<i64> {
     let (mut left, mut rest) = (places, load.iter().sum::<u128>());
     let mut replicas = vec![0; load.len()];
     for expert in ascending {
-        // The last expert is the hottest: its load is above 0 and all that is left.
+        // The last expert is the hottest: its load is above 0 and all that remains.
         let share = (load[expert] * left / rest).max(floor);
         replicas[expert] = share as i64;
         (left, rest) = (left - share, rest - load[expert]);
@@ -110,7 +111,7 @@ mod tests {
 
     #[test]
     fn a_hot_expert_has_more_replicas_than_there_are_nodes() {
-        // Lazarus' own setting: 8 experts, 10 nodes × 6 slots, one expert with four times the load of each other.
+        // The setting of Lazarus: 8 experts, 10 nodes × 6 slots, one expert with four times the load of each other.
         let load = [1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0];
         assert_eq!(allocate(&load, 10, 6, 2).unwrap(), [5, 5, 5, 24, 5, 5, 5, 6]);
         assert_eq!(allocate(&[1.0, 7.0], 2, 4, 1).unwrap(), [1, 7]);

@@ -1,9 +1,9 @@
-//! Assignment of nodes to the positions of a new placement, so that the fewest bytes move.
+//! Assignment of nodes to the positions of a new placement with the fewest bytes moved.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-/// With more nodes than this the assignment is greedy: an exact one takes time with the cube of the nodes.
+/// Maximum number of nodes for an exact assignment, which takes time with the cube of the nodes; beyond it is greedy.
 const MAX_EXACT: usize = 512;
 
 /// Nodes that hold experts, and positions that need them.
@@ -16,16 +16,16 @@ pub(super) struct Assignment<'a> {
     pub(super) needers: &'a [Vec<usize>],
     pub(super) nodes: usize,
     pub(super) positions: usize,
-    /// Nodes that stay together: the positions with the numbers of one group go to the nodes of one group, of the same
-    /// size. Each node is in one group, and there are as many positions as nodes. Without groups, and where each has one
-    /// node, a position may go to any.
+    /// Nodes that stay together: the positions in one group go to the nodes of one group of the same size. Each node is
+    /// in one group, and there are as many positions as nodes. Without groups, or if each has one node, a position may
+    /// go to any node.
     pub(super) groups: &'a [Vec<usize>],
 }
 
 impl Assignment<'_> {
-    /// The node of each position. Up to [`MAX_EXACT`] nodes the fewest bytes move, and among such assignments the most
-    /// positions go to the node of the same number; beyond, no more bytes move than if all did, and each group keeps its
-    /// own nodes.
+    /// Returns the node of each position. Up to [`MAX_EXACT`] nodes the fewest bytes move, and among such assignments
+    /// the most positions stay on the node of the same number. Beyond, at most as many bytes move as if all stayed, and
+    /// each group keeps its own nodes.
     pub(super) fn solve(&self) -> Vec<usize> {
         if self.groups.iter().any(|group| group.len() > 1) {
             return if self.nodes <= MAX_EXACT { self.groups_exchanged() } else { self.groups_kept() };
@@ -38,7 +38,7 @@ impl Assignment<'_> {
         if self.common(&own) >= self.common(&greedy) { own } else { greedy }
     }
 
-    /// Groups of one size take each other's nodes, each by its best assignment to them.
+    /// Groups of the same size exchange nodes, each by its best assignment to them.
     fn groups_exchanged(&self) -> Vec<usize> {
         let costs = self.costs();
         let within = |from: &[usize], to: &[usize]| -> (i128, Vec<usize>) {
@@ -53,14 +53,14 @@ impl Assignment<'_> {
         sizes.sort_unstable();
         sizes.dedup();
         for size in sizes {
-            let alike: Vec<&Vec<usize>> = self.groups.iter().filter(|group| group.len() == size).collect();
+            let equal: Vec<&Vec<usize>> = self.groups.iter().filter(|group| group.len() == size).collect();
             let pairs: Vec<(i128, Vec<usize>)> =
-                alike.iter().flat_map(|from| alike.iter().map(|to| within(from, to))).collect();
+                equal.iter().flat_map(|from| equal.iter().map(|to| within(from, to))).collect();
             let totals: Vec<i128> = pairs.iter().map(|(total, _)| *total).collect();
-            for (from, to) in cheapest(&totals, alike.len(), alike.len()).into_iter().enumerate() {
-                let (_, taken) = &pairs[from * alike.len() + to];
-                for (&position, &place) in alike[from].iter().zip(taken) {
-                    node_map[position] = alike[to][place];
+            for (from, to) in cheapest(&totals, equal.len(), equal.len()).into_iter().enumerate() {
+                let (_, taken) = &pairs[from * equal.len() + to];
+                for (&position, &place) in equal[from].iter().zip(taken) {
+                    node_map[position] = equal[to][place];
                 }
             }
         }
@@ -92,8 +92,8 @@ impl Assignment<'_> {
         node_map
     }
 
-    /// `[positions, nodes]`: the bytes that would move, less all that the position needs, times more than there are
-    /// positions, plus 1 off the diagonal.
+    /// `[positions, nodes]`: the bytes that would move, minus all that the position needs, scaled by more than the
+    /// number of positions, plus 1 off the diagonal.
     fn costs(&self) -> Vec<i128> {
         let scale = self.positions as i128 + 1;
         let cells = 0..self.positions * self.nodes;
@@ -111,19 +111,19 @@ impl Assignment<'_> {
 
     /// Bytes that are where they are needed already.
     fn common(&self, node_map: &[usize]) -> i128 {
-        let there = |holders: &[usize], needers: &[usize]| {
+        let present = |holders: &[usize], needers: &[usize]| {
             needers.iter().filter(|&&position| holders.binary_search(&node_map[position]).is_ok()).count()
         };
         let rows = self.nbytes.iter().zip(self.holders).zip(self.needers);
-        rows.map(|((&bytes, holders), needers)| i128::from(bytes) * there(holders, needers) as i128).sum()
+        rows.map(|((&bytes, holders), needers)| i128::from(bytes) * present(holders, needers) as i128).sum()
     }
 
-    /// The position and the free node with the most bytes in common first.
+    /// Assigns the position and the free node with the most bytes in common first.
     fn greedy(&self) -> Vec<usize> {
         let needs = transposed(self.needers, self.positions);
         let held = transposed(self.holders, self.nodes);
-        // A node that holds just what its own position needs keeps it: whatever another position had in common with
-        // it, no assignment loses by that.
+        // A node that holds exactly what its own position needs keeps it: no assignment loses by that, whatever other
+        // positions had in common with the node.
         let own = |position: usize| (needs[position] == held[position]).then_some(position);
         let mut node_map: Vec<Option<usize>> = (0..self.positions).map(own).collect();
         let mut is_free = vec![true; self.nodes];
@@ -132,7 +132,8 @@ impl Assignment<'_> {
         let mut common = vec![0; groups.free.len()];
         let mut candidate = |position: usize, is_free: &[bool], groups: &Groups| {
             let own = is_free[position].then(|| groups.of_node[position]);
-            // Of the most bytes its own node, else the first. What a group has grows, so its last key is its highest.
+            // Among nodes with the most bytes its own node, or else the first. The bytes of a group grow, so its last
+            // key is its highest.
             let mut best = (0, false, Reverse(usize::MAX));
             for &expert in &needs[position] {
                 for &group in &groups.of_expert[expert] {
@@ -168,11 +169,11 @@ impl Assignment<'_> {
     }
 }
 
-/// Nodes that were free at first and hold the same: for the bytes they are one.
+/// Initially free nodes that hold the same experts: with respect to bytes they are equivalent.
 struct Groups {
     /// The nodes of each group that are still free.
     free: Vec<BTreeSet<usize>>,
-    /// The group of each node that was free.
+    /// The group of each initially free node.
     of_node: Vec<usize>,
     /// The groups that hold each expert.
     of_expert: Vec<Vec<usize>>,
@@ -196,7 +197,7 @@ impl Groups {
     }
 }
 
-/// For each of the `rows` that occur in the lists, the lists that have it.
+/// For each row that occurs in the lists, the lists that contain it.
 fn transposed(lists: &[Vec<usize>], rows: usize) -> Vec<Vec<usize>> {
     let mut found = vec![Vec::new(); rows];
     for (list, members) in lists.iter().enumerate() {
@@ -205,10 +206,11 @@ fn transposed(lists: &[Vec<usize>], rows: usize) -> Vec<Vec<usize>> {
     found
 }
 
-/// The column of each row, all different, with the least sum of `costs`: `[rows, columns]`, no more rows than columns.
+/// Returns the column of each row, all different, with the minimum sum of `costs`: `[rows, columns]`, at most as many
+/// rows as columns.
 ///
 /// Shortest augmenting paths (Jonker and Volgenant): each row in turn takes the column where the cheapest chain "take a
-/// column; its row moves to another; …" ends. Prices keep all costs less prices non-negative and those taken at zero.
+/// column; its row moves to another; …" ends. Prices keep all reduced costs non-negative, and zero for those taken.
 fn cheapest(costs: &[i128], rows: usize, columns: usize) -> Vec<usize> {
     let mut prices = vec![0_i128; columns];
     let mut row_prices = vec![0_i128; rows];
@@ -226,7 +228,7 @@ fn cheapest(costs: &[i128], rows: usize, columns: usize) -> Vec<usize> {
                 }
             }
             let nearest = (0..open.len()).min_by_key(|&at| (reached[open[at]].0, open[at]));
-            let Some(nearest) = nearest else { unreachable!("there are no more rows than columns") };
+            let Some(nearest) = nearest else { unreachable!("there are at most as many rows as columns") };
             let column = open.swap_remove(nearest);
             base = reached[column].0;
             let Some(next) = owner[column] else { break column };

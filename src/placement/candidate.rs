@@ -1,4 +1,4 @@
-//! A placement with what it is worth: survival, evenness, spread, and what moves.
+//! A placement with its qualities: survival, evenness, spread, and moves.
 
 use super::assign::Assignment;
 use super::domains::nodes_of;
@@ -8,18 +8,18 @@ use super::rows::{Rows, holders_of, matrix_of};
 use super::survival::{Share, weigh};
 use std::cmp::Ordering;
 
-/// Loads that differ by less, relatively, are the same.
+/// Relative difference up to which loads count as equal.
 pub(super) const NOISE: f64 = 1e-9;
-/// Steps that one exact survival may take, some milliseconds of them; beyond that it is sampled.
+/// Maximum steps of one exact survival, some milliseconds; beyond that it is sampled.
 const MAX_WORK: usize = 1 << 23;
 
-/// A placement with what it is worth.
+/// A placement with its qualities.
 #[derive(Clone)]
 pub(super) struct Candidate {
     pub(super) construction: Construction,
     /// Replicas of each node.
     pub(super) rows: Rows,
-    /// At the losses of the problem.
+    /// Survival at the losses of the problem.
     pub(super) survival: Share,
     pub(super) imbalance: f64,
 }
@@ -44,13 +44,13 @@ impl Candidate {
         Placement { matrix: matrix_of(self.rows.iter().map(Vec::as_slice), problem.experts), reason }
     }
 
-    /// Whether nodes are as evenly loaded as in the other, less, or more, but for rounding.
+    /// Compares how evenly the nodes are loaded, ignoring rounding.
     pub(super) fn compare_imbalance(&self, other: &Self) -> Ordering {
         let near = (self.imbalance - other.imbalance).abs() <= NOISE * other.imbalance;
         if near { Ordering::Equal } else { self.imbalance.total_cmp(&other.imbalance) }
     }
 
-    /// Survival of one more loss than the problem counts; none where no domain would be left.
+    /// Survival of one more loss than the problem counts; none if no domain would be left.
     pub(super) fn survival_of_one_more(&self, problem: &Problem) -> Option<Share> {
         let failures = problem.failures + 1;
         (failures < problem.domains).then(|| survival(problem, &self.rows, failures))
@@ -69,11 +69,11 @@ impl Candidate {
         self.rows.iter().enumerate().map(new).sum()
     }
 
-    /// The fewest distinct domains of an expert.
+    /// Minimum number of distinct domains over the experts.
     pub(super) fn spread(&self, problem: &Problem) -> usize {
         let mut nodes: Vec<usize> = (0..problem.nodes).collect();
         nodes.sort_by_key(|&node| problem.domain[node]);
-        // As domain follows domain, a domain is new to an expert if it is not the last one that it was seen in.
+        // As domains follow each other, a domain is new to an expert if it is not the last one seen.
         let mut seen = vec![(0, usize::MAX); problem.experts];
         for node in nodes {
             let domain = problem.domain[node];
@@ -85,8 +85,8 @@ impl Candidate {
         seen.into_iter().map(|(distinct, _)| distinct).min().unwrap_or(0)
     }
 
-    /// The placement with its rows given to the nodes that have the most of them already; rows of nodes that fail together
-    /// stay together.
+    /// Returns the placement with its rows assigned to the nodes that already have the most of them; rows of nodes that
+    /// fail together stay together.
     pub(super) fn settled(mut self, problem: &Problem) -> Self {
         if problem.previous.is_empty() {
             return self;

@@ -1,23 +1,23 @@
 //! Cells: disjoint sets of nodes in different failure domains, so that experts with few replicas share few fatal sets.
 //!
-//! An expert that a number of simultaneous losses could take is *fragile*. When its first `spread` replicas are all in
-//! one cell, those losses take it only if they take the whole cell, and as many fragile experts as fit share each cell.
-//! The fewer cells hold fragile experts the safer, the more cells the better balanced.
+//! An expert that a number of simultaneous losses could take is *fragile*. If its first `spread` replicas are all in
+//! one cell, those losses take it only if they take the entire cell, and as many fragile experts as fit share each
+//! cell. Fewer cells with fragile experts are safer; more are better balanced.
 
 use super::layout::{Layout, Problem};
 use super::rows::holders_of;
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Frame that holds a layout together.
+/// Constraints that hold a layout together.
 pub(super) struct Frame<'a> {
     /// Sets of `spread` nodes; those that may hold fragile experts first.
     pub(super) cells: &'a [Vec<usize>],
     /// Number of cells that may hold fragile experts.
     pub(super) fragile_cells: usize,
-    /// The first cell of each node, none for nodes that are in none.
+    /// The first cell of each node; none for nodes outside of all cells.
     pub(super) cell_of: Vec<Option<usize>>,
-    /// The cell that holds the first replicas of an expert, none for experts that are free of cells.
+    /// The cell with the first replicas of an expert; none for unbound experts.
     pub(super) home: Vec<Option<usize>>,
 }
 
@@ -33,23 +33,24 @@ pub(super) fn is_fragile(problem: &Problem, expert: usize) -> bool {
     problem.each[expert] == 0 && problem.wanted[expert] <= problem.failures
 }
 
-/// Whether the expert's first replicas are to be in one cell. Where nodes fail together that is so for all experts, as
-/// cells also see to it that an expert is in different domains.
+/// Whether the expert's first replicas should be in one cell. If nodes fail together this holds for all experts, as
+/// cells also ensure that an expert is in different domains.
 fn belongs_in_cell(problem: &Problem, expert: usize) -> bool {
     problem.each[expert] == 0 && (is_fragile(problem, expert) || !problem.nodes_fail_alone())
 }
 
-/// The fewest cells that have room for all fragile experts; at least one.
+/// The minimum number of cells with room for all fragile experts; at least one.
 pub(super) fn fewest_cells(problem: &Problem) -> usize {
     let fragile = (0..problem.experts).filter(|&expert| is_fragile(problem, expert)).count();
     fragile.div_ceil(problem.slots.max(1)).max(1)
 }
 
-/// Cells of `spread` nodes in `spread` domains: disjoint ones, then the windows of a ring where the nodes do not divide.
+/// Cells of `spread` nodes in `spread` domains: disjoint ones, then the windows of a ring if the nodes do not divide
+/// evenly.
 ///
-/// The nodes that held experts together before stay together, those of the most experts first; the others are taken one
-/// from each of the domains that have the most nodes left, so that domains of equal size meet the same others again. Nodes
-/// that are left over form a ring with those of the last cell, as in Gemini's mixed placement.
+/// Nodes that held experts together previously stay together, those of the most experts first. The other cells take one
+/// node from each of the domains with the most nodes left, so that domains of equal size are combined the same way
+/// again. Remaining nodes form a ring with those of the last cell, as in Gemini's mixed placement.
 ///
 /// ```text
 /// 8 nodes, spread 3: (0 1 2), then the ring 3 4 5 6 7: (3 4 5) (4 5 6) (5 6 7) (6 7 3) (7 3 4)
@@ -104,7 +105,7 @@ fn close_ring(problem: &Problem, cells: &mut Vec<Vec<usize>>, left: impl Iterato
     }
 }
 
-/// Sets of `spread` nodes in as many domains that held the same experts alone, those of the most experts first.
+/// Sets of `spread` nodes in as many domains that held the same experts exclusively, those of the most experts first.
 fn former_cells(problem: &Problem) -> Vec<Vec<usize>> {
     let mut counts: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
     for holders in holders_of(&problem.previous, problem.experts) {
@@ -123,9 +124,9 @@ fn former_cells(problem: &Problem) -> Vec<Vec<usize>> {
 
 /// Builds a layout in which fragile experts have their first replicas in the first `fragile_cells` cells.
 ///
-/// First stays what a node held before, as far as it fits; then experts by descending load of a replica, each to where
-/// the least load is: first those that are free of cells, whose replicas are the heavy ones as a rule, then the others.
-/// Every expert gets `wanted` distinct nodes; where nodes that fail together leave a choice, different domains.
+/// First, replicas stay where they were as far as they fit. Then experts are placed by descending load per replica,
+/// each where the load is the least: first unbound experts, whose replicas are usually heavy, then the others. Every
+/// expert gets `wanted` distinct nodes; if nodes that fail together leave a choice, in different domains.
 pub(super) fn build<'a>(
     problem: &'a Problem,
     cells: &'a [Vec<usize>],
@@ -138,13 +139,13 @@ struct Builder<'a> {
     problem: &'a Problem,
     layout: Layout,
     frame: Frame<'a>,
-    /// Experts that go to cells, heaviest first.
+    /// Experts bound to cells, heaviest first.
     bound: Vec<usize>,
-    /// Experts that do not, heaviest first.
+    /// Unbound experts, heaviest first.
     free: Vec<usize>,
     /// Replicas of each expert that have no node yet.
     left: Vec<usize>,
-    /// Experts that each cell is to get yet.
+    /// Number of experts that each cell still has to receive.
     quota: Vec<usize>,
     /// Nodes that hold each expert now, ascending.
     holders: Vec<Vec<usize>>,
@@ -189,7 +190,7 @@ impl<'a> Builder<'a> {
         let set_aside = self.set_aside();
         self.scatter(free.iter(), &set_aside);
         bound.iter().for_each(|&expert| self.bind(expert));
-        // Heaviest first again, now without slots set aside.
+        // Heaviest first again, now without reserved slots.
         let none = vec![0; self.problem.nodes];
         self.scatter(free.iter().chain(&bound), &none);
         free.iter().chain(&bound).for_each(|&expert| self.make_room(expert));
@@ -231,7 +232,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Leaves replicas where they are, on the nodes with the least load; those of experts that have yet to find a cell wait.
+    /// Keeps replicas where they are, on the nodes with the least load; experts that still need a cell wait.
     fn keep(&mut self, expert: usize) {
         if self.left[expert] == 0
             || (self.frame.home[expert].is_none() && belongs_in_cell(self.problem, expert))
@@ -260,7 +261,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Gives an expert a home: of the cells with places left the one that holds most of it, then the one with the least load.
+    /// Gives an expert a home: among cells with free places the one that holds most of it, then the one with the least
+    /// load.
     fn bind(&mut self, expert: usize) {
         if self.frame.home[expert].is_some() {
             return;
@@ -272,7 +274,7 @@ impl<'a> Builder<'a> {
             false => self.frame.cells[cell].iter().filter(|&&node| holds[node]).count(),
         };
         let key = |cell: usize| (self.quota[cell] == 0, Reverse(held(cell)));
-        // The hottest loop of all: every key and load is computed once.
+        // This is the hottest loop: every key and load is computed once.
         let mut best = None;
         for cell in self.cells_for(expert).filter(|&cell| self.room(cell) > 0) {
             let found = (key(cell), self.load(cell));
@@ -285,7 +287,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Slots of each node for the experts that its cells are to get yet.
+    /// Slots of each node that are reserved for experts that its cells still have to receive.
     fn set_aside(&self) -> Vec<usize> {
         let mut slots = vec![0; self.problem.nodes];
         for (cell, &quota) in self.frame.cells.iter().zip(&self.quota) {
@@ -294,11 +296,11 @@ impl<'a> Builder<'a> {
         slots
     }
 
-    /// Puts what each expert in turn lacks on the nodes with the least load that have room beyond what is set aside, the
-    /// lightest node of each new domain first.
+    /// Puts each expert's missing replicas on the nodes with the least load that have room beyond the reserved slots,
+    /// the lightest node of each new domain first.
     fn scatter<'b>(&mut self, experts: impl Iterator<Item = &'b usize>, set_aside: &[usize]) {
         let has_room = |layout: &Layout, node: usize| layout.room(node) > set_aside[node];
-        // Loads are not negative, so their bits are in order.
+        // Loads are not negative, so their bit patterns are ordered.
         let key = |layout: &Layout, node: usize| (layout.load[node].to_bits(), node);
         let open = (0..self.problem.nodes).filter(|&node| has_room(&self.layout, node));
         let mut lightest: BTreeSet<(u64, usize)> = open.map(|node| key(&self.layout, node)).collect();
@@ -330,7 +332,8 @@ impl<'a> Builder<'a> {
         nodes
     }
 
-    /// Places replicas when all nodes with room hold the expert already: other experts move there and give up a slot.
+    /// Places replicas if all nodes with room hold the expert already: other experts move to those nodes and free a
+    /// slot.
     fn make_room(&mut self, expert: usize) {
         while self.left[expert] > 0 {
             let open: Vec<usize> =
@@ -345,7 +348,7 @@ impl<'a> Builder<'a> {
                 }
             }
             let Some((bound, node, other, target)) = best else {
-                // A full node without the expert has more experts than a node with room that has it: one can move.
+                // A full node without the expert has more experts than a node with room that has it, so one can move.
                 unreachable!("an expert wants at most one replica on each node");
             };
             if bound {
@@ -358,7 +361,7 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Adds shares of `count` experts to the quotas of cells: in whole numbers, by the nodes that a cell has for itself.
+/// Adds shares of `count` experts to the quotas of cells: integers, by the number of nodes that only this cell has.
 fn share(quota: &mut [usize], cells: &[Vec<usize>], windows_of: &[usize], count: usize, spread: usize) {
     // A node of a ring is in `spread` windows, so a window counts for one part of `spread`.
     let alone = |cell: &Vec<usize>| windows_of[cell[0]] == 1;

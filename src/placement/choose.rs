@@ -1,4 +1,4 @@
-//! The choice between placements that were made in different ways: `safest` and `balanced`.
+//! The choice between placements of different constructions: `safest` and `balanced`.
 
 use super::candidate::{Candidate, NOISE, least_imbalance};
 use super::cells::{build, cells, fewest_cells, is_fragile};
@@ -9,27 +9,27 @@ use super::respread::respread;
 use super::result::Construction;
 use super::survival::{Share, choose};
 
-/// The busiest node's load over the mean that `balanced` accepts where that makes the job safer or moves less.
+/// Load of the busiest node over the mean that `balanced` accepts for more safety or fewer moves.
 const IMBALANCE: f64 = 1.05;
-/// The busiest node's load over the mean at which a new placement is even enough.
+/// Load of the busiest node over the mean at which a new placement is even enough.
 const FINE_IMBALANCE: f64 = 1.005;
-/// Part of all losses that `balanced` may give up for balance: one of so many.
+/// Inverse of the share of all losses that `balanced` may give up for balance.
 const POINTS: u32 = 20;
-/// (node, expert) pairs up to which a placement that is even enough is compared with those of all policies: beyond, a
-/// percent of evenness is not worth the time.
+/// Maximum (node, expert) pairs for which a placement that is even enough is compared with those of all policies;
+/// beyond, a percent of evenness is not worth the time.
 const MAX_COMPARED: usize = 1 << 12;
-/// Factor on the least imbalance that the replicas allow up to which no more replicas move.
+/// Factor on the minimum imbalance of the replicas, up to which no further replicas move.
 const SLACK: f64 = 1.02;
-/// A new placement must be this much more even than one that keeps most of the previous to be worth the moves.
+/// Factor by which a new placement must be more even than one that keeps most of the previous to be worth the moves.
 const WORTH_MOVING: f64 = 1.05;
-/// Part of all replicas, in percent, that may move in any case for a placement that is even enough.
+/// Percentage of all replicas that may always move for a placement that is even enough.
 const MAX_MOVED_PERCENT: usize = 15;
-/// Where more would move, it must be this much more even than the previous: loads that have drifted by 5 % up or down, each
-/// by itself, differ by that.
+/// Factor by which the placement must be more even than the previous if more replicas would move. Loads that each drift
+/// by 5 % up or down differ by that factor.
 const WORTH_CHANGING: f64 = 1.05 / 0.95;
 
-/// Upper bound on survival over all placements of these replicas: experts with one replica are on some nodes, each of
-/// which must live.
+/// Upper bound on survival over all placements of these replicas: experts with a single replica are on some nodes, each
+/// of which must survive.
 fn most_survival(problem: &Problem) -> Share {
     let single = |&expert: &usize| problem.each[expert] == 0 && problem.wanted[expert] == 1;
     let needed = if problem.nodes_fail_alone() {
@@ -47,11 +47,11 @@ fn most_survival(problem: &Problem) -> Share {
     }
 }
 
-/// The most even within 5 points of the safer of `mro` and `spread`, where that survives half of the losses; one that
-/// keeps the previous placement where it can, if it is that safe and even enough. Where cells cannot be that safe, the
-/// safest. Where a policy's placement is better on both counts, that.
+/// Chooses the most even placement within 5 points of the safer of `mro` and `spread`, if that survives half of the
+/// losses. It keeps the previous placement if possible, safe and even enough. If cells cannot be that safe, the safest
+/// placement is taken. If a policy's placement is better on both counts, that one is taken.
 ///
-/// `unchanged` is the previous placement, with as few replicas exchanged as their wanted numbers need.
+/// `unchanged` is the previous placement with the minimum number of exchanged replicas for the wanted counts.
 pub(super) fn balanced(
     problem: &Problem,
     unchanged: Option<Candidate>,
@@ -60,7 +60,7 @@ pub(super) fn balanced(
     let (mut reference, mut compared) = (most_survival(problem), false);
     let mut is_safe = |candidate: &Candidate| {
         let near = |most: Share| most.is_minor() || candidate.survival.is_near(most, POINTS);
-        // What is safe against the most that any placement can have need not be compared with one.
+        // A placement that is safe compared with the upper bound needs no comparison with a reference.
         if !near(reference) && !compared {
             let [mro, spread] =
                 [Construction::Mro, Construction::Spread].map(|construction| classic(construction).survival);
@@ -102,7 +102,7 @@ pub(super) fn balanced(
     let fine = FINE_IMBALANCE.max(least + NOISE);
     let mut best = made(&fresh, &cells, cells.len(), fine);
     let mut best_is_safe = is_safe(&best);
-    // Fewer cells for the fragile are safer and less even: the most cells that are safe enough, by halving.
+    // Fewer cells for fragile experts are safer and less even: bisection finds the most cells that are safe enough.
     let (mut low, mut high) = (fewest_cells(problem), if best_is_safe { 0 } else { cells.len() });
     while low < high {
         let count = (low + high) / 2;
@@ -126,7 +126,7 @@ pub(super) fn balanced(
         if !best_is_safe && rivals[0].spread(problem) >= best.spread(problem) {
             (best_is_safe, best) = (true, rivals[0].clone());
         }
-        // Asked without a number of losses, `safest` weighs another one.
+        // If no number of losses was requested, `safest` weighs another one.
         if problem.spread != problem.failures {
             rivals.push(safest_at(problem.spread));
         }
@@ -148,16 +148,16 @@ pub(super) fn balanced(
     kept.into_iter().find(is_kept).map_or(best, |(_, candidate)| candidate)
 }
 
-/// Of the rivals the one to take instead, if there is one that is better on one count of evenness and survival and not
-/// worse on the other, or on both counts at one loss more: the safe ones first, then the most even. Never one that has
-/// an expert on fewer domains than all can have.
+/// Returns the rival to take instead, if one is better in evenness or survival and not worse in the other, or better in
+/// both at one loss more. Safe ones come first, then the most even. Never one that has an expert on fewer domains than
+/// all can have.
 fn better(
     problem: &Problem,
     best: &Candidate,
     rivals: Vec<Candidate>,
     mut is_safe: impl FnMut(&Candidate) -> bool,
 ) -> Option<Candidate> {
-    // Fewer losses than the fewest replicas are always survived.
+    // Fewer losses than the minimum number of replicas are always survived.
     let spread = problem.spread.min(best.spread(problem));
     let with_one_more = |one: Candidate| (one.survival_of_one_more(problem), one);
     let is_wide = |one: &Candidate| one.spread(problem) >= spread;
@@ -171,7 +171,7 @@ fn better(
     let beats = |(rival_more, rival): &(Option<Share>, Candidate),
                  (more, one): &(Option<Share>, Candidate)| {
         let (even, safe) = (rival.compare_imbalance(one), rival.survival.compare(one.survival));
-        // More holders of an expert can share its tokens more freely.
+        // More holders of an expert can divide its tokens more freely.
         let safer = safe.is_gt() && rival.pairs() >= one.pairs();
         let safe_at_more = rival_more.zip(*more).is_some_and(|(rival, own)| rival.compare(own).is_gt());
         is_wide(rival) && even.is_le() && safe.is_ge() && (even.is_lt() || safer)
@@ -189,7 +189,8 @@ fn better(
     unbeaten.iter().find(|one| is_safe(one)).or(unbeaten.first()).map(|one| (*one).clone())
 }
 
-/// A placement with its fragile experts in the first `count` cells, made as even as `target` times the mean.
+/// A placement with its fragile experts in the first `count` cells, improved until it is as even as `target` times the
+/// mean.
 fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> Candidate {
     let (mut layout, mut frame) = build(problem, cells, count);
     if !problem.nodes_fail_alone() {
@@ -197,11 +198,11 @@ fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> C
     }
     improve(problem, &mut layout, &mut frame, target * problem.mean_load());
     let construction =
-        if problem.previous.is_empty() { Construction::Cells(count) } else { Construction::Kept(count) };
+        if problem.previous.is_empty() { Construction::Cells(count) } else { Construction::Retained(count) };
     Candidate::new(problem, construction, layout.replicas(problem)).settled(problem)
 }
 
-/// Cells that hold fragile experts now; they come first among the cells.
+/// Number of cells that hold fragile experts now; they come first among the cells.
 fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
     let is_home = |cell: &&Vec<usize>| {
         (0..problem.experts)
@@ -210,9 +211,8 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
     cells.iter().filter(is_home).count()
 }
 
-/// The most survival of those that have every expert on as many domains as all can have; of equals the one that
-/// spreads experts most, then the one with the fewest new replicas, then the
-/// most even.
+/// The placement with the most survival among those that have every expert on as many domains as all can have. Ties go
+/// to the one that spreads experts most, then to the one with the fewest new replicas, then to the most even.
 pub(super) fn safest(
     problem: &Problem,
     unchanged: Option<Candidate>,

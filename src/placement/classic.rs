@@ -1,7 +1,7 @@
-//! The placements of the Lazarus paper: maximum rank overlap, and the two it is compared with.
+//! The placements of the Lazarus paper: maximum rank overlap, and the two baselines.
 //!
-//! Nodes that fail together are one place of as many slots as they have together; what it gets is then dealt to its
-//! nodes: "if a node has multiple GPUs, Lazarus distributes the assigned replicas among all GPUs on that node" (§4.1).
+//! Nodes that fail together count as one place with the sum of their slots; its replicas are then dealt to its nodes:
+//! "if a node has multiple GPUs, Lazarus distributes the assigned replicas among all GPUs on that node" (§4.1).
 
 use super::domains::nodes_of;
 use super::layout::Problem;
@@ -9,11 +9,11 @@ use super::rows::{Rows, add};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Maximum rank overlap (Lazarus §4.2) as printed: replicas of each node.
+/// Maximum rank overlap (Lazarus §4.2) as in the paper: replicas of each node.
 ///
-/// Experts ascending by replicas form groups of as many as a place has slots; group i takes as many places as its first
-/// expert has replicas, each with one replica of every expert of the group; replicas that are left fill up the places
-/// with the most room, those without the expert first.
+/// Experts by ascending replicas form groups, each of as many experts as a place has slots. Group i takes as many
+/// places as its first expert has replicas, each with one replica of every expert of the group. Remaining replicas fill
+/// the places with the most room, those without the expert first.
 ///
 /// ```text
 /// 4 nodes × 2 slots, replicas 2 2 1 3: the groups are (2, 0) and (1, 3)
@@ -37,8 +37,8 @@ pub(super) fn mro(problem: &Problem, replicas: &[i64]) -> Rows {
     places.dealt(problem)
 }
 
-/// Replicas in the order of the experts, dealt to the nodes in turn. To places of different sizes
-/// they are dealt by the room that is left: first those that every expert must have in different ones.
+/// Replicas in the order of the experts, dealt to the nodes in turn. If places differ in size, they are dealt by
+/// remaining room, starting with those that every expert must have in different places.
 ///
 /// ```text
 /// 3 nodes × 2 slots, replicas 3 2 1: 0 0 0 1 1 2 → node 0: 0 1, node 1: 0 1, node 2: 0 2
@@ -54,7 +54,7 @@ pub(super) fn spread(problem: &Problem, replicas: &[i64]) -> Rows {
     places.dealt(problem)
 }
 
-/// Replicas in the order of the experts, node after node: as few nodes for each expert as can be.
+/// Replicas in the order of the experts, node after node: the minimum number of nodes for each expert.
 ///
 /// ```text
 /// 3 nodes × 2 slots, replicas 3 2 1: 0 0 | 0 1 | 1 2
@@ -76,9 +76,9 @@ fn deal(replicas: &[i64], nodes: usize, node_of: impl Fn(usize) -> usize) -> Row
 struct Places {
     /// Replicas of each domain.
     rows: Rows,
-    /// Slots of each domain that are left.
+    /// Remaining slots of each domain.
     room: Vec<usize>,
-    /// Replicas of each expert that are left.
+    /// Remaining replicas of each expert.
     left: Vec<i64>,
 }
 
@@ -95,7 +95,7 @@ impl Places {
         self.room[place] -= 1;
     }
 
-    /// Puts up to `most` of what is left of an expert where the most room is, places without it first.
+    /// Puts up to `most` of an expert's remaining replicas where the most room is, places without it first.
     fn fill(&mut self, expert: usize, most: i64) {
         let wanted = self.left[expert].min(most).max(0) as usize;
         if wanted == 0 {
@@ -120,16 +120,16 @@ impl Places {
         }
     }
 
-    /// Each place's replicas on its nodes, heaviest first to the node with the least load.
+    /// Distributes each place's replicas over its nodes, heaviest first to the node with the least load.
     fn dealt(mut self, problem: &Problem) -> Rows {
         if problem.nodes_fail_alone() {
-            // A place is a node, and domains are numbered as nodes are only where none was named.
+            // A place is a node; domains are numbered as nodes only if none was named.
             return problem.domain.iter().map(|&place| std::mem::take(&mut self.rows[place])).collect();
         }
         let mut rows = vec![Vec::new(); problem.nodes];
         for (mut row, nodes) in self.rows.into_iter().zip(nodes_of(&problem.domain)) {
             row.sort_by(|&(a, _), &(b, _)| problem.weight[b].total_cmp(&problem.weight[a]).then(a.cmp(&b)));
-            // Loads are not negative, so their bits are in order.
+            // Loads are not negative, so their bit patterns are ordered.
             let rooms = nodes.into_iter().map(|node| Reverse((0, Reverse(problem.slots_of_node()), node)));
             let mut lightest: BinaryHeap<Reverse<(u64, Reverse<usize>, usize)>> = rooms.collect();
             for (expert, count) in row {

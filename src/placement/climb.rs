@@ -6,10 +6,10 @@ use super::result::Construction;
 use super::rows::{matrix_of, rows_of};
 use std::collections::BTreeSet;
 
-/// Pairs of replicas times choices of failures up to which all exchanges are tried.
+/// Maximum pairs of replicas × sets of failures for which all exchanges are tried.
 const MAX_CLIMBED: f64 = (1 << 17) as f64;
 
-/// Whether there are few enough exchanges, and losses to weigh each for, to try them all.
+/// Whether there are few enough exchanges, with few enough losses each, to try them all.
 pub(super) fn climbs(problem: &Problem) -> bool {
     let replicas = (problem.nodes * problem.slots_of_node()) as f64;
     let losses = (0..problem.failures).map(|lost| (problem.domains - lost) as f64 / (lost + 1) as f64);
@@ -59,13 +59,13 @@ pub(super) fn climbed(problem: &Problem, candidate: Candidate) -> Candidate {
     }
 }
 
-/// What each choice of failed domains takes.
+/// Experts lost by each set of failed domains.
 struct Losses {
-    /// Bit d of each: domain d has failed.
+    /// Each set as bits: bit d is set if domain d has failed.
     failed: Vec<u64>,
-    /// Experts that each choice takes.
+    /// Number of experts that each set takes.
     lost: Vec<usize>,
-    /// Bit d of each expert: it is in domain d.
+    /// Each expert's domains as bits.
     domains: Vec<u64>,
     /// `[experts, domains]`: replicas of an expert in a domain.
     replicas: Vec<i64>,
@@ -96,17 +96,17 @@ impl Losses {
         Self { failed, lost, domains, replicas }
     }
 
-    /// Lets two replicas change places if fewer choices of failures take any expert then; whether that is so.
+    /// Exchanges two replicas if fewer sets of failures then take any expert; returns whether it did.
     ///
-    /// `cells`: where they are in the matrix, at most one of each expert in a node.
+    /// `cells` are their positions in the matrix; a node has at most one replica of each expert.
     fn improve(&mut self, problem: &Problem, cells: [usize; 2]) -> bool {
         let experts = cells.map(|cell| cell % problem.experts);
-        let [here, there] = cells.map(|cell| problem.domain[cell / problem.experts]);
+        let [one, two] = cells.map(|cell| problem.domain[cell / problem.experts]);
         let before = experts.map(|expert| self.domains[expert]);
-        if here == there || before.iter().all(|on| on.count_ones() as usize > problem.failures) {
+        if one == two || before.iter().all(|on| on.count_ones() as usize > problem.failures) {
             return false;
         }
-        let moves = [(experts[0], here, there), (experts[1], there, here)];
+        let moves = [(experts[0], one, two), (experts[1], two, one)];
         let after = moves.map(|(expert, from, to)| {
             let is_last = self.replicas[expert * problem.domains + from] == 1;
             (self.domains[expert] & !(u64::from(is_last) << from)) | 1 << to

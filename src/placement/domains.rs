@@ -3,7 +3,8 @@
 use crate::ensure;
 use crate::error::Result;
 
-/// The failure domain of each node: `domains[i]` is domain i, and each node in none is a domain of its own after them.
+/// Returns the failure domain of each node: `domains[i]` is domain i, and each unlisted node is a further domain of its
+/// own.
 pub(crate) fn domain_of(nodes: usize, domains: &[Vec<usize>]) -> Result<Vec<usize>> {
     let mut found = vec![None; nodes];
     for (domain, members) in domains.iter().enumerate() {
@@ -26,7 +27,7 @@ pub(crate) fn domain_of(nodes: usize, domains: &[Vec<usize>]) -> Result<Vec<usiz
     Ok(found.into_iter().map(|domain| domain.unwrap_or_else(&mut alone)).collect())
 }
 
-/// The nodes of each failure domain, ascending; `domain`: of each node, numbered from 0.
+/// Returns the nodes of each failure domain, ascending; `domain` is the domain of each node, numbered from 0.
 pub(super) fn nodes_of(domain: &[usize]) -> Vec<Vec<usize>> {
     let mut found = vec![Vec::new(); domain.iter().max().map_or(0, |last| last + 1)];
     for (node, &domain) in domain.iter().enumerate() {

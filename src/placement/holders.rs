@@ -1,4 +1,4 @@
-//! Holders of a rank's copies, and primaries of units: the ranks that make their copies.
+//! Holders of a rank's copies, and primaries of units: the ranks that send their copies.
 
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -6,16 +6,16 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-/// Policy by which nodes keep the copies of others.
+/// Policy that chooses the nodes that keep a node's copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyPolicy {
-    /// Gemini's mixed placement: groups, and where their size does not divide the number of nodes a ring at the end.
+    /// Gemini's mixed placement: groups, with a ring at the end if their size does not divide the number of nodes.
     Mixed,
-    /// Groups only: the most likely to survive, but only for a number of nodes that they divide.
+    /// Groups only: the most likely to survive, but only if their size divides the number of nodes.
     Group,
-    /// Each node copies to the next ones of one ring over all nodes.
+    /// Each node copies to the next ones in one ring over all nodes.
     Ring,
-    /// The ring the other way round: each node copies to the ones before it, as BAFT does in a pipeline.
+    /// The reverse ring: each node copies to the previous ones, as BAFT does in a pipeline.
     Previous,
 }
 
@@ -35,13 +35,13 @@ impl FromStr for CopyPolicy {
     }
 }
 
-/// For each rank, the ranks that keep a copy of what it is primary for, itself first. `nodes[r]` is where rank r runs.
+/// Returns for each rank the ranks that keep copies of the units it is primary for, itself first. `nodes[r]` is the
+/// node of rank r.
 ///
-/// Nodes are sorted by name; a node's copies go to the next nodes of its group or ring. Groups have `copies` nodes;
-/// with [`CopyPolicy::Mixed`], where that does not divide the number of nodes, the last `copies + 1` to
-/// `2·copies − 1` nodes are a ring (Gemini, SOSP'23, §4). The i-th rank of a node is paired with the (i mod m)-th of
-/// the m ranks of the other. With fewer nodes than copies all nodes are used, and on a single node its ranks take the
-/// place of nodes.
+/// Nodes are sorted by name, and a node's copies go to the next nodes of its group or ring. Groups have `copies` nodes.
+/// With [`CopyPolicy::Mixed`], if that does not divide the number of nodes, the last `copies + 1` to `2·copies − 1`
+/// nodes form a ring (Gemini, SOSP'23, §4). The i-th rank of a node is paired with the (i mod m)-th of the m ranks of
+/// the other. With fewer nodes than copies all nodes are used, and on a single node its ranks take the place of nodes.
 ///
 /// ```
 /// use evermoe::placement::{CopyPolicy, copy_holders};
@@ -56,8 +56,8 @@ impl FromStr for CopyPolicy {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when `copies` is 0, or with [`CopyPolicy::Group`] does not divide
-/// the number of nodes.
+/// [`Error::Invalid`](crate::Error::Invalid) if `copies` is 0, or with [`CopyPolicy::Group`] does not divide the
+/// number of nodes.
 pub fn copy_holders<S: Ord>(nodes: &[S], copies: usize, policy: CopyPolicy) -> Result<Vec<Vec<usize>>> {
     ensure!(copies > 0, "copies: expected 1 (the rank itself) or more, got 0");
     let mut ranks_of: BTreeMap<&S, Vec<usize>> = BTreeMap::new();
@@ -87,7 +87,7 @@ pub fn copy_holders<S: Ord>(nodes: &[S], copies: usize, policy: CopyPolicy) -> R
     Ok(holders)
 }
 
-/// First node and size of the group or ring of nodes in which `domain` finds its copies.
+/// First node and size of the group or ring of nodes with the copies of `domain`.
 fn circle(domain: usize, count: usize, copies: usize, policy: CopyPolicy) -> (usize, usize) {
     if matches!(policy, CopyPolicy::Ring | CopyPolicy::Previous) {
         return (0, count);
@@ -97,7 +97,7 @@ fn circle(domain: usize, count: usize, copies: usize, policy: CopyPolicy) -> (us
     (group * copies, if group == groups - 1 { count - group * copies } else { copies })
 }
 
-/// For each unit, the rank that makes its copies: largest units first, each to the holder with the fewest bytes.
+/// Returns for each unit the rank that sends its copies: largest units first, each to the holder with the fewest bytes.
 ///
 /// `holders[u]` are the ranks that hold unit u as part of the running model, `bytes[u]` its size.
 ///

@@ -3,23 +3,23 @@
 use super::cells::{Frame, is_fragile};
 use super::layout::{Layout, Problem};
 
-/// Nodes, from the lightest on, that an exchange with the busiest one is looked for in.
+/// Number of nodes, starting with the lightest, that are tried as partners of the busiest one.
 const PARTNERS: usize = 32;
 
-/// Pairs of replicas that are looked at in all, about a tenth of a second of them.
+/// Maximum number of pairs of replicas that are examined, about a tenth of a second.
 const MAX_WORK: usize = 1 << 26;
 
-/// Two replicas, or all bound replicas of two experts, that change places.
+/// An exchange of two replicas, or of all bound replicas of two experts.
 #[derive(Clone, Copy)]
 enum Exchange {
     Replicas { node: usize, expert: usize, other_node: usize, other: usize },
     Homes { expert: usize, other: usize },
 }
 
-/// Evens out the load by exchanges that keep every expert's number of nodes and every home whole, until the busiest node
-/// has at most `target` of load.
+/// Evens out the load by exchanges until the busiest node has at most `target` of load. They preserve every expert's
+/// number of nodes and every home.
 pub(super) fn improve(problem: &Problem, layout: &mut Layout, frame: &mut Frame<'_>, target: f64) {
-    // Each exchange lowers a busiest node, so this ends; the bound is for thousands of nodes and loads without end.
+    // Each exchange lowers a busiest node, so this terminates; the bound is for thousands of nodes with extreme loads.
     let work_of_each = problem.nodes + PARTNERS.min(problem.nodes) * problem.slots * problem.slots;
     for _ in 0..(4 * problem.nodes * problem.slots).min(MAX_WORK / work_of_each.max(1)) {
         let Some(busiest) =
@@ -35,7 +35,7 @@ pub(super) fn improve(problem: &Problem, layout: &mut Layout, frame: &mut Frame<
     }
 }
 
-/// The exchange that leaves the busier of its nodes the least load, if that is less than the busiest node has now.
+/// The exchange that leaves the busier of its two nodes the least load, if that is less than the busiest node's now.
 fn best(problem: &Problem, layout: &Layout, frame: &Frame<'_>, busiest: usize) -> Option<Exchange> {
     let mut lightest: Vec<usize> = (0..problem.nodes).filter(|&node| node != busiest).collect();
     let by_load = |a: &usize, b: &usize| layout.load[*a].total_cmp(&layout.load[*b]).then(a.cmp(b));
@@ -45,11 +45,11 @@ fn best(problem: &Problem, layout: &Layout, frame: &Frame<'_>, busiest: usize) -
     }
     lightest.sort_by(by_load);
     let mut found = None;
-    // Less than this is noise of the sums.
+    // A smaller gain is rounding noise.
     let limit = layout.load[busiest] * (1.0 - 1e-9);
     let mut lowest = limit;
     for &other_node in &lightest {
-        // Even half of the difference would not beat what was found.
+        // Even half of the difference would not beat the best so far.
         if (layout.load[busiest] + layout.load[other_node]) / 2.0 >= lowest {
             break;
         }
@@ -79,7 +79,7 @@ fn best(problem: &Problem, layout: &Layout, frame: &Frame<'_>, busiest: usize) -
 
 type Replica = (usize, usize);
 
-/// Whether two replicas may change places: no node gets an expert twice, and bound ones stay in cells meant for them.
+/// Whether two replicas may be exchanged: no node gets an expert twice, and bound ones stay in cells meant for them.
 fn may_exchange(problem: &Problem, layout: &Layout, frame: &Frame<'_>, one: Replica, two: Replica) -> bool {
     let ((node, expert), (other_node, other)) = (one, two);
     !layout.holds(other_node, expert)
@@ -102,14 +102,14 @@ fn may_move(
                 && frame.cell_of[to]
                     .is_some_and(|cell| cell < frame.fragile_cells || !is_fragile(problem, expert));
     }
-    // Among nodes that fail together, a free replica must not go where the expert's other replicas fail.
+    // Among nodes that fail together, an unbound replica must not go where the expert's other replicas fail.
     !frame.is_bound(from, expert)
         && (problem.domain[from] == problem.domain[to]
             || !(0..problem.nodes)
                 .any(|node| problem.domain[node] == problem.domain[to] && layout.holds(node, expert)))
 }
 
-/// The most load of a node of two cells after the homes of their experts were exchanged; none if a node had one twice.
+/// Maximum load of a node of two cells after an exchange of their experts' homes; none if a node would get one twice.
 fn peak_of_homes(
     problem: &Problem,
     layout: &Layout,

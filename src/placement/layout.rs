@@ -1,15 +1,15 @@
-//! A placement while it is being made: which node holds which expert, with the nodes' loads kept up to date.
+//! A placement in construction: the experts of each node, with the nodes' loads kept up to date.
 
 use super::rows::Rows;
 use std::collections::BTreeSet;
 
-/// Problem of a placement. Experts with more replicas than nodes are on every node as often as they can be; `wanted` and
-/// `slots` are what is left after that, so that every expert wants at most one replica on each node.
+/// Problem of a placement. Experts with more replicas than nodes are on every node the same number of times. `wanted`
+/// and `slots` are the remainder, so that every expert wants at most one replica per node.
 #[derive(Clone)]
 pub(super) struct Problem {
     pub(super) nodes: usize,
     pub(super) experts: usize,
-    /// Slots of each node for what is wanted.
+    /// Slots of each node for the wanted replicas.
     pub(super) slots: usize,
     /// Replicas of each expert that every node holds.
     pub(super) each: Vec<usize>,
@@ -20,26 +20,27 @@ pub(super) struct Problem {
     /// The failure domain of each node, numbered from 0.
     pub(super) domain: Vec<usize>,
     pub(super) domains: usize,
-    /// Distinct domains that every expert must be on: the fewest replicas of an expert, or as many as have room.
+    /// Distinct domains that every expert must be on: the minimum number of replicas of an expert, or as many as have
+    /// room.
     pub(super) spread: usize,
-    /// Simultaneous losses of domains for which survival is counted.
+    /// Simultaneous losses of domains for which survival is computed.
     pub(super) failures: usize,
-    /// What each node holds now. Empty without a previous placement.
+    /// Current replicas of each node; empty without a previous placement.
     pub(super) previous: Rows,
 }
 
 impl Problem {
-    /// Whether each node is a failure domain of its own.
+    /// Whether each node is its own failure domain.
     pub(super) fn nodes_fail_alone(&self) -> bool {
         self.domains == self.nodes
     }
 
-    /// Slots of each node.
+    /// Total slots of each node.
     pub(super) fn slots_of_node(&self) -> usize {
         self.slots + self.each.iter().sum::<usize>()
     }
 
-    /// The problem without anything to keep.
+    /// The problem without a previous placement.
     pub(super) fn without_previous(&self) -> Self {
         Self { previous: Vec::new(), ..self.clone() }
     }
@@ -49,7 +50,7 @@ impl Problem {
         row.is_some_and(|row| row.binary_search_by_key(&expert, |&(held, _)| held).is_ok())
     }
 
-    /// Load of a node when all nodes have the same.
+    /// Load of a node under perfect balance.
     pub(super) fn mean_load(&self) -> f64 {
         let replicas = |expert: usize| (self.each[expert] * self.nodes + self.wanted[expert]) as f64;
         (0..self.experts).map(|expert| replicas(expert) * self.weight[expert]).sum::<f64>()
@@ -62,13 +63,13 @@ impl Problem {
     }
 }
 
-/// Distinct experts on each node, and what follows from that.
+/// Distinct experts on each node, and derived quantities.
 pub(super) struct Layout {
     experts: usize,
     slots: usize,
     /// `[nodes, experts]`.
     on: Vec<bool>,
-    /// Experts of each node, in no order.
+    /// Experts of each node, unordered.
     pub(super) rows: Vec<Vec<usize>>,
     pub(super) load: Vec<f64>,
 }
@@ -118,9 +119,9 @@ impl Layout {
     }
 }
 
-/// The sets of domains whose loss would lose an expert, each once, without those of more than `failures` domains.
+/// The sets of at most `failures` domains whose loss would lose an expert, each once.
 pub(super) fn fatal_sets(problem: &Problem, rows: &Rows, failures: usize) -> Vec<Vec<usize>> {
-    // The first domains of each expert; counts beyond `failures` say only that.
+    // The first domains of each expert; larger counts only say that there are more than `failures`.
     let mut domains = vec![0; problem.experts * failures];
     let mut counts = vec![0; problem.experts];
     let alone = problem.nodes_fail_alone();

@@ -1,4 +1,4 @@
-//! From one placement to another with the fewest bytes moved.
+//! Migration from one placement to another with the fewest bytes moved.
 
 use super::assign::Assignment;
 use super::domains::{domain_of, nodes_of};
@@ -6,7 +6,7 @@ use crate::ensure;
 use crate::error::Result;
 use std::cmp::Reverse;
 
-/// `destination` fetches `expert` from `source`. Both are nodes.
+/// Transfer of an expert between two nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertTransfer {
     /// Index of the expert.
@@ -19,30 +19,31 @@ pub struct ExpertTransfer {
     pub nbytes: i64,
 }
 
-/// Way from one placement to another.
+/// Migration from one placement to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Migration {
     /// The node that takes each position, all different.
     pub node_map: Vec<usize>,
-    /// Transfers in order of size, largest first.
+    /// Transfers, largest first.
     pub transfers: Vec<ExpertTransfer>,
     /// Bytes of all transfers.
     pub nbytes: i128,
 }
 
-/// Gives the positions of a new placement to nodes so that the fewest bytes move, and lists the transfers.
+/// Assigns the positions of a new placement to nodes so that the fewest bytes move, and lists the transfers.
 ///
-/// `old` is `[nodes, experts]`: what each node holds now, zero rows for nodes that join. `new` is `[positions, experts]`:
-/// what each position is to hold; nodes without a position leave. Anything above 0 is held. `nbytes` is `[experts]`.
+/// `old` is `[nodes, experts]`, the current replicas of each node; rows are zero for joining nodes. `new` is
+/// `[positions, experts]`, the replicas that each position should hold; nodes without a position leave. Any value above
+/// 0 counts as held. `nbytes` is `[experts]`.
 ///
-/// Up to 512 nodes no assignment moves fewer bytes, and of those that move as few this is one with the most positions on
-/// the node of the same number: what can stay in order does. With more nodes the pairs with the most bytes in common go
-/// first, and the result moves no more than the assignment by number. Every transfer, largest first, comes from the
-/// holder with the fewest bytes to send so far.
+/// Up to 512 nodes no assignment moves fewer bytes, and among those that move the same, this one has the most positions
+/// on the node of the same number, so that positions stay where possible. With more nodes the pairs with the most bytes
+/// in common are assigned first, and the result moves no more than the assignment by number. Each transfer, largest
+/// first, comes from the holder with the fewest bytes to send so far.
 ///
-/// With `domains`, lists of nodes that fail together, `new` has as many rows as `old`, and the positions of the nodes of
-/// a domain go to the nodes of one domain of the same size: what a placement survives stays the same. A node in none is
-/// one of its own. With more than 512 nodes each domain keeps its own positions.
+/// With `domains`, lists of nodes that fail together, `new` has as many rows as `old`. Then the positions of a domain's
+/// nodes go to the nodes of one domain of the same size, so that survival is unchanged. An unlisted node is its own
+/// domain. With more than 512 nodes each domain keeps its own positions.
 ///
 /// ```
 /// use evermoe::placement::{ExpertTransfer, migrate};
@@ -71,7 +72,7 @@ pub fn migrate(
     Ok(Migration { node_map: moves.node_map, transfers, nbytes })
 }
 
-/// Who takes which position, and what that follows from.
+/// The node of each position, and derived quantities.
 pub(super) struct Moves {
     /// The node that takes each position, all different.
     pub(super) node_map: Vec<usize>,
@@ -81,7 +82,7 @@ pub(super) struct Moves {
     needers: Vec<Vec<usize>>,
 }
 
-/// The nodes of [`migrate`], without the transfers.
+/// The assignment of [`migrate`], without the transfers.
 pub(super) fn moves(
     old: &[i64],
     new: &[i64],

@@ -1,4 +1,4 @@
-//! Replicas of each expert, their nodes, and the holders of copies: pure functions, the same on every rank.
+//! Placement: replicas of each expert, their nodes, and the holders of copies. Pure functions, the same on every rank.
 //!
 //! ```text
 //! load ─ allocate, reallocate ─ replicas ─ place ─ matrix [nodes, experts]

@@ -1,17 +1,18 @@
-//! What a session asks of placements beside the planners: slots, rows that stay, and whether moving is worth it.
+//! Further decisions of a session: slots, rows that stay, and whether moving is worthwhile.
 
 use super::migrate::moves;
 use super::place::MAX_REPLICAS;
 use crate::ensure;
 use crate::error::Result;
 
-/// A new placement must lower the busiest rank of a layer by this part of the mean load.
+/// Share of the mean load by which a new placement must lower the busiest rank of a layer.
 const REBALANCE_GAIN: f64 = 0.1;
 
-/// Replicas of experts of a layer that each rank of a session holds: as asked, but all experts fit.
+/// Returns the number of replicas per layer that each rank of a session holds: as requested, and at least enough for
+/// all experts.
 ///
-/// Where nothing is asked, one more than the fewest, or so many that all wanted replicas fit. Nodes of different sizes
-/// need more: each expert is to be on `replicas` of them, or on all. `domain_sizes` are the ranks of each node.
+/// Without a request it is one more than the minimum, or enough for all wanted replicas. Nodes of different sizes need
+/// more: each expert should be on `replicas` of them, or on all. `domain_sizes` is the number of ranks of each node.
 ///
 /// ```
 /// use evermoe::placement::session_slots;
@@ -20,7 +21,7 @@ const REBALANCE_GAIN: f64 = 0.1;
 /// # Ok::<(), evermoe::Error>(())
 /// ```
 ///
-/// Without ranks it is 0.
+/// // Without ranks it is 0.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) for more experts, ranks or slots than [`place`](super::place) has
@@ -56,11 +57,11 @@ pub fn session_slots(
     Ok(enough)
 }
 
-/// A layer's placement with its rows given to ranks so that the fewest bytes come from peers.
+/// Returns a layer's placement with its rows assigned to ranks so that the fewest bytes come from peers.
 ///
-/// `held` is `[ranks, experts]`: above 0 where a rank has the expert's bytes in memory, trained or as a copy; `placement`
-/// has the same shape. What each node's ranks hold together stays together, so that the loss of a node costs what it
-/// did. Experts that no rank holds come from a checkpoint, wherever they go.
+/// `held` is `[ranks, experts]`: above 0 if a rank has the expert's bytes in memory, trained or as a copy; `placement`
+/// has the same shape. The rows of a node's ranks stay together, so that the loss of a node costs the same as before.
+/// Experts that no rank holds come from a checkpoint in any case.
 ///
 /// ```
 /// use evermoe::placement::keep_in_place;
@@ -86,7 +87,7 @@ pub fn keep_in_place(
     Ok(kept)
 }
 
-/// The rank that takes each row of [`keep_in_place`].
+/// Returns the rank of each row of [`keep_in_place`].
 ///
 /// ```
 /// use evermoe::placement::ranks_in_place;
@@ -121,8 +122,8 @@ pub fn ranks_in_place(
     Ok(moves.node_map)
 }
 
-/// Whether a new placement makes a layer so much more even that experts should move; both loads are those of the busiest
-/// rank over the mean.
+/// Whether a new placement makes a layer enough more even for experts to move; both loads are those of the busiest rank
+/// over the mean.
 ///
 /// ```
 /// use evermoe::placement::is_worth_moving;

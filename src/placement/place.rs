@@ -1,4 +1,4 @@
-//! Placement of experts on nodes, by policy: the face of the placements and the choice between them.
+//! Placement of experts on nodes by policy: the entry point to the constructions and the choice between them.
 
 use super::adjust::adjusted;
 use super::candidate::Candidate;
@@ -14,17 +14,17 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
-/// (node, expert) pairs of a placement: half a gigabyte of table.
+/// Maximum (node, expert) pairs of a placement: half a gigabyte of table.
 const MAX_CELLS: usize = 1 << 26;
-/// Replicas of a placement.
+/// Maximum replicas of a placement.
 pub(super) const MAX_REPLICAS: usize = 1 << 24;
 
-/// Policy by which experts are placed.
+/// Policy of a placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// Lazarus' maximum rank overlap, as printed, over domains: Theorem 1 fails where the last group is cut by their
-    /// number.
+    /// Lazarus' maximum rank overlap, as in the paper, over domains. Theorem 1 fails if the last group is cut by the
+    /// number of domains.
     Mro,
     /// Replicas in the order of the experts, dealt to the nodes in turn, or to the domains.
     Spread,
@@ -32,13 +32,13 @@ pub enum Policy {
     Compact,
     /// The most survival at the given number of losses; never less than the best of the three above.
     Safest,
-    /// The most even within 5 points of the survival of `Mro` and `Spread`, where the better of them survives at least
-    /// half of the losses; below that no placement protects, and evenness alone decides. No other policy's that has
-    /// every expert on as many domains is better on both evenness and survival, at these losses or at one more; with more
-    /// than 4,096 (node, expert) pairs a percent of evenness does not count. From a previous placement one that
-    /// moves little, if its busiest node has at most 1.05 times the mean load or little more than it must. Where more than
-    /// 15 % of the replicas would move, the previous itself up to 1.05 / 0.95 times that load, by which a drift of all
-    /// loads by 5 % can take it there.
+    /// The most even placement within 5 points of the survival of `Mro` and `Spread`, if the better of them survives at
+    /// least half of the losses; below that no placement protects, and evenness alone decides. No other policy's
+    /// placement that has every expert on as many domains is better in both evenness and survival, at these losses or
+    /// at one more; with more than 4,096 (node, expert) pairs a percent of evenness does not count. With a previous
+    /// placement: one that moves little, if its busiest node has at most 1.05 times the mean load or little more than
+    /// the minimum. If more than 15 % of the replicas would move, the previous placement itself is kept up to 1.05 /
+    /// 0.95 times that load, which a drift of all loads by 5 % can cause.
     Balanced,
 }
 
@@ -65,7 +65,7 @@ impl FromStr for Policy {
     }
 }
 
-/// Replicas to be placed, on how many nodes, and by which policy.
+/// Replicas to place, with the nodes and the policy.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     /// `[experts]` replicas; they sum to `nodes · slots`.
@@ -76,14 +76,14 @@ pub struct Request<'a> {
     pub slots: usize,
     /// Policy of the placement.
     pub policy: Policy,
-    /// `[experts]` tokens, or any measure of work; without it every replica counts the same.
+    /// `[experts]` tokens, or any other measure of work; without it every replica counts the same.
     pub load: Option<&'a [f64]>,
-    /// `[nodes, experts]` replicas that these nodes hold now, zero rows for new ones.
+    /// `[nodes, experts]` current replicas of these nodes, zero rows for new ones.
     pub previous: Option<&'a [i64]>,
-    /// Nodes that fail together; a node in none fails alone.
+    /// Nodes that fail together; an unlisted node fails alone.
     pub domains: Option<&'a [Vec<usize>]>,
-    /// Simultaneous losses of domains at which survival is weighed. Default: the fewest replicas that an expert has, for
-    /// `balanced` at least 2, as one loss is then either survived by all placements or by hardly any.
+    /// Simultaneous losses of domains at which survival is weighed. Default: the minimum number of replicas of an
+    /// expert; for `balanced` at least 2, as one loss is survived by either all placements or hardly any.
     pub failures: Option<usize>,
 }
 
@@ -106,16 +106,16 @@ pub struct Request<'a> {
 /// ```
 ///
 /// With every policy each node gets exactly `slots` replicas. With `safest` and `balanced` every expert is on at least
-/// `min(f, nodes)` distinct nodes, where f is the fewest replicas that any expert has; `balanced` puts it on as many as
-/// it has replicas (on all of them, evenly, where it has more), but where another policy is safer or more even. With
-/// `domains`, exchanges take it to `min(f, domains)` distinct ones where they can:
-/// [`Reason::spread`](super::Reason::spread) says what they reached. Of its equally safe candidates `safest` takes the
-/// one with the fewest replicas that are new since `previous`.
+/// `min(f, nodes)` distinct nodes, where f is the minimum number of replicas of any expert. `balanced` puts it on as
+/// many nodes as it has replicas (evenly on all of them if it has more), unless another policy is safer or more even.
+/// With `domains`, exchanges extend that to `min(f, domains)` distinct ones where possible:
+/// [`Reason::spread`](super::Reason::spread) is the number reached. Among equally safe candidates, `safest` takes the
+/// one with the fewest new replicas since `previous`.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when the replicas do not sum to `nodes · slots`, an expert has
-/// none, a load is negative or not finite, `previous` has another size, domains overlap, or `failures` is 0 or more than
-/// there are domains.
+/// [`Error::Invalid`](crate::Error::Invalid) if the replicas do not sum to `nodes · slots`, an expert has none,
+/// a load is negative or not finite, `previous` has another size, domains overlap, or `failures` is 0 or more than the
+/// number of domains.
 pub fn place(request: &Request<'_>) -> Result<Placement> {
     let problem = problem_of(request)?;
     let replicas = request.replicas;
@@ -139,7 +139,7 @@ pub fn place(request: &Request<'_>) -> Result<Placement> {
     Ok(candidate.into_placement(&problem))
 }
 
-/// Checks the request and takes off what every node holds anyway.
+/// Checks the request and subtracts the replicas that every node holds anyway.
 pub(super) fn problem_of(request: &Request<'_>) -> Result<Problem> {
     let Request { replicas, nodes, slots, .. } = *request;
     check(request)?;
@@ -174,7 +174,7 @@ pub(super) fn problem_of(request: &Request<'_>) -> Result<Problem> {
     })
 }
 
-/// Domains that every expert can be on at once, up to `most`: small ones have no room for all experts.
+/// Number of domains that every expert can be on at once, up to `most`: small domains have no room for all experts.
 fn widest(domain: &[usize], domains: usize, slots: usize, experts: usize, most: usize) -> usize {
     let mut room = vec![0; domains];
     domain.iter().for_each(|&domain| room[domain] += slots);

@@ -1,19 +1,19 @@
-//! Replicas per expert for a load that has changed, with as few changes as that needs.
+//! Replicas per expert after a change of load, with as few changes as necessary.
 
-use super::allocate::{allocate, floor, whole};
+use super::allocate::{allocate, floor, integers};
 use crate::ensure;
 use crate::error::Result;
 use std::cmp::Ordering;
 
-/// A replica may have so many nineteenths of the tokens that the busiest of [`allocate`] has: loads that have drifted
-/// by 5 % up or down, each by itself, differ by 1.05 / 0.95.
+/// Factor, as a fraction, by which a replica may exceed the tokens of the busiest one of [`allocate`]: loads that each
+/// drift by 5 % up or down differ by 1.05 / 0.95.
 const TOLERATED: (u128, u128) = (21, 19);
 
-/// Replicas of each expert for its load, like [`allocate`], from those that there are now.
+/// Returns the replicas of each expert for its load, like [`allocate`], starting from the current ones.
 ///
-/// The busiest expert gets one from the expert that loses least by it, until no replica has more than 1.105 times the
-/// tokens of the busiest of [`allocate`]. Where replicas now do not fill the slots, as when nodes come or go, or an expert
-/// has fewer than it must, it is [`allocate`].
+/// The busiest expert takes a replica from the expert that loses least by it, until no replica has more than 1.105
+/// times the tokens of the busiest one of [`allocate`]. If the current replicas do not fill the slots, as when nodes
+/// come or go, or an expert has fewer than it must, the result is that of [`allocate`].
 ///
 /// ```
 /// use evermoe::placement::{allocate, reallocate};
@@ -26,8 +26,8 @@ const TOLERATED: (u128, u128) = (21, 19);
 /// ```
 ///
 /// # Errors
-/// Those of [`allocate`]; [`Error::Invalid`](crate::Error::Invalid) when `previous` has another length than the
-/// loads, or a negative number.
+/// As [`allocate`]; also [`Error::Invalid`](crate::Error::Invalid) if `previous` differs in length from the
+/// loads, or has a negative number.
 pub fn reallocate(
     load: &[f64],
     nodes: usize,
@@ -35,7 +35,7 @@ pub fn reallocate(
     min_replicas: usize,
     previous: &[i64],
 ) -> Result<Vec<i64>> {
-    let anew = allocate(load, nodes, slots, min_replicas)?;
+    let fresh = allocate(load, nodes, slots, min_replicas)?;
     ensure!(
         previous.len() == load.len(),
         "previous: expected one number for each of {} experts, got {}",
@@ -45,39 +45,40 @@ pub fn reallocate(
     if let Some(expert) = previous.iter().position(|&count| count < 0) {
         ensure!(false, "previous: expert {expert} has {}; expected 0 or more", previous[expert]);
     }
-    let (places, loads) = (nodes * slots, whole(load));
+    let (places, loads) = (nodes * slots, integers(load));
     let least = floor(load.len(), places, min_replicas) as i64;
     let sum: i128 = previous.iter().map(|&count| i128::from(count)).sum();
     if sum != places as i128 || previous.iter().any(|&count| count < least) {
-        return Ok(anew);
+        return Ok(fresh);
     }
     let mut counts = previous.to_vec();
-    let limit = busiest(&loads, &anew);
-    let limit = (loads[limit] * TOLERATED.0, anew[limit] as u128 * TOLERATED.1);
+    let limit = busiest(&loads, &fresh);
+    let limit = (loads[limit] * TOLERATED.0, fresh[limit] as u128 * TOLERATED.1);
     loop {
         let taker = busiest(&loads, &counts);
         if compare((loads[taker], counts[taker] as u128), limit).is_le() {
             return Ok(counts);
         }
         let giver = giver(&loads, &counts, least).filter(|&giver| {
-            // It has less then than the busiest has now, or that would only change places.
+            // After the exchange the giver must have fewer tokens per replica than the busiest now, or the two would
+            // only swap.
             giver != taker
                 && compare((loads[giver], counts[giver] as u128 - 1), (loads[taker], counts[taker] as u128))
                     .is_lt()
         });
-        let Some(giver) = giver else { return Ok(anew) };
+        let Some(giver) = giver else { return Ok(fresh) };
         counts[giver] -= 1;
         counts[taker] += 1;
     }
 }
 
-/// The expert whose replicas have most tokens each.
+/// The expert with the most tokens per replica.
 fn busiest(loads: &[u128], counts: &[i64]) -> usize {
     let each = |&expert: &usize| (loads[expert], counts[expert] as u128);
     (0..loads.len()).rev().max_by(|a, b| compare(each(a), each(b))).unwrap_or(0)
 }
 
-/// The expert whose replicas have fewest tokens each with one less.
+/// The expert with the fewest tokens per replica after giving one up.
 fn giver(loads: &[u128], counts: &[i64], least: i64) -> Option<usize> {
     let each = |&expert: &usize| (loads[expert], counts[expert] as u128 - 1);
     (0..loads.len()).filter(|&expert| counts[expert] > least).min_by(|a, b| compare(each(a), each(b)))
@@ -110,12 +111,12 @@ mod tests {
         ) {
             prop_assume!(nodes * slots >= load.len());
             let previous = allocate(&before, nodes, slots, min_replicas).unwrap();
-            let anew = allocate(&load, nodes, slots, min_replicas).unwrap();
+            let fresh = allocate(&load, nodes, slots, min_replicas).unwrap();
             let counts = reallocate(&load, nodes, slots, min_replicas, &previous).unwrap();
             prop_assert_eq!(counts.iter().sum::<i64>(), (nodes * slots) as i64);
             let least = min_replicas.min(nodes * slots / load.len()) as i64;
             prop_assert!(counts.iter().all(|&count| count >= least), "{:?}", counts);
-            prop_assert!(most(&load, &counts) <= most(&load, &anew) * 21.0 / 19.0 * (1.0 + 1e-9));
+            prop_assert!(most(&load, &counts) <= most(&load, &fresh) * 21.0 / 19.0 * (1.0 + 1e-9));
             prop_assert_eq!(&reallocate(&load, nodes, slots, min_replicas, &counts).unwrap(), &counts);
         }
 
@@ -132,8 +133,8 @@ mod tests {
     #[test]
     fn other_slots_or_too_few_replicas_are_allocated_anew() {
         for previous in [[2, 2, 2, 2], [0, 0, 0, 0], [i64::MAX, i64::MAX, 2, 2], [6, 1, 3, 2]] {
-            let anew = allocate(&[8.0, 9.0, 8.0, 8.0], 3, 4, 2).unwrap();
-            assert_eq!(reallocate(&[8.0, 9.0, 8.0, 8.0], 3, 4, 2, &previous).unwrap(), anew);
+            let fresh = allocate(&[8.0, 9.0, 8.0, 8.0], 3, 4, 2).unwrap();
+            assert_eq!(reallocate(&[8.0, 9.0, 8.0, 8.0], 3, 4, 2, &previous).unwrap(), fresh);
         }
     }
 

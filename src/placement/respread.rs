@@ -1,10 +1,10 @@
-//! Exchanges that take experts to more failure domains, where cells and late replicas could not.
+//! Exchanges that bring experts to more failure domains, where cells and late replicas could not.
 
 use super::cells::Frame;
 use super::layout::{Layout, Problem};
 
-/// Exchanges replicas until every expert is in `spread` domains, or no exchange takes one there without taking another one
-/// away.
+/// Exchanges replicas until every expert is in `spread` domains, or no exchange improves one expert without harming
+/// another.
 pub(super) fn respread(problem: &Problem, layout: &mut Layout, frame: &mut Frame<'_>) {
     for expert in (0..problem.experts).filter(|&expert| problem.each[expert] == 0) {
         while domains_of(problem, layout, expert).iter().filter(|&&count| count > 0).count() < problem.spread
@@ -31,8 +31,8 @@ fn domains_of(problem: &Problem, layout: &Layout, expert: usize) -> Vec<usize> {
     counts
 }
 
-/// (node, other node, other expert): the expert leaves a node in whose domain it has another replica, for a domain where
-/// it has none; of all such exchanges the one that changes the nodes' loads the least.
+/// Returns (node, other node, other expert): the expert leaves a node in whose domain it has another replica, for a
+/// domain without one; of all such exchanges the one that changes the nodes' loads the least.
 fn best(problem: &Problem, layout: &Layout, expert: usize) -> Option<(usize, usize, usize)> {
     let own = domains_of(problem, layout, expert);
     let mut found: Option<(f64, (usize, usize, usize))> = None;

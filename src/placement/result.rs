@@ -1,8 +1,8 @@
-//! A placement, and why it was chosen.
+//! A placement and its reason.
 
 use std::fmt;
 
-/// Node of each replica, and why.
+/// Node of each replica, and the reason.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Placement {
     /// `[nodes, experts]` replicas.
@@ -18,9 +18,9 @@ pub struct Reason {
     pub construction: Construction,
     /// Simultaneous losses at which survival was weighed.
     pub failures: usize,
-    /// Part of these losses that leave every expert a replica.
+    /// Share of these losses that leave every expert a replica.
     pub survival: f64,
-    /// Distinct failure domains that every expert is on, at least: any smaller number of losses is survived.
+    /// Minimum number of distinct failure domains of an expert: any smaller number of losses is survived.
     pub spread: usize,
     /// Load of the busiest node over the mean, with an even split of each expert's tokens.
     pub imbalance: f64,
@@ -39,11 +39,11 @@ pub enum Construction {
     Spread,
     /// Node after node.
     Compact,
-    /// Cells, of which this many hold the experts that the losses could take.
+    /// Cells, with this number of them for the experts that the losses could take.
     Cells(usize),
     /// Cells, starting from the previous placement.
-    Kept(usize),
-    /// The previous placement, with as few replicas exchanged as their new numbers need.
+    Retained(usize),
+    /// The previous placement with the minimum number of exchanged replicas for the new counts.
     Previous,
     /// One of the others, made safer by exchanging replicas.
     Exchanged,
@@ -58,7 +58,7 @@ impl fmt::Display for Construction {
             Self::Cells(count) => write!(f, "fragile experts in {count} cells"),
             Self::Previous => write!(f, "as before"),
             Self::Exchanged => write!(f, "made safer by exchanges"),
-            Self::Kept(count) => write!(f, "kept from before, fragile experts in {count} cells"),
+            Self::Retained(count) => write!(f, "previous placement kept, fragile experts in {count} cells"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Replicas node by node, without the many experts that a node does not hold.
+//! Replicas by node, as sparse rows.
 
 /// Experts that each node holds, ascending, with the number of their replicas.
 pub(crate) type Rows = Vec<Vec<(usize, i64)>>;

@@ -3,14 +3,14 @@ use crate::ensure;
 use crate::error::Result;
 use std::collections::BTreeMap;
 
-/// For each unit, the ranks that keep its copies: its primary, then `copies − 1` others.
+/// Returns for each unit the ranks that keep its copies: its primary, then `copies − 1` others.
 ///
-/// The others are the primary's partners of [`copy_holders`], but a partner on a node that holds the unit actively
-/// anyway gives way to the next rank, by number, whose node does not: each copy then protects against one more loss.
-/// Where every node holds the unit the partner stays, as the copy is there for crashes of the processes.
+/// The others are the primary's partners of [`copy_holders`]. A partner on a node that trains the unit is replaced by
+/// the next rank, by number, whose node does not: so each copy protects against one more loss. If every node trains the
+/// unit the partner stays, as the copy then protects against crashes of the processes.
 ///
 /// ```
-/// // Four nodes. Unit 0 trains on ranks 2 and 3, so its copy goes past its partner 3 to rank 0.
+/// // Four nodes. Unit 0 trains on ranks 2 and 3, so its copy goes not to its partner 3 but to rank 0.
 /// let nodes = ["a", "b", "c", "d"];
 /// let holders = evermoe::placement::unit_copy_holders(&[2, 0], &[vec![2, 3], vec![0]], &nodes, 2)?;
 /// assert_eq!(holders, [vec![2, 0], vec![0, 1]]);
@@ -18,7 +18,8 @@ use std::collections::BTreeMap;
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when `copies` is 0, the lists differ in length, or a rank is none.
+/// [`Error::Invalid`](crate::Error::Invalid) if `copies` is 0, the lists differ in length, or a rank does not
+/// exist.
 pub fn unit_copy_holders<S: Ord>(
     primaries: &[usize],
     active: &[Vec<usize>],
@@ -52,7 +53,7 @@ pub fn unit_copy_holders<S: Ord>(
     .collect()
 }
 
-/// `node_of` are the numbers of the ranks' nodes, below that of the ranks.
+/// `node_of` is the number of each rank's node, below the number of ranks.
 fn holders_of(primary: usize, partners: &[usize], active: &[usize], node_of: &[usize]) -> Vec<usize> {
     let mut is_covered = vec![false; node_of.len()];
     active.iter().for_each(|&rank| is_covered[node_of[rank]] = true);

@@ -1,10 +1,10 @@
-//! Capacity of each node: the time and memory that copies take there.
+//! Capacity of each node: the time and memory that its copies take.
 
 use super::plan::{CopyKind, Holder, Limit, NodeUse};
 use super::request::{CopyRequest, CopyUnit};
-use crate::schedule::{Link, Place};
+use crate::schedule::{Link, MemoryKind};
 
-/// Sums of seconds are rounded: what is over by less than a picosecond fits.
+/// Tolerance for sums of seconds, which are rounded: an excess below a picosecond fits.
 const ROUNDING: f64 = 1e-12;
 
 /// Cost of one copy of a unit.
@@ -14,11 +14,11 @@ pub(super) struct Cost {
     pub(super) bytes: u64,
     /// Bytes kept by each holder.
     memory: u64,
-    /// Snapshots stay in host memory.
+    /// Whether the copy may be in device memory; snapshots stay in host memory.
     on_device: bool,
 }
 
-/// Seconds of a transfer; nothing takes none.
+/// Seconds of a transfer; 0 for no bytes.
 fn seconds(link: Link, bytes: u64) -> f64 {
     if bytes == 0 { 0.0 } else { link.seconds(bytes) }
 }
@@ -31,7 +31,7 @@ impl Cost {
                 let memory = request.replayed_bytes(unit);
                 Self { bytes: unit.gradient_bytes, memory, on_device: true }
             }
-            // The version that comes in is seen when it is complete: until then the last one is kept.
+            // The incoming version becomes visible when it is complete; until then the previous one is kept.
             CopyKind::Snapshot { period } => Self {
                 bytes: unit.state_bytes.div_ceil(period as u64),
                 memory: 2 * unit.state_bytes,
@@ -46,7 +46,7 @@ impl Cost {
     }
 }
 
-/// Capacity of the nodes, and what is in use.
+/// Capacity of the nodes, and the part in use.
 #[derive(Clone, Debug)]
 pub(super) struct Capacity<'a> {
     request: &'a CopyRequest<'a>,
@@ -74,24 +74,24 @@ impl<'a> Capacity<'a> {
         extra <= self.request.budget * self.request.step_seconds + ROUNDING
     }
 
-    /// Whether a sender has the time for so many holders.
+    /// Checks that a sender has the time for a number of holders.
     pub(super) fn sender(&self, node: usize, cost: Cost, holders: usize) -> Result<(), Limit> {
         let network = holders as f64 * seconds(self.request.network, cost.bytes);
         let host_link = seconds(self.request.host_link, cost.bytes);
         if self.in_time(node, network, host_link) { Ok(()) } else { Err(Limit::Time { node }) }
     }
 
-    /// Memory in which a node would keep the copy, if it has memory and time.
+    /// Returns the memory in which a node would keep the copy, if it has memory and time for it.
     pub(super) fn holder(&self, node: usize, cost: Cost) -> Result<Holder, Limit> {
         let (used, has) = (&self.used[node], &self.request.nodes[node]);
         let network = seconds(self.request.network, cost.bytes);
         let on_host = used.host_bytes + cost.memory <= has.host_bytes;
         let on_device = cost.on_device && used.device_bytes + cost.memory <= has.device_bytes;
         if on_host && self.in_time(node, network, 0.0) {
-            return Ok(Holder { node, place: Place::Host });
+            return Ok(Holder { node, memory: MemoryKind::Host });
         }
         if on_device && self.in_time(node, network, seconds(self.request.host_link, cost.bytes)) {
-            return Ok(Holder { node, place: Place::Device });
+            return Ok(Holder { node, memory: MemoryKind::Device });
         }
         Err(if on_host || on_device { Limit::Time { node } } else { Limit::Memory { node } })
     }
@@ -125,7 +125,7 @@ impl<'a> Capacity<'a> {
             let to = &mut self.used[holder.node];
             to.network_seconds += network;
             to.received_bytes = bytes(to.received_bytes, cost.bytes);
-            if holder.place == Place::Device {
+            if holder.memory == MemoryKind::Device {
                 to.host_link_seconds += host_link;
                 to.device_bytes = bytes(to.device_bytes, cost.memory);
             } else {

@@ -1,4 +1,4 @@
-//! Greedy choice of copies: what saves the most tokens for a second of links comes first.
+//! Greedy choice of copies: the choice that saves the most tokens per second of links comes first.
 
 use super::capacity::{Capacity, Cost};
 use super::options::{Choice, Risk, hull};
@@ -10,19 +10,21 @@ use crate::placement::{primaries, survival, unit_copy_holders};
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
-/// Protection of each unit: by the nodes that train on it, replayed copies, snapshots every n steps, or none.
+/// Chooses the protection of each unit: by the nodes that train on it, replayed copies, snapshots every n steps, or
+/// none.
 ///
-/// Wanted is that every loss of fewer than `copies` domains is survived without a lost step. Each unit that fewer domains
-/// train on gets, on further domains, what takes the fewest seconds of links: the gradients of each step (none if it is
-/// idle), or its state. Copies run in idle windows, and beyond them up to `budget` of a step. Where not all fit,
-/// expected lost tokens decide: greedily, along the convex hull of each unit's choices, the step that saves the most
-/// tokens for a second of links; then what is left is filled, and
-/// pairs of units exchange room while that helps. A packing by size is tried too, and the better one taken.
+/// The goal is that every loss of fewer than `copies` domains is survived without a lost step. Each unit that fewer
+/// domains train on gets copies on further domains, in the form that takes the fewest seconds of links: the gradient of
+/// each step (no bytes if the unit is idle), or its state. Copies are sent in idle windows, and beyond them within
+/// `budget` of a step. If not all of them fit, expected lost tokens decide: greedily, along the convex hull of each
+/// unit's choices, the step that saves the most tokens per second of links is taken. Then the remaining capacity is
+/// filled, and pairs of units exchange capacity while that reduces the loss. A packing by size is tried as well, and
+/// the better result is taken.
 ///
-/// Every transfer takes `alpha + bytes / beta` seconds of the network of both ends, and once of the sender's host link;
-/// a copy lies in host memory, or if replayed and there is no room in device memory, over the holder's host link. A
-/// snapshot every n steps is sent in n parts and takes its memory twice, as a version is seen only when it is complete;
-/// a replayed copy takes the state and `log_steps` gradients.
+/// Every transfer takes `alpha + bytes / beta` seconds of the network at both ends, and once of the sender's host link.
+/// A copy is kept in host memory; if there is no room, a replayed copy may be in device memory, over the holder's host
+/// link. A snapshot every n steps is sent in n parts and takes its memory twice, as a version becomes visible only when
+/// it is complete. A replayed copy takes the state and `log_steps` gradients.
 ///
 /// ```
 /// use evermoe::schedule::Link;
@@ -51,7 +53,7 @@ use std::collections::BinaryHeap;
 /// let kinds: Vec<&str> = plan.units.iter().map(|unit| unit.kind.name()).collect();
 /// assert_eq!(kinds, ["active", "replayed", "replayed", "snapshot"]);
 /// assert_eq!((plan.bytes(), plan.delay_seconds), (200 + 200 + 1200, 0.0));
-/// // With half of the time, the snapshot comes every second step.
+/// // With half of the time, there is a snapshot every second step.
 /// let slow = [CopyNode { network_seconds: 0.08, ..node(0) }, CopyNode { network_seconds: 0.08, ..node(1) }, node(2), node(3)];
 /// let plan = choose_copies(&CopyRequest { nodes: &slow, ..request })?;
 /// assert_eq!(plan.units[3].kind, CopyKind::Snapshot { period: 2 });
@@ -82,7 +84,7 @@ pub fn choose_copies(request: &CopyRequest<'_>) -> Result<CopyPlan> {
     if better == Ordering::Greater { by_size.plan() } else { by_saving.plan() }
 }
 
-/// A unit's choices, and the one that is made.
+/// The choices of a unit, and the current one.
 pub(super) struct Unit {
     pub(super) active: Vec<usize>,
     pub(super) sender: usize,
@@ -146,7 +148,7 @@ impl<'a> Chooser<'a> {
         let (domain, failure) = request.domains();
         let risk = Risk { request, failure };
         let active: Vec<Vec<usize>> = request.units.iter().map(|unit| unit.active.clone()).collect();
-        // Senders share what is sent, holders are the copy placement's, with domains for nodes.
+        // What is sent is divided among senders; holders are those of the copy placement, with domains for nodes.
         let sent: Vec<u64> = request.units.iter().map(sent_bytes).collect();
         let senders = primaries(&active, &sent, request.nodes.len())?;
         let copies = request.copies.min(risk.failure.len().max(1));
@@ -192,7 +194,7 @@ impl<'a> Chooser<'a> {
         };
         let mut steps: BinaryHeap<Step> = (0..self.units.len()).filter_map(|unit| step(unit, 0)).collect();
         while let Some(Step { unit, position, .. }) = steps.pop() {
-            // What lies further along the hull takes other memory, so it is tried even if this does not fit.
+            // Choices further along the hull take other memory, so they are tried even if this one does not fit.
             let _ = self.choose(unit, hulls[unit][position].1);
             steps.extend(step(unit, position + 1));
         }
@@ -209,7 +211,8 @@ impl<'a> Chooser<'a> {
         }
     }
 
-    /// Gives what is left to the units that lose the most: choices that cover them, else those that lose the least.
+    /// Gives the remaining capacity to the units that lose the most: choices that cover them, or else those that lose
+    /// the least.
     fn fill(&mut self) {
         let mut order: Vec<usize> =
             (0..self.units.len()).filter(|&unit| !self.units[unit].covered()).collect();
@@ -220,7 +223,7 @@ impl<'a> Chooser<'a> {
         }
     }
 
-    /// Takes all copies of a unit away.
+    /// Removes all copies of a unit.
     pub(super) fn clear(&mut self, index: usize) {
         let request = &self.request.units[index];
         let unit = &mut self.units[index];
@@ -234,7 +237,7 @@ impl<'a> Chooser<'a> {
         (unit.kind, unit.holders.clone(), unit.loss)
     }
 
-    /// Returns a unit to what `save` gave, for which there is capacity.
+    /// Restores a unit to the choice that `save` returned, for which there is capacity.
     pub(super) fn restore(&mut self, index: usize, saved: &(CopyKind, Vec<Holder>, f64)) {
         self.clear(index);
         let unit = &mut self.units[index];
@@ -246,7 +249,7 @@ impl<'a> Chooser<'a> {
         );
     }
 
-    /// Makes the choice in place of the last one, if there is capacity for it.
+    /// Replaces the unit's choice, if there is capacity for the new one.
     pub(super) fn choose(&mut self, index: usize, choice: Choice) -> std::result::Result<(), Limit> {
         let request = &self.request.units[index];
         let Unit { sender, kind, .. } = self.units[index];
@@ -296,7 +299,7 @@ impl<'a> Chooser<'a> {
         Ok(holders)
     }
 
-    /// Units that could be covered and are not, and the expected loss.
+    /// Number of units that could be covered and are not, and the expected loss.
     fn quality(&self) -> (usize, f64) {
         let open = self.units.iter().filter(|unit| !unit.covered() && unit.cover().next().is_some());
         (open.count(), self.lost_tokens())

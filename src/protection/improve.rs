@@ -1,4 +1,4 @@
-//! Exchanges between two units, where the greedy choice has no capacity left.
+//! Exchanges of capacity between two units, where the greedy choice has none left.
 
 use super::choose::{Chooser, Unit};
 use super::options::Choice;
@@ -9,32 +9,32 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::rc::Rc;
 
-/// Nodes and pairs that may be looked at in all: some tens of milliseconds, for which members wait.
+/// Maximum number of nodes and pairs that are examined: some tens of milliseconds, for which members wait.
 const MAX_WORK: usize = 1 << 21;
-/// Share by which a loss must be less, to be more than rounding.
+/// Relative amount by which a loss must decrease to count as more than rounding.
 const LESS: f64 = 1e-9;
-/// Share by which losses that are alike may differ: less than `LESS`, or units would exchange for ever.
+/// Relative difference up to which losses count as equal; less than `LESS`, or units would exchange for ever.
 const ROUNDING: f64 = 1e-12;
 
-/// What the two units of an exchange would have.
+/// Result of an exchange for its two units.
 struct Outcome {
     kept: [(CopyKind, Vec<Holder>); 2],
-    /// Losses of the two for each of their tokens.
+    /// Loss per token of each of the two.
     loss: [f64; 2],
-    /// How many of the two are covered.
+    /// Number of the two that are covered.
     covered: usize,
 }
 
-/// What exchanges come to. Units that differ in their tokens alone, such as most experts, have the same.
+/// Cache of the results of exchanges. Units that differ only in their tokens, such as most experts, share them.
 struct Exchanges {
-    /// Nodes and pairs that may still be looked at.
+    /// Number of nodes and pairs that may still be examined.
     work: usize,
-    /// By unit, what it is but for its tokens.
+    /// Group of each unit: units that are equal except for their tokens.
     groups: Vec<usize>,
-    /// By unit, its group with its present copies.
+    /// Class of each unit: its group and its current copies.
     classes: Vec<usize>,
     numbers: HashMap<(usize, CopyKind, Vec<Holder>), usize>,
-    /// By the classes of the two, as long as no capacity is taken or given back.
+    /// Results by the classes of the two units; valid until capacity changes.
     outcomes: HashMap<(usize, usize), Rc<[Outcome]>>,
 }
 
@@ -64,7 +64,8 @@ impl Exchanges {
 }
 
 impl Chooser<'_> {
-    /// Exchanges as long as it helps: one unit gives way, another one takes a better choice, and the first what is left.
+    /// Exchanges while it helps: one unit gives up its copies, another takes a better choice, and the first takes what
+    /// is left.
     pub(super) fn improve(&mut self) {
         let mut exchanges = Exchanges::new(&self.units, self.request.units);
         while self.improve_once(&mut exchanges) {}
@@ -91,7 +92,7 @@ impl Chooser<'_> {
         improved
     }
 
-    /// Whether the two lose less together, or as little with more of them covered, after an exchange.
+    /// Exchanges, and returns whether the two then lose less together, or the same with more of them covered.
     fn exchange(&mut self, unit: usize, other: usize, exchanges: &mut Exchanges) -> bool {
         exchanges.work = exchanges.work.saturating_sub(1);
         let pair = [&self.units[unit], &self.units[other]];
@@ -117,7 +118,7 @@ impl Chooser<'_> {
         true
     }
 
-    /// What the unit can choose where the other one gives way, best first.
+    /// Choices of the unit if the other one gives up its copies, best first.
     fn outcomes(&mut self, unit: usize, other: usize, exchanges: &mut Exchanges) -> Rc<[Outcome]> {
         let Exchanges { work, classes, outcomes, .. } = exchanges;
         match outcomes.entry((classes[unit], classes[other])) {

@@ -4,22 +4,22 @@
 //! ```text
 //! unit ─ choices(holders, kind) ─ cost and expected loss ─ hull ─┐
 //! node ─ windows, memory ─ capacity ─────────────────────────────┴─ choose ─ CopyPlan
-//! preset, units, ranks ─ arrange (of `auto` by that plan) ─ who keeps copies of what in a session
+//! preset, units, ranks ─ plan_protection (`auto` by that plan) ─ copies of each unit in a session
 //! ```
 
-mod arrange;
 mod capacity;
 mod choose;
 mod improve;
 mod options;
 mod plan;
 mod request;
+mod session_plan;
 mod summary;
 
-pub use arrange::{
-    Arrangement, Copying, DEFAULT_LINK, FAILURE, Kept, LOG_STEPS, LOGGED_STEPS, OWN_VERSIONS, RECORD_BYTES,
-    SessionRank, SessionRequest, SessionUnit, arrange,
-};
 pub use choose::choose_copies;
 pub use plan::{CopyKind, CopyPlan, CopyReason, Holder, Limit, LossSurvival, NodeUse, UnitChoice};
 pub use request::{CopyNode, CopyRequest, CopyUnit};
+pub use session_plan::{
+    Copying, DEFAULT_LINK, FAILURE, LOG_STEPS, LOGGED_STEPS, OWN_VERSIONS, ProtectionPlan, ProtectionRequest,
+    RECORD_BYTES, RankInfo, UnitInfo, UnitProtection, plan_protection,
+};

@@ -1,4 +1,4 @@
-//! The ways in which one unit can be protected, each with its cost and what it loses.
+//! The possible protections of a unit, each with its cost and its expected loss.
 
 use super::capacity::Cost;
 use super::plan::CopyKind;
@@ -18,7 +18,7 @@ pub(super) struct Choice {
     pub(super) covers: bool,
 }
 
-/// Probabilities and lags that losses are made of.
+/// Probabilities and lags from which losses are computed.
 pub(super) struct Risk<'a> {
     pub(super) request: &'a CopyRequest<'a>,
     /// Probability that each domain fails in a step.
@@ -28,7 +28,7 @@ pub(super) struct Risk<'a> {
 impl Risk<'_> {
     /// Expected tokens lost in a step, if the unit is active on some domains and copied to others.
     ///
-    /// A failure comes at any time, so of versions n steps apart (n − 1) ÷ 2 steps are lost on average.
+    /// A failure may occur at any time, so with versions n steps apart (n − 1) ÷ 2 steps are lost on average.
     pub(super) fn loss(&self, unit: &CopyUnit, kind: CopyKind, active: &[usize], copied: &[usize]) -> f64 {
         let all_fail =
             |domains: &[usize]| domains.iter().map(|&domain| self.failure[domain]).product::<f64>();
@@ -38,7 +38,7 @@ impl Risk<'_> {
         all_fail(active) * steps * unit.tokens
     }
 
-    /// All ways to keep copies of a unit that `missing` domains more should hold; `fresh` are those that are likely to.
+    /// All copies that a unit can have if `missing` more domains should hold it; `fresh` are those that probably would.
     pub(super) fn choices(
         &self,
         unit: &CopyUnit,
@@ -75,9 +75,9 @@ fn periods(most: usize) -> Vec<usize> {
     found
 }
 
-/// The choices on the lower convex hull of cost and loss: each step along it saves less for a second than the last.
+/// The choices on the lower convex hull of cost and loss: each step along it saves less per second than the last.
 ///
-/// With each the tokens that its step saves for a second of links.
+/// Each comes with the tokens that its step saves per second of links.
 pub(super) fn hull(choices: &[Choice], nothing: f64) -> Vec<(f64, Choice)> {
     let (mut seconds, mut loss) = (0.0, nothing);
     let mut found: Vec<(f64, Choice)> = Vec::new();
@@ -86,7 +86,7 @@ pub(super) fn hull(choices: &[Choice], nothing: f64) -> Vec<(f64, Choice)> {
             extra if extra <= 0.0 => f64::INFINITY,
             extra => (loss - choice.loss) / extra,
         };
-        // Of equal ones the first, which is the last maximum in reverse.
+        // Among equal ones the first, which is the last maximum in reverse.
         let better = choices.iter().rev().filter(|choice| choice.loss < loss && choice.seconds >= seconds);
         let best = better.max_by(|a, b| saves(a).total_cmp(&saves(b)).then(b.loss.total_cmp(&a.loss)));
         let Some(best) = best else { return found };
@@ -110,7 +110,7 @@ mod tests {
     fn the_hull_leaves_out_what_saves_less_than_a_dearer_choice() {
         let kind = CopyKind::Replayed;
         let choice = |seconds, loss| Choice { kind, holders: 1, seconds, loss, covers: false };
-        // 6 tokens for the first second; then 1 in two seconds is left out for 3 in three.
+        // 6 tokens for the first second; then 1 in two seconds is skipped for 3 in three.
         let choices = [choice(1.0, 4.0), choice(3.0, 3.0), choice(4.0, 1.0), choice(5.0, 2.0)];
         let found: Vec<(f64, f64)> =
             hull(&choices, 10.0).iter().map(|(saves, at)| (*saves, at.seconds)).collect();

@@ -1,10 +1,10 @@
-//! The choices, and why they were made.
+//! The choices and their reasons.
 
 use crate::placement::Survival;
-use crate::schedule::Place;
+use crate::schedule::MemoryKind;
 use std::fmt;
 
-/// Kind of protection of a unit beside the nodes that train on it.
+/// Kind of protection of a unit in addition to the nodes that train on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CopyKind {
     /// Enough nodes train on it: no copy.
@@ -16,7 +16,7 @@ pub enum CopyKind {
         /// Steps between two copies; 1 if each step has one.
         period: usize,
     },
-    /// Fewer domains hold it than there should be, and no copy can be had.
+    /// Fewer domains than wanted hold the unit, and no copy is possible.
     Uncovered,
 }
 
@@ -43,22 +43,22 @@ pub struct Holder {
     /// Number of the node.
     pub node: usize,
     /// Memory that has the copy.
-    pub place: Place,
+    pub memory: MemoryKind,
 }
 
-/// Resource of which there is too little.
+/// Resource that has run out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Limit {
     /// Domains.
     Domains,
     /// Seconds of this node's network and host link.
     Time {
-        /// The first that was asked.
+        /// The first node that was tried.
         node: usize,
     },
     /// Memory of this node.
     Memory {
-        /// The first that was asked.
+        /// The first node that was tried.
         node: usize,
     },
 }
@@ -71,19 +71,19 @@ pub enum CopyReason {
         /// Number of the domains.
         domains: usize,
     },
-    /// It is idle: to replay a zero gradient takes no bytes.
+    /// It is idle: replaying a zero gradient takes no bytes.
     Idle,
     /// The gradient has fewer bytes than the state.
     GradientIsSmaller,
     /// The state has no more bytes than the gradient.
     StateIsSmaller,
-    /// The optimizer cannot be replayed to the bit.
+    /// The optimizer's steps cannot be repeated bit for bit.
     NotReplayable,
-    /// A current copy by gradients does not fit; one of the state does.
+    /// A current copy by gradients does not fit, but one by state does.
     ReplayHasNoRoom,
-    /// A current copy by state does not fit; one by gradients does, though they are larger.
+    /// A current copy by state does not fit, but one by gradients does, although they are larger.
     SnapshotHasNoRoom,
-    /// Current copies on enough domains do not fit; this is the least expected loss that does.
+    /// Current copies on enough domains do not fit; this choice has the least expected loss among those that do.
     Limited(Limit),
 }
 
@@ -120,14 +120,14 @@ pub struct UnitChoice {
     pub kind: CopyKind,
     /// The active node that sends.
     pub sender: usize,
-    /// Nodes that keep the copies, beside the active ones.
+    /// Nodes that keep the copies, in addition to the active ones.
     pub holders: Vec<Holder>,
-    /// Bytes sent in a step, to all holders together.
+    /// Bytes sent in a step to all holders together.
     pub bytes: u64,
-    /// Every loss of fewer than `copies` domains is survived without a lost step.
+    /// Whether every loss of fewer than `copies` domains is survived without a lost step.
     pub covered: bool,
-    /// Steps lost at most if all that hold it actively are lost and one holder of a copy survives; without copies what
-    /// the store lags.
+    /// Maximum number of lost steps if all active holders are lost and one holder of a copy survives. Without copies,
+    /// the lag of the store.
     pub most_lost_steps: usize,
     /// Expected tokens lost in a step.
     pub lost_tokens: f64,
@@ -135,7 +135,7 @@ pub struct UnitChoice {
     pub reason: CopyReason,
 }
 
-/// Resources that the copies take on one node, in a step.
+/// Resources that copies take on one node in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct NodeUse {
     /// Bytes sent as the units' sender.
@@ -152,18 +152,18 @@ pub struct NodeUse {
     pub device_bytes: u64,
 }
 
-/// Survival of a loss of `failures` domains, each choice of them equally likely.
+/// Survival of a loss of `failures` domains, with every combination equally likely.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossSurvival {
     /// Number of domains that fail.
     pub failures: usize,
-    /// No unit loses a step.
+    /// Probability that no unit loses a step.
     pub without_loss: Survival,
-    /// Each unit has some copy, perhaps an older one.
+    /// Probability that each unit has some copy, perhaps an older one.
     pub with_loss: Survival,
 }
 
-/// All choices and what they amount to.
+/// All choices and their totals.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CopyPlan {
     /// Protection of each unit.
@@ -174,7 +174,7 @@ pub struct CopyPlan {
     pub delay_seconds: f64,
     /// Expected tokens lost in a step, over all units.
     pub lost_tokens: f64,
-    /// Survival of each number of failed domains from 1 to `copies`, as far as there are domains.
+    /// Survival for each number of failed domains from 1 to `copies`, limited by the number of domains.
     pub survival: Vec<LossSurvival>,
     /// Summary in one sentence.
     pub summary: String,

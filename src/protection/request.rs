@@ -14,9 +14,9 @@ pub struct CopyUnit {
     pub gradient_bytes: u64,
     /// Nodes that train on it.
     pub active: Vec<usize>,
-    /// Tokens that it gets in a step: what is lost with a step.
+    /// Tokens that it receives in a step: the loss per lost step.
     pub tokens: f64,
-    /// Whether its optimizer can be replayed to the bit.
+    /// Whether its optimizer's steps can be repeated bit for bit.
     pub replayable: bool,
 }
 
@@ -50,13 +50,13 @@ pub struct CopyRequest<'a> {
     pub host_link: Link,
     /// Seconds of a step.
     pub step_seconds: f64,
-    /// Domains that are to hold each unit without a lost step: every loss of fewer is survived.
+    /// Number of domains that should hold each unit without a lost step, so that every loss of fewer is survived.
     pub copies: usize,
     /// Share of a step by which copying may delay it, beyond the idle seconds.
     pub budget: f64,
-    /// Steps between two snapshots of a unit at most.
+    /// Maximum number of steps between two snapshots of a unit.
     pub max_period: usize,
-    /// Steps between two persisted versions: what is lost where no copy survives.
+    /// Steps between two persisted versions: the loss if no copy survives.
     pub persist_period: usize,
     /// Gradients that a replayed copy keeps before it applies them.
     pub log_steps: u64,

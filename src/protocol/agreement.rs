@@ -1,4 +1,4 @@
-//! What a set that the Lighthouse names means for one of its members: the same on all of them.
+//! Judgement of a set that the Lighthouse names; all of its members reach the same verdict.
 
 use super::cut::who_stays;
 use super::event::{Participant, Standing, Wait};
@@ -7,83 +7,83 @@ use std::collections::BTreeSet;
 use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
 
-/// The answer of [`judge`].
+/// The verdict of [`judge`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Ask again.
     Wait(Wait),
-    /// All members here agreed before, and others have gone on without them since.
+    /// All members here agreed earlier, and others have continued without them since.
     LeftBehind {
         /// Number of the newest set that a member here has adopted.
         adopted: u64,
     },
-    /// Some members cannot reach each other, or are behind others that have come to the end: these ids go on once all others
-    /// have withdrawn.
+    /// Some members cannot reach each other, or are behind others that have finished. The members with these ids
+    /// continue once all others have withdrawn.
     Cut(BTreeSet<String>),
-    /// The group that all are connected in is still right.
+    /// The connected group is still valid.
     Unchanged,
-    /// A new group.
+    /// The members form a new group.
     New(Agreement),
 }
 
-/// Who takes part.
+/// The members of a group and its identity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Agreement {
-    /// Names the group.
+    /// Unique name of the group.
     pub epoch: u64,
-    /// Larger than that of any member's before.
+    /// Generation of the group; larger than any of its members had.
     pub generation: u64,
-    /// By rank.
+    /// Ids of the members by rank.
     pub members: Vec<String>,
-    /// How many of them train; theirs are the first ranks.
+    /// Number of members that train; they have the first ranks.
     pub num_trainers: usize,
-    /// Newest state of them.
+    /// Newest state that any member has.
     pub newest: u64,
 }
 
-/// How many members a job needs.
+/// Number of members that a job needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Need {
-    /// Members that train.
+    /// Number of training members.
     pub members: usize,
-    /// Whether they are needed always, not only to begin.
+    /// Whether that number is needed throughout the job, not only to begin.
     pub is_always: bool,
-    /// Whether members that were left behind go on all the same: their operator has said that nobody else does.
-    pub goes_on_alone: bool,
-    /// Whether the job has several Lighthouses, each of which may name a set: only a majority goes on then.
+    /// Whether members that were left behind may continue: the operator has declared that no other members do.
+    pub allows_solo_resume: bool,
+    /// Whether the job has several Lighthouses, each of which may name a set: then only a majority continues.
     pub is_majority: bool,
 }
 
-/// Judges the set `participants`, which the Lighthouse has given the number `id`.
+/// Judges the set `participants`, to which the Lighthouse has given the number `id`.
 ///
-/// `group` is the ids and the epoch of the group that this member is connected in.
+/// `group` holds the ids and the epoch of the group that this member is connected in.
 ///
-/// A member that slept while others agreed must not go on: they may have committed steps that it does not know. The
-/// Lighthouse numbers its sets, and nothing happens under a set without all of its members. So this set is safe if each
-/// set since the newest that was adopted here has named a member of this one, or if all members of that newest one are
-/// here. A Lighthouse that has lost its memory counts from 1 again: a number below those seen says nothing.
+/// A member that slept while others agreed must not continue: they may have committed steps that it does not know. The
+/// Lighthouse numbers its sets, and nothing happens under a set without all of its members. So this set is safe in two
+/// cases: each set since the newest one adopted here has named a member of this set, or all members of that newest set
+/// are present. A Lighthouse that has lost its memory counts from 1 again, so a number below those seen proves nothing.
 ///
-/// Where the job has several Lighthouses, their numbers say nothing about each other: only a set that holds a majority
-/// of the last group goes on (see `majority.rs`), whichever of them names it.
+/// With several Lighthouses, their numbers are unrelated. Then only a set that holds a majority of the last group
+/// continues, whichever Lighthouse names it (see `majority.rs`).
 ///
-/// Members "a" and "b" agreed in set 3. While "b" slept, "a" went on alone in set 4 and died. "b" wakes up in set 5:
+/// Members "a" and "b" agreed in set 3. While "b" slept, "a" continued alone in set 4 and died. "b" wakes up in set 5:
 /// ```
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
 /// let standing = Standing {
 ///     epoch: None, established: true, size: 2, generation: 3, state: 3, has_progress: true, named: vec![], adopted: 3,
-///     inquires: false, is_done: false, is_spare: false, seat: None, known: 0, begun: vec![],
+///     inquires: false, is_done: false, is_spare: false, last_group: None, known: 0, begun: vec![],
 /// };
 /// let b = Participant {
 ///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
 /// };
-/// let need = Need { members: 2, is_always: false, goes_on_alone: false, is_majority: false };
+/// let need = Need { members: 2, is_always: false, allows_solo_resume: false, is_majority: false };
 /// assert_eq!(judge(5, &[b.clone()], need, None), Verdict::LeftBehind { adopted: 3 });
 /// assert!(matches!(judge(4, &[b], need, None), Verdict::New(_))); // "a" is gone, and nothing has happened since
 /// ```
 pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&[String], u64)>) -> Verdict {
     let standings = || participants.iter().map(|participant| &participant.standing);
-    // Before all else: who waits here is named in this set, and would pass for one who was not left behind in the next.
-    if let Some(adopted) = slept(id, standings()).filter(|_| !need.goes_on_alone && !need.is_majority) {
+    // First of all: a member that waits is named in this set, so in the next one it would not count as left behind.
+    if let Some(adopted) = slept(id, standings()).filter(|_| !need.allows_solo_resume && !need.is_majority) {
         let is_sure = !standings().any(|standing| standing.inquires);
         return if is_sure { Verdict::LeftBehind { adopted } } else { Verdict::Wait(Wait::Unheard) };
     }
@@ -110,7 +110,7 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
         return Verdict::Wait(Wait::Absent);
     }
     let all: Vec<&Participant> = participants.iter().collect();
-    if let Some((found, size)) = lacking(&all).filter(|_| need.is_majority && !need.goes_on_alone) {
+    if let Some((found, size)) = lacking(&all).filter(|_| need.is_majority && !need.allows_solo_resume) {
         return Verdict::Wait(Wait::Minority { found, size });
     }
     let mut ordered: Vec<&Participant> = participants.iter().collect();
@@ -128,16 +128,16 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     Verdict::New(Agreement { epoch, generation, members, num_trainers: found, newest })
 }
 
-/// The participants without the spares that are not needed: of the spares, in the order of their ids, as many count as members
-/// that train are missing. The same on all members. In a job that has not begun they leave the others time to come: those that
-/// are patient do not count.
+/// Returns the participants without the spares that are not needed; the result is the same on all members. The spares
+/// with the lowest ids fill the places of missing training members. In a job that has not begun, patient spares do not
+/// count, so that the others have time to arrive.
 ///
-/// Three are to train, and "a" and "b" do: of the spares "d" and "c" only "c" counts.
+/// Three members should train, "a" and "b" do: of the spares "d" and "c" only "c" counts.
 /// ```
 /// use evermoe::protocol::{Participant, Settings, Standing, without_idle_spares};
 /// let standing = |is_spare: bool| Standing {
 ///     epoch: None, established: !is_spare, size: 0, generation: 0, state: 0, has_progress: false, named: vec![], adopted: 0,
-///     inquires: false, is_done: false, is_spare, seat: None, known: 0, begun: vec![],
+///     inquires: false, is_done: false, is_spare, last_group: None, known: 0, begun: vec![],
 /// };
 /// let participant = |id: &str, is_spare| Participant {
 ///     id: id.into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![],
@@ -159,10 +159,10 @@ pub fn without_idle_spares(participants: &[Participant], members: usize) -> Vec<
     participants.iter().filter(counts).cloned().collect()
 }
 
-/// The members without those that have an older state than one that has come to the end, if there are such.
+/// If some members have finished: the members whose state is as new as theirs.
 ///
-/// They were not in its last group, or would have its state. It may miss what others have taken along that are through;
-/// together they might have all of an older state, and undo the last steps with it.
+/// The others were not in the last group, or they would have its state. A finished member may lack what members that
+/// have left took with them. Together, the others might hold a complete older state and undo the last steps with it.
 fn at_the_end(participants: &[Participant]) -> Option<BTreeSet<String>> {
     let standings = participants.iter().map(|participant| &participant.standing);
     let end = standings.filter(|standing| standing.is_done).map(|standing| standing.state).max()?;
@@ -173,10 +173,11 @@ fn at_the_end(participants: &[Participant]) -> Option<BTreeSet<String>> {
     (stay.len() < participants.len()).then_some(stay)
 }
 
-/// Whether what a member has told is older than the end of its group: it asked while it trained, and another one that
-/// knows the group waits outside of it.
+/// Whether a member's report is older than the end of its group: it asked while it trained, and another member of that
+/// group now waits outside of it.
 ///
-/// It may be dead: then the others do not reach it, and nobody may withdraw in favour of it. Else it will ask again.
+/// That member may be dead. If so, the others do not reach it, and nobody may withdraw in its favour. If not, it will
+/// ask again.
 fn is_outdated(participant: &Participant, participants: &[Participant]) -> bool {
     let standing = &participant.standing;
     let has_left = |other: &Participant| {
@@ -188,8 +189,8 @@ fn is_outdated(participant: &Participant, participants: &[Participant]) -> bool 
     !participant.waits && standing.epoch.is_some() && participants.iter().any(has_left)
 }
 
-/// Whether some established members may be absent and those that are here still give them time: all established ones, or
-/// one of those that would begin a new job.
+/// Whether some established members may be absent and those present still give them time: all established members do,
+/// or one of those that would begin a new job.
 fn awaits_absent(participants: &[Participant]) -> bool {
     let established = || participants.iter().filter(|participant| participant.standing.established);
     let size = established().map(|participant| participant.standing.size).max().unwrap_or(0);
@@ -199,7 +200,7 @@ fn awaits_absent(participants: &[Participant]) -> bool {
     size > established().count() && established().all(|participant| participant.is_patient)
 }
 
-/// Number of the newest set that was adopted by a member here, if others may have gone on since.
+/// Number of the newest set that a present member has adopted, if others may have continued since.
 fn slept<'a>(id: u64, standings: impl Iterator<Item = &'a Standing> + Clone) -> Option<u64> {
     let newest =
         standings.clone().filter(|standing| standing.adopted > 0).max_by_key(|standing| standing.adopted)?;
@@ -213,15 +214,15 @@ fn slept<'a>(id: u64, standings: impl Iterator<Item = &'a Standing> + Clone) -> 
     (!is_whole && !(newest.adopted + 1..id).all(is_known)).then_some(newest.adopted)
 }
 
-/// A name that members who agree on the same set and generation share, and nobody else.
+/// Name that is shared by members who agree on the same set and generation, and by no others.
 ///
-/// Where it counts who was in which group, they agree on that, too: what a member told before a vote and after it might
-/// each give it to another half.
+/// Where past groups count, the members must agree on those as well: a member's reports before and after a vote might
+/// each reach a different half.
 fn name(members: &[String], generation: u64, told: Option<&[Participant]>) -> u64 {
     let mut hasher = Xxh3::new();
     hasher.write_u64(generation);
     for standing in told.into_iter().flatten().map(|participant| &participant.standing) {
-        (&standing.seat, standing.known, &standing.begun).hash(&mut hasher);
+        (&standing.last_group, standing.known, &standing.begun).hash(&mut hasher);
     }
     for member in members {
         hasher.write(member.as_bytes());

@@ -1,25 +1,25 @@
-//! Which members go on when some cannot reach each other.
+//! Choice of the members that continue when some cannot reach each other.
 
 use super::event::Participant;
 use super::majority::lacking;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// Branches that are searched; a cut that needs more gets the best set that was found by then.
+/// Limit of the search; beyond it the best set found so far is taken.
 const MAX_BRANCHES: usize = 20_000;
 
-/// The set of members that all reach each other and go on, by id.
+/// Returns the ids of the members that continue; all of them reach each other.
 ///
-/// It is the one with the most members whose state the newest generation made: others lack steps that those have
-/// committed. Of equal sets it is the largest, of these the one with the lowest ids. The same table gives the same set
-/// on every member. Two members reach each other unless one of them says that it does not reach the other.
+/// The set has the most members whose state was made by the newest generation: others lack steps that those have
+/// committed. Ties are broken by size, then by the lowest ids. The same table gives the same set on every member. Two
+/// members reach each other unless one of them reports that it does not reach the other.
 ///
-/// "a" and "b" are cut off from "c" and "d", and no majority is left: the half with the lowest id goes on.
+/// A partition separates "a" and "b" from "c" and "d", and no majority is left: the half with the lowest id continues.
 /// ```
 /// use evermoe::protocol::{Participant, Standing, reach_each_other};
 /// let standing = Standing {
 ///     epoch: None, established: true, size: 4, generation: 1, state: 1, has_progress: true, named: vec![], adopted: 1,
-///     inquires: false, is_done: false, is_spare: false, seat: None, known: 0, begun: vec![],
+///     inquires: false, is_done: false, is_spare: false, last_group: None, known: 0, begun: vec![],
 /// };
 /// let member = |id: &str, unreachable: &[&str]| Participant {
 ///     id: id.into(), rank_key: "".into(), trains: true, waits: true, is_patient: false,
@@ -32,7 +32,7 @@ pub fn reach_each_other(participants: &[Participant]) -> BTreeSet<&str> {
     who_stays(participants, false)
 }
 
-/// As [`reach_each_other`]; with `is_majority` a set that may go on where there are several Lighthouses comes first.
+/// As [`reach_each_other`]. With `is_majority`, a set that may continue despite several Lighthouses comes first.
 pub(super) fn who_stays(participants: &[Participant], is_majority: bool) -> BTreeSet<&str> {
     let ids: BTreeSet<&str> = participants.iter().map(|participant| participant.id.as_str()).collect();
     let ids: Vec<&str> = ids.into_iter().collect();
@@ -68,13 +68,14 @@ pub(super) fn who_stays(participants: &[Participant], is_majority: bool) -> BTre
     search.best.into_iter().map(|member| ids[member]).collect()
 }
 
-/// Search for the best set without a cut pair: by halves, one with the most cut member and one without.
+/// Branch-and-bound search for the best set without a separated pair: at each member with cuts, one branch includes it
+/// and one excludes it.
 struct Search<'a> {
-    /// By member, those that it does not reach.
+    /// The members that each member does not reach.
     cut: &'a [BTreeSet<usize>],
-    /// By member, whether its state is of the newest generation.
+    /// Whether each member's state is of the newest generation.
     is_newest: &'a [bool],
-    /// Whether a set may go on.
+    /// Whether a set may continue.
     may_go_on: &'a dyn Fn(&BTreeSet<usize>) -> bool,
     best: BTreeSet<usize>,
     branches: usize,
@@ -88,7 +89,8 @@ impl Search<'_> {
 
     fn run(&mut self, left: BTreeSet<usize>) {
         let cuts = |member: &usize| self.cut[*member].intersection(&left).count();
-        // Of equally cut members the lowest is decided on first, so that it is in the set that is found first.
+        // Among members with equally many cuts the lowest is branched on first, so that the first set found contains
+        // it.
         let most = left.iter().copied().max_by_key(|member| (cuts(member), Reverse(*member)));
         let Some(most) = most.filter(|member| cuts(member) > 0) else {
             if self.worth(&left) > self.worth(&self.best) {

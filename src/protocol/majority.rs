@@ -1,22 +1,23 @@
-//! Whether the members of a set may go on where several Lighthouses might name two sets at a time.
+//! Majority rule for sets of several Lighthouses, which may name two sets at the same time.
 
-use super::event::{Begun, Participant, Seat};
+use super::event::{Begun, LastGroup, Participant};
 
-/// How many of a group there are, and how many it had, if they are too few to go on in its place, or have an older state.
+/// Number of present members of a group, and its size, if they are too few to succeed the group or have an older state.
 ///
-/// Two sets that share no member must never both go on. A group is followed by one that has more than half of its
-/// members, or exactly half with the lowest id among them: no two sets without a common member do. Members that begin to
-/// connect a group may not learn whether all came, so the rule holds for the newest group that a member here was
-/// connected in and for each later one that a member here has begun (dynamic voting: Yeger Lotem, Keidar, Dolev, 1997).
-/// Two connected groups share a member that has begun both, one after the other: one of the same generation as the newest
-/// was never connected.
+/// Two sets without a common member must never both continue. A group is succeeded by one with more than half of its
+/// members, or with exactly half including the lowest id: two such sets share a member. Members that begin to connect a
+/// group may not learn whether all of them connected. So the rule holds for the newest group that a present member was
+/// connected in, and for each later group that a present member has begun (dynamic voting: Yeger Lotem, Keidar, Dolev,
+/// 1997). Two connected groups share a member that has begun one after the other: a begun group of the same generation
+/// as the newest connected one was never connected.
 ///
-/// "a", "b" and "c" were connected; "a" and "b" are half of the four members that "a" has begun to connect since, and "a"
-/// has the lowest id. But "b" is one of the four and has not begun: it asks for another group now, so those four can
-/// never have been connected, and only the three count.
+/// "a", "b" and "c" were connected. "a" and "b" are half of the four members that "a" has begun to connect since, and
+/// "a" has the lowest id. But "b" is one of the four and has not begun that group. It now asks for another one, so the
+/// four can never have been connected, and only the group of three counts.
 pub(super) fn lacking(participants: &[&Participant]) -> Option<(usize, usize)> {
-    let seats = || participants.iter().filter_map(|participant| participant.standing.seat.as_ref());
-    let newest = seats().max_by_key(|seat| seat.generation);
+    let last_groups =
+        || participants.iter().filter_map(|participant| participant.standing.last_group.as_ref());
+    let newest = last_groups().max_by_key(|last_group| last_group.generation);
     if let Some(lacking) = newest.and_then(|newest| lacking_of_connected(newest, participants)) {
         return Some(lacking);
     }
@@ -34,36 +35,40 @@ pub(super) fn lacking(participants: &[&Participant]) -> Option<(usize, usize)> {
     too_few.or_else(|| older(newest, participants))
 }
 
-/// How many of the newest connected group there are, and how many it had, if nobody here has the newest state that they
-/// know of.
+/// Number of present members of the newest connected group, and its size, if no present member has the newest state
+/// known to them.
 ///
-/// Members are connected before they have the state: one that was away counts for a group with those that went on without
-/// it, and must not go on in their place if that group breaks before it has their state.
-fn older(newest: Option<&Seat>, participants: &[&Participant]) -> Option<(usize, usize)> {
+/// Members are connected before they have the state. A returning member counts for a group with those that continued
+/// without it. It must not succeed them if that group breaks before it has their state.
+fn older(newest: Option<&LastGroup>, participants: &[&Participant]) -> Option<(usize, usize)> {
     let standings = || participants.iter().map(|participant| &participant.standing);
     let is_older =
         standings().map(|standing| standing.state).max() < standings().map(|standing| standing.known).max();
     is_older.then(|| match newest {
-        Some(seat) => (participants.iter().filter(|each| has_begun(each, seat.epoch)).count(), seat.size),
+        Some(last_group) => {
+            (participants.iter().filter(|each| has_begun(each, last_group.epoch)).count(), last_group.size)
+        }
         None => (participants.len(), participants.len()),
     })
 }
 
-/// The same for the newest group that a member here was connected in.
+/// The same for the newest group that a present member was connected in.
 ///
-/// Members that leave on notice do not count for those who know that they left. Others cannot know, also the leavers
-/// themselves: those who stay may have gone on without them. So a set with leavers needs more than half of the rest, too.
-fn lacking_of_connected(newest: &Seat, participants: &[&Participant]) -> Option<(usize, usize)> {
-    let seats = || {
-        let seats = participants.iter().filter_map(|participant| participant.standing.seat.as_ref());
-        seats.filter(|seat| seat.epoch == newest.epoch)
+/// Members that announced their departure do not count for members that know that they left. Others, including the
+/// leavers, cannot know: the members that stayed may have continued without them. So a set with leavers also needs more
+/// than half of the rest.
+fn lacking_of_connected(newest: &LastGroup, participants: &[&Participant]) -> Option<(usize, usize)> {
+    let last_groups = || {
+        let last_groups =
+            participants.iter().filter_map(|participant| participant.standing.last_group.as_ref());
+        last_groups.filter(|last_group| last_group.epoch == newest.epoch)
     };
     let found = participants.iter().filter(|participant| has_begun(participant, newest.epoch)).count();
-    let has_first = seats().any(|seat| seat.is_first)
+    let has_first = last_groups().any(|last_group| last_group.is_first)
         || begun(participants).any(|(id, begun, epoch, _)| epoch == newest.epoch && is_first(begun, id));
-    let leavers = seats().filter(|seat| seat.leaves).count();
+    let leavers = last_groups().filter(|last_group| last_group.leaves).count();
     let stay = found - leavers;
-    let left = seats().map(|seat| seat.left).max().unwrap_or(0);
+    let left = last_groups().map(|last_group| last_group.left).max().unwrap_or(0);
     let needed = match left {
         0 => vec![(found, newest.size), (stay, newest.size.saturating_sub(leavers))],
         _ => vec![(stay, newest.size.saturating_sub(left))],
@@ -71,7 +76,7 @@ fn lacking_of_connected(newest: &Seat, participants: &[&Participant]) -> Option<
     needed.into_iter().find(|&(found, size)| !is_enough(found, size, has_first))
 }
 
-/// All groups that members here have begun: the member's id, the group's members, its epoch and its generation.
+/// All groups that present members have begun: the member's id, the group's members, its epoch and its generation.
 fn begun<'a>(participants: &[&'a Participant]) -> impl Iterator<Item = (&'a str, &'a Begun, u64, u64)> {
     participants.iter().flat_map(|&participant| {
         let groups = move |begun: &'a Begun| {
@@ -87,7 +92,7 @@ fn begun<'a>(participants: &[&'a Participant]) -> impl Iterator<Item = (&'a str,
 /// Whether a member has begun a group, connected or not.
 fn has_begun(participant: &Participant, epoch: u64) -> bool {
     let standing = &participant.standing;
-    standing.seat.as_ref().is_some_and(|seat| seat.epoch == epoch)
+    standing.last_group.as_ref().is_some_and(|last_group| last_group.epoch == epoch)
         || standing.begun.iter().flat_map(|begun| &begun.groups).any(|&(begun, _)| begun == epoch)
 }
 

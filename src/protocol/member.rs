@@ -1,39 +1,39 @@
-//! The state machine of one member: steps, votes and recoveries. Who takes part is in `member/asking.rs`.
+//! The state machine of one member: steps, votes and recoveries. `member/asking.rs` handles membership.
 
 mod asking;
 
 use super::agreement::Agreement;
-use super::event::{Begun, Command, Event, Participant, Passed, Seat, Stop};
+use super::event::{Begun, Command, Event, LastGroup, Participant, Passed, Stop};
 use super::version::{generation_of, step_of, version_of};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Recoveries in a row without a committed step, after which a member gives up.
+/// Number of consecutive recoveries without a committed step after which a member stops.
 pub const MAX_RECOVERIES: u32 = 20;
 
-/// What does not change while a member runs.
+/// Constant settings of a member.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
-    /// Name of this member, which no other process shares.
+    /// Unique id of this member.
     pub id: String,
     /// False for a replica node.
     pub trains: bool,
     /// Whether it takes part only if fewer than `members` train.
     pub is_spare: bool,
-    /// Members that train, for which a new job waits.
+    /// Number of training members that a new job waits for.
     pub members: usize,
-    /// Whether that many are needed always: the seats of a pipeline.
+    /// Whether that number is needed throughout the job, as by the stages of a pipeline.
     pub is_fixed: bool,
-    /// Whether it goes on although others went on without it: their operator has said that nobody else does.
-    pub goes_on_alone: bool,
-    /// Whether the job has several Lighthouses, so that only a majority of the last members goes on.
+    /// Whether it may continue although others continued without it: the operator has declared that no others do.
+    pub allows_solo_resume: bool,
+    /// Whether the job has several Lighthouses, so that only a majority of the last group continues.
     pub needs_majority: bool,
-    /// Steps between looks for new members; 0 for none.
+    /// Steps between two searches for new members; 0 for none.
     pub join_interval: u64,
-    /// Steps between looks whether experts should move; 0 for none.
+    /// Steps between two decisions whether experts should move; 0 for none.
     pub rebalance_interval: u64,
-    /// Newest generation that this node's memory names.
+    /// Newest generation found in this node's memory.
     pub generation: u64,
 }
 
@@ -42,7 +42,7 @@ pub struct Settings {
 enum Phase {
     /// In no group; the next `Look` asks for one.
     Apart,
-    /// In a group; the next `Look` goes on.
+    /// In a group; the next `Look` continues.
     Ready,
     Asking,
     Comparing,
@@ -60,13 +60,13 @@ enum Phase {
     Over,
 }
 
-/// One member of a job. Feed it what happens, and do what it says.
+/// The protocol of one member of a job, driven by events and answering with commands.
 ///
 /// A job of one member, from the start to its first step:
 /// ```
 /// use evermoe::protocol::{Command, Event, Participant, Protocol, Settings};
 /// let settings = Settings {
-///     id: "a".into(), trains: true, is_spare: false, members: 1, is_fixed: false, goes_on_alone: false, needs_majority: false,
+///     id: "a".into(), trains: true, is_spare: false, members: 1, is_fixed: false, allows_solo_resume: false, needs_majority: false,
 ///     join_interval: 5, rebalance_interval: 0, generation: 0,
 /// };
 /// let mut member = Protocol::new(settings);
@@ -91,48 +91,48 @@ pub struct Protocol {
     until: u64,
     version: u64,
     generation: u64,
-    /// Numbers of the Lighthouse's sets that named this member since the one that it adopted.
+    /// Numbers of the Lighthouse's sets that have named this member since the one that it adopted.
     named: Vec<(u64, u64)>,
-    /// Number of the newest set whose members it has been connected with, and how many they are.
+    /// Number of the newest set whose members it was connected with, and its size.
     adopted: (u64, usize),
-    /// The newest group that it was connected in, and those that it has begun since; see `majority.rs`.
-    seat: Option<Seat>,
+    /// The newest group that it was connected in, and groups that it has begun since; see `majority.rs`.
+    last_group: Option<LastGroup>,
     begun: Vec<Begun>,
     known: u64,
-    /// Number of the set whose group it connects.
+    /// Number of the set whose group it is connecting.
     connecting: u64,
     established: bool,
     saw_progress: bool,
     /// The group that this member is connected in.
     group: Option<Agreement>,
-    /// The version that the step makes for which this member has voted, while it does not know the result. It names the
-    /// group: members may vote on the same step again in the next one, with other gradients.
+    /// The version that results from the step on which this member has voted, until it knows the result. The version
+    /// identifies the group: in the next group, members may vote on the same step with other gradients.
     pending: Option<u64>,
     /// The latest vote that passed here since the last recovery.
     last: Option<Passed>,
-    /// The first of the steps that this member has taken and not reported: it does not know yet whether all members have
-    /// taken them, and that the copies are whole.
+    /// The first step that this member has taken and not yet reported: it does not know yet that all members have taken
+    /// it and that the copies are complete.
     unconfirmed: Option<u64>,
     is_stale: bool,
-    /// Whether the recovery has given the state a version that copies of before do not have.
+    /// Whether the recovery has given the state a version that previous copies do not have.
     is_renumbered: bool,
-    /// What an intact group's member has heard: the number of the set, and who is in it.
+    /// The answer that a member of an intact group received: number and participants of the set.
     heard: Option<(u64, Vec<Participant>)>,
-    /// Whether it has asked beside training since it was last answered otherwise.
+    /// Whether it has sent a background inquiry since its last other answer.
     inquires: bool,
-    /// Whether this member has heard of newcomers, and whether any member of the group has, as the vote said.
+    /// Whether this member has seen newcomers, and whether any member of the group has, by the last vote.
     calls: bool,
     is_called: bool,
     recoveries: u32,
-    /// Whether this member leaves after the step that is under way, and how many do.
+    /// Whether this member leaves after the current step, and the number of members that do.
     leaves: bool,
     leaving: usize,
-    /// See [`Event::Gradients`], of the latest vote.
+    /// See [`Event::Gradients`]; of the latest vote.
     lag: u64,
-    /// Whether all steps are committed here: units that left with members who have heard this one's farewell are not
-    /// missed.
+    /// Whether all steps are committed here: units that left with members that have received this one's farewell are
+    /// not missed.
     is_done: bool,
-    /// Whether it waits until it is needed; no more once it has been.
+    /// Whether it waits until it is needed; false once it has been.
     is_spare: bool,
     /// Whether spares were waiting when it was last answered.
     knows_spares: bool,
@@ -140,7 +140,7 @@ pub struct Protocol {
 }
 
 impl Protocol {
-    /// A member that has just started: in no group, with no state of the job.
+    /// Creates a member that has just started: in no group, with no state of the job.
     pub fn new(settings: Settings) -> Self {
         Self {
             phase: Phase::Apart,
@@ -151,7 +151,7 @@ impl Protocol {
             settings,
             named: Vec::new(),
             adopted: (0, 0),
-            seat: None,
+            last_group: None,
             begun: Vec::new(),
             known: 0,
             connecting: 0,
@@ -182,30 +182,30 @@ impl Protocol {
         self.version
     }
 
-    /// Generation of the group, or of the last one.
+    /// Generation of the current group, or of the last one.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Whether this member got through a recovery of the job: it has the job's state.
+    /// Whether this member has the job's state: it has completed a recovery.
     pub fn is_established(&self) -> bool {
         self.established
     }
 
-    /// Whether this member has a step to go on with, or will have without a recovery.
+    /// Whether this member can compute a step without a recovery.
     pub fn is_ready(&self) -> bool {
         matches!(self.phase, Phase::Ready | Phase::Stepping)
     }
 
-    /// Whether all is over for this member.
+    /// Whether the job is over for this member.
     pub fn is_over(&self) -> bool {
         self.phase == Phase::Over
     }
 
-    /// What to do now that `event` has happened.
+    /// Handles an event and returns the commands to execute.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the event answers another command than the one that is under way; nothing changes then.
+    /// [`Error::Invalid`] when the event does not answer the current command; nothing changes then.
     pub fn handle(&mut self, event: Event) -> Result<Vec<Command>> {
         Ok(match (self.phase, event) {
             (Phase::Over, Event::Lost { .. } | Event::Overheard { .. }) => vec![],
@@ -248,21 +248,22 @@ impl Protocol {
             (Phase::Counting, Event::Counted) => self.protect(),
             (Phase::Protecting, Event::Protected { is_whole }) => self.resume(is_whole),
             (Phase::Stepping, Event::Gradients { is_whole, leaves, lag }) => self.vote(is_whole, leaves, lag),
-            (Phase::Voting, Event::Tally { votes, leaving, calling, sums }) => {
-                self.count(votes, leaving, calling, sums)
+            (Phase::Voting, Event::Tally { votes, leaving, newcomer_seen, sums }) => {
+                self.count(votes, leaving, newcomer_seen, sums)
             }
             (Phase::Settling, Event::Settled { is_whole }) => self.settled(is_whole),
             (Phase::Parting, Event::Parted) => self.close(),
             (phase, event) => {
                 return Err(Error::invalid(format!(
-                    "protocol: {event:?} does not answer what is under way: {phase:?}"
+                    "protocol: {event:?} does not answer the current command: {phase:?}"
                 )));
             }
         })
     }
 
     fn lose(&mut self, reason: String) -> Vec<Command> {
-        // What was connected and got no further counts; what never connected is bounded by the time for an agreement.
+        // A recovery counts if its group was connected; attempts that never connected are bounded by the time for an
+        // agreement.
         let counts = !matches!(self.phase, Phase::Apart | Phase::Asking | Phase::Waiting | Phase::Connecting);
         self.recoveries += u32::from(counts);
         self.group = None;
@@ -275,13 +276,13 @@ impl Protocol {
 
     fn pause(&mut self) -> Vec<Command> {
         let recoveries = self.recoveries;
-        let mut commands = self.lose("some units are in nobody's memory".into());
+        let mut commands = self.lose("no member has some of the units in memory".into());
         self.recoveries = recoveries;
         commands.push(Command::Pause);
         commands
     }
 
-    /// All steps are committed and this member has said farewell, or nobody is left who could hear it.
+    /// Ends: all steps are committed, and this member has sent its farewell or no other member is left to receive it.
     fn close(&mut self) -> Vec<Command> {
         self.phase = Phase::Over;
         vec![Command::Close { standing: self.knows_spares.then(|| self.standing()) }]
@@ -292,14 +293,14 @@ impl Protocol {
         vec![Command::Stop(why)]
     }
 
-    // ---- a recovery
+    // ---- recovery
 
     fn recall(&mut self) -> Vec<Command> {
         self.phase = Phase::Recalling;
         vec![Command::Recall { vote: self.last.clone() }]
     }
 
-    /// Takes the step that others have seen pass, if this member could take it when it lost them.
+    /// Takes the step whose vote others have seen pass, if this member could take it when it lost them.
     fn complete(&mut self, votes: Vec<Option<Passed>>) -> Vec<Command> {
         let mut commands = Vec::new();
         let pending = self.pending.take();
@@ -319,12 +320,12 @@ impl Protocol {
 
     fn restored(&mut self, version: u64, is_stale: bool) -> Vec<Command> {
         if version > self.version || self.unconfirmed.is_some_and(|step| step_of(version) <= step) {
-            self.unconfirmed = None; // the steps of the others, or taken here but undone before they were committed
+            self.unconfirmed = None; // the steps are those of others, or were taken here and undone before they were committed
         }
         self.version = version;
         self.generation = self.generation.max(generation_of(version) + 1);
         if version == 0 {
-            // A process that has just come has this version, too: it must not count as a peer of those that train.
+            // A process that has just started has this version, too: it must not count as a peer of training members.
             self.version = version_of(self.generation, 0);
         }
         self.is_stale = is_stale;
@@ -334,8 +335,8 @@ impl Protocol {
         vec![Command::CountLosses { version: self.version }]
     }
 
-    /// Gives a state in which some experts were rolled back a version of its own: others hold a different state under
-    /// the same number.
+    /// Assigns a new version to a state in which some experts were rolled back: others hold a different state under the
+    /// old number.
     fn distinguish(&mut self) {
         if self.is_stale {
             self.version = version_of(self.generation, step_of(self.version));
@@ -344,10 +345,11 @@ impl Protocol {
     }
 
     fn protect(&mut self) -> Vec<Command> {
-        self.distinguish(); // what was lost is part of the state
+        self.distinguish(); // the losses are part of the state
         self.is_stale = false;
         self.phase = Phase::Protecting;
-        // Who is lost before the next vote leaves its units in the copies of before; these must be of the state's version.
+        // If a member is lost before the next vote, its units come from previous copies, which must be of the state's
+        // version.
         let waits = self.is_renumbered || step_of(self.version) >= self.until;
         vec![Command::Protect { version: self.version, generation: self.generation, waits }]
     }
@@ -355,14 +357,14 @@ impl Protocol {
     fn resume(&mut self, is_whole: bool) -> Vec<Command> {
         let mut commands = if is_whole { self.confirm() } else { vec![] };
         self.established = true;
-        self.last = None; // all go on from the same version: how they got there does not matter any more
+        self.last = None; // all members continue from the same version; how they got to it no longer matters
         commands.push(Command::Resume { version: self.version });
         commands.extend(self.inquire());
         commands.push(self.go_on());
         commands
     }
 
-    // ---- a step
+    // ---- steps
 
     fn go_on(&mut self) -> Command {
         let number = step_of(self.version);
@@ -382,15 +384,15 @@ impl Protocol {
     fn vote(&mut self, is_whole: bool, leaves: bool, lag: u64) -> Vec<Command> {
         self.leaves = leaves;
         self.lag = lag;
-        if let Some(seat) = &mut self.seat {
-            seat.leaves |= leaves && step_of(self.version) + 1 < self.until;
+        if let Some(last_group) = &mut self.last_group {
+            last_group.leaves |= leaves && step_of(self.version) + 1 < self.until;
         }
         self.pending = is_whole.then_some(self.stepped());
         self.phase = Phase::Voting;
         vec![Command::Vote { version: self.version, calls: std::mem::take(&mut self.calls) }]
     }
 
-    fn count(&mut self, votes: usize, leaving: usize, calling: usize, sums: Vec<i64>) -> Vec<Command> {
+    fn count(&mut self, votes: usize, leaving: usize, newcomer_seen: usize, sums: Vec<i64>) -> Vec<Command> {
         let size = self.group.as_ref().map_or(0, |group| group.members.len());
         if votes != size {
             self.pending = None;
@@ -403,12 +405,12 @@ impl Protocol {
         commands.push(Command::Take { vote, is_recalled: false });
         self.recoveries = 0;
         self.phase = Phase::Ready;
-        self.is_called = calling > 0 && step + 1 < self.until;
+        self.is_called = newcomer_seen > 0 && step + 1 < self.until;
         if leaving > 0 && step + 1 < self.until {
-            // Those who stay will have what the others hold: nothing has to be repeated.
+            // Members that stay will have the units of those that leave, so no step is repeated.
             self.leaving = leaving;
-            if let Some(seat) = &mut self.seat {
-                seat.left = leaving;
+            if let Some(last_group) = &mut self.last_group {
+                last_group.left = leaving;
             }
             self.phase = Phase::Settling;
             commands.push(Command::Settle);
@@ -416,7 +418,7 @@ impl Protocol {
         commands
     }
 
-    /// The version after one more step in this group.
+    /// Version after one more step in this group.
     fn stepped(&self) -> u64 {
         version_of(self.generation, step_of(self.version) + 1)
     }
@@ -428,12 +430,13 @@ impl Protocol {
         self.last = Some(vote);
     }
 
-    /// All members have the state, and its copies are whole: nothing that the preset covers can undo its steps.
+    /// Commits all steps: all members have the state and its copies are complete, so no failure that the preset covers
+    /// can undo them.
     fn confirm(&mut self) -> Vec<Command> {
         self.confirm_before(step_of(self.version))
     }
 
-    /// Those of the steps before `end`, as the copies that are whole are of the state that has taken so many.
+    /// Commits the steps before `end`: the complete copies are of the state after that number of steps.
     fn confirm_before(&mut self, end: u64) -> Vec<Command> {
         let taken = step_of(self.version);
         let first = self.unconfirmed.unwrap_or(taken).min(taken);
@@ -443,7 +446,7 @@ impl Protocol {
 
     fn settled(&mut self, is_whole: bool) -> Vec<Command> {
         if !is_whole {
-            return self.lose("the copies of the last step are not whole".into());
+            return self.lose("the copies of the last step are not complete".into());
         }
         let mut commands = self.confirm();
         if self.leaving == 0 {

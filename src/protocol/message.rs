@@ -1,12 +1,12 @@
-//! What a member tells the others through the Lighthouse: a strict schema, with the number of the protocol.
+//! Messages between members through the Lighthouse: a strict schema, with a version of the protocol.
 //!
 //! ```text
 //! {"evermoe":1,"job":"j","established":false,"message":"{\"layout\":…,\"standing\":{…},…}","seal":"5e…"}
 //! ```
 //!
-//! These fields stay in every protocol, so that members of different ones can tell that they are of one job. The seal is
-//! there if the job has a secret: a tag of the sender's id and of the other fields. Anybody can tell the Lighthouse
-//! something: what does not parse is a stranger's, and no reason to fail.
+//! These fields stay the same in every version, so that members of different versions can recognise that they are of
+//! one job. The seal is present if the job has a secret: a tag of the sender's id and of the other fields. Anyone can
+//! send something to the Lighthouse: text that does not parse is treated as a stranger's and is no error.
 
 use super::event::Standing;
 use super::version::STEP_BITS;
@@ -14,54 +14,54 @@ use crate::secret::Secret;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 9;
+/// Version of the protocol; raised with every change of the messages or of the conclusions drawn from them.
+pub const PROTOCOL: u64 = 10;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
-/// What stands in the place of a member's message in that of an operator.
+/// Content of an operator's message, in place of a member's.
 const PROMOTION: &str = "promote";
-/// What stands there in that of a member that speaks for another one whose process has ended.
+/// Prefix of the content of a message which reports that another member's process has ended.
 const ENDED: &str = "ended ";
-/// Bytes of the longest message that is read.
+/// Maximum size of a message that is read.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Everything that a member tells about itself, but for its job.
+/// Complete report of a member, except for its job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Message {
     /// Digest of the names, shapes and types of all units of its model.
     pub layout: String,
-    /// Options and versions that all members have alike, as text by name.
+    /// Options and versions that must be the same on all members, as text by name.
     pub options: BTreeMap<String, String>,
-    /// How replicas repeat its steps; empty where it sends no gradients.
+    /// Arithmetic by which replicas repeat its steps; empty if it sends no gradients.
     pub arithmetic: String,
-    /// The machine whose memory dies as one.
+    /// The machine whose memory is lost as one.
     pub node: String,
-    /// What fails with that machine, from the largest to the smallest, as `zone/rack`; empty where it does not say.
+    /// Failure domains of that machine, from the largest to the smallest, as `zone/rack`; empty if unknown.
     pub domain: String,
-    /// What it does.
+    /// Its role.
     pub role: Role,
-    /// Steps after which its script ends the job; 0 where no script does.
+    /// Number of steps after which its script ends the job; 0 if the script does not.
     pub steps: u64,
-    /// Ranks follow the order of these.
+    /// Sort key of ranks.
     pub rank_key: String,
     /// Address of its store, `host:port`.
     pub store: String,
-    /// Address of its door, `host:port`.
-    pub door: String,
-    /// Address of its port for messages beside the collectives, `host:port`.
+    /// Address of its probe server, `host:port`.
+    pub probe_address: String,
+    /// Address of its port for messages outside the collectives, `host:port`.
     pub transport: String,
     /// Members that it could not reach.
     pub unreachable: Vec<String>,
-    /// Whether it waits for the answer, or trains meanwhile.
+    /// Whether it waits for the answer; if not, it trains meanwhile.
     pub waits: bool,
-    /// Seconds for which it still gives absent members time to come back.
+    /// Seconds for which it still gives absent members time to return.
     pub patience: f64,
-    /// What the protocol concludes from.
+    /// Its standing in the protocol.
     pub standing: Standing,
 }
 
-/// What a member does.
+/// Role of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -71,51 +71,51 @@ pub enum Role {
     Replica,
 }
 
-/// What was made of something that the Lighthouse passed on.
+/// A text that the Lighthouse passed on, decoded.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Heard {
-    /// A member of some job, of this protocol.
+pub enum Decoded {
+    /// A member of some job, with this version of the protocol.
     Member {
         /// Its job.
         job: String,
-        /// What it told.
+        /// Its report.
         message: Box<Message>,
     },
-    /// An operator, who says that the members of the set go on though others may be missing.
+    /// An operator, who declares that the members of the set continue although others may be missing.
     Promotion {
-        /// Their job.
+        /// Job of these members.
         job: String,
-        /// The newest generation of the members that it is for; none if it only asks who is there.
+        /// The newest generation of the members that it applies to; none if it only asks who is present.
         generation: Option<u64>,
     },
-    /// Others, which say that a member's process has ended: under its name, so that the Lighthouse does not wait for it,
-    /// and under another one, so that its set gets another number.
+    /// Other members, which report that a member's process has ended. They report it under the member's name, so that
+    /// the Lighthouse does not wait for it, and under another name, so that the set gets a new number.
     Ended {
         /// Its job.
         job: String,
         /// Its id.
         member: String,
     },
-    /// A member of some job, of another protocol.
+    /// A member of some job, with another version of the protocol.
     OtherProtocol {
-        /// Number of its protocol.
+        /// Version of its protocol.
         protocol: u64,
         /// Its job.
         job: String,
         /// Whether it has state of the running job.
         established: bool,
     },
-    /// Something that says to be of some job, and is not from a member that has this one's secret.
+    /// A text that claims to be of some job, but not from a member with this one's secret.
     OtherSecret {
-        /// Its job, as it says.
+        /// The job that it claims.
         job: String,
-        /// How the two differ, for people.
+        /// Difference between the secrets, for the log.
         why: String,
     },
-    /// No member of any job.
+    /// A text of no member.
     Stranger {
-        /// What is wrong with it, for people.
+        /// Reason why it was rejected, for the log.
         why: String,
     },
 }
@@ -131,7 +131,7 @@ struct Envelope {
     seal: Option<String>,
 }
 
-/// What all protocols have in common.
+/// Fields that all versions of the protocol have in common.
 #[derive(Deserialize)]
 struct AnyProtocol {
     evermoe: u64,
@@ -144,7 +144,7 @@ struct AnyProtocol {
 }
 
 impl AnyProtocol {
-    /// Why it is not from a member with the same secret, or with none like this one.
+    /// Returns why it is not from a member with the same secret, or with none like this one.
     fn problem(&self, id: &str, secret: Option<&Secret>) -> Option<&'static str> {
         match (secret, &self.seal) {
             (None, None) => None,
@@ -155,13 +155,13 @@ impl AnyProtocol {
                 let (protocol, established) = (self.evermoe.to_le_bytes(), [u8::from(self.established)]);
                 let parts = sealed(id, &protocol, &self.job, &established, &self.message);
                 let is_same = secret.is_tag(&tag, SEAL, &parts);
-                if is_same { None } else { Some("its EVERMOE_SECRET is another one than this worker's") }
+                if is_same { None } else { Some("its EVERMOE_SECRET differs from this worker's") }
             }
         }
     }
 }
 
-/// What a seal is a tag of.
+/// Parts that a seal authenticates.
 fn sealed<'a>(
     id: &'a str,
     protocol: &'a [u8],
@@ -181,25 +181,30 @@ fn from_hex(text: &str) -> Option<Vec<u8>> {
     text.as_bytes().chunks(2).map(digits).collect()
 }
 
-/// The JSON by which the member `id` tells others about itself.
+/// Encodes the report of the member `id` as JSON.
 ///
 /// # Errors
-/// The reason why [`hear`] would not take it.
-pub fn tell(id: &str, job: &str, message: &Message, secret: Option<&Secret>) -> Result<String, String> {
+/// The reason why [`decode_message`] would reject it.
+pub fn encode_message(
+    id: &str,
+    job: &str,
+    message: &Message,
+    secret: Option<&Secret>,
+) -> Result<String, String> {
     check(message)?;
     let inner = serde_json::to_string(message).map_err(|error| error.to_string())?;
     wrap(id, job, inner, message.standing.established, secret)
 }
 
-/// The JSON by which an operator tells, under the name `id`, that the members of the set go on though others may be
+/// Encodes an operator's declaration, under the name `id`, that the members of the set continue although others may be
 /// missing.
 ///
-/// It holds while `generation` is the newest of the members: what somebody has recorded means nothing once they have gone
-/// on. Without one it only asks who is there.
+/// It is valid while `generation` is the newest of the members, so that a recorded message has no effect later. Without
+/// a generation it only asks who is present.
 ///
 /// # Errors
-/// The reason why it cannot be written.
-pub fn promote(
+/// The reason why it cannot be encoded.
+pub fn encode_promotion(
     id: &str,
     job: &str,
     generation: Option<u64>,
@@ -210,11 +215,11 @@ pub fn promote(
     wrap(id, job, message, false, secret)
 }
 
-/// The JSON by which others tell, under the name `id`, that the process of `member` has ended.
+/// Encodes a report, under the name `id`, that the process of `member` has ended.
 ///
 /// # Errors
-/// The reason why it cannot be written.
-pub fn tell_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> Result<String, String> {
+/// The reason why it cannot be encoded.
+pub fn encode_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> Result<String, String> {
     wrap(id, job, format!("{ENDED}{member}"), false, secret)
 }
 
@@ -233,29 +238,29 @@ fn wrap(
         .map_err(|error| error.to_string())
 }
 
-/// Reads what was told under the name `id`, of which nothing is taken for granted.
+/// Decodes a text that was sent under the name `id`, without trusting any of it.
 ///
 /// ```
-/// use evermoe::protocol::{Heard, hear};
+/// use evermoe::protocol::{Decoded, decode_message};
 /// let newer = r#"{"evermoe":1000,"job":"j","established":true,"more":[]}"#;
-/// assert_eq!(hear("a", newer, None), Heard::OtherProtocol { protocol: 1000, job: "j".into(), established: true });
-/// assert!(matches!(hear("a", "{}", None), Heard::Stranger { .. }));
+/// assert_eq!(decode_message("a", newer, None), Decoded::OtherProtocol { protocol: 1000, job: "j".into(), established: true });
+/// assert!(matches!(decode_message("a", "{}", None), Decoded::Stranger { .. }));
 /// ```
 #[must_use]
-pub fn hear(id: &str, text: &str, secret: Option<&Secret>) -> Heard {
-    read(id, text, secret).unwrap_or_else(|why| Heard::Stranger { why })
+pub fn decode_message(id: &str, text: &str, secret: Option<&Secret>) -> Decoded {
+    read(id, text, secret).unwrap_or_else(|why| Decoded::Stranger { why })
 }
 
-fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> {
+fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Decoded, String> {
     if text.len() > MAX_BYTES {
-        return Err(format!("it has {} bytes, more than {MAX_BYTES}", text.len()));
+        return Err(format!("the message has {} bytes; expected at most {MAX_BYTES}", text.len()));
     }
     let any: AnyProtocol = parse(text)?;
     if let Some(why) = any.problem(id, secret) {
-        return Ok(Heard::OtherSecret { job: any.job, why: why.into() });
+        return Ok(Decoded::OtherSecret { job: any.job, why: why.into() });
     }
     if any.evermoe != PROTOCOL {
-        return Ok(Heard::OtherProtocol {
+        return Ok(Decoded::OtherProtocol {
             protocol: any.evermoe,
             job: any.job,
             established: any.established,
@@ -266,37 +271,39 @@ fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> 
         let generation = match generation.strip_prefix(' ') {
             Some(digits) => Some(digits.parse().map_err(|error| format!("promotion: {error}"))?),
             None if generation.is_empty() => None,
-            None => return Err("promotion: expected a generation after it".into()),
+            None => return Err("promotion: expected a generation after the word".into()),
         };
-        return Ok(Heard::Promotion { job: envelope.job, generation });
+        return Ok(Decoded::Promotion { job: envelope.job, generation });
     }
     if let Some(member) = envelope.message.strip_prefix(ENDED).filter(|_| !envelope.established) {
-        return Ok(Heard::Ended { job: envelope.job, member: member.into() });
+        return Ok(Decoded::Ended { job: envelope.job, member: member.into() });
     }
     let message: Message = parse(&envelope.message)?;
-    // serde takes lists for objects and leaves out what may be none; members write every field, by its name.
+    // serde also accepts lists for structs, and omits optional fields; members write every field by its name.
     if serde_json::to_value(&message).ok() != Some(parse(&envelope.message)?) {
-        return Err("the message is not as a member writes it".into());
+        return Err("the message has missing, repeated or unnamed fields".into());
     }
     check(&message)?;
     if message.standing.established != envelope.established {
-        return Err("it says twice whether it is established, and not the same".into());
+        return Err("the envelope and the message disagree on whether the sender is established".into());
     }
-    Ok(Heard::Member { job: envelope.job, message: Box::new(message) })
+    Ok(Decoded::Member { job: envelope.job, message: Box::new(message) })
 }
 
 fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, String> {
     if !text.trim_start().starts_with('{') {
-        return Err("expected a JSON object".into()); // serde would take a list of the fields' values, too
+        return Err("expected a JSON object".into()); // serde also accepts a list of the fields' values
     }
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
-/// What the types do not say.
+/// Checks values beyond their types.
 fn check(message: &Message) -> Result<(), String> {
-    for (name, address) in
-        [("store", &message.store), ("door", &message.door), ("transport", &message.transport)]
-    {
+    for (name, address) in [
+        ("store", &message.store),
+        ("probe_address", &message.probe_address),
+        ("transport", &message.transport),
+    ] {
         let port = address
             .rsplit_once(':')
             .filter(|(host, _)| !host.is_empty())
@@ -311,7 +318,7 @@ fn check(message: &Message) -> Result<(), String> {
     let standing = &message.standing;
     let most = (1 << (u64::BITS - STEP_BITS)) - 1;
     let own = [("generation", standing.generation), ("state", standing.state)];
-    let groups = standing.seat.iter().map(|seat| ("seat", seat.generation));
+    let groups = standing.last_group.iter().map(|last_group| ("last_group", last_group.generation));
     let begun = standing.begun.iter().flat_map(|begun| &begun.groups);
     let begun = begun.map(|&(_, generation)| ("begun", generation));
     for (name, generation) in own.into_iter().chain(groups).chain(begun) {

@@ -1,9 +1,9 @@
-//! Versions of the state: `generation << STEP_BITS | step`. Of two lines of history the newer membership's wins.
+//! Versions of the state: `generation << STEP_BITS | step`. Of two histories, the one of the newer membership wins.
 
 /// Bits of a version that count steps.
 pub const STEP_BITS: u32 = 40;
 
-/// The version after `step` steps, the last of them taken by the members of `generation`.
+/// Returns the version after `step` steps, the last of them taken by the members of `generation`.
 ///
 /// Step 5 of generation 2 is 2 · 2⁴⁰ + 5, which is newer than step 9 of generation 1:
 /// ```
@@ -15,12 +15,12 @@ pub fn version_of(generation: u64, step: u64) -> u64 {
     generation << STEP_BITS | step
 }
 
-/// Steps that the state of a version has taken.
+/// Returns the number of steps that the state of a version has taken.
 pub fn step_of(version: u64) -> u64 {
     version & ((1 << STEP_BITS) - 1)
 }
 
-/// The membership that made a version.
+/// Returns the membership that made a version.
 pub fn generation_of(version: u64) -> u64 {
     version >> STEP_BITS
 }

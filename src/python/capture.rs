@@ -1,4 +1,4 @@
-//! Python face of the copying thread.
+//! Python bindings of the copying thread.
 
 #[cfg(feature = "cuda")]
 use super::chunks::{ChunkCopier, stream};
@@ -35,7 +35,7 @@ fn copy_units(
     let sources: Vec<Vec<Run>> = sources.into_iter().map(runs).collect();
     let outs = outs.iter_mut().map(|out| out.as_slice_mut());
     let mut outs = outs.collect::<Result<Vec<&mut [u8]>, _>>()?;
-    // SAFETY: the caller promises that the sources stay as they are, see the stub.
+    // SAFETY: the caller promises not to change the sources, see the stub.
     Ok(py.detach(|| unsafe { snapshot::copy_units(&sources, &mut outs) })?)
 }
 
@@ -45,7 +45,7 @@ fn digest_lanes(sizes: Vec<usize>, count: Option<usize>) -> Vec<Vec<usize>> {
     snapshot::digest_lanes(&sizes, count)
 }
 
-/// A copier, torch's current stream, and the parts of each unit: bytes on the CPU, or the copier's next tensor.
+/// A copier, torch's current stream, and the parts of each unit: bytes in CPU memory, or the copier's next tensor.
 #[cfg(feature = "cuda")]
 type DeviceLane<'py> = (Py<ChunkCopier>, usize, Vec<Vec<Option<PyReadonlyArray1<'py, u8>>>>);
 
@@ -62,26 +62,26 @@ fn digests_on_device(py: Python<'_>, lanes: Vec<DeviceLane<'_>>) -> PyResult<Vec
     }
     let found = py.detach(move || {
         let lanes = jobs.into_iter().map(|(copier, current_stream, units)| {
-            // SAFETY: torch's streams live as long as the process; the caller leaves the tensors and the copier alone until
-            // this returns, see the stub.
+            // SAFETY: torch's streams live as long as the process; the caller does not use the tensors and the copier
+            // until this returns, see the stub.
             let mut fetcher = unsafe { cuda::Fetcher::new(copier, stream(current_stream))? };
             let units = parts(&units, &fetcher.copies())?;
             Ok(snapshot::Lane { units, fetch: Box::new(move |_| fetcher.fetch()) })
         });
         let lanes = lanes.collect::<Result<Vec<_>, Error>>()?;
-        // SAFETY: a fetcher leaves alone what it has brought until it is asked for more; the copiers, which own that memory,
-        // live in `lanes` of above.
+        // SAFETY: a fetcher does not overwrite fetched bytes until it is called again; the copiers, which own that
+        // memory, live in `lanes` above.
         unsafe { snapshot::digests_fetched(lanes) }
     });
     Ok(found?)
 }
 
-/// The parts of units: bytes that are there, and the runs of the tensors in turn.
+/// The parts of units: present bytes, and the runs of the tensors in order.
 #[cfg(feature = "cuda")]
 fn parts<'a>(
     units: &[Vec<Option<&'a [u8]>>],
     tensors: &[Vec<(usize, usize)>],
-) -> Result<Vec<Vec<snapshot::Part<'a>>>, Error> {
+) -> Result<Vec<Vec<snapshot::HashSource<'a>>>, Error> {
     let asked = units.iter().flatten().filter(|part| part.is_none()).count();
     ensure!(
         asked == tensors.len(),
@@ -94,10 +94,12 @@ fn parts<'a>(
         let mut unit = vec![];
         for part in parts {
             if let Some(bytes) = part {
-                unit.push(snapshot::Part::Here(bytes));
+                unit.push(snapshot::HashSource::Present(bytes));
             } else {
                 let runs = tensors.next().into_iter().flatten();
-                unit.extend(runs.map(|&(address, bytes)| snapshot::Part::Fetched(Run { address, bytes })));
+                unit.extend(
+                    runs.map(|&(address, bytes)| snapshot::HashSource::Fetched(Run { address, bytes })),
+                );
             }
         }
         found.push(unit);
@@ -109,7 +111,7 @@ fn runs(unit: Vec<(usize, usize)>) -> Vec<Run> {
     unit.into_iter().map(|(address, bytes)| Run { address, bytes }).collect()
 }
 
-/// A wait looks for signals, such as Ctrl-C, this often.
+/// Interval at which a wait checks for signals, such as Ctrl-C.
 const SIGNALS: Duration = Duration::from_millis(100);
 
 /// See `snapshot::CopyEngine`.
@@ -134,7 +136,7 @@ impl CopyEngine {
     ) -> PyResult<Capture> {
         let arena = arena.get().0.clone();
         let sources: Vec<Vec<Run>> = sources.into_iter().map(runs).collect();
-        // SAFETY: `keep` owns the sources; the caller promises that they are not written, see the stub.
+        // SAFETY: `keep` owns the sources; the caller promises not to write them, see the stub.
         let capture = py.detach(|| unsafe { self.0.capture(&arena, version, &sources, Box::new(keep)) })?;
         Ok(Capture(capture))
     }
@@ -152,7 +154,7 @@ impl CopyEngine {
         let arena = arena.get().0.clone();
         let chunks = copier.get().copier.clone();
         let capture = py.detach(move || {
-            // SAFETY: torch's streams live as long as the process; the caller leaves the tensors and the copier alone
+            // SAFETY: torch's streams live as long as the process; the caller does not use the tensors and the copier
             // until the capture is over, see the stub.
             let fetcher = unsafe { cuda::Fetcher::new(chunks.clone(), stream(current_stream))? };
             if arena.is_page_locked() {
@@ -207,7 +209,7 @@ impl Capture {
         match self.0.state() {
             CaptureState::Waiting => "waiting",
             CaptureState::Copying => "copying",
-            CaptureState::Whole => "whole",
+            CaptureState::Complete => "complete",
             CaptureState::Cancelled => "cancelled",
         }
     }
@@ -230,9 +232,9 @@ impl Capture {
             let slice = left.map_or(SIGNALS, |left| left.min(SIGNALS));
             let done = py.detach(|| self.0.wait(nbytes, Some(slice)))?;
             let arrived =
-                nbytes.map_or_else(|| self.0.state() == CaptureState::Whole, |nbytes| done >= nbytes);
+                nbytes.map_or_else(|| self.0.state() == CaptureState::Complete, |nbytes| done >= nbytes);
             if arrived || left == Some(Duration::ZERO) {
-                // It may have come further since.
+                // It may have progressed since.
                 return Ok(self.0.done_bytes());
             }
             py.check_signals()?;
@@ -252,7 +254,7 @@ impl Capture {
     }
 }
 
-/// The runs of each unit: those of `counts` tensors in turn.
+/// The runs of each unit: those of `counts` tensors, in order.
 #[cfg(feature = "cuda")]
 fn by_unit(tensors: &[Vec<(usize, usize)>], counts: &[usize]) -> Result<Vec<Vec<Run>>, Error> {
     check_counts(tensors.len(), counts)?;
@@ -261,7 +263,7 @@ fn by_unit(tensors: &[Vec<(usize, usize)>], counts: &[usize]) -> Result<Vec<Vec<
     Ok(counts.iter().map(|&count| tensors.by_ref().take(count).flatten().map(run).collect()).collect())
 }
 
-/// Place of each tensor in a buffer: one after the other in its unit.
+/// Place of each tensor in a buffer: consecutive in its unit.
 #[cfg(feature = "cuda")]
 fn places(layout: &snapshot::Layout, sizes: &[usize], counts: &[usize]) -> Result<Vec<usize>, Error> {
     check_counts(sizes.len(), counts)?;
@@ -291,7 +293,7 @@ fn check_counts(num_tensors: usize, counts: &[usize]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The end of a timeout in seconds; none when that is too far away to tell.
+/// The end of a timeout in seconds; none if it is too far away to be represented.
 fn deadline(seconds: f64) -> Result<Option<Instant>, Error> {
     match Duration::try_from_secs_f64(seconds) {
         Ok(timeout) => Ok(Instant::now().checked_add(timeout)),

@@ -1,4 +1,4 @@
-//! Python face of the copier between CUDA tensors and chunks in page-locked host memory.
+//! Python bindings of the copier between CUDA tensors and chunks in page-locked host memory.
 
 use crate::cpu::ChunkLayout;
 use crate::cuda;
@@ -57,7 +57,7 @@ impl ChunkCopier {
             if !host.is_contiguous() {
                 return Err(Error::invalid("host: expected contiguous bytes"));
             }
-            // SAFETY: that many bytes, which `kept` keeps as long as the copier.
+            // SAFETY: this number of bytes, which `kept` keeps alive as long as the copier.
             unsafe { cuda::PinnedBuffer::register(device, host.data(), host.len()) }
         });
         let host = match host.transpose()? {
@@ -65,7 +65,7 @@ impl ChunkCopier {
             None if for_captures => cuda::HostMemory::Slots,
             None => cuda::HostMemory::Own,
         };
-        // SAFETY: `evermoe.snapshot.chunked_copy`, the one caller, passes the addresses of what it puts into `kept`.
+        // SAFETY: `evermoe.snapshot.chunked_copy`, the only caller, passes the addresses of the objects in `kept`.
         let copier = py.detach(move || unsafe {
             let current_stream = stream(current_stream);
             cuda::ChunkCopier::new(
@@ -126,7 +126,7 @@ fn view<'py, T: numpy::Element>(
     len: usize,
     copier: Bound<'py, ChunkCopier>,
 ) -> Bound<'py, PyArray1<T>> {
-    // SAFETY: the memory is that long and lives as long as the copier, the array's base; the view itself is only read
-    // for its address and length.
+    // SAFETY: the memory has this length and lives as long as the copier, the array's base; the view itself is only
+    // used for its address and length.
     unsafe { PyArray1::borrow_from_array(&ArrayView1::from_shape_ptr(len, start), copier.into_any()) }
 }

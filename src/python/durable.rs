@@ -1,4 +1,4 @@
-//! Python face of files that are on disk when the call returns.
+//! Python bindings of files that are on disk when the call returns.
 
 use super::snapshot::bytes_of;
 use crate::durable::{self, Content, Piece};

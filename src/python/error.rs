@@ -1,4 +1,4 @@
-//! The one place where an [`Error`] becomes a Python exception.
+//! The conversion of an [`Error`] into a Python exception; the only place where that happens.
 
 use crate::error::Error;
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
@@ -9,7 +9,7 @@ impl From<Error> for PyErr {
         let message = error.to_string();
         match error {
             Error::Invalid { .. } => PyValueError::new_err(message),
-            // With the number of the error Python picks the subclass: FileNotFoundError, FileExistsError, …
+            // By the error number, Python chooses the subclass: FileNotFoundError, FileExistsError, …
             Error::Io { source, .. } => match source.raw_os_error() {
                 Some(code) => PyOSError::new_err((code, message)),
                 None => PyOSError::new_err(message),
@@ -23,7 +23,7 @@ impl From<Error> for PyErr {
     }
 }
 
-/// An exception of `evermoe.errors`, imported when it is needed: the package itself imports this module.
+/// An exception of `evermoe.errors`, imported when needed, because the package itself imports this module.
 fn own(name: &str, message: String) -> PyErr {
     let make = |py: Python<'_>| {
         let class = py.import("evermoe.errors")?.getattr(name)?;

@@ -9,7 +9,7 @@ mod ops;
 mod persist;
 mod planning;
 mod protocol;
-mod reach;
+mod reachability;
 mod replay;
 mod secret;
 mod simulate;
@@ -22,7 +22,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    // NumPy's C interface is looked up by Python code, at its first use, which panics if a signal comes meanwhile.
+    // NumPy's C interface is looked up by Python code at its first use, which would panic if a signal arrives
+    // meanwhile.
     module.py().import("numpy")?;
     numpy::dtype::<u8>(module.py());
     capture::register(module)?;
@@ -33,7 +34,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     persist::register(module)?;
     planning::register(module)?;
     protocol::register(module)?;
-    reach::register(module)?;
+    reachability::register(module)?;
     replay::register(module)?;
     secret::register(module)?;
     simulate::register(module)?;

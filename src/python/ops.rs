@@ -1,16 +1,16 @@
-//! Python face of the torch ops, and the numbers of an optimizer's step.
+//! Python bindings of the torch ops, and of the numbers of an optimizer's step.
 
 use crate::cpu::{AdamWOptions, AdamWStep, Arithmetic, SgdOptions, SgdStep};
 use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 
-/// Registers the ops of `torch.ops.evermoe`; `import torch` comes first. Calls after the first change nothing.
+/// Registers the ops of `torch.ops.evermoe`; torch must have been imported. Calls after the first change nothing.
 #[pyfunction]
 fn register_ops() -> PyResult<()> {
     crate::torch::register_ops().map_err(|error| PyImportError::new_err(error.to_string()))
 }
 
-/// Whether this build holds compiled CUDA kernels.
+/// Returns whether this build contains compiled CUDA kernels.
 #[pyfunction]
 fn has_cuda_kernels() -> bool {
     #[cfg(feature = "cuda")]
@@ -19,19 +19,19 @@ fn has_cuda_kernels() -> bool {
     return false;
 }
 
-/// Most bytes of idle buffers that are kept for results on the CPU; none: as many as are in use at the peak.
+/// Sets the maximum bytes of idle buffers that are kept for results on the CPU; none for the peak of the bytes in use.
 #[pyfunction]
 fn set_cpu_cache_limit(limit: Option<usize>) {
     crate::torch::set_cpu_cache_limit(limit);
 }
 
-/// Bytes of idle buffers for results on the CPU.
+/// Returns the bytes of idle buffers for results on the CPU.
 #[pyfunction]
 fn cpu_cache_bytes() -> usize {
     crate::torch::cpu_cache_bytes()
 }
 
-/// The numbers of one step of AdamW, in the order of `AdamWStep`'s fields; each is a float32.
+/// Returns the numbers of one step of AdamW, in the order of `AdamWStep`'s fields; each is a float32.
 #[pyfunction]
 #[pyo3(signature = (*, t, lr, betas, eps, weight_decay, maximize, loss_scale, clip, arithmetic, powers))]
 #[allow(clippy::too_many_arguments)]
@@ -52,7 +52,7 @@ fn adamw_step(
     Ok(AdamWStep::with_arithmetic(arithmetic, &options, t, powers, loss_scale, clip)?.to_array())
 }
 
-/// The numbers of one step of SGD, in the order of `SgdStep`'s fields; each is a float32.
+/// Returns the numbers of one step of SGD, in the order of `SgdStep`'s fields; each is a float32.
 #[pyfunction]
 #[pyo3(signature = (*, is_first, lr, momentum, dampening, weight_decay, nesterov, maximize, loss_scale, clip, arithmetic))]
 #[allow(clippy::too_many_arguments)]

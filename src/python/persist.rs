@@ -1,4 +1,4 @@
-//! Python face of the triple buffer's states, whose bytes are Python's, of the versions that stay, and of manifests.
+//! Python bindings of the triple buffer's states (Python owns its bytes), of retention, and of manifests.
 
 use crate::persist::{self, Event, Manifest, SavedUnit, Slot};
 use pyo3::prelude::*;
@@ -11,12 +11,12 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<TripleBuffer>()
 }
 
-/// States of three slots: which the writer and which the persister may use.
+/// See [`persist::TripleBuffer`].
 #[pyclass(frozen, module = "evermoe._native")]
 struct TripleBuffer(Mutex<persist::TripleBuffer>);
 
 impl TripleBuffer {
-    /// A panic in another thread leaves the states as they were: they change in one assignment.
+    /// Ignores poisoning: a panic in another thread leaves the states unchanged, as they change in one assignment.
     fn lock(&self) -> MutexGuard<'_, persist::TripleBuffer> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -119,7 +119,7 @@ fn retained_versions(
     Ok(py.detach(|| persist::retained(&versions, &partial, &open, &may_lag, spare))?)
 }
 
-/// Name, file, the checkpoint whose file it is, digest, part and tensors of a unit.
+/// Name, file, origin of the file, digest, part and tensors of a unit.
 type UnitRow = (String, String, Option<String>, u64, Option<(u64, u64, u64)>, Vec<String>);
 
 /// Version, step, layout, members and units of a manifest.

@@ -1,4 +1,5 @@
-//! [`crate::protocol`] for Python. Events and commands travel as JSON, so that what is recorded is what was done.
+//! Python bindings of [`crate::protocol`]. Events and commands are passed as JSON, so that recordings contain exactly
+//! what was executed.
 
 use crate::error::Error;
 use crate::protocol::{self, Event, Settings};
@@ -10,10 +11,10 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(version_of, module)?)?;
     module.add_function(wrap_pyfunction!(step_of, module)?)?;
     module.add_function(wrap_pyfunction!(generation_of, module)?)?;
-    module.add_function(wrap_pyfunction!(tell, module)?)?;
-    module.add_function(wrap_pyfunction!(promote, module)?)?;
-    module.add_function(wrap_pyfunction!(tell_ended, module)?)?;
-    module.add_function(wrap_pyfunction!(hear, module)?)?;
+    module.add_function(wrap_pyfunction!(encode_message, module)?)?;
+    module.add_function(wrap_pyfunction!(encode_promotion, module)?)?;
+    module.add_function(wrap_pyfunction!(encode_ended, module)?)?;
+    module.add_function(wrap_pyfunction!(decode_message, module)?)?;
     module.add("PROTOCOL", protocol::PROTOCOL)?;
     module.add_class::<Protocol>()
 }
@@ -35,38 +36,43 @@ fn generation_of(version: u64) -> u64 {
 
 #[pyfunction]
 #[pyo3(signature = (id, job, message, secret=None))]
-fn tell(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult<String> {
-    let wrong = |why: String| Error::invalid(format!("what this member tells others: {why}"));
-    Ok(protocol::tell(id, job, &read(message)?, secret.map(Secret::get)).map_err(wrong)?)
+fn encode_message(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let wrong = |why: String| Error::invalid(format!("this member's message: {why}"));
+    Ok(protocol::encode_message(id, job, &read(message)?, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]
 #[pyo3(signature = (id, job, generation=None, secret=None))]
-fn promote(id: &str, job: &str, generation: Option<u64>, secret: Option<&Secret>) -> PyResult<String> {
-    let wrong = |why: String| Error::Internal(format!("what an operator tells members: {why}"));
-    Ok(protocol::promote(id, job, generation, secret.map(Secret::get)).map_err(wrong)?)
+fn encode_promotion(
+    id: &str,
+    job: &str,
+    generation: Option<u64>,
+    secret: Option<&Secret>,
+) -> PyResult<String> {
+    let wrong = |why: String| Error::Internal(format!("the operator's message: {why}"));
+    Ok(protocol::encode_promotion(id, job, generation, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]
 #[pyo3(signature = (id, job, member, secret=None))]
-fn tell_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> PyResult<String> {
-    let wrong = |why: String| Error::Internal(format!("what this member tells of another: {why}"));
-    Ok(protocol::tell_ended(id, job, member, secret.map(Secret::get)).map_err(wrong)?)
+fn encode_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let wrong = |why: String| Error::Internal(format!("the message about a member's end: {why}"));
+    Ok(protocol::encode_ended(id, job, member, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]
 #[pyo3(signature = (id, text, secret=None))]
-fn hear(id: &str, text: &str, secret: Option<&Secret>) -> PyResult<String> {
-    let heard = protocol::hear(id, text, secret.map(Secret::get));
-    serde_json::to_string(&heard).map_err(|error| Error::Internal(format!("protocol: {error}")).into())
+fn decode_message(id: &str, text: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let decoded = protocol::decode_message(id, text, secret.map(Secret::get));
+    serde_json::to_string(&decoded).map_err(|error| Error::Internal(format!("protocol: {error}")).into())
 }
 
-/// The state machine of one member.
+/// See [`protocol::Protocol`].
 #[pyclass(frozen, module = "evermoe._native")]
 struct Protocol(Mutex<protocol::Protocol>);
 
 impl Protocol {
-    /// A panic in another thread leaves the machine as the last event did.
+    /// Ignores poisoning: a panic in another thread leaves the state of the last event.
     fn lock(&self) -> MutexGuard<'_, protocol::Protocol> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

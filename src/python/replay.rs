@@ -1,4 +1,4 @@
-//! Python face of the records of steps, and of a replica's log of them.
+//! Python bindings of the records of steps, and of a replica's log.
 
 use crate::cpu::Gradient;
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// (encoding, bytes, digest) of a payload.
 type Payload = (u8, usize, u64);
 
-/// The bytes of an array that is written or read in place.
+/// Error for an array that must be contiguous.
 fn contiguous() -> Error {
     Error::invalid("expected contiguous memory")
 }
@@ -39,7 +39,7 @@ enum AnyGradient<'py> {
 }
 
 impl AnyGradient<'_> {
-    /// The values, and how many they are.
+    /// The values, and their number.
     fn values(&self) -> Result<(Gradient<'_>, usize)> {
         Ok(match self {
             Self::F32(array) => {
@@ -48,7 +48,7 @@ impl AnyGradient<'_> {
             }
             Self::Bf16(array) => {
                 let bits = array.as_slice().map_err(|_| contiguous())?;
-                // SAFETY: bfloat16 is its bits.
+                // SAFETY: bfloat16 has the layout of its bits.
                 let values = unsafe { std::slice::from_raw_parts(bits.as_ptr().cast::<bf16>(), bits.len()) };
                 (Gradient::Bf16(values), values.len())
             }
@@ -56,7 +56,7 @@ impl AnyGradient<'_> {
     }
 }
 
-/// Writes a gradient into a record's memory, after the room for its header.
+/// Encodes a gradient into a record's memory, after the room for its header.
 #[pyfunction]
 fn encode_gradient(
     py: Python<'_>,
@@ -76,17 +76,17 @@ fn encode_gradient(
     Ok((encoding as u8, payload_bytes, digest))
 }
 
-/// A record: its bytes; or name, step, the unit's own count of steps, numbers, and gradient.
+/// A record: its bytes; or name, step, the unit's own step count, numbers, and gradient.
 #[derive(FromPyObject)]
 enum AnyRecord<'py> {
-    Whole(PyReadonlyArray1<'py, u8>),
+    Finished(PyReadonlyArray1<'py, u8>),
     Draft(String, u64, u64, Vec<f32>, AnyGradient<'py>),
 }
 
 impl AnyRecord<'_> {
     fn outgoing(&self) -> Result<Outgoing<'_>> {
         Ok(match self {
-            Self::Whole(array) => Outgoing::Whole(array.as_slice().map_err(|_| contiguous())?),
+            Self::Finished(array) => Outgoing::Finished(array.as_slice().map_err(|_| contiguous())?),
             Self::Draft(name, step, t, numbers, gradient) => {
                 let (gradient, elements) = gradient.values()?;
                 let rule = rule(numbers)?;
@@ -96,7 +96,7 @@ impl AnyRecord<'_> {
     }
 }
 
-/// Writes records into a frame and a tail; the bytes of both.
+/// Writes records into a frame and a tail; returns the bytes of both.
 #[pyfunction]
 fn fill_frame(
     py: Python<'_>,
@@ -116,7 +116,7 @@ fn rule(numbers: &[f32]) -> Result<Rule> {
         .ok_or_else(|| Error::invalid(format!("numbers: expected 0, 9 or 10, got {}", numbers.len())))
 }
 
-/// Writes the header of a record whose payload is there, of `encode_gradient` (with its result), or as it is.
+/// Writes the header of a record whose payload is in place: from `encode_gradient` (with its result), or unencoded.
 #[pyfunction]
 #[pyo3(signature = (record, *, kind, name, step, t, elements, numbers, payload))]
 #[allow(clippy::too_many_arguments)]
@@ -155,7 +155,7 @@ fn seal_record(
     Ok(HEADER_BYTES + payload_bytes)
 }
 
-/// The digest of a state that lies in parts, as proofs have it.
+/// Returns the digest of a state in parts, as used in proofs.
 #[pyfunction]
 fn state_digest(py: Python<'_>, parts: Vec<PyReadonlyArray1<'_, u8>>) -> PyResult<u64> {
     let parts = parts.iter().map(|part| part.as_slice().map_err(|_| contiguous()));
@@ -163,7 +163,7 @@ fn state_digest(py: Python<'_>, parts: Vec<PyReadonlyArray1<'_, u8>>) -> PyResul
     Ok(py.detach(|| replay::state_digest(&parts, &TorchPool)))
 }
 
-/// The number that stands for a unit in records.
+/// Returns the number that identifies a unit in records.
 fn id(name: &str) -> u64 {
     digest(name.as_bytes())
 }
@@ -180,13 +180,13 @@ fn code(fault: &Fault) -> &'static str {
     }
 }
 
-/// A replica's records, until it repeats the steps; see `replay::Log`.
+/// See [`replay::Log`].
 #[pyclass(frozen, module = "evermoe._native")]
 struct ReplayLog(Mutex<replay::Log>);
 
-/// Fate of a record: code, unit, message, the state's bytes as words.
+/// Outcome of a record: code, unit, message, digest of the state.
 type Received = (&'static str, Option<usize>, String, Option<u64>);
-/// Epoch, version, steps of the unit, numbers, gradients, bytes, whether all is what came.
+/// Epoch, version, step count of the unit, numbers, gradients, bytes, whether the data is unchanged.
 type Taken<'py> =
     (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize, bool);
 
@@ -202,12 +202,12 @@ fn received(accepted: std::result::Result<Accepted, (Option<usize>, Fault)>) -> 
 }
 
 impl ReplayLog {
-    /// A panic in another thread leaves the log as it was between two calls, or with one record less.
+    /// Ignores poisoning: a panic in another thread leaves the log between two calls, or with one record less.
     fn lock(&self) -> MutexGuard<'_, replay::Log> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does something with a unit of the log, without the GIL.
+    /// Runs a function on a unit of the log, without the GIL.
     fn with<T: Send>(
         &self,
         py: Python<'_>,
@@ -244,7 +244,8 @@ impl ReplayLog {
         Ok(received(accepted))
     }
 
-    /// Holds records that lie one after the other, up to the first that is more than logged; how many, and its fate.
+    /// Holds consecutive records, up to the first whose outcome is more than logged; returns their number, and that
+    /// outcome.
     fn hold_all(
         &self,
         py: Python<'_>,
@@ -337,7 +338,7 @@ impl ReplayLog {
         self.with(py, unit, |log| log.version(unit))
     }
 
-    /// How many steps each unit's newest one is ahead of its state; none without a state.
+    /// Returns the number of steps by which each unit's log is ahead of its state; none without a state.
     fn waiting(&self, py: Python<'_>) -> Vec<Option<u64>> {
         py.detach(|| {
             let log = self.lock();

@@ -1,4 +1,4 @@
-//! [`crate::secret`] for Python.
+//! Python bindings of [`crate::secret`].
 
 use crate::secret;
 use pyo3::prelude::*;
@@ -7,7 +7,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Secret>()
 }
 
-/// What the members of a job know, and nobody else.
+/// See [`secret::Secret`].
 #[pyclass(frozen, module = "evermoe._native")]
 pub(super) struct Secret(secret::Secret);
 

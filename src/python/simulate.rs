@@ -1,4 +1,4 @@
-//! [`crate::simulate`] for Python. Scenarios and outcomes travel as JSON.
+//! Python bindings of [`crate::simulate`]. Scenarios and outcomes are passed as JSON.
 
 use crate::error::{Error, Result};
 use crate::simulate as simulation;
@@ -12,7 +12,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(read_skypilot, module)?)
 }
 
-/// Progress is told as a part, 0 to 1; what the function raises ends the simulation.
+/// `progress` is called with a share, 0 to 1; an exception that it raises ends the simulation.
 #[pyfunction]
 #[pyo3(signature = (scenario, scheme, seed, progress=None))]
 fn simulate(
@@ -24,7 +24,7 @@ fn simulate(
 ) -> PyResult<String> {
     let (scenario, scheme) = (read("scenario", scenario)?, read("scheme", scheme)?);
     let mut raised = None;
-    let mut tell = |part: f64| -> Result<()> {
+    let mut report = |part: f64| -> Result<()> {
         let told = Python::attach(|py| {
             py.check_signals()?;
             progress.as_ref().map_or(Ok(()), |progress| progress.call1(py, (part,)).map(|_| ()))
@@ -35,20 +35,20 @@ fn simulate(
         })
     };
     let outcome =
-        py.detach(|| simulation::simulate(&scenario, &scheme, seed, &simulation::Product, &mut tell));
+        py.detach(|| simulation::simulate(&scenario, &scheme, seed, &simulation::Product, &mut report));
     match raised {
         Some(error) => Err(error),
         None => to_json(&outcome?),
     }
 }
 
-/// The source as JSON.
+/// Returns the source as JSON.
 #[pyfunction]
 fn read_bamboo(text: &str) -> PyResult<String> {
     to_json(&simulation::read_bamboo(text)?)
 }
 
-/// The source as JSON; a text for each node.
+/// Returns the source as JSON; there is one text per node.
 #[pyfunction]
 fn read_skypilot(texts: Vec<String>) -> PyResult<String> {
     to_json(&simulation::read_skypilot(&texts)?)

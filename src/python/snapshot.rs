@@ -1,4 +1,4 @@
-//! Python face of the arenas.
+//! Python bindings of arenas.
 
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -16,7 +16,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Arena>()
 }
 
-/// Two versions of a set of units in a file of shared memory that outlives the process.
+/// See [`snapshot::Arena`].
 #[pyclass(frozen, module = "evermoe._native")]
 pub(super) struct Arena(pub(super) Arc<snapshot::Arena>);
 
@@ -71,7 +71,7 @@ impl Arena {
     #[cfg(feature = "cuda")]
     fn page_lock(&self, py: Python<'_>, device: usize) -> PyResult<()> {
         let lock = |start, len| -> Result<snapshot::PageLock, Error> {
-            // SAFETY: the arena's own mapping, which drops the lock before it goes.
+            // SAFETY: the arena's own mapping, which drops the lock before it is unmapped.
             Ok(Box::new(unsafe { cuda::PinnedBuffer::register(device, start, len)? }))
         };
         Ok(py.detach(|| self.0.page_lock(lock))?)
@@ -94,8 +94,8 @@ impl Arena {
     fn buffer<'py>(slf: Bound<'py, Self>, index: usize) -> PyResult<Bound<'py, PyArray1<u8>>> {
         let arena = &slf.get().0;
         let start = arena.buffer(index)?;
-        // SAFETY: the buffer is that long and lives as long as the arena, which the array keeps alive as its base; the
-        // view itself is only read for its address and length.
+        // SAFETY: the buffer has this length and lives as long as the arena, which the array keeps alive as its base;
+        // the view itself is only used for its address and length.
         unsafe {
             let view = ArrayView1::from_shape_ptr(arena.layout().payload_bytes(), start.cast_const());
             Ok(PyArray1::borrow_from_array(&view, slf.into_any()))

@@ -1,22 +1,22 @@
-//! Python face of places in object stores.
+//! Python bindings of object stores.
 
 use crate::error::Error;
-use crate::store::{Address, Options, Place};
+use crate::store::{self, Address, Options};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<ObjectPlace>()
+    module.add_class::<ObjectStore>()
 }
 
-/// See `store::Place`.
+/// See `store::ObjectStore`.
 #[pyclass(frozen, module = "evermoe._native")]
-struct ObjectPlace(Place);
+struct ObjectStore(store::ObjectStore);
 
 #[pymethods]
-impl ObjectPlace {
+impl ObjectStore {
     #[new]
     fn new(
         py: Python<'_>,
@@ -29,7 +29,7 @@ impl ObjectPlace {
             .map_err(|_| Error::invalid(format!("patience: expected seconds, got {patience}")))?;
         let address = Address::parse(url)?;
         let options = Options { patience, upload_limit, download_limit };
-        Ok(Self(py.detach(|| Place::open(&address, options))?))
+        Ok(Self(py.detach(|| store::ObjectStore::open(&address, options))?))
     }
 
     #[getter]

@@ -1,4 +1,4 @@
-//! [`crate::transport`] for Python.
+//! Python bindings of [`crate::transport`].
 
 use crate::error::Error;
 use crate::python::secret::Secret;
@@ -14,7 +14,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Transfer>()
 }
 
-/// A port for the connections of a member's groups.
+/// See [`transport::Port`].
 #[pyclass(frozen, module = "evermoe._native")]
 struct Port(transport::Port);
 
@@ -36,7 +36,7 @@ impl Port {
     }
 }
 
-/// The messages between a member and the others of a group.
+/// See [`transport::Links`].
 #[pyclass(frozen, module = "evermoe._native")]
 struct Links(transport::Links);
 
@@ -64,7 +64,7 @@ impl Links {
         tag: u64,
     ) -> PyResult<Transfer> {
         let (address, nbytes) = bytes(&data)?;
-        // SAFETY: the transfer keeps the array until it is over or dropped; the caller leaves its bytes as they are.
+        // SAFETY: the transfer keeps the array alive until it is over or dropped; the caller does not change its bytes.
         let transfer = py.detach(|| unsafe { self.0.send(address.get(), nbytes, peer, tag) })?;
         Ok(Transfer { transfer, _data: data.unbind() })
     }
@@ -90,7 +90,7 @@ impl Links {
 /// The address of an array's bytes, for another thread.
 struct Address(*mut u8);
 
-// SAFETY: it is only an address; who uses it says why it may.
+// SAFETY: it is only an address; each use states why it is allowed.
 unsafe impl Send for Address {}
 // SAFETY: as above.
 unsafe impl Sync for Address {}
@@ -108,7 +108,7 @@ fn bytes(data: &Bound<'_, PyArray1<u8>>) -> PyResult<(Address, usize)> {
     Ok((Address(data.data()), data.len()))
 }
 
-/// A message that is under way.
+/// See [`transport::Transfer`].
 #[pyclass(frozen, module = "evermoe._native")]
 struct Transfer {
     /// Dropped before the array whose memory it uses.

@@ -1,6 +1,6 @@
-//! Units that ranks hold, and where their bytes differ.
+//! Units that ranks hold, and conflicts between their bytes.
 
-/// Place where a rank has the bytes of a unit, the cheapest to read first.
+/// Location of a unit's bytes on a rank, the cheapest to read first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// The running model and optimizer.
@@ -9,18 +9,18 @@ pub enum Kind {
     Replayed,
     /// A complete version of an arena.
     Snapshot,
-    /// A store that all ranks that list it can read.
+    /// A store that can be read by all ranks that list it.
     Persisted,
 }
 
 impl Kind {
-    /// Whether the rank's own memory has it.
+    /// Whether the copy is in the rank's own memory.
     pub fn is_memory(self) -> bool {
         self != Self::Persisted
     }
 }
 
-/// One unit that a rank has, at one version.
+/// A unit of a rank, at one version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holding {
     /// Index of the unit.
@@ -29,16 +29,16 @@ pub struct Holding {
     pub version: u64,
     /// Digest of the bytes.
     pub digest: u64,
-    /// Place of the bytes.
+    /// Location of the bytes.
     pub kind: Kind,
 }
 
-/// A holder at the version that is taken whose bytes are not those that most holders have.
+/// A holder at the chosen version whose bytes differ from those of most holders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Conflict {
     /// Index of the unit.
     pub unit: usize,
-    /// The rank that was outvoted.
+    /// The outvoted rank.
     pub rank: usize,
     /// Digest of its bytes.
     pub digest: u64,

@@ -1,4 +1,5 @@
-//! Plan of a recovery, from what survives to its transfers: a pure function of the gathered survey, the same on every rank.
+//! Plan of a recovery, from the survey to the transfers: a pure function of the gathered survey, the same on every
+//! rank.
 //!
 //! ```text
 //! holdings (unit, version, digest, kind) of every rank ─ target version ─ vote on digests ─ transfers

@@ -1,4 +1,4 @@
-//! The target version, and the transfers that bring every rank what it needs.
+//! The target version, and the transfers of the units that each rank needs.
 
 use super::holding::{Conflict, Holding, Kind};
 use super::vote::{Sources, sources};
@@ -7,42 +7,42 @@ use crate::error::Result;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// `destination` takes `unit` from `source`; when they are the same, from what it has itself outside the running model.
+/// Transfer of a unit. If source and destination are the same, the rank reads it from its own copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Transfer {
     /// Index of the unit.
     pub unit: usize,
-    /// The rank that has it.
+    /// The rank that has the unit.
     pub source: usize,
-    /// The rank that needs it.
+    /// The rank that needs the unit.
     pub destination: usize,
-    /// Place that the source reads it from.
+    /// Location from which the source reads it.
     pub kind: Kind,
 }
 
 /// Reason of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// No rank has made a step: all start from version 0.
+    /// No rank has taken a step: all start from version 0.
     Fresh,
     /// The newest version of all is complete.
     Newest,
-    /// Units without a holder at the newest version make an older, complete one the target.
+    /// Some units have no holder at the newest version, so the target is an older, complete one.
     Older {
-        /// The newest version that was reported.
+        /// The newest reported version.
         newest: u64,
     },
-    /// All units that may not lag have a holder at the target, and some of the others only at older versions.
+    /// All units that may not lag have a holder at the target, but some of the others only at older versions.
     Lagging {
         /// Number of units that are older.
         units: usize,
     },
-    /// No version is complete; `lost` are the units missing at this one, which misses the fewest.
-    NotWhole {
-        /// The version that misses the fewest units, the newest of those.
+    /// No version is complete; `lost` lists the units missing at this version, which misses the fewest.
+    Incomplete {
+        /// The version that misses the fewest units, the newest of equals.
         version: u64,
     },
-    /// No rank holds anything.
+    /// No rank holds any unit.
     Nothing,
 }
 
@@ -50,15 +50,15 @@ impl std::fmt::Display for Reason {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Fresh => write!(out, "no rank has made a step"),
-            Self::Newest => write!(out, "the newest version is whole"),
+            Self::Newest => write!(out, "the newest version is complete"),
             Self::Older { newest } => {
-                write!(out, "version {newest} is not whole, this is the newest that is")
+                write!(out, "version {newest} is incomplete, this is the newest complete one")
             }
             Self::Lagging { units } => {
-                write!(out, "the newest version that is whole; of the units that may lag, {units} are older")
+                write!(out, "the newest complete version; of the units that may lag, {units} are older")
             }
-            Self::NotWhole { version } => {
-                write!(out, "no version is whole; version {version} misses the fewest units")
+            Self::Incomplete { version } => {
+                write!(out, "no version is complete; version {version} misses the fewest units")
             }
             Self::Nothing => write!(out, "no rank holds any unit"),
         }
@@ -70,27 +70,27 @@ impl std::fmt::Display for Reason {
 pub struct Plan {
     /// The version to continue from; none if no version is complete.
     pub version: Option<u64>,
-    /// Units that no rank holds at the version that misses the fewest; empty when there is a target.
+    /// Units that no rank holds at the version that misses the fewest; empty if there is a target.
     pub lost: Vec<usize>,
-    /// Units that all ranks take at an older version than the target, and that version; by unit.
+    /// Units that all ranks restore from an older version than the target, with that version; by unit.
     pub stale: Vec<(usize, u64)>,
-    /// Transfers in order of unit size, largest first.
+    /// Transfers by unit size, largest first.
     pub transfers: Vec<Transfer>,
-    /// Holders that were outvoted; not reported at version 0.
+    /// Outvoted holders; not reported at version 0.
     pub conflicts: Vec<Conflict>,
     /// Reason of the target.
     pub reason: Reason,
 }
 
-/// Plans the recovery from what every rank holds and needs.
+/// Plans the recovery from the units that every rank holds and needs.
 ///
-/// `bytes[u]` is the size of unit u, `holdings[r]` what rank r has, `needs[r]` the units it has to run. The target is the
-/// newest version at which every unit has a holder; version 0 counts only if no rank has a later one. Among holders
-/// that differ, the digest that most ranks have is right (see [`Conflict`]); a rank that was outvoted is no source and
-/// fetches what it needs. A rank takes a unit from its running model, else from its own snapshot, else from the
-/// holder with the fewest bytes to send so far, largest units first.
+/// `bytes[u]` is the size of unit u, `holdings[r]` the units that rank r has, `needs[r]` the units it must run. The
+/// target is the newest version at which every unit has a holder; version 0 counts only if no rank has a later one.
+/// Among holders that differ, the digest of the majority of ranks is right (see [`Conflict`]). An outvoted rank is no
+/// source and fetches the units that it needs. A rank takes a unit from its running model, or else from its own
+/// snapshot, or else from the holder with the fewest bytes to send so far; largest units first.
 ///
-/// See [`plan_lagging`] for copies that are not all of one version.
+/// See [`plan_lagging`] for copies of different versions.
 ///
 /// ```
 /// use evermoe::recovery::{Holding, Kind, Reason, Transfer, plan};
@@ -103,20 +103,21 @@ pub struct Plan {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when a unit is out of range or the lists differ in length.
+/// [`Error::Invalid`](crate::Error::Invalid) if a unit is out of range or the lists differ in length.
 pub fn plan(bytes: &[u64], holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> Result<Plan> {
     plan_lagging(bytes, holdings, needs, &[])
 }
 
-/// Plans like [`plan`], where the units of `may_lag` may be older than the target.
+/// Plans like [`plan`], but the units of `may_lag` may be older than the target.
 ///
-/// Policies that copy a few experts at a time (PEC, MoEtion) leave some experts with older copies only. The target is the
-/// newest version at which every other unit has a holder and every unit that may lag has one at that version or before.
-/// Each of these is taken at its newest version up to the target, by all ranks that need it. As in [`plan`], version 0 is
-/// as good as nothing once any rank has a later one.
+/// Policies that copy a few experts at a time (PEC, MoEtion) leave some experts with older copies only. The target is
+/// the newest version at which every other unit has a holder and every unit that may lag has one at that version or
+/// earlier. Each of these is restored from its newest version up to the target, by all ranks that need it. As in
+/// [`plan`], version 0 counts for nothing once any rank has a later one.
 ///
-/// A rank takes a unit from its running model, its own replica, its own snapshot, else from another rank's memory, and
-/// only when no memory has that version from the store: itself if it lists it, else through the rank that does.
+/// A rank takes a unit from its running model, its own replica, its own snapshot, or else from another rank's memory.
+/// Only if no memory has that version, it comes from the store: read by the rank itself if it lists it, or else through
+/// a rank that does.
 ///
 /// ```
 /// use evermoe::recovery::{Holding, Kind, Reason, Transfer, plan_lagging};
@@ -130,7 +131,7 @@ pub fn plan(bytes: &[u64], holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> R
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when a unit is out of range or the lists differ in length.
+/// [`Error::Invalid`](crate::Error::Invalid) if a unit is out of range or the lists differ in length.
 pub fn plan_lagging(
     bytes: &[u64],
     holdings: &[Vec<Holding>],
@@ -141,11 +142,11 @@ pub fn plan_lagging(
     plan_on_nodes(bytes, holdings, needs, may_lag, &nodes)
 }
 
-/// Plans like [`plan_lagging`], where `nodes[r]` is the node of rank r: the links within one are faster than those between.
+/// Plans like [`plan_lagging`] if links within a node are faster than between nodes; `nodes[r]` is the node of rank r.
 ///
-/// BAFT's recovery of a data-parallel group: no unit crosses to a node twice. What several ranks of a node lack, and no
-/// other rank there has in memory, one of them fetches, the one with the fewest bytes so far; the others get it from that
-/// one, whose own transfer has the same `kind`.
+/// BAFT's recovery of a data-parallel group: no unit crosses to a node twice. A unit that several ranks of a node lack,
+/// and that no other rank of the node has in memory, is fetched by the one with the fewest bytes so far. The others get
+/// it from that rank, in transfers of the same `kind`.
 ///
 /// ```
 /// use evermoe::recovery::{Holding, Kind, Transfer, plan_on_nodes};
@@ -159,7 +160,7 @@ pub fn plan_lagging(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when a unit is out of range or the lists differ in length.
+/// [`Error::Invalid`](crate::Error::Invalid) if a unit is out of range or the lists differ in length.
 pub fn plan_on_nodes(
     bytes: &[u64],
     holdings: &[Vec<Holding>],
@@ -211,7 +212,7 @@ fn check(units: usize, holdings: &[Vec<Holding>], needs: &[Vec<usize>], may_lag:
     Ok(())
 }
 
-/// The version to continue from, why, and what is stale or lost; without transfers.
+/// The version to continue from, its reason, and the stale or lost units; without transfers.
 fn target(units: usize, holdings: &[Vec<Holding>], may_lag: &[usize]) -> Plan {
     let reached = reached(holdings, may_lag);
     let plan = |version, reason, lost, stale| Plan {
@@ -225,13 +226,13 @@ fn target(units: usize, holdings: &[Vec<Holding>], may_lag: &[usize]) -> Plan {
     let Some((&newest, _)) = reached.last_key_value() else {
         return plan(None, Reason::Nothing, (0..units).collect(), Vec::new());
     };
-    // Of equal counts the last is kept: the newest.
+    // Of equal counts the last one is taken: the newest.
     let Some((&version, taken)) = reached.iter().max_by_key(|(_, taken)| taken.len()) else {
         unreachable!("there is a newest version");
     };
     let lost: Vec<usize> = (0..units).filter(|unit| !taken.contains_key(unit)).collect();
     if !lost.is_empty() {
-        return plan(None, Reason::NotWhole { version }, lost, Vec::new());
+        return plan(None, Reason::Incomplete { version }, lost, Vec::new());
     }
     let stale: Vec<(usize, u64)> =
         taken.iter().map(|(&unit, &at)| (unit, at)).filter(|&(_, at)| at < version).collect();
@@ -244,8 +245,8 @@ fn target(units: usize, holdings: &[Vec<Holding>], may_lag: &[usize]) -> Plan {
     plan(Some(version), reason, lost, stale)
 }
 
-/// For each version that is a candidate, the units that it has and the version of each: its own, or of a unit that may
-/// lag the newest before.
+/// For each candidate version, its units with the version of each: its own, or for a unit that may lag the newest
+/// earlier one.
 fn reached(holdings: &[Vec<Holding>], may_lag: &[usize]) -> BTreeMap<u64, BTreeMap<usize, u64>> {
     let mut reached: BTreeMap<u64, BTreeMap<usize, u64>> = BTreeMap::new();
     for holding in holdings.iter().flatten() {
@@ -284,11 +285,11 @@ fn transfers(bytes: &[u64], sources: &[Sources], needs: &[Vec<usize>], nodes: &[
     transfers
 }
 
-/// What ranks send and fetch, so far.
+/// Bytes that ranks send and fetch so far.
 struct Links<'a> {
     /// Bytes that each rank sends.
     sent: Vec<u128>,
-    /// Bytes that each rank fetches for others of its node, too.
+    /// Bytes that each rank fetches, including those for others of its node.
     shared: Vec<u128>,
     nodes: &'a [usize],
 }

@@ -1,9 +1,9 @@
-//! Which copies count in a recovery: what an earlier start left behind is no progress of the running job.
+//! The copies that count in a recovery: those of an earlier start are no progress of the running job.
 
 use super::{Holding, Kind};
 use crate::protocol::step_of;
 
-/// What a member knows of the job that it belongs to.
+/// A member's knowledge of its job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Knowledge {
     /// Whether it has state of the running job.
@@ -12,19 +12,19 @@ pub struct Knowledge {
     pub saw_progress: bool,
 }
 
-/// The holdings that a recovery may use, by rank.
+/// Returns the holdings that a recovery may use, by rank.
 ///
-/// * Nobody is established and nobody has learnt anything: the job begins, from the members' own models as of version 0.
+/// * No member is established or has seen progress: the job begins, from the members' own models as of version 0.
 ///   Copies of an earlier start that took no step are no progress.
-/// * Nobody is established, but members were seen that had taken steps: the job's state is in copies with a version other
-///   than 0; a model that has just been built must not stand in for it.
-/// * Else all holdings count.
+/// * No member is established, but members were seen that had taken steps: the job's state is in copies with a version
+///   other than 0. A newly built model must not stand in for it.
+/// * Otherwise all holdings count.
 ///
 /// ```
 /// use evermoe::recovery::{Holding, Kind, Knowledge, usable};
 /// let fresh = Holding { unit: 0, version: 0, digest: 7, kind: Kind::Active };
 /// let newcomer = Knowledge { established: false, saw_progress: true };
-/// assert_eq!(usable(&[newcomer], vec![vec![fresh]]), [vec![]]); // the job runs somewhere: it is not started again
+/// assert_eq!(usable(&[newcomer], vec![vec![fresh]]), [vec![]]); // the job runs elsewhere: it is not started again
 /// ```
 pub fn usable(members: &[Knowledge], mut holdings: Vec<Vec<Holding>>) -> Vec<Vec<Holding>> {
     let is_new = !members.iter().any(|member| member.established);

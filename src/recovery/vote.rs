@@ -1,17 +1,17 @@
-//! Vote on the right bytes of each unit: the digest that most of its holders have.
+//! Vote on the right bytes of each unit: the digest of the majority of its holders.
 
 use super::holding::{Conflict, Holding, Kind};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// The ranks that have the right bytes of one unit, and where; of a rank that has them twice, the cheapest.
+/// The ranks with the right bytes of one unit, and their location; if a rank has them twice, the cheapest.
 pub(super) type Sources = BTreeMap<usize, Kind>;
 
-/// The sources of every unit u at version `taken[u]`, and the holders that were outvoted.
+/// Returns the sources of every unit u at version `taken[u]`, and the outvoted holders.
 ///
-/// Each rank has one vote for each digest that its memory holds. Of equal votes, a digest that a running model has beats
-/// one that only replicas or snapshots have; then the one on the smallest rank wins. A persisted copy is one copy however
-/// many ranks list it: it has a vote only where memory does not decide.
+/// Each rank has one vote for each digest in its memory. Of equal votes, a digest of a running model beats one that
+/// only replicas or snapshots have; then the one on the smallest rank wins. A persisted copy is one copy regardless of
+/// how many ranks list it: it votes only if memory does not decide.
 pub(super) fn sources(holdings: &[Vec<Holding>], taken: &[u64]) -> (Vec<Sources>, Vec<Conflict>) {
     let mut ballots: Vec<BTreeMap<u64, Sources>> = vec![BTreeMap::new(); taken.len()];
     for (rank, held) in holdings.iter().enumerate() {
@@ -28,7 +28,7 @@ pub(super) fn sources(holdings: &[Vec<Holding>], taken: &[u64]) -> (Vec<Sources>
     (sources, conflicts)
 }
 
-/// The sources that have the winning digest; the others go to `conflicts`.
+/// Returns the sources with the winning digest; the others go to `conflicts`.
 fn elect(unit: usize, mut ballot: BTreeMap<u64, Sources>, conflicts: &mut Vec<Conflict>) -> Sources {
     let winner = ballot.iter().min_by_key(|(_, holders)| {
         let kind = holders.values().min().copied();

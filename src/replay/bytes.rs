@@ -2,14 +2,14 @@
 
 use half::bf16;
 
-/// The bytes of numbers, which are little-endian on every machine that this library runs on.
+/// Returns the bytes of numbers; every supported machine is little-endian.
 pub(super) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
     const { assert!(cfg!(target_endian = "little")) };
-    // SAFETY: `T` has no padding, any byte is a `u8`, and the length is that of the slice.
+    // SAFETY: `T` has no padding, any byte is a valid `u8`, and the length is that of the slice.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-/// Numbers: every pattern of bits is one, and they have no padding.
+/// Numbers without padding for which every bit pattern is valid.
 pub(super) trait Plain: Copy {}
 impl Plain for u8 {}
 impl Plain for f32 {}

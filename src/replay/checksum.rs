@@ -5,27 +5,27 @@ use crate::cpu::{Disjoint, Parallel};
 use std::mem::MaybeUninit;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// Bytes that are hashed at once; threads share a payload by pieces.
+/// Bytes that are hashed at once; threads divide a payload by pieces.
 pub(super) const PIECE_BYTES: usize = 4096;
-/// Pieces that are worth a thread of their own.
+/// Minimum number of pieces for a further thread.
 pub(super) const GRAIN: usize = 32;
 
-/// The digest of a payload: XXH3-64 of the hashes of its pieces, as little-endian bytes.
+/// Digest of a payload: XXH3-64 of the hashes of its pieces, as little-endian bytes.
 pub(super) fn of_hashes(hashes: &[u64]) -> u64 {
     let mut state = Xxh3::new();
     hashes.iter().for_each(|hash| state.update(&hash.to_le_bytes()));
     state.digest()
 }
 
-/// Copies a payload and returns its digest: the source is read once.
+/// Copies a payload and returns its digest, reading the source once.
 pub(super) fn copy(from: &[u8], to: &mut [u8], pool: &dyn Parallel) -> u64 {
-    // SAFETY: bytes are bytes that may not be set; `copy_pieces` sets all that it writes.
+    // SAFETY: `MaybeUninit<u8>` has the layout of `u8`; `copy_pieces` initialises all bytes that it writes.
     copy_pieces(from, unsafe { &mut *(std::ptr::from_mut(to) as *mut [MaybeUninit<u8>]) }, pool)
 }
 
-/// A payload as elements in memory of their own, whose last one is filled up with zeros, and its digest.
+/// Copies a payload into newly allocated elements, the last one padded with zeros; returns them with the digest.
 ///
-/// Nothing is written twice: what is logged is as large as what is trained.
+/// No byte is written twice, as the log is as large as the trained state.
 pub(super) fn copied<T: Plain>(from: &[u8], pool: &dyn Parallel) -> (Vec<T>, u64) {
     let len = from.len().div_ceil(size_of::<T>());
     let mut values = Vec::<T>::with_capacity(len);
@@ -33,10 +33,10 @@ pub(super) fn copied<T: Plain>(from: &[u8], pool: &dyn Parallel) -> (Vec<T>, u64
     if let Some(last) = spare.last_mut() {
         *last = MaybeUninit::zeroed();
     }
-    // SAFETY: memory for `len` elements, of which `from` has no more bytes.
+    // SAFETY: the memory is for `len` elements, and `from` has no more bytes than these.
     let to = unsafe { std::slice::from_raw_parts_mut(spare.as_mut_ptr().cast(), from.len()) };
     let digest = copy_pieces(from, to, pool);
-    // SAFETY: all bytes are set, the last element's by zeros first; every pattern of bits is a `T`.
+    // SAFETY: all bytes are set, the padding by zeros first, and every bit pattern is a valid `T`.
     unsafe { values.set_len(len) };
     (values, digest)
 }
@@ -49,7 +49,7 @@ fn copy_pieces(from: &[u8], to: &mut [MaybeUninit<u8>], pool: &dyn Parallel) -> 
         for piece in pieces {
             let range = piece * PIECE_BYTES..from.len().min((piece + 1) * PIECE_BYTES);
             let source = &from[range.clone()];
-            // SAFETY: each piece is met once, and all of its bytes are set before they are read.
+            // SAFETY: each piece is visited once, and all of its bytes are set before they are read.
             let part = unsafe {
                 let part = to.part(range).as_mut_ptr().cast::<u8>();
                 part.copy_from_nonoverlapping(source.as_ptr(), source.len());
@@ -62,21 +62,21 @@ fn copy_pieces(from: &[u8], to: &mut [MaybeUninit<u8>], pool: &dyn Parallel) -> 
     of_hashes(&hashes)
 }
 
-/// The digest of a payload where it is.
+/// Digest of a payload in place.
 pub(super) fn digest(payload: &[u8], pool: &dyn Parallel) -> u64 {
     let mut hashes = vec![0; payload.len().div_ceil(PIECE_BYTES)];
     let out = Disjoint::new(&mut hashes);
     pool.run(payload.len().div_ceil(PIECE_BYTES), GRAIN, &|pieces| {
         for piece in pieces {
             let range = piece * PIECE_BYTES..payload.len().min((piece + 1) * PIECE_BYTES);
-            // SAFETY: each piece is met once.
+            // SAFETY: each piece is visited once.
             unsafe { out.store(piece, xxh3_64(&payload[range])) };
         }
     });
     of_hashes(&hashes)
 }
 
-/// The digest of a state that lies in parts: [`digest`] of their bytes one after the other.
+/// Returns the digest of a state given in consecutive parts.
 ///
 /// ```
 /// use evermoe::cpu::Serial;
@@ -85,15 +85,15 @@ pub(super) fn digest(payload: &[u8], pool: &dyn Parallel) -> u64 {
 /// assert_eq!(state_digest(&[&bytes[..1], &bytes[1..]], &Serial), state_digest(&[&bytes], &Serial));
 /// ```
 pub fn state_digest(parts: &[&[u8]], pool: &dyn Parallel) -> u64 {
-    if let [whole] = parts {
-        return digest(whole, pool);
+    if let [single] = parts {
+        return digest(single, pool);
     }
     let (mut hashes, mut piece, mut filled) = (Vec::new(), Xxh3::new(), 0);
     for mut part in parts.iter().copied() {
         while !part.is_empty() {
             if filled == 0 && part.len() >= PIECE_BYTES {
-                let (whole, rest) = part.split_at(PIECE_BYTES);
-                hashes.push(xxh3_64(whole));
+                let (piece, rest) = part.split_at(PIECE_BYTES);
+                hashes.push(xxh3_64(piece));
                 part = rest;
                 continue;
             }

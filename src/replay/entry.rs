@@ -1,4 +1,4 @@
-//! One logged step, whose bytes are known to be those that came.
+//! One logged step, protected against changes of its bytes in memory.
 
 use super::bytes::bytes_of;
 use super::checksum;
@@ -9,16 +9,16 @@ use xxhash_rust::xxh3::Xxh3;
 
 pub use super::gradient::Dense as Stored;
 
-/// Steps in a row that are the same; more than one only without a gradient.
+/// Consecutive equal steps; more than one only without a gradient.
 #[derive(Debug)]
 pub(super) struct Entry {
-    /// The trainer's steps that it stands for.
+    /// Number of the trainer's steps that the entry stands for.
     count: u64,
-    /// The unit's own count of steps after the last of them.
+    /// The unit's own step count after the last of them.
     t: u64,
     rule: Rule,
     gradient: Gradient,
-    /// Of all of the above.
+    /// Checksum of the fields above.
     seal: u64,
 }
 
@@ -26,7 +26,7 @@ pub(super) struct Entry {
 #[derive(Debug)]
 pub(super) struct Gradient {
     bytes: Bytes,
-    /// Digest of the payload that it came as.
+    /// Digest of the payload in the record.
     digest: u64,
 }
 
@@ -38,12 +38,12 @@ enum Bytes {
 }
 
 impl Gradient {
-    /// That of a step which changes nothing.
+    /// The gradient of a step that changes nothing.
     pub(super) fn nothing() -> Self {
         Self { bytes: Bytes::Zero, digest: checksum::of_hashes(&[]) }
     }
 
-    /// A record's gradient in memory of its own.
+    /// Copies a record's gradient into its own memory.
     pub(super) fn store(record: &Record<'_>, pool: &dyn Parallel) -> Result<Self, Fault> {
         let (bytes, digest) = match record.header.encoding {
             _ if record.header.kind != Kind::Step => (Bytes::Zero, record.verify(pool)?),
@@ -65,7 +65,7 @@ impl Gradient {
     }
 }
 
-/// The digest of a gradient as it is now.
+/// Digest of a gradient in its current state.
 pub(super) fn digest_of(stored: &Stored, pool: &dyn Parallel) -> u64 {
     match stored {
         Stored::F32(values) => checksum::digest(bytes_of(values), pool),
@@ -73,16 +73,16 @@ pub(super) fn digest_of(stored: &Stored, pool: &dyn Parallel) -> u64 {
     }
 }
 
-/// What a batch gets of an entry.
+/// An entry's part of a batch.
 pub(super) struct Taken {
     /// The gradient; none for zeros.
     pub(super) gradient: Option<Stored>,
-    /// What [`digest_of`] it should be; none where it was compared already.
+    /// Expected [`digest_of`] the gradient; none if it was compared already.
     pub(super) digest: Option<u64>,
 }
 
 impl Entry {
-    /// One step.
+    /// Creates an entry of one step.
     pub(super) fn new(header: &Header, gradient: Gradient) -> Self {
         Self { count: 1, t: header.t, rule: header.rule, gradient, seal: 0 }.sealed()
     }
@@ -101,17 +101,17 @@ impl Entry {
         state.digest()
     }
 
-    /// Whether its counts and numbers are those that came.
+    /// Whether counts and numbers are unchanged.
     pub(super) fn is_intact(&self) -> bool {
         self.seal == self.sum()
     }
 
-    /// The trainer's steps that it stands for.
+    /// Number of the trainer's steps that it stands for.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
 
-    /// The numbers of each of them.
+    /// The numbers of each of these steps.
     pub(super) fn rule(&self) -> &Rule {
         &self.rule
     }
@@ -126,7 +126,7 @@ impl Entry {
         })
     }
 
-    /// Whether the step of a header without a gradient is one more of the same; it is counted then.
+    /// Counts the step of a header without a gradient if it equals the entry's steps; returns whether it did.
     pub(super) fn counts(&mut self, header: &Header, gradient: &Gradient) -> bool {
         let are_zero = matches!((&self.gradient.bytes, &gradient.bytes), (Bytes::Zero, Bytes::Zero));
         let same = are_zero && self.rule.same(&header.rule) && self.is_intact();
@@ -137,15 +137,15 @@ impl Entry {
         same
     }
 
-    /// Takes steps from its front; the unit's own count of steps after them. Its count may be 0 then.
+    /// Removes steps from the front; returns the unit's own step count after them. The entry's count may then be 0.
     pub(super) fn advance(&mut self, count: u64) -> u64 {
         self.count -= count;
         self.seal = self.sum();
-        // Counts for nothing where no step has numbers, and may be less than they are then.
+        // Irrelevant if no step has numbers, and may then be less than the count.
         self.t.saturating_sub(self.count)
     }
 
-    /// Takes its gradient, the only one of its steps that has one.
+    /// Takes the gradient of the only step that has one.
     pub(super) fn take(&mut self, elements: usize, pool: &dyn Parallel) -> Taken {
         let digest = self.gradient.digest;
         match &mut self.gradient.bytes {
@@ -153,7 +153,7 @@ impl Entry {
             Bytes::Blocks(payload) => {
                 let found = checksum::digest(payload, pool);
                 if found != digest {
-                    // Its table may be what has changed.
+                    // The block table itself may have changed.
                     return Taken { gradient: Some(Stored::F32(vec![0.0; elements])), digest: Some(!found) };
                 }
                 Taken { gradient: Some(expand(payload, elements)), digest: None }

@@ -1,11 +1,11 @@
-//! What one member sends another in a step: records, one after the other in one piece of memory.
+//! A frame: the records that one member sends to another in a step, consecutive in memory.
 //!
 //! ```text
 //! 0   XXH3-64 of the sizes     8   bytes of each record as u64, 0 after the last     8 + 8 · most   the records that fit
 //! ```
 //!
-//! Records follow as far as they fit, up to the first that does not; that one and those after it are the tail, a message
-//! of its own. Gradients are encoded right where they are sent from: nothing is written twice.
+//! Records follow as far as they fit. The first that does not fit, and those after it, are the tail, which is a message
+//! of its own. Gradients are encoded directly into the buffer that is sent: nothing is written twice.
 
 use super::gradient::{encode_gradient, room_for};
 use super::record::{HEADER_BYTES, Header, Kind, Rule, ignores_sign_of_zero};
@@ -25,7 +25,7 @@ pub struct Draft<'a> {
     pub unit: u64,
     /// The trainer's step.
     pub step: u64,
-    /// Steps that the unit has taken by then.
+    /// The unit's own step count after the step.
     pub t: u64,
     /// The step's numbers.
     pub rule: Rule,
@@ -36,7 +36,7 @@ pub struct Draft<'a> {
 }
 
 impl Draft<'_> {
-    /// Writes the record to the start of `out`; returns its bytes.
+    /// Writes the record to the start of `out`; returns its size.
     fn write(&self, out: &mut [u8], pool: &dyn Parallel) -> usize {
         let any_zero = ignores_sign_of_zero(&self.rule);
         let (head, payload) = out.split_at_mut(HEADER_BYTES);
@@ -56,26 +56,26 @@ impl Draft<'_> {
     }
 }
 
-/// A record that is to be sent.
+/// A record to send.
 #[derive(Debug, Clone, Copy)]
 pub enum Outgoing<'a> {
-    /// One that is whole.
-    Whole(&'a [u8]),
-    /// One that is to be encoded.
+    /// A finished record.
+    Finished(&'a [u8]),
+    /// A record that is encoded while it is written.
     Draft(Draft<'a>),
 }
 
 impl Outgoing<'_> {
     fn most_bytes(&self) -> usize {
         match self {
-            Self::Whole(bytes) => bytes.len(),
+            Self::Finished(bytes) => bytes.len(),
             Self::Draft(draft) => HEADER_BYTES + room_for(draft.gradient),
         }
     }
 
     fn write(&self, out: &mut [u8], pool: &dyn Parallel) -> usize {
         match self {
-            Self::Whole(bytes) => {
+            Self::Finished(bytes) => {
                 out[..bytes.len()].copy_from_slice(bytes);
                 bytes.len()
             }
@@ -84,17 +84,18 @@ impl Outgoing<'_> {
     }
 }
 
-/// Fills a frame with room for the sizes of `most` records, and the tail with those that do not fit.
+/// Fills a frame, which has room for the sizes of `most` records, and the tail with the records that do not fit.
 ///
-/// Returns the bytes of both. The tail needs room for all records at their largest, or none where that fits the frame.
+/// Returns the bytes of both. The tail needs room for all records at their largest, or none if that fits the frame.
 ///
 /// # Errors
-/// More than `most` records, a frame without room for as many sizes, or a tail without room.
+/// [`Error::Invalid`] for more than `most` records, a frame without room for that number of sizes, or a tail without
+/// room.
 ///
 /// ```
 /// use evermoe::cpu::Serial;
 /// use evermoe::replay::{Outgoing, fill_frame};
-/// let records = [Outgoing::Whole(&[1; 3]), Outgoing::Whole(&[2; 5])];
+/// let records = [Outgoing::Finished(&[1; 3]), Outgoing::Finished(&[2; 5])];
 /// let (mut frame, mut tail) = ([0; 8 + 2 * 8 + 4], [0; 8]);
 /// assert_eq!(fill_frame(&mut frame, 2, &records, &mut tail, &Serial)?, (8 + 2 * 8 + 3, 5));
 /// assert_eq!((frame[8], frame[16], &frame[24..27], &tail[..5]), (3, 5, &[1; 3][..], &[2; 5][..]));
@@ -119,7 +120,7 @@ pub fn fill_frame(
     let room = tail.len();
     ensure!(
         needed <= body.len() || needed <= room,
-        "tail: expected room for {needed} bytes, got {room}: what does not fit the frame goes there"
+        "tail: expected room for {needed} bytes, got {room}: it takes the records that do not fit the frame"
     );
     let (checksum, sizes) = head.split_at_mut(FRAME_HEAD_BYTES);
     sizes.fill(0);
@@ -148,7 +149,7 @@ mod tests {
     use crate::cpu::Serial;
     use crate::replay::{Encoding, Record};
 
-    /// Gradients of each encoding: zeros, bfloat16 values, float32, and zeros beside float32.
+    /// Gradients of each encoding: zeros, bfloat16 values, float32, and a mix of zeros and float32.
     fn gradients() -> Vec<Vec<f32>> {
         let wide: Vec<f32> = (0..5000).map(|i| 1.0 + i as f32 / 4999.0).collect();
         let narrow: Vec<f32> = (0..3000).map(|i| (i % 64) as f32).collect();
@@ -162,7 +163,7 @@ mod tests {
         Outgoing::Draft(Draft { unit, step: 3, t: 2, rule, elements, gradient })
     }
 
-    /// Each record by itself.
+    /// Encodes each record separately.
     fn alone(record: &Outgoing<'_>) -> Vec<u8> {
         let mut bytes = vec![0xee; record.most_bytes()];
         let written = record.write(&mut bytes, &Serial);
@@ -173,16 +174,16 @@ mod tests {
     #[test]
     fn records_follow_each_other_as_far_as_they_fit() {
         let gradients = gradients();
-        let whole = [1; 333];
+        let finished = [1; 333];
         let mut records: Vec<_> = (0..).zip(&gradients).map(|(unit, values)| draft(values, unit)).collect();
-        records.insert(2, Outgoing::Whole(&whole));
+        records.insert(2, Outgoing::Finished(&finished));
         let each: Vec<Vec<u8>> = records.iter().map(alone).collect();
         let encodings = [0, 1, 3, 4].map(|place| Record::parse(&each[place]).unwrap().header.encoding);
         assert_eq!(encodings, [Encoding::Zero, Encoding::Bf16, Encoding::F32, Encoding::Blocks]);
         let ends: Vec<usize> =
             (0..=each.len()).map(|count| each[..count].iter().map(Vec::len).sum()).collect();
         let most: usize = records.iter().map(Outgoing::most_bytes).sum();
-        // At each end of a record, a byte before and behind it, and where all fit whatever they become.
+        // At each end of a record, a byte before and after it, and where all fit at their largest.
         let rooms = ends.iter().flat_map(|&end| [end.saturating_sub(1), end, end + 1]).chain([most]);
         for room in rooms {
             let (mut frame, mut tail) = (vec![0xaa; 8 + 8 * 7 + room], vec![0xbb; most]);
@@ -200,7 +201,7 @@ mod tests {
 
     #[test]
     fn what_has_no_room_is_refused() {
-        let records = [Outgoing::Whole(&[1; 40]), Outgoing::Whole(&[2; 40])];
+        let records = [Outgoing::Finished(&[1; 40]), Outgoing::Finished(&[2; 40])];
         let fill = |most, frame: usize, tail: usize| {
             fill_frame(&mut vec![0; frame], most, &records, &mut vec![0; tail], &Serial)
                 .map_err(|e| e.to_string())

@@ -1,8 +1,8 @@
-//! A gradient in the fewest bytes that give back its bits.
+//! Lossless encoding of gradients in the fewest bytes.
 //!
-//! A gradient is blocks of 1024 elements. A block is zeros, or exactly representable in bfloat16 (the low halves of all
-//! its words are zero), or neither. Where all blocks are of a kind no more than that is said; else a table of two bits a
-//! block comes first:
+//! A gradient is divided into blocks of 1024 elements. A block is zeros, or exactly representable in bfloat16 (the low
+//! halves of all its words are zero), or neither. If all blocks are of one kind, only that kind is recorded; otherwise
+//! a table of two bits per block comes first:
 //!
 //! ```text
 //! Zero                       nothing
@@ -10,11 +10,11 @@
 //! Blocks                     tags: block b in bits 2·(b mod 4) of byte b / 4; then the blocks that are not zeros
 //! ```
 //!
-//! Example: 3072 elements, of which the first 1024 are zeros, the next ones in bfloat16 and the last ones not: tags
+//! Example: 3072 elements, of which the first 1024 are zeros, the next are in bfloat16 and the last are not: tags
 //! `0b10_01_00` = 36, then 2048 bytes, then 4096 bytes: 6145 instead of 12288.
 //!
-//! The gradient is read once where its blocks are of one kind. Where they are mixed, those that are not `F32` are read a
-//! second time: only then it is known where they go.
+//! The gradient is read once if its blocks are of one kind. If they are mixed, those that are not `F32` are read a
+//! second time, as their positions are known only then.
 
 use super::bytes::bytes_of;
 use super::checksum::{self, GRAIN, PIECE_BYTES};
@@ -24,16 +24,16 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Elements of a block.
 pub const BLOCK: usize = 1024;
-/// Blocks that make a piece of the checksum when they are bfloat16.
+/// Number of bfloat16 blocks that make a piece of the checksum.
 const PAIR: usize = 2;
-/// Elements that are looked at together; the rest of a block is not read once one of them is not bfloat16.
+/// Elements that are examined together; the rest of a block is not read once one of them is not bfloat16.
 const LANES: usize = 64;
 
 const ZERO: u8 = 0;
 const BF16: u8 = 1;
 const F32: u8 = 2;
 
-/// Form in which a gradient travels.
+/// Encoding of a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Encoding {
@@ -43,12 +43,12 @@ pub enum Encoding {
     F32,
     /// bfloat16, exactly representable.
     Bf16,
-    /// Each block as zeros, bfloat16 or float32, after a table that says which.
+    /// Each block as zeros, bfloat16 or float32, after a table of their kinds.
     Blocks,
 }
 
 impl Encoding {
-    /// The form of a number, as headers have it.
+    /// Returns the encoding with this number in headers.
     pub fn numbered(number: u8) -> Option<Self> {
         [Self::Zero, Self::F32, Self::Bf16, Self::Blocks].into_iter().find(|each| *each as u8 == number)
     }
@@ -57,7 +57,7 @@ impl Encoding {
 /// Result of [`encode_gradient`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Encoded {
-    /// The form.
+    /// The encoding.
     pub encoding: Encoding,
     /// Bytes that were written.
     pub payload_bytes: usize,
@@ -65,12 +65,12 @@ pub struct Encoded {
     pub digest: u64,
 }
 
-/// Room that the payload of a gradient of `len` elements needs at most, in either dtype.
+/// Maximum payload size of a gradient of `len` elements, in either dtype.
 pub fn most_payload_bytes(len: usize) -> usize {
     4 * len
 }
 
-/// Room that the payload of this gradient needs at most.
+/// Maximum payload size of this gradient.
 pub(super) fn room_for(gradient: Gradient<'_>) -> usize {
     match gradient {
         Gradient::Zero => 0,
@@ -79,16 +79,16 @@ pub(super) fn room_for(gradient: Gradient<'_>) -> usize {
     }
 }
 
-/// Bytes of the table of [`Encoding::Blocks`].
+/// Size of the table of [`Encoding::Blocks`].
 fn tag_bytes(len: usize) -> usize {
     len.div_ceil(BLOCK).div_ceil(4)
 }
 
-/// Writes the `len` elements of a gradient to the start of `payload` in the fewest bytes (within a sixteenth: a table for
-/// less is not worth it). With `any_zero` a zero's sign is not kept in blocks of zeros.
+/// Writes the `len` elements of a gradient to the start of `payload` in the fewest bytes. A table that would save less
+/// than a sixteenth is not used. With `any_zero`, the sign of zeros is not kept in blocks of zeros.
 ///
 /// # Panics
-/// When the gradient has not `len` elements, or `payload` less room than it takes in its dtype.
+/// If the gradient does not have `len` elements, or `payload` is smaller than the gradient in its dtype.
 pub fn encode_gradient(
     gradient: Gradient<'_>,
     len: usize,
@@ -123,7 +123,7 @@ pub fn encode_gradient(
     Encoded { encoding, payload_bytes, digest }
 }
 
-/// The form that takes fewest bytes, but for a table that would save less than a sixteenth.
+/// The encoding with the fewest bytes, except for a table that would save less than a sixteenth.
 fn choose(tags: &[u8], len: usize) -> Encoding {
     let most = tags.iter().copied().max().unwrap_or(ZERO);
     let (uniform, encoding) = match most {
@@ -143,7 +143,7 @@ fn block_bytes(tag: u8, block: usize, len: usize) -> usize {
     usize::from(tag) * 2 * block_len(block, len)
 }
 
-/// Narrows all blocks as if the gradient were bfloat16: their tags, and the hashes of the pieces that they make then.
+/// Narrows all blocks as if the gradient were bfloat16: returns their tags, and the hashes of the resulting pieces.
 fn narrow<G: Sync>(
     values: &[G],
     any_zero: bool,
@@ -160,7 +160,7 @@ fn narrow<G: Sync>(
     pool.run(num_pairs, GRAIN, &|pairs| {
         for pair in pairs {
             let range = pair * PAIR * BLOCK..len.min((pair + 1) * PAIR * BLOCK);
-            // SAFETY: each pair is met once, here and below.
+            // SAFETY: each pair is visited once, in this loop and below.
             let out = unsafe { narrowed.part(2 * range.start..2 * range.end) };
             let blocks = values[range].chunks(BLOCK).zip(out.chunks_mut(2 * BLOCK));
             let mut most = ZERO;
@@ -179,7 +179,7 @@ fn narrow<G: Sync>(
     (tags, hashes)
 }
 
-/// The tag of a block of float32, which is written as bfloat16 as far as it is.
+/// Returns the tag of a block of float32, which is written as bfloat16 up to the first element that is not.
 type NarrowBlock = fn(&[f32], &mut [u8], bool) -> u8;
 
 fn narrow_block_here() -> NarrowBlock {
@@ -215,20 +215,20 @@ fn narrow_block(from: &[f32], to: &mut [u8], any_zero: bool) -> u8 {
     tag_of_bits(seen, any_zero)
 }
 
-/// The tag of a block of bfloat16, which is copied.
+/// Returns the tag of a block of bfloat16, which is copied.
 fn copy_block(from: &[bf16], to: &mut [u8], any_zero: bool) -> u8 {
     let seen = from.iter().fold(0, |seen, value| seen | value.to_bits());
     to.copy_from_slice(bytes_of(from));
     tag_of_bits(u32::from(seen) << 16, any_zero)
 }
 
-/// The tag of a block of which these bits are set somewhere.
+/// Returns the tag of a block in which these bits are set somewhere.
 fn tag_of_bits(seen: u32, any_zero: bool) -> u8 {
     let seen = if any_zero { seen << 1 } else { seen };
     if seen == 0 { ZERO } else { BF16 }
 }
 
-/// Writes the table and the blocks; returns how many bytes they are.
+/// Writes the table and the blocks; returns their size.
 fn write_blocks(
     gradient: Gradient<'_>,
     len: usize,
@@ -251,7 +251,7 @@ fn write_blocks(
         for block in blocks.filter(|&block| tags[block] != ZERO) {
             let range = block * BLOCK..block * BLOCK + block_len(block, len);
             let start = starts[block];
-            // SAFETY: blocks do not overlap, and each is met once.
+            // SAFETY: blocks do not overlap, and each is visited once.
             let out = unsafe { out.part(start..start + block_bytes(tags[block], block, len)) };
             match gradient {
                 Gradient::F32(values) if tags[block] == BF16 => {
@@ -266,7 +266,7 @@ fn write_blocks(
     end
 }
 
-/// The tags of a payload of [`Encoding::Blocks`], or none where it is not one of `len` elements.
+/// Returns the tags of a payload of [`Encoding::Blocks`], or none if it is not one of `len` elements.
 fn read_tags(payload: &[u8], len: usize) -> Option<Vec<u8>> {
     let num_blocks = len.div_ceil(BLOCK);
     let table = payload.get(..tag_bytes(len))?;
@@ -274,8 +274,8 @@ fn read_tags(payload: &[u8], len: usize) -> Option<Vec<u8>> {
     let padding = num_blocks..table.len() * 4;
     let tags: Vec<u8> = (0..num_blocks).map(tag).collect();
     let bytes: usize = (0..num_blocks).map(|block| block_bytes(tags[block], block, len)).sum();
-    let whole = table.len() + bytes == payload.len();
-    (whole && tags.iter().all(|&tag| tag <= F32) && padding.into_iter().all(|block| tag(block) == 0))
+    let fits = table.len() + bytes == payload.len();
+    (fits && tags.iter().all(|&tag| tag <= F32) && padding.into_iter().all(|block| tag(block) == 0))
         .then_some(tags)
 }
 
@@ -289,7 +289,7 @@ pub(super) fn is_payload(encoding: Encoding, payload: &[u8], len: usize) -> bool
     }
 }
 
-/// Elements whose memory NumPy and torch take over.
+/// Elements in memory that NumPy and torch take over.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Dense {
     /// float32
@@ -298,7 +298,8 @@ pub enum Dense {
     Bf16(Vec<bf16>),
 }
 
-/// All elements of a payload of [`Encoding::Blocks`] that [`is_payload`] has accepted: bfloat16 where that holds them.
+/// Decodes a payload of [`Encoding::Blocks`] that [`is_payload`] has accepted: as bfloat16 if that can represent all
+/// elements.
 pub(super) fn expand(payload: &[u8], len: usize) -> Dense {
     let tags = read_tags(payload, len).unwrap_or_default();
     if tags.contains(&F32) {

@@ -1,12 +1,12 @@
-//! Records of many units, in order, in bounded memory, until their steps are repeated.
+//! The log: records of many units, in order, in bounded memory, until their steps are repeated.
 //!
 //! ```text
 //! version of the state ─┬─ entry │ entry │ entry ─┬─ newest record      take: some entries from the front, as one batch
 //!                       └── steps that are logged ┘                     apply_now: no room for one more
 //! ```
 //!
-//! Steps of zero gradients, and steps in which nothing happened, take no memory but for their numbers; those in a row that
-//! are the same are one entry.
+//! Steps with zero gradients, and steps without effect, take no memory except for their numbers; consecutive equal ones
+//! are one entry.
 
 use super::entry::{self, Entry, Gradient, cost};
 use super::record::{Fault, Header, Kind, PROOF_BYTES, Record, Rule};
@@ -17,10 +17,10 @@ use std::collections::{BTreeMap, VecDeque};
 
 pub use super::entry::Stored;
 
-/// Function that keeps the step of a record: unit, header, checksum, gradient.
+/// Function that stores the step of a record: unit, header, checksum, gradient.
 type Keep = fn(&mut Log, usize, &Header, u64, Gradient);
 
-/// Units, and what is logged of each.
+/// Log of the steps of several units.
 #[derive(Debug)]
 pub struct Log {
     places: BTreeMap<u64, usize>,
@@ -33,24 +33,24 @@ pub struct Log {
 struct Unit {
     elements: usize,
     state_bytes: usize,
-    /// Number of full states that came: entries of an earlier one are worth nothing.
+    /// Number of full states received; entries of an earlier one are worthless.
     epoch: u64,
-    /// The version of the state; none before the first one.
+    /// Version of the state; none before the first state.
     version: Option<u64>,
     newest: u64,
-    /// Checksum of the newest record, to tell it from another one of the same step.
+    /// Checksum of the newest record, which distinguishes it from another one of the same step.
     checksum: u64,
-    /// A record was lost: what is logged holds, but nothing can follow it.
+    /// Whether a record was lost: the log stays valid, but nothing can be appended.
     broken: bool,
     entries: VecDeque<Entry>,
     /// The step after the newest, which the trainers have not agreed on yet.
     held: Option<Held>,
-    /// Steps that are not behind the state's, and the trainer's digests of the state after them.
+    /// Steps up to the state's, with the trainer's digests of the state after them.
     proofs: VecDeque<(u64, u64)>,
     bytes: usize,
 }
 
-/// A complete step that the vote may still refuse.
+/// A complete step that the vote may still reject.
 #[derive(Debug)]
 struct Held {
     header: Header,
@@ -58,56 +58,56 @@ struct Held {
     gradient: Gradient,
 }
 
-/// Fate of a record.
+/// Outcome of a record.
 #[derive(Debug, PartialEq)]
 pub enum Accepted {
-    /// It is logged.
+    /// The record was logged.
     Logged {
-        /// Place of the record's unit.
+        /// Index of the record's unit.
         unit: usize,
     },
-    /// It was there already.
+    /// The record was in the log already.
     Duplicate {
-        /// Place of the record's unit.
+        /// Index of the record's unit.
         unit: usize,
     },
-    /// There is no room for it: apply some of what is logged, then offer it again.
+    /// There is no room for the record: apply some logged steps, then offer it again.
     ApplyNow {
-        /// Place of the record's unit.
+        /// Index of the record's unit.
         unit: usize,
     },
-    /// It has the trainer's digest of the state after the newest step; see [`Log::proof`].
+    /// The record has the trainer's digest of the state after the newest step; see [`Log::proof`].
     Proof {
-        /// Place of the record's unit.
+        /// Index of the record's unit.
         unit: usize,
     },
-    /// It is the unit's full state: replace the unit's by it, then call [`Log::installed`].
+    /// The record is the unit's full state: replace the state by it, then call [`Log::installed`].
     State {
-        /// Place of the record's unit.
+        /// Index of the record's unit.
         unit: usize,
         /// Digest of the state, which is the record's payload: [`state_digest`](super::state_digest).
         digest: u64,
     },
 }
 
-/// Steps of a unit, to be applied in one pass.
+/// Steps of a unit that are applied in one pass.
 #[derive(Debug)]
 pub struct Batch {
-    /// For [`Log::applied`].
+    /// Epoch to pass to [`Log::applied`].
     pub epoch: u64,
     /// The unit's version after the batch.
     pub version: u64,
-    /// The unit's own count of steps after it; none where it took none in the batch.
+    /// The unit's own step count after the batch; none if it takes no step in the batch.
     pub t: Option<u64>,
-    /// Numbers of the steps, all of one optimizer, one after the other; empty where nothing changes.
+    /// Numbers of the steps, all of one optimizer, concatenated; empty if nothing changes.
     pub numbers: Vec<f32>,
-    /// A gradient for each; none for zeros.
+    /// A gradient for each step; none for zeros.
     pub gradients: Vec<Option<Stored>>,
-    /// Bytes that the log counts until [`Log::applied`].
+    /// Bytes that count against the limit until [`Log::applied`].
     pub bytes: usize,
-    /// The digest that each gradient had when it came; none where there is nothing to compare any more.
+    /// Digest of each gradient when it arrived; none if there is nothing left to compare.
     digests: Vec<Option<u64>>,
-    /// Whether the counts and numbers are those that came.
+    /// Whether counts and numbers are unchanged.
     are_numbers_intact: bool,
 }
 
@@ -117,7 +117,7 @@ impl Batch {
         Self { epoch, version, t, numbers, gradients, bytes: 0, digests, are_numbers_intact: true }
     }
 
-    /// Whether all that was logged is what came: no bit has flipped meanwhile.
+    /// Whether the logged data is unchanged: no bit has flipped since it arrived.
     pub fn is_intact(&self, pool: &dyn Parallel) -> bool {
         let is_same = |(stored, digest): (&Option<Stored>, &Option<u64>)| match (stored, digest) {
             (Some(stored), Some(digest)) => entry::digest_of(stored, pool) == *digest,
@@ -128,10 +128,12 @@ impl Batch {
 }
 
 impl Log {
-    /// An empty log of units: digest of the name, elements of the gradient, bytes of the full state.
+    /// Creates an empty log of units, each given by the digest of its name, the elements of its gradient and the bytes
+    /// of its state.
     ///
     /// # Errors
-    /// Two units of one digest, or a limit that has no room for one gradient of the largest unit.
+    /// [`Error::Invalid`] if two units have the same digest, or if the limit has no room for one gradient of the
+    /// largest unit.
     pub fn new(units: &[(u64, usize, usize)], limit_bytes: usize) -> Result<Self> {
         let mut log = Self { places: BTreeMap::new(), units: Vec::new(), bytes: 0, limit_bytes };
         for (place, &(id, elements, state_bytes)) in units.iter().enumerate() {
@@ -147,12 +149,12 @@ impl Log {
         Ok(log)
     }
 
-    /// Bytes of what is logged or being applied; never above the limit.
+    /// Bytes that are logged or being applied; never above the limit.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Number of the units; their places are below it.
+    /// Number of units; their indices are below it.
     pub fn units(&self) -> usize {
         self.units.len()
     }
@@ -172,29 +174,29 @@ impl Log {
         self.units[unit].broken || self.units[unit].version.is_none()
     }
 
-    /// The unit of which most bytes are logged.
+    /// The unit with the most logged bytes.
     pub fn fullest(&self) -> Option<usize> {
         (0..self.units.len())
             .filter(|&unit| !self.units[unit].entries.is_empty())
             .max_by_key(|&unit| self.units[unit].bytes)
     }
 
-    /// Says that a unit's state is not what the log believes: nothing but a full state is accepted from now on.
+    /// Marks a unit's state as different from the log's: from now on, only a full state is accepted.
     pub fn forget(&mut self, unit: usize) {
         self.clear(unit);
         self.units[unit].version = None;
     }
 
-    /// A unit gets its full state of after a step from elsewhere; then call [`Log::installed`].
+    /// Announces that a unit gets its full state after `step` from elsewhere; [`Log::installed`] must follow.
     pub fn begin(&mut self, unit: usize, step: u64) {
         self.forget(unit);
         self.units[unit].newest = step;
     }
 
-    /// Takes a record over, or says what is wrong; its unit then waits for the full state.
+    /// Logs a record, or returns its fault; then the unit waits for its full state.
     ///
     /// # Errors
-    /// The fault, and the unit where the record names one that is known.
+    /// The fault, and the unit if the record names a known one.
     pub fn accept(
         &mut self,
         bytes: &[u8],
@@ -222,7 +224,7 @@ impl Log {
         })
     }
 
-    /// The unit that a damaged record names, if any; it is taken to have lost a record.
+    /// The unit that a damaged record names, if any; it counts as having lost a record.
     fn named_in(&mut self, bytes: &[u8]) -> Option<usize> {
         let id = bytes.get(8..16)?.first_chunk().map(|id| u64::from_le_bytes(*id))?;
         let unit = *self.places.get(&id)?;
@@ -230,11 +232,11 @@ impl Log {
         Some(unit)
     }
 
-    /// Like [`Log::accept`], but the step counts only from [`Log::release`] on, which may change its clipping; before
-    /// that [`Log::discard`] takes it back. A later record of the same step replaces it.
+    /// Like [`Log::accept`], but the step counts only after [`Log::release`], which may change its clipping;
+    /// [`Log::discard`] removes it. A later record of the same step replaces it.
     ///
     /// # Errors
-    /// Those of [`Log::accept`].
+    /// As [`Log::accept`].
     pub fn hold(
         &mut self,
         bytes: &[u8],
@@ -244,12 +246,13 @@ impl Log {
         self.accept_checked(bytes, pool, Self::hold_back)
     }
 
-    /// The trainers have agreed on the held steps, with gradients multiplied by `clip` before the optimizer saw them.
+    /// Accepts the held steps: the trainers have agreed on them, with gradients multiplied by `clip` before the
+    /// optimizer saw them.
     pub fn release(&mut self, clip: f32) {
         self.count_held(|held| held.header.rule = held.header.rule.clipped(clip));
     }
 
-    /// The trainers have agreed to leave out the held steps: they count, and change nothing.
+    /// Accepts the held steps as skipped: the trainers have agreed that they change nothing.
     pub fn skip(&mut self) {
         self.count_held(|held| {
             (held.header.rule, held.header.payload_bytes) = (Rule::None, 0);
@@ -268,7 +271,7 @@ impl Log {
         }
     }
 
-    /// Drops the held steps: the vote refused them.
+    /// Removes the held steps: the vote rejected them.
     pub fn discard(&mut self) {
         for unit in 0..self.units.len() {
             self.discard_unit(unit);
@@ -315,7 +318,7 @@ impl Log {
             _ => (own.elements, elements),
         };
         if expected != got {
-            // A size that does not fit may be a damaged one.
+            // A size that does not fit may be the result of damage.
             record.verify(pool)?;
             return Err(Fault::WrongSize { expected, got });
         }
@@ -369,14 +372,14 @@ impl Log {
         let own = &mut self.units[unit];
         let step = record.header.step;
         let is_new = own.proofs.back().is_none_or(|&(last, _)| last < step);
-        // Where a record is missing the state comes anew, which proves itself.
+        // If a record is missing, the full state is sent again, which has its own digest.
         if let Some(digest) = digest.filter(|_| own.version.is_some() && step == own.newest && is_new) {
             own.proofs.push_back((step, digest));
         }
         Ok(Accepted::Proof { unit })
     }
 
-    /// The trainer's digest of a unit's state as it is now, at its version; once, and where the trainer sent one.
+    /// Returns the trainer's digest of a unit's state at its current version; once, if the trainer sent one.
     pub fn proof(&mut self, unit: usize) -> Option<u64> {
         let own = &mut self.units[unit];
         let version = own.version?;
@@ -387,7 +390,7 @@ impl Log {
         is_due.then(|| own.proofs.pop_front()).flatten().map(|(_, digest)| digest)
     }
 
-    /// Records that the state that came last is in its place: the log continues from it.
+    /// Records that the latest full state is installed: the log continues from it.
     pub fn installed(&mut self, unit: usize) {
         let own = &mut self.units[unit];
         (own.version, own.broken) = (Some(own.newest), false);
@@ -426,8 +429,8 @@ impl Log {
     }
 
     /// Takes steps of a unit from the front: at most `max_steps` that change something, none after the trainer's step
-    /// `until`, and none after one of which the trainer sent a digest. None where there are none. One batch of a unit at a
-    /// time, until [`Log::applied`]; [`Batch::is_intact`] says whether it may be used.
+    /// `until`, and none after one for which the trainer sent a digest. None if there are none. A unit has one batch at
+    /// a time, until [`Log::applied`]; [`Batch::is_intact`] says whether it may be used.
     pub fn take(&mut self, unit: usize, max_steps: usize, until: u64, pool: &dyn Parallel) -> Option<Batch> {
         let own = &mut self.units[unit];
         let start = own.version?;
@@ -467,8 +470,8 @@ impl Log {
         (batch.version > start).then_some(batch)
     }
 
-    /// Says that a batch was applied: the state has its version, unless a full state came meanwhile (then false), and its
-    /// memory is free.
+    /// Records that a batch was applied: the state has the batch's version and its memory is free. Returns false if a
+    /// full state arrived meanwhile.
     pub fn applied(&mut self, unit: usize, epoch: u64, version: u64, bytes: usize) -> bool {
         self.bytes = self.bytes.saturating_sub(bytes);
         let own = &mut self.units[unit];

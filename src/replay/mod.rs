@@ -5,18 +5,19 @@
 //! replica   state ◄─ repeat the steps (cpu, cuda) ◄─ take ─ log ◄─ accept ◄───────┘   a fault asks for the full state
 //! ```
 //!
-//! A flipped bit is found before it is used: on the way by the record's checksum; in the log by that of the entry, which
-//! [`Log::take`] and [`Batch::is_intact`] compare; in the state by its digest, which the replica keeps. A record that is a
-//! proof has the trainer's own digest after a step: what steps made of the state elsewhere is compared with that.
+//! A flipped bit is detected before it is used: in transit by the record's checksum; in the log by that of the entry,
+//! which [`Log::take`] and [`Batch::is_intact`] compare; in the state by its digest, which the replica keeps. A proof
+//! is a record with the trainer's own digest after a step, which the state of a replica that repeated the steps is
+//! compared with.
 //!
 //! | file | what |
 //! |---|---|
-//! | `record` | one step, or one full state, as bytes; what can be wrong with them |
+//! | `record` | one step, or one full state, as bytes; faults of records |
 //! | `bytes` | numbers as their bytes |
-//! | `gradient` | a gradient in the fewest bytes that give back its bits |
-//! | `checksum` | XXH3-64 of a payload, made while it is copied, and of a state |
-//! | `frame` | what one member sends another in a step: many records in one piece of memory |
-//! | `entry` | one logged step, and whether its bytes are those that came |
+//! | `gradient` | lossless encoding of gradients in the fewest bytes |
+//! | `checksum` | XXH3-64 of a payload, computed while it is copied, and of a state |
+//! | `frame` | the records that one member sends to another in a step |
+//! | `entry` | one logged step, protected against changes in memory |
 //! | `log` | accepted records, in order, in bounded memory; batches of them |
 
 mod bytes;

@@ -1,4 +1,4 @@
-//! One step of a unit, or its full state, as bytes.
+//! A record: one step of a unit, or its full state, as bytes.
 //!
 //! A record is a header of 96 bytes and a payload, all little-endian:
 //!
@@ -8,10 +8,10 @@
 //! 48  the step's numbers, 10 × float32, zeros after the last one           88 checksum
 //! ```
 //!
-//! `unit` is a digest of the unit's name. `step` is the trainer's: the version that the unit has afterwards. `t` is how
-//! many steps the unit itself has taken by then, which stays where its gradient was None. The checksum is XXH3-64 of bytes
-//! 0 to 88 and the payload's digest, which is XXH3-64 of the XXH3-64 of each 4096 bytes of it. The payload of a proof is such
-//! a digest, of the trainer's state after the step.
+//! `unit` is a digest of the unit's name. `step` is the trainer's: the unit's version after the step. `t` is the unit's
+//! own step count after the step, which does not grow if its gradient was None. The checksum is XXH3-64 of bytes 0 to
+//! 88 and the payload's digest, which is XXH3-64 of the XXH3-64 of each 4096 bytes of it. The payload of a proof is
+//! such a digest, of the trainer's state after the step.
 //!
 //! Example: unit 0x0102 takes no step in the trainer's step 3, and has taken 2 before. `45 56 4d 52  02 01 00 00
 //! 02 01 00 00 00 00 00 00  03 00 00 00 00 00 00 00  02 00 00 00 00 00 00 00`, 56 zeros, and the checksum.
@@ -30,22 +30,22 @@ pub const HEADER_BYTES: usize = 96;
 pub const PROOF_BYTES: usize = 8;
 const CHECKSUM_AT: usize = HEADER_BYTES - 8;
 const NUMBERS_AT: usize = 48;
-/// Place of the factor of gradients among the numbers of either optimizer.
+/// Index of the gradients' factor among the numbers of either optimizer.
 const FACTOR: usize = 2;
 
-/// Outcome of a step of the trainer for a unit.
+/// Outcome of a trainer's step for a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// It took a step with the gradient of the payload.
+    /// The unit took a step with the gradient of the payload.
     Step,
-    /// The gradient was None: nothing changed, the unit's own count of steps neither.
+    /// The gradient was None: nothing changed, not even the unit's own step count.
     NoStep,
-    /// The optimizer skipped the step, since a gradient was not finite: nothing changed.
+    /// The optimizer skipped the step because a gradient was not finite: nothing changed.
     SkipAll,
-    /// Whatever happened: the payload is the state afterwards.
+    /// Any outcome: the payload is the state after the step.
     FullState,
-    /// It says nothing of a step: the payload is the digest of the trainer's state after the step, to compare with.
+    /// No step: the payload is the digest of the trainer's state after the step, for comparison.
     Proof,
 }
 
@@ -57,7 +57,7 @@ impl Kind {
     }
 }
 
-/// The numbers of a step, whose count says which optimizer's they are.
+/// The numbers of a step; their count identifies the optimizer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     /// No step.
@@ -69,7 +69,7 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// The rule of so many numbers.
+    /// Returns the rule with these numbers, by their count.
     pub fn from_slice(numbers: &[f32]) -> Option<Self> {
         match numbers.len() {
             0 => Some(Self::None),
@@ -88,9 +88,9 @@ impl Rule {
         }
     }
 
-    /// The numbers of the same step with gradients multiplied by `clip` in addition.
+    /// The numbers of the same step with gradients also multiplied by `clip`.
     ///
-    /// Both optimizers' third number is what a gradient is multiplied by: 1, or −1 to maximize, where nothing was clipped.
+    /// The third number of both optimizers is the factor of the gradient: 1, or −1 to maximize, without clipping.
     #[must_use]
     pub(super) fn clipped(mut self, clip: f32) -> Self {
         match &mut self {
@@ -109,37 +109,38 @@ impl Rule {
         }
     }
 
-    /// Whether both are of one optimizer, and have the same bits.
+    /// Whether both are of one optimizer and have the same bits.
     pub(super) fn same(&self, other: &Self) -> bool {
         let (one, other) = (self.as_slice(), other.as_slice());
         one.len() == other.len() && one.iter().zip(other).all(|(one, other)| one.to_bits() == other.to_bits())
     }
 }
 
-/// Whether a zero's sign in the gradient can make no difference to the state after a step.
+/// Whether the sign of a zero in the gradient makes no difference to the state after a step.
 ///
-/// It can in SGD, whose buffer takes over the gradient, and in AdamW where the first moment is computed from the gradient's
-/// end (`fma(−β1, g − m, g)`, where `1 − β1` is a half or more): there, of `m = −0`, a gradient of −0 makes −0, one of +0
-/// makes +0. From the other end, `fma(1 − β1, g − m, m)`, it cannot, nor in the arithmetic of torch's fused kernel on CUDA.
+/// It makes a difference in SGD, whose buffer takes over the gradient. It also does in AdamW if the first moment is
+/// computed from the gradient's end (`fma(−β1, g − m, g)`, where `1 − β1` is a half or more): with `m = −0`, a gradient
+/// of −0 results in −0, one of +0 in +0. It does not from the other end, `fma(1 − β1, g − m, m)`, nor in the arithmetic
+/// of torch's fused kernel on CUDA.
 pub fn ignores_sign_of_zero(rule: &Rule) -> bool {
     let Rule::AdamW(numbers) = rule else { return false };
     AdamWStep::from_array(*numbers)
         .is_ok_and(|step| step.arithmetic == Arithmetic::TorchCudaFused || step.one_minus_beta1 < 0.5)
 }
 
-/// Fault of a record; the remedy is always to ask for the unit's full state.
+/// Fault of a record. The remedy is always to request the unit's full state.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// The bytes are not those that were sent, or no record.
+    /// The bytes differ from those sent, or are no record.
     #[error("corrupt record: {0}")]
     Corrupt(String),
-    /// Another version of this library wrote it.
+    /// The record was written by another version of this library.
     #[error("record of format {0}, expected {FORMAT}: use one version of evermoe on all nodes")]
     UnknownVersion(u8),
     /// This replica does not keep the unit.
     #[error("record of unit {0:#018x}, which this replica does not keep")]
     WrongUnit(u64),
-    /// The unit has another size here.
+    /// The unit has another size in this replica.
     #[error("record of {got} elements or bytes of state, expected {expected}")]
     WrongSize {
         /// Size in the replica's layout.
@@ -147,26 +148,26 @@ pub enum Fault {
         /// Size in the record.
         got: usize,
     },
-    /// There is no state yet, or none after an earlier fault, that a step could follow.
-    #[error("record of step {step}, but there is no state that it follows")]
+    /// There is no state that the step could follow: none yet, or none since an earlier fault.
+    #[error("record of step {step}, but the replica has no state that it follows")]
     NoState {
-        /// The record's.
+        /// Step of the record.
         step: u64,
     },
     /// Records between the last one and this one are missing.
-    #[error("record of step {got}, expected {expected}: those between are missing")]
+    #[error("record of step {got}, expected {expected}: the records in between are missing")]
     Gap {
-        /// The next one.
+        /// The next step.
         expected: u64,
-        /// The record's.
+        /// Step of the record.
         got: u64,
     },
-    /// It is not newer than the last one, and not the same.
-    #[error("record of step {got}, expected {expected}: it came late, or the step was taken anew")]
+    /// It is not newer than the last one, and differs from it.
+    #[error("record of step {got}, expected {expected}: it was late, or the step was taken again")]
     Reordered {
-        /// The next one.
+        /// The next step.
         expected: u64,
-        /// The record's.
+        /// Step of the record.
         got: u64,
     },
 }
@@ -175,20 +176,20 @@ fn corrupt<T>(what: impl Into<String>) -> Result<T, Fault> {
     Err(Fault::Corrupt(what.into()))
 }
 
-/// All of a record but its payload.
+/// All fields of a record except its payload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Header {
     /// Outcome of the step.
     pub kind: Kind,
-    /// The form of the gradient; [`Encoding::Zero`] where there is none.
+    /// Encoding of the gradient; [`Encoding::Zero`] without one.
     pub encoding: Encoding,
-    /// The step's numbers; none where there is no step.
+    /// Numbers of the step; none without a step.
     pub rule: Rule,
     /// The unit: a digest of its name.
     pub unit: u64,
-    /// The trainer's step: the version that the unit has afterwards.
+    /// The trainer's step: the unit's version after it.
     pub step: u64,
-    /// Steps that the unit has taken by then.
+    /// The unit's own step count after the step.
     pub t: u64,
     /// Elements of the unit's gradient.
     pub elements: usize,
@@ -197,7 +198,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// Writes the header, before a payload of this digest.
+    /// Encodes the header for a payload with this digest.
     ///
     /// ```
     /// use evermoe::replay::{Encoding, Header, Kind, Rule};
@@ -226,7 +227,7 @@ impl Header {
         bytes
     }
 
-    /// The digest of a payload for [`Self::seal`], where [`super::encode_gradient`] has not made it.
+    /// Digest of a payload for [`Self::seal`], if [`super::encode_gradient`] has not computed it.
     pub fn digest(payload: &[u8], pool: &dyn Parallel) -> u64 {
         checksum::digest(payload, pool)
     }
@@ -256,7 +257,7 @@ impl Header {
         let (Some(kind), Some(encoding), Some(rule)) =
             (Kind::numbered(bytes[5]), Encoding::numbered(bytes[6]), rule)
         else {
-            return corrupt(format!("no record has kind, encoding and count {:?}", &bytes[5..8]));
+            return corrupt(format!("unknown combination of kind, encoding and count: {:?}", &bytes[5..8]));
         };
         let (elements, payload_bytes) = (size(32), size(40));
         Ok(Self { kind, encoding, rule, unit: word(8), step: word(16), t: word(24), elements, payload_bytes })
@@ -277,13 +278,13 @@ impl Header {
             Kind::Proof => self.rule == Rule::None && payload.len() == PROOF_BYTES,
         };
         if !fits || !self.rule.is_known() {
-            return corrupt("numbers or payload are not those of its kind, or the arithmetic is not known");
+            return corrupt("numbers or payload do not fit the record's kind, or its arithmetic is unknown");
         }
         Ok(())
     }
 }
 
-/// A record whose header reads well; its checksum is looked at with [`Record::verify`].
+/// A record with a valid header; [`Record::verify`] checks its checksum.
 #[derive(Debug, Clone, Copy)]
 pub struct Record<'a> {
     /// All but the payload.
@@ -307,16 +308,16 @@ impl<'a> Record<'a> {
         Ok(Self { header, payload, checksum, bytes: head })
     }
 
-    /// Checksum that tells the record from any other.
+    /// Checksum, which distinguishes the record from any other.
     pub fn checksum(&self) -> u64 {
         self.checksum
     }
 
-    /// The payload as elements in memory of their own, whose last one is filled up with zeros, and its digest; compares the
-    /// checksum on the way.
+    /// Copies the payload into newly allocated elements, the last one padded with zeros; returns them with the digest,
+    /// and compares the checksum on the way.
     ///
     /// # Errors
-    /// [`Fault::Corrupt`] when the checksum is another one.
+    /// [`Fault::Corrupt`] if the checksum differs.
     pub(super) fn copied_payload<T: Plain>(&self, pool: &dyn Parallel) -> Result<(Vec<T>, u64), Fault> {
         let (values, digest) = checksum::copied(self.payload, pool);
         Ok((values, self.compare(digest)?))
@@ -325,14 +326,14 @@ impl<'a> Record<'a> {
     /// Compares the checksum; returns the payload's digest.
     ///
     /// # Errors
-    /// [`Fault::Corrupt`] when it is another one.
+    /// [`Fault::Corrupt`] if the checksum differs.
     pub fn verify(&self, pool: &dyn Parallel) -> Result<u64, Fault> {
         self.compare(checksum::digest(self.payload, pool))
     }
 
     fn compare(&self, digest: u64) -> Result<u64, Fault> {
         if Header::checksum(self.bytes, digest) != self.checksum {
-            return corrupt("it does not match its checksum");
+            return corrupt("the record does not match its checksum");
         }
         Ok(digest)
     }

@@ -1,4 +1,4 @@
-//! Our policy: delay nothing, in as few steps as that takes.
+//! The `auto` policy: no delay, in as few steps as possible.
 
 use super::baft;
 use super::capacity::Work;
@@ -6,11 +6,11 @@ use super::pace::{Pace, total};
 use super::request::{MAX_CHUNKS, Request};
 use super::stream::{Filled, stream};
 
-/// The fill that delays least, then takes the fewest steps, then the fewest chunks, with its pace.
+/// Returns the fill with the least delay, then the fewest steps, then the fewest chunks, together with its pace.
 ///
-/// Paces and orders of destinations are tried all alike, whatever the windows are, and each never delays more with more
-/// window (see `stream`). Where nothing fits in `max_steps` without a delay, a single step of BAFT's, whose whole units can
-/// happen to fit better, is tried too.
+/// The same paces and orders of destinations are tried whatever the windows are, and none delays more with longer
+/// windows (see `stream`). If nothing fits in `max_steps` without a delay, a single step of BAFT's is tried as well,
+/// whose uncut units may happen to fit better.
 pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
     let orders = work.orders();
     let first = Pace::full(request.link, request.memory);
@@ -21,7 +21,7 @@ pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
     let mut found: Vec<(Pace, Filled)> = streams
         .map(|(pace, loads)| {
             let mut filled = stream(loads, &work.intervals, &pace, request.max_steps);
-            // What is left is spread over all the steps that a version may take.
+            // The rest is spread over all steps that a version may take.
             filled.steps = if filled.rest.is_empty() { filled.steps } else { request.max_steps };
             (pace, filled)
         })
@@ -41,7 +41,7 @@ pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
     best
 }
 
-/// Seconds of the rest for each step of a version.
+/// Seconds of the rest per step of a version.
 pub(super) fn delay(pace: &Pace, filled: &Filled) -> f64 {
     total(filled.rest.iter().map(|load| pace.seconds(load.bytes))) / filled.steps.max(1) as f64
 }

@@ -1,25 +1,26 @@
-//! BAFT: each window takes the whole units that together have the most bytes.
+//! BAFT: each window takes the uncut units that together have the most bytes.
 
 use super::capacity::{Interval, Load, Work};
 use super::knapsack::{Class, Item, MAX_BRANCHES, denser, fill as choose};
 use super::pace::{Pace, ROUNDING};
 use super::stream::{Filled, Run};
 
-/// Loads left for one destination, by size.
+/// Remaining loads for one destination, by size.
 struct Pool {
     intervals: usize,
     /// Densest first.
     classes: Vec<Class>,
     /// Loads of each class, the next one last.
     members: Vec<Vec<Load>>,
-    /// Classes of which nothing is left.
+    /// Number of exhausted classes.
     empty: usize,
 }
 
-/// Parts of a unit at most; what is beyond them is left over.
+/// Maximum number of parts of a unit; the rest is left over.
 const MAX_PARTS: usize = 1 << 16;
 
-/// Fills the intervals of up to `max_steps` equal steps. A unit that no interval can take is cut to what the longest can.
+/// Fills the intervals of up to `max_steps` equal steps. A unit that no interval can take is cut to the size that the
+/// longest can.
 pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
     let mut filled = Filled::default();
     let mut pools: Vec<Pool> = Vec::new();
@@ -29,7 +30,7 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
             .iter()
             .map(|interval| interval.end - interval.start)
             .fold(0.0, f64::max);
-        // No window takes two parts that are as large as the longest can take.
+        // No window takes two parts of the size that the longest one can take.
         let most_parts = work.intervals[first.intervals].len().saturating_mul(max_steps).min(MAX_PARTS);
         pools.push(Pool::new(loads, longest, most_parts, pace));
     }
@@ -38,7 +39,7 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
         order.extend(work.intervals[pool.intervals].iter().map(|&interval| (number, interval)));
     }
     order.sort_by(|(a, first), (b, second)| first.start.total_cmp(&second.start).then(a.cmp(b)));
-    // A few windows are searched thoroughly, of a thousand each a little.
+    // A few windows are searched thoroughly, a thousand of them less so.
     let branches = ((1 << 18) / order.len().max(1)).clamp(128, MAX_BRANCHES);
     for step in 0..max_steps {
         let before = filled.runs.len();
@@ -70,7 +71,7 @@ impl Pool {
             } else {
                 load.bytes
             };
-            // Where not one byte fits, all of it is left over; so is what the windows have no room for anyway.
+            // If not one byte fits, all of them are left over; so is the part that exceeds all windows.
             let mut parts_left = if most > 0 && most < load.bytes { most_parts } else { 0 };
             let mut rest = load;
             while rest.bytes > 0 {
@@ -81,15 +82,15 @@ impl Pool {
                 rest = others;
             }
         }
-        // Later ones first within a class: they are taken from its end.
+        // Later ones first within a class, as they are taken from its end.
         parts.sort_by(|(a, one), (b, other)| {
             denser(a, b).then((other.unit, other.offset).cmp(&(one.unit, one.offset)))
         });
         let mut pool =
             Self { intervals: loads[0].intervals, classes: Vec::new(), members: Vec::new(), empty: 0 };
-        for alike in parts.chunk_by(|(a, _), (b, _)| a == b) {
-            pool.classes.push(Class { item: alike[0].0, count: alike.len() });
-            pool.members.push(alike.iter().map(|(_, load)| *load).collect());
+        for class in parts.chunk_by(|(a, _), (b, _)| a == b) {
+            pool.classes.push(Class { item: class[0].0, count: class.len() });
+            pool.members.push(class.iter().map(|(_, load)| *load).collect());
         }
         pool
     }
@@ -98,7 +99,7 @@ impl Pool {
         self.members.iter().all(Vec::is_empty)
     }
 
-    /// Takes out the loads that together have the most bytes within so many seconds.
+    /// Removes the loads that together have the most bytes within `seconds`.
     fn take(&mut self, seconds: f64, branches: usize) -> Vec<Load> {
         let left = self.classes.iter().filter(|class| class.count > 0);
         let smallest = left.map(|class| class.item.seconds).fold(f64::INFINITY, f64::min);
@@ -112,7 +113,7 @@ impl Pool {
             let left = self.members[place].len() - count;
             taken.extend(self.members[place].drain(left..).rev());
         }
-        // Not each time: there may be thousands of classes and of windows.
+        // Not every time: there may be thousands of classes and of windows.
         if 8 * self.empty >= self.classes.len() {
             self.empty = 0;
             self.members.retain(|members| !members.is_empty());

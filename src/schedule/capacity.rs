@@ -1,4 +1,4 @@
-//! Capacity for chunks to a destination: windows of both ends, and the loads that have to go there.
+//! Capacity for chunks to a destination: windows of both ends, and the loads to send.
 
 use super::pace::Pace;
 use super::request::{Receiver, Request};
@@ -30,7 +30,7 @@ pub(super) struct Load {
 pub(super) struct Work {
     /// Intervals by start, disjoint. Destinations without windows of their own share the first list.
     pub(super) intervals: Vec<Vec<Interval>>,
-    /// One list for each destination, in the order in which the pieces name them: a copy is complete before the next
+    /// One list per destination, in the order in which the pieces name them: each copy is complete before the next
     /// begins.
     pub(super) loads: Vec<Vec<Load>>,
 }
@@ -62,17 +62,18 @@ impl Work {
         Self { intervals, loads }
     }
 
-    /// Chunks of all loads, but for those that windows cut.
+    /// Number of chunks of all loads, before windows cut any.
     pub(super) fn chunks(&self, pace: &Pace) -> u64 {
         self.loads.iter().flatten().map(|load| pace.chunks(load.bytes)).fold(0, u64::saturating_add)
     }
 
-    /// All loads, destination after destination.
+    /// All loads, grouped by destination.
     pub(super) fn in_order(&self) -> Vec<Load> {
         self.loads.concat()
     }
 
-    /// The orders of destinations that `auto` tries: all of up to three, of more the given one and its reverse.
+    /// The orders of destinations that `auto` tries: all of up to three destinations; of more, the given order and its
+    /// reverse.
     pub(super) fn orders(&self) -> Vec<Vec<Load>> {
         let count = self.loads.len();
         let turns: &[&[usize]] = match count {
@@ -93,7 +94,7 @@ impl Work {
     }
 }
 
-/// The receiver's windows on the sender's clock; steps repeat, so those of the steps before and after count too.
+/// The receiver's windows on the sender's clock; steps repeat, so those of the previous and the next step count, too.
 fn theirs(receiver: &Receiver, request: &Request<'_>) -> Vec<(f64, f64)> {
     let period = request.windows.step_seconds;
     let offset = receiver.clock_offset.rem_euclid(period);

@@ -1,4 +1,4 @@
-//! Changes that make windows wrong.
+//! Detection of changes that invalidate the windows.
 
 use super::pace::total;
 use super::span::{Resource, StepProfile, check};
@@ -8,20 +8,20 @@ use crate::error::Result;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Reason to plan anew.
+/// Reason to plan again.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
-    /// Half of the steps or more have other spans, or in another order.
+    /// Half of the steps or more have other spans, or the same in another order.
     Sequence {
         /// Number of steps that differ.
         different: usize,
         /// Number of all steps.
         steps: usize,
-        /// Place where the latest of them differs.
+        /// Resource on which the latest of them differs.
         resource: Resource,
-        /// The span that was expected there; none at the end.
+        /// The expected span; none at the end.
         expected: Option<String>,
-        /// The span that came; none at the end.
+        /// The span found; none at the end.
         found: Option<String>,
     },
     /// A window is shorter or longer by more than its jitter and the tolerance.
@@ -30,18 +30,18 @@ pub enum Change {
         resource: Resource,
         /// Start of the window.
         anchor: Anchor,
-        /// Seconds that were expected.
+        /// Expected seconds.
         before: f64,
-        /// Seconds that are now.
+        /// Current seconds.
         now: f64,
     },
-    /// All windows of a resource together are, by more than their jitters and the tolerance.
+    /// All windows of a resource together are shorter or longer by more than their jitters and the tolerance.
     Total {
         /// The idle resource.
         resource: Resource,
-        /// Seconds that were expected.
+        /// Expected seconds.
         before: f64,
-        /// Seconds that are now.
+        /// Current seconds.
         now: f64,
     },
 }
@@ -67,14 +67,14 @@ impl fmt::Display for Change {
     }
 }
 
-/// The change since the windows were found, if there is one.
+/// Returns the change since the windows were found, if any.
 ///
-/// A change counts when half of the steps or more have another order of spans, or else when a window, or all windows of a
-/// resource together, became shorter or longer by more than its jitter plus `tolerance` × the step's seconds. The largest
-/// such change is returned.
+/// A change counts if half of the steps or more have another order of spans. It also counts if a window, or all windows
+/// of a resource together, became shorter or longer by more than its jitter plus `tolerance` × the step's seconds. The
+/// largest such change is returned.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) without steps, for times that are none, and for a `tolerance` below 0.
+/// [`Error::Invalid`](crate::Error::Invalid) without steps, for invalid times, and for a `tolerance` below 0.
 pub fn has_changed(windows: &Windows, steps: &[StepProfile], tolerance: f64) -> Result<Option<Change>> {
     check(steps)?;
     ensure!(!steps.is_empty(), "steps: expected at least 1, got none");
@@ -104,7 +104,7 @@ fn difference(windows: &Windows, step: &Aligned<'_>, different: usize, steps: us
     Resource::ALL.into_iter().find_map(at)
 }
 
-/// The change that goes furthest beyond what is allowed.
+/// The change that exceeds its tolerance the most.
 fn resized(before: &[Window], now: &[Window], allowed: f64) -> Option<Change> {
     let mut worst: Option<(f64, Change)> = None;
     let mut see = |beyond: f64, change: Change| {

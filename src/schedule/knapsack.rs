@@ -1,15 +1,15 @@
-//! 0/1 knapsack by branch and bound: BAFT's choice of whole units for a window.
+//! 0/1 knapsack by branch and bound: BAFT's choice of uncut units for a window.
 
-/// One thing that may go in.
+/// An item of the knapsack.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Item {
-    /// Seconds that it takes.
+    /// Weight of the item, in seconds.
     pub seconds: f64,
-    /// Bytes that it is worth.
+    /// Value of the item, in bytes.
     pub bytes: u64,
 }
 
-/// Items that are alike.
+/// Equal items.
 #[derive(Clone, Debug)]
 pub(super) struct Class {
     pub(super) item: Item,
@@ -17,13 +17,13 @@ pub(super) struct Class {
     pub(super) count: usize,
 }
 
-/// Branches that are tried at most; a few distinct sizes, which is what models have, need far fewer.
+/// Maximum number of branches; models have a few distinct sizes, which need far fewer.
 pub(super) const MAX_BRANCHES: usize = 1 << 12;
 
-/// Positions, ascending, of the items that together have the most bytes within so many seconds.
+/// Positions, ascending, of the items that together have the most bytes within `seconds`.
 ///
-/// Exact unless more than 4096 branches remain to be tried, which takes dozens of distinct sizes; then it is the best
-/// choice so far, to which everything that still fits has been added.
+/// Exact unless more than 4096 branches remain, which takes dozens of distinct sizes. Then it is the best choice found
+/// so far, extended by everything that still fits.
 ///
 /// ```
 /// use evermoe::schedule::{Item, best_subset};
@@ -34,8 +34,8 @@ pub(super) const MAX_BRANCHES: usize = 1 << 12;
 pub fn best_subset(items: &[Item], seconds: f64) -> Vec<usize> {
     let mut order: Vec<usize> = (0..items.len()).collect();
     order.sort_by(|&a, &b| denser(&items[a], &items[b]).then(a.cmp(&b)));
-    let alike = order.chunk_by(|&a, &b| items[a] == items[b]);
-    let members: Vec<&[usize]> = alike.collect();
+    let equal = order.chunk_by(|&a, &b| items[a] == items[b]);
+    let members: Vec<&[usize]> = equal.collect();
     let classes: Vec<Class> =
         members.iter().map(|members| Class { item: items[members[0]], count: members.len() }).collect();
     let taken = fill(&classes, seconds, 0.0, MAX_BRANCHES);
@@ -45,14 +45,14 @@ pub fn best_subset(items: &[Item], seconds: f64) -> Vec<usize> {
     chosen
 }
 
-/// The order of classes: most bytes a second first, then larger ones.
+/// Order of classes: most bytes per second first, then larger items.
 pub(super) fn denser(a: &Item, b: &Item) -> std::cmp::Ordering {
     let density = |item: &Item| item.bytes as f64 / item.seconds;
     density(b).total_cmp(&density(a)).then(b.bytes.cmp(&a.bytes)).then(a.seconds.total_cmp(&b.seconds))
 }
 
-/// Positions of classes and how many of each; the classes are in the order of [`denser`], `smallest` is the least of
-/// their seconds.
+/// Positions of classes, with the number of items of each. The classes are in the order of [`denser`]; `smallest` is
+/// the least of their seconds.
 pub(super) fn fill(classes: &[Class], seconds: f64, smallest: f64, branches: usize) -> Vec<(usize, usize)> {
     let mut search = Search { classes, taken: Vec::new(), best: Vec::new(), most: 0, branches };
     search.descend(seconds, 0);
@@ -72,7 +72,7 @@ pub(super) fn fill(classes: &[Class], seconds: f64, smallest: f64, branches: usi
 }
 
 impl Class {
-    /// Number of items that fit into so many seconds.
+    /// Number of items that fit into `seconds`.
     fn fitting(&self, seconds: f64) -> usize {
         let mut count = if self.item.seconds > 0.0 {
             ((seconds / self.item.seconds) as usize).min(self.count)
@@ -95,16 +95,16 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Tries the classes from `taken.len()` on, many first, while the rest can still beat the best.
+    /// Tries the classes from `taken.len()` on, most items first, while the rest can still beat the best.
     fn descend(&mut self, seconds: f64, bytes: u64) {
         if bytes > self.most {
             self.most = bytes;
             self.best.clone_from(&self.taken);
         }
         let Some(class) = self.classes.get(self.taken.len()) else { return };
-        // None of those that follow has more bytes a second.
+        // None of the following classes has more bytes per second.
         let bound = bytes as f64 + seconds * (class.item.bytes as f64 / class.item.seconds);
-        // A hair above, as the bound is rounded.
+        // Slightly above, as the bound is rounded.
         if self.branches == 0 || bound * (1.0 + 1e-12) < self.most as f64 + 1.0 {
             return;
         }

@@ -3,10 +3,10 @@
 //! ```text
 //! steps of spans ─ find_windows ─ Windows ─┬─ plan_chunks(policy) ─ ChunkPlan ─ chrome_trace ─ merge_traces
 //! units, link, memory ─────────────────────┘        ▲
-//! recent steps ─ has_changed ─ Change ──────────────┘ plan anew
+//! recent steps ─ has_changed ─ Change ──────────────┘ plan again
 //! ```
 //!
-//! Times are seconds, sizes bytes, rates bytes a second.
+//! Times are in seconds, sizes in bytes, rates in bytes per second.
 
 mod auto;
 mod baft;
@@ -25,7 +25,7 @@ mod windows;
 
 pub use change::{Change, has_changed};
 pub use knapsack::{Item, best_subset};
-pub use memory::{Place, snapshot_places};
+pub use memory::{MemoryKind, snapshot_memory};
 pub use period::{Period, copy_period};
 pub use plan::{Chunk, ChunkPlan, Reason, plan_chunks, version_steps};
 pub(crate) use request::MAX_STEPS;

@@ -1,39 +1,40 @@
-//! Pace at which chunks may follow each other on one link through a bounded number of sub-buffers.
+//! Pace of chunks on one link through a bounded number of sub-buffers.
 //!
-//! A sub-buffer is free again when its transfer and then its drain, d seconds, are over. So with b of them a chunk may
-//! start when the one b before it is drained. Two paces keep that without a look back at other chunks:
+//! A sub-buffer is free again when its transfer and then its drain (d seconds) are over. So with b sub-buffers a chunk
+//! may start when the chunk b positions earlier is drained. Two paces guarantee that without a look back at other
+//! chunks:
 //!
 //! ```text
 //! pipelined, b ≥ 2   a chunk takes max(f(s), d(most) ÷ (b − 1)) seconds: the b − 1 that follow one outlast its drain
 //! serial             a chunk takes f(s) + d(s) seconds: one sub-buffer is enough
 //! ```
 //!
-//! Both make what fits into some seconds grow with the seconds, and from every position on: see `stream`.
+//! With both, the bytes that fit grow with the seconds, from every position on: see `stream`.
 
 use super::request::{Link, Memory};
 
-/// Sums of seconds are rounded: what is over by less than a picosecond fits.
+/// Tolerance for sums of seconds, which are rounded: an excess below a picosecond fits.
 pub(super) const ROUNDING: f64 = 1e-12;
 
-/// The sum; of nothing it is 0, where `sum` has −0.
+/// Returns the sum; 0 for no terms, where `sum` returns −0.
 pub(super) fn total(seconds: impl Iterator<Item = f64>) -> f64 {
     seconds.fold(0.0, |sum, next| sum + next)
 }
 
-/// The size of chunks and the seconds from the start of one to the earliest start of the next.
+/// Size of chunks, and the minimum time between the starts of two.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
     link: Link,
-    /// Bytes of a chunk at most.
+    /// Maximum bytes of a chunk.
     pub(super) most: u64,
-    /// Seconds of a chunk at least.
+    /// Minimum seconds of a chunk.
     least: f64,
-    /// Drained before the next starts.
+    /// Link by which each chunk is drained before the next starts, if any.
     serial: Option<Link>,
 }
 
 impl Pace {
-    /// Full sub-buffers, pipelined if there are two of them: as the papers do.
+    /// Full sub-buffers, pipelined if there are two of them, as in the papers.
     pub(super) fn full(link: Link, memory: Memory) -> Self {
         Self::pipelined(link, memory, memory.bytes / memory.buffers)
     }
@@ -49,8 +50,8 @@ impl Pace {
         Self { link, most, least, serial: None }
     }
 
-    /// Paces that `auto` tries besides: where drains count, small chunks and a serial pace use windows that are too
-    /// short for the pipelined pace of full ones.
+    /// Additional paces for `auto`: if drains count, small chunks and a serial pace use windows that are too short for
+    /// the pipelined pace of full chunks.
     pub(super) fn smaller(link: Link, memory: Memory) -> Vec<Self> {
         if memory.drain.is_none() || memory.buffers == 1 {
             return Vec::new();
@@ -73,23 +74,23 @@ impl Pace {
         (self.link.seconds(bytes) + drain).max(self.least)
     }
 
-    /// Seconds of so many bytes of one unit, cut into chunks.
+    /// Seconds for `bytes` of one unit, cut into chunks.
     pub(super) fn seconds(&self, bytes: u64) -> f64 {
         let tail = bytes % self.most;
         let full = (bytes / self.most) as f64 * self.cost(self.most);
         if tail > 0 { full + self.cost(tail) } else { full }
     }
 
-    /// Number of chunks of so many bytes.
+    /// Number of chunks of `bytes`.
     pub(super) fn chunks(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.most)
     }
 
-    /// The most of `rest` bytes of one unit that go in so many seconds.
+    /// Maximum number of the `rest` bytes of one unit that can be sent in `seconds`.
     pub(super) fn fit(&self, rest: u64, seconds: f64) -> u64 {
         let seconds = seconds + ROUNDING;
         let mut full = ((seconds / self.cost(self.most)) as u64).min(rest / self.most);
-        // The division rounds too.
+        // The division is rounded, too.
         while full > 0 && full as f64 * self.cost(self.most) > seconds {
             full -= 1;
         }

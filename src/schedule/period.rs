@@ -1,30 +1,31 @@
-//! How often to copy where the idle windows of a step are too short for a version: Gemini's wasted time.
+//! Interval between copies if the idle windows of a step are too short for a version: Gemini's wasted time.
 
 use super::plan::Reason;
 use super::request::Link;
 use crate::error::{Error, Result};
 
-/// Steps between two versions, at most.
+/// Maximum number of steps between two versions.
 const MAX_STEPS: usize = 4096;
 
-/// What copying costs at some frequency; times are seconds.
+/// Costs of copying at some interval; times are in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Period {
-    /// Steps between two versions, over whose windows one is spread.
+    /// Steps between two versions, over whose windows one version is spread.
     pub steps: usize,
     /// Time that a version delays training, beyond the windows of its steps.
     pub delay: f64,
-    /// Training time that a failure wastes on average: Gemini's Eq. 1, the time of a checkpoint, half of the time between
-    /// two, and the time to retrieve one.
+    /// Training time that a failure wastes on average: Gemini's Eq. 1, the time of a checkpoint, half of the time
+    /// between two, and the time to retrieve one.
     pub wasted: f64,
 }
 
-/// Of 1 to `most` steps between two versions, what loses the least time: to delays in each step, and to failures.
+/// Returns the interval of 1 to `most` steps between two versions that loses the least time to delays and failures
+/// together.
 ///
-/// With n steps between versions a version may use the windows of n steps, so it takes n steps and delays training by what does
-/// not fit into them. Per step that loses `delay / n + failures · wasted`, where `wasted = n · step + n · step / 2 +
-/// retrieve`; the shorter period where two are equal. The paper's constraint holds for each n: the next version begins when
-/// the one before is complete.
+/// With n steps between versions, a version may use the windows of n steps. So it takes n steps and delays training by
+/// the bytes that do not fit into them. Per step that loses `delay / n + failures · wasted`, where `wasted = n · step +
+/// n · step / 2 + retrieve`. Of two equal intervals the shorter one is taken. The paper's constraint holds for each n:
+/// the next version begins when the previous one is complete.
 ///
 /// A step takes 1 s and has 0.3 s of windows, a version takes 1 s to send, and there is one failure in 10,000 steps:
 /// ```
@@ -65,7 +66,7 @@ pub fn copy_period(
     let mut best = at(1, step, windows, copy, retrieve);
     for steps in 2..=most {
         if best.delay == 0.0 {
-            break; // a longer period wastes more, and spares nothing
+            break; // a longer interval wastes more and saves nothing
         }
         let next = at(steps, step, windows, copy, retrieve);
         if cost(&next) < cost(&best) {
@@ -79,13 +80,13 @@ pub fn copy_period(
 }
 
 impl Reason {
-    /// How often a version is to be made, so that the least time is lost; none where the plan delays nothing.
+    /// Returns the interval of versions that loses the least time; none if the plan delays nothing.
     ///
-    /// Windows that are too short for a version are used as far as its messages fit into them, and carry no more. A step of no
-    /// length says nothing.
+    /// Windows that are too short for a version are used as far as its messages fit into them. A step of zero length
+    /// gives no information.
     ///
     /// # Errors
-    /// Those of [`copy_period`].
+    /// As [`copy_period`].
     pub fn pace(&self, step: f64, link: Link, failures: f64, most: usize) -> Result<Option<Period>> {
         if self.delay_seconds == 0.0 || step == 0.0 {
             return Ok(None);

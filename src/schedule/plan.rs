@@ -1,4 +1,4 @@
-//! The chunk plan: which part of which unit goes where in which window, and why.
+//! The chunk plan: which part of which unit is sent to which rank in which window, and why.
 
 use super::capacity::{Load, Work};
 use super::pace::{Pace, total};
@@ -15,7 +15,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Chunk {
-    /// Step of the version, from 0 on.
+    /// Step of the version, from 0.
     pub step: usize,
     /// Position in [`Windows::windows`](super::Windows); none if no window has room for it.
     pub window: Option<usize>,
@@ -25,32 +25,32 @@ pub struct Chunk {
     pub offset: u64,
     /// Number of bytes.
     pub bytes: u64,
-    /// The rank that gets them.
+    /// The rank that receives them.
     pub destination: usize,
-    /// Seconds from the window's opening; without a window, from when the step's last window is over, or for `moetion`,
-    /// which lets them run beside compute, from the step's start.
+    /// Seconds from the opening of the window. Without a window: seconds from the end of the step's last window, or,
+    /// for `moetion`, which sends during compute, from the step's start.
     pub start: f64,
     /// Seconds of the transfer.
     pub seconds: f64,
 }
 
-/// Achievement of a plan.
+/// Properties of a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reason {
-    /// All bytes are in windows.
+    /// Whether all bytes are in windows.
     pub fits: bool,
-    /// Steps after which a version is complete.
+    /// Number of steps after which a version is complete.
     pub steps_per_version: usize,
-    /// Steps that it would take in windows alone: the checkpoint interval without delay; none if more than 4096.
+    /// Number of steps in windows alone: the checkpoint interval without delay; none if more than 4096.
     pub steps_in_windows: Option<usize>,
-    /// Seconds by which copying delays a step, on average over the version's.
+    /// Seconds by which copying delays a step, averaged over the version's steps.
     pub delay_seconds: f64,
-    /// Seconds of the windows that transfers use, in all steps of the version.
+    /// Seconds of windows that transfers use, over all steps of the version.
     pub used_seconds: f64,
-    /// Seconds of the windows, in all steps of the version.
+    /// Seconds of windows, over all steps of the version.
     pub available_seconds: f64,
-    /// Bytes of the version, counted for each destination.
+    /// Bytes of the version, counted once per destination.
     pub bytes: u64,
     /// Bytes outside of windows.
     pub outside_bytes: u64,
@@ -76,7 +76,7 @@ impl fmt::Display for Reason {
     }
 }
 
-/// Plan of what to send when.
+/// Plan of the transfers of one version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ChunkPlan {
@@ -84,15 +84,15 @@ pub struct ChunkPlan {
     pub units: Vec<String>,
     /// Chunks in the order in which they are sent: by step, then by window and start, those without a window last.
     pub chunks: Vec<Chunk>,
-    /// Achievement of the plan.
+    /// Properties of the plan.
     pub reason: Reason,
 }
 
 /// Plans the transfers of one version.
 ///
-/// A chunk lies within the usable seconds of a window of the sender and, for a destination in `receivers`, within one of
-/// the destination's; chunks do not overlap, and no more sub-buffers are in use than there are, drains included.
-/// Destinations are served one after the other, so that the first complete copy is there early.
+/// A chunk lies within the usable seconds of a window of the sender. For a destination in `receivers` it also lies
+/// within one of the destination's windows. Chunks do not overlap, and no more sub-buffers are in use than exist,
+/// drains included. Destinations are served one after the other, so that the first complete copy exists early.
 ///
 /// ```
 /// use evermoe::schedule::*;
@@ -123,7 +123,7 @@ pub struct ChunkPlan {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] naming the field, also when a version would be more than 2^22 chunks.
+/// [`Error::Invalid`] naming the field, also if a version would be more than 2^22 chunks.
 pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
     request.check()?;
     let work = Work::new(request);
@@ -145,17 +145,17 @@ pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
 }
 
 impl Filled {
-    /// All loads, in windows and out of them.
+    /// All loads, inside and outside of windows.
     pub(super) fn loads(&self) -> impl Iterator<Item = &Load> {
         self.runs.iter().map(|run| &run.load).chain(&self.rest)
     }
 }
 
-/// The fewest steps, of at most `most`, over which a version delays none by the request's policy.
+/// Returns the minimum number of steps, up to `most`, over which a version delays no step under the request's policy.
 ///
-/// BAFT's n iterations of a checkpoint; the same rule for the other policies. Where a version delays even over `most`
-/// steps, these, as each step then waits for a part of it; a single step where windows take nothing. The request's own
-/// `version_steps` says nothing here.
+/// These are the n iterations of a BAFT checkpoint; the same rule is used for the other policies. If a version delays
+/// steps even over `most` steps, the result is `most`, as each step then waits for only a part of it. If the windows
+/// take nothing, it is 1. The request's own `version_steps` is ignored.
 ///
 /// ```
 /// use evermoe::schedule::*;
@@ -176,7 +176,7 @@ impl Filled {
 /// ```
 ///
 /// # Errors
-/// Those of [`plan_chunks`]; [`Error::Invalid`] for a `most` that is not 1 to 4096.
+/// As [`plan_chunks`]; also [`Error::Invalid`] for a `most` that is not 1 to 4096.
 pub fn version_steps(request: &Request<'_>, most: usize) -> Result<usize> {
     Request { max_steps: most, ..*request }.check()?;
     let work = Work::new(request);
@@ -201,7 +201,7 @@ pub fn version_steps(request: &Request<'_>, most: usize) -> Result<usize> {
     })
 }
 
-/// A version over so many steps, by a policy that does not choose them.
+/// Fills the windows of `steps` steps, for policies that do not choose the number.
 fn over(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Filled {
     let mut filled = match request.policy {
         Policy::Baft => baft::fill(work, pace, steps),
@@ -214,8 +214,8 @@ fn over(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Filled
     filled
 }
 
-/// MoEtion: of n chunks that take `t_copy` the first ⌊n · `t_bubble` ÷ `t_copy`⌋ may use the bubble,
-/// that of all steps of the version.
+/// MoEtion: of n chunks that take `t_copy`, the first ⌊n · `t_bubble` ÷ `t_copy`⌋ may use the bubble, which is that of
+/// all steps of the version.
 fn split(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Filled {
     let loads = work.in_order();
     let [bubble, copy] = [
@@ -225,16 +225,16 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Fille
     let chunks: u64 = loads.iter().map(|load| pace.chunks(load.bytes)).sum();
     let mut quota =
         if copy > 0.0 { (chunks as f64 * bubble / copy).min(chunks as f64) as u64 } else { chunks };
-    let (mut inside, mut beside) = (Vec::new(), Vec::new());
+    let (mut inside, mut outside) = (Vec::new(), Vec::new());
     for load in loads {
         let count = pace.chunks(load.bytes).min(quota);
         quota -= count;
         let (first, rest) = load.split(load.bytes.min(count.saturating_mul(pace.most)));
         inside.extend((first.bytes > 0).then_some(first));
-        beside.extend((rest.bytes > 0).then_some(rest));
+        outside.extend((rest.bytes > 0).then_some(rest));
     }
     let mut filled = stream(&inside, &work.intervals, pace, steps);
-    filled.rest.extend(beside);
+    filled.rest.extend(outside);
     filled
 }
 
@@ -243,7 +243,8 @@ fn window_seconds(request: &Request<'_>) -> f64 {
     total(request.windows.of(Resource::Network).map(|(_, window)| window.seconds))
 }
 
-/// Seconds of delay a step where what has no window runs beside compute, which hides what it lasts long enough for.
+/// Seconds of delay per step if chunks without a window are sent during compute, which hides them for as long as it
+/// lasts.
 fn moetion_delay(request: &Request<'_>, pace: &Pace, filled: &Filled, steps: usize) -> f64 {
     let outside = total(filled.rest.iter().map(|load| pace.seconds(load.bytes)));
     let compute = (request.windows.step_seconds - window_seconds(request)).max(0.0);
@@ -281,7 +282,7 @@ fn reason(request: &Request<'_>, work: &Work, pace: &Pace, filled: &Filled) -> R
     }
 }
 
-/// The chunks of the runs, and of what is left: spread over the steps, at their ends.
+/// The chunks of the runs, and of the rest, which is spread over the ends of the steps.
 fn cut(request: &Request<'_>, pace: &Pace, filled: &Filled) -> Result<Vec<Chunk>> {
     let steps = filled.steps.max(1);
     let windows = &request.windows.windows;
@@ -327,7 +328,7 @@ fn for_each_chunk(load: &Load, pace: &Pace, mut each: impl FnMut(Load)) {
 }
 
 impl ChunkPlan {
-    /// JSON for the executor, or a file.
+    /// Returns the plan as JSON, for the executor or a file.
     pub fn to_json(&self) -> String {
         serde_json::json!(self).to_string()
     }
@@ -335,8 +336,8 @@ impl ChunkPlan {
     /// Reads the JSON of [`to_json`](Self::to_json).
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless it is that: also for more steps or chunks than a plan has, chunks out of order, and
-    /// numbers that are none.
+    /// [`Error::Invalid`] for other text: also for more steps or chunks than a plan may have, chunks out of order, and
+    /// invalid numbers.
     pub fn from_json(text: &str) -> Result<Self> {
         let plan: Self = serde_json::from_str(text)
             .map_err(|error| Error::invalid(format!("text: expected the JSON of a chunk plan: {error}")))?;
@@ -354,7 +355,7 @@ impl ChunkPlan {
         let seconds = [reason.delay_seconds, reason.used_seconds, reason.available_seconds];
         ensure!(
             seconds.iter().all(|seconds| seconds.is_finite() && *seconds >= 0.0),
-            "text: the reason has seconds that are none"
+            "text: expected finite seconds in the reason"
         );
         let is_chunk = |chunk: &Chunk| {
             let times = [chunk.start, chunk.seconds];

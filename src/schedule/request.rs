@@ -7,28 +7,28 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::str::FromStr;
 
-/// A unit, or a part of one, that is to be copied.
+/// A unit, or a part of one, to copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyItem {
     /// The unit's name.
     pub unit: String,
     /// Size of the unit.
     pub bytes: u64,
-    /// Ranks that each get all of it.
+    /// Ranks that each receive all of it.
     pub destinations: Vec<usize>,
 }
 
 /// A transfer of s bytes takes f(s) = `alpha` + s ÷ `beta` seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Seconds that any transfer takes.
+    /// Seconds of any transfer, regardless of its size.
     pub alpha: f64,
-    /// Bytes a second.
+    /// Bytes per second.
     pub beta: f64,
 }
 
 impl Link {
-    /// f(s).
+    /// Returns f(s), the seconds of a transfer.
     pub fn seconds(&self, bytes: u64) -> f64 {
         self.alpha + bytes as f64 / self.beta
     }
@@ -50,11 +50,11 @@ impl Link {
 /// Memory that chunks pass through.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Memory {
-    /// All of it.
+    /// Total bytes.
     pub bytes: u64,
-    /// Into how many sub-buffers of equal size it is cut; a chunk fills one at most.
+    /// Number of sub-buffers of equal size; a chunk fills at most one.
     pub buffers: u64,
-    /// Time that the consumer takes to empty a sub-buffer after the transfer; none if at once.
+    /// Time that the consumer takes to empty a sub-buffer after the transfer; none if immediate.
     pub drain: Option<Link>,
 }
 
@@ -65,7 +65,7 @@ pub struct Receiver {
     pub rank: usize,
     /// Windows of the receiver.
     pub windows: Windows,
-    /// Start of its step, in seconds after the sender's; below 0 if before.
+    /// Start of its step, in seconds after the sender's; negative if earlier.
     pub clock_offset: f64,
 }
 
@@ -73,17 +73,18 @@ pub struct Receiver {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// Gemini (SOSP'23): in order, as much as fits; the rest runs after the last window.
+    /// Gemini (SOSP'23): in order, as much as fits; the rest is sent after the last window.
     Gemini,
-    /// BAFT: for each window the whole units that together have the most bytes, as [`best_subset`](super::best_subset)
-    /// finds them; a unit that no window can take is cut. The rest runs after the last window.
+    /// BAFT: for each window the uncut units that together have the most bytes, as found by
+    /// [`best_subset`](super::best_subset). A unit that no window can take is cut. The rest is sent after the last
+    /// window.
     Baft,
-    /// MoEtion: the part of the chunks for which the windows have time; the rest runs beside compute.
+    /// MoEtion: the chunks for which the windows have time; the rest is sent during compute.
     Moetion,
-    /// Ours: as many steps as it takes to delay none; what does not fit in `max_steps` is spread over them.
+    /// evermoe's own: as many steps as needed to delay none; bytes that do not fit in `max_steps` are spread over them.
     ///
-    /// It never delays more than Gemini or BAFT. More window never means more delay, except where `max_steps` is too few
-    /// and whole units happen to fit a smaller window better.
+    /// It never delays more than Gemini or BAFT. Longer windows never mean more delay, except if `max_steps` is too
+    /// small and uncut units happen to fit shorter windows better.
     Auto,
 }
 
@@ -115,23 +116,23 @@ pub struct Request<'a> {
     pub pieces: &'a [CopyItem],
     /// The sender's windows; those of the network are used, at both ends.
     pub windows: &'a Windows,
-    /// Destinations whose windows count too; the others take a chunk at any time.
+    /// Destinations whose windows count, too; the others accept a chunk at any time.
     pub receivers: &'a [Receiver],
-    /// The way to the destinations.
+    /// Link to the destinations.
     pub link: Link,
     /// Memory for the chunks.
     pub memory: Memory,
     /// Policy by which windows are filled.
     pub policy: Policy,
-    /// Steps that a version of `auto` may take.
+    /// Maximum number of steps of a version of `auto`.
     pub max_steps: usize,
-    /// Steps over which the other policies send a version: 1, or what [`version_steps`](super::version_steps) says.
+    /// Steps over which the other policies send a version: 1, or the result of [`version_steps`](super::version_steps).
     pub version_steps: usize,
 }
 
-/// Steps of a plan, at most: a version of more would be too old when it is complete.
+/// Maximum number of steps of a plan: a version of more would be too old when it is complete.
 pub(crate) const MAX_STEPS: usize = 1 << 12;
-/// Chunks of a plan, at most.
+/// Maximum number of chunks of a plan.
 pub(super) const MAX_CHUNKS: u64 = 1 << 22;
 
 impl Request<'_> {
@@ -163,7 +164,7 @@ impl Request<'_> {
         let mut all = 0_u128;
         for CopyItem { unit, bytes, destinations } in self.pieces {
             all += u128::from(*bytes) * destinations.len() as u128;
-            ensure!(units.insert(unit), "pieces: unit {unit:?} is there twice");
+            ensure!(units.insert(unit), "pieces: unit {unit:?} occurs twice");
             ensure!(!destinations.is_empty(), "pieces: unit {unit:?} has no destination");
             let ranks: HashSet<usize> = destinations.iter().copied().collect();
             ensure!(
@@ -181,7 +182,7 @@ impl Request<'_> {
     fn check_receivers(&self) -> Result<()> {
         let mut ranks = HashSet::new();
         for Receiver { rank, clock_offset, .. } in self.receivers {
-            ensure!(ranks.insert(rank), "receivers: rank {rank} is there twice");
+            ensure!(ranks.insert(rank), "receivers: rank {rank} occurs twice");
             ensure!(
                 clock_offset.is_finite(),
                 "receivers: clock_offset of rank {rank}: expected finite seconds, got {clock_offset}"
@@ -191,7 +192,7 @@ impl Request<'_> {
         let unknown = destinations.find(|rank| !ranks.contains(rank)).filter(|_| self.policy == Policy::Baft);
         ensure!(
             unknown.is_none(),
-            "receivers: \"baft\" sends in the windows of both ends; there are none of rank {}",
+            "receivers: \"baft\" sends in the windows of both ends; rank {} has none",
             unknown.unwrap_or(&0)
         );
         Ok(())

@@ -1,4 +1,4 @@
-//! Records of a profile: the spans of one step of one rank.
+//! Profile records: the spans of one step of one rank.
 
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -39,7 +39,7 @@ pub enum Resource {
 }
 
 impl Resource {
-    /// All of them, in the order of [`Windows::windows`](super::Windows).
+    /// All resources, in the order of [`Windows::windows`](super::Windows).
     pub const ALL: [Self; 3] = [Self::Compute, Self::Network, Self::HostLink];
 
     /// The name in JSON and in Python.
@@ -49,7 +49,7 @@ impl Resource {
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 7] = [
         Self::Forward,
         Self::Backward,
@@ -101,7 +101,7 @@ impl FromStr for Kind {
     }
 }
 
-/// A time in which a resource was busy.
+/// A time span in which a resource was busy.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Span {
@@ -134,13 +134,13 @@ impl Span {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepProfile {
-    /// From its start to the start of the next step.
+    /// Seconds from its start to the start of the next step.
     pub seconds: f64,
-    /// Spans in any order. One that ends after the step continues in the next one.
+    /// Spans in any order. A span that ends after the step continues in the next step.
     pub spans: Vec<Span>,
 }
 
-/// The times of a profile are numbers that can be planned with.
+/// Checks that the times of a profile are valid.
 pub(super) fn check(steps: &[StepProfile]) -> Result<()> {
     for (number, step) in steps.iter().enumerate() {
         ensure!(

@@ -1,14 +1,14 @@
-//! Loads in order into intervals in order, as much as fits: Gemini's Algorithm, over as many steps as allowed.
+//! Fills intervals in order with loads in order, as much as fits: Gemini's algorithm, over as many steps as allowed.
 //!
-//! The state is a position in the loads. From a position further on, or at an earlier time, or with longer or more
-//! intervals, a stream is at every later moment at least as far: chunks between two positions never become more when
-//! the first one moves on, and a larger chunk never takes less time. So more window never leaves more over; `auto`
-//! rests on that.
+//! The state is a position in the loads. Compare two streams, one of which starts at a later position, at an earlier
+//! time, or with longer or more intervals: at every later moment that one is at least as far. The number of chunks
+//! between two positions never grows when the first position advances, and a larger chunk never takes less time. So
+//! longer windows never leave more over, which `auto` relies on.
 
 use super::capacity::{Interval, Load};
 use super::pace::Pace;
 
-/// Bytes of one load in one interval, cut into chunks that follow each other.
+/// Bytes of one load in one interval, cut into consecutive chunks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Run {
     pub(super) step: usize,
@@ -18,17 +18,17 @@ pub(super) struct Run {
     pub(super) load: Load,
 }
 
-/// Loads that went in, and those that did not.
+/// Loads that were placed, and the rest.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Filled {
     pub(super) runs: Vec<Run>,
-    /// Steps used, up to the last that carries something.
+    /// Number of steps used, up to the last that carries something.
     pub(super) steps: usize,
     pub(super) rest: Vec<Load>,
 }
 
 impl Load {
-    /// The first bytes, and the others.
+    /// Splits off the first bytes.
     pub(super) fn split(self, bytes: u64) -> (Self, Self) {
         (Self { bytes, ..self }, Self { offset: self.offset + bytes, bytes: self.bytes - bytes, ..self })
     }
@@ -56,7 +56,7 @@ pub(super) fn stream(loads: &[Load], intervals: &[Vec<Interval>], pace: &Pace, m
             time = start + pace.seconds(part.bytes);
             current = if rest.bytes > 0 { Some(rest) } else { loads.next() };
         }
-        // All steps are alike: what found no interval in this one finds none in the next.
+        // All steps are equal: a load that found no interval in this step finds none in the next.
         if current.is_none() || filled.runs.len() == before {
             break;
         }

@@ -1,4 +1,4 @@
-//! Chrome's trace event format, which Perfetto reads: one process a rank, one track a resource.
+//! Chrome's trace event format, which Perfetto reads: one process per rank, one track per resource.
 
 use super::plan::{Chunk, ChunkPlan};
 use super::span::{Resource, Span, StepProfile, check};
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 const CHUNKS: usize = 6;
 const COPIES: usize = 7;
 
-/// Names of the tracks; a window track for each resource, as their windows overlap.
+/// Names of the tracks; windows of different resources overlap, so each resource has a track for its windows.
 const TRACKS: [&str; 8] = [
     "compute",
     "network",
@@ -23,25 +23,25 @@ const TRACKS: [&str; 8] = [
     "copies",
 ];
 
-/// Tracks of one kind are this far apart; what overlaps goes to tracks in between.
+/// Distance between the numbers of tracks of different kinds; overlapping events go to tracks in between.
 const LANES: usize = 1000;
 
-/// A chunk that was really sent.
+/// A chunk that was actually sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sent {
     /// Start, in seconds on the clock of the trace's `start`.
     pub start: f64,
-    /// Until it was sent.
+    /// Duration in seconds.
     pub seconds: f64,
-    /// Bytes that were sent.
+    /// Number of bytes sent.
     pub bytes: u64,
-    /// The rank that got them.
+    /// The rank that received them.
     pub peer: usize,
-    /// Position of the window in which it began; none outside of all.
+    /// Position of the window in which it began; none outside of all windows.
     pub window: Option<usize>,
 }
 
-/// One event: where it is and what it says.
+/// One event: its place and its content.
 struct Event {
     track: usize,
     start: f64,
@@ -49,14 +49,14 @@ struct Event {
     body: Value,
 }
 
-/// The steps of one rank, one after the other from `start` on, as JSON in Chrome's trace event format.
+/// Returns consecutive steps of one rank, from `start` on, as JSON in Chrome's trace event format.
 ///
-/// `ph` is "X", `ts` and `dur` are microseconds, `pid` is the rank. Each step has the windows where its own spans open
-/// them, and the chunks of the plan's steps in turn; `sent` are those that were sent while these steps ran, of others
-/// nothing is shown. Spans that overlap without nesting go to a second track.
+/// `ph` is "X", `ts` and `dur` are microseconds, `pid` is the rank. Windows are shown in each step where its own spans
+/// open them, and the chunks of the plan's steps follow in order. `sent` shows chunks that were sent during these
+/// steps. Spans that overlap without nesting go to a second track.
 ///
 /// # Errors
-/// [`Error::Invalid`] for times that are none, or a plan whose windows are not in `windows`.
+/// [`Error::Invalid`] for invalid times, or a plan whose windows are not in `windows`.
 pub fn chrome_trace(
     steps: &[StepProfile],
     windows: Option<&Windows>,
@@ -98,7 +98,7 @@ pub fn chrome_trace(
     Ok(json!({ "displayTimeUnit": "ms", "traceEvents": to_json(events, rank) }).to_string())
 }
 
-/// Opening of the window in this very step; none if its anchor is not there.
+/// Opening of the window in this particular step; none if the step lacks its anchor.
 fn opens(window: &Window, step: &StepProfile) -> Option<f64> {
     let Anchor::After { name, occurrence } = &window.anchor else { return Some(window.offset) };
     let mut spans: Vec<&Span> =
@@ -122,7 +122,7 @@ fn window_event(number: usize, window: &Window, start: f64) -> Event {
     Event { track: Resource::ALL.len() + *resource as usize, start, seconds: *seconds, body }
 }
 
-/// The chunks of one step of the plan; those without a window follow the last one that has chunks.
+/// The chunks of one step of the plan; those without a window follow the last window that has chunks.
 fn chunk_events<'a>(
     plan: &'a ChunkPlan,
     step: usize,
@@ -152,9 +152,9 @@ fn sent_event(sent: &Sent) -> Event {
     Event { track: COPIES, start, seconds, body }
 }
 
-/// Events with their names of process and tracks.
+/// Events, preceded by the names of process and tracks.
 fn to_json(mut events: Vec<Event>, rank: usize) -> Vec<Value> {
-    // By start, of nested ones the outer first.
+    // By start; of nested ones the outer first.
     events.sort_by(|a, b| {
         a.track.cmp(&b.track).then(a.start.total_cmp(&b.start)).then(b.seconds.total_cmp(&a.seconds))
     });
@@ -184,7 +184,7 @@ fn to_json(mut events: Vec<Event>, rank: usize) -> Vec<Value> {
     found
 }
 
-/// The first lane where the event follows or nests. A lane is the stack of the ends of what is open.
+/// The first lane in which the event follows or nests. A lane is the stack of the ends of open events.
 fn lane(lanes: &mut Vec<Vec<f64>>, start: f64, end: f64) -> usize {
     // Sums of seconds are rounded; viewers count nanoseconds.
     const ROUNDING: f64 = 1e-9;
@@ -201,16 +201,17 @@ fn lane(lanes: &mut Vec<Vec<f64>>, start: f64, end: f64) -> usize {
     lanes.len() - 1
 }
 
-/// One trace of several ranks.
+/// Merges the traces of several ranks.
 ///
 /// # Errors
-/// [`Error::Invalid`] when a text is no trace, or two are of the same rank.
+/// [`Error::Invalid`] if a text is no trace, or two are of the same rank.
 pub fn merge_traces(traces: &[String]) -> Result<String> {
     let mut all = Vec::new();
     let mut from: BTreeMap<u64, usize> = BTreeMap::new();
     for (number, text) in traces.iter().enumerate() {
-        let wrong =
-            |what: String| Error::invalid(format!("traces: number {number} is no trace of a rank: {what}"));
+        let wrong = |what: String| {
+            Error::invalid(format!("traces: number {number} is not a trace of one rank: {what}"))
+        };
         let mut trace: Value = serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
         let events = trace.get_mut("traceEvents").and_then(Value::as_array_mut).map(std::mem::take);
         for event in events.ok_or_else(|| wrong("traceEvents is missing".into()))? {

@@ -1,4 +1,4 @@
-//! Idle windows: what the busy spans of a resource leave, over several steps that differ a little.
+//! Idle windows: the gaps between busy spans of a resource, over several steps that differ slightly.
 
 use super::span::{Resource, Span, StepProfile, check};
 use crate::ensure;
@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt;
 
-/// Options of how careful the windows are.
+/// Options that determine how conservative the windows are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct WindowOptions {
-    /// A window is as long as it was in all but this part of the steps: 0 is the shortest, 0.5 the median.
+    /// Quantile of a window's length over the steps: 0 takes the shortest, 0.5 the median.
     pub quantile: f64,
-    /// The part of that which is used, from above 0 to 1; it is below 1 because steps differ.
+    /// Usable share of that length, above 0 and up to 1; below 1 because steps differ.
     pub gamma: f64,
-    /// Names of spans that are not there: those of the copies that are being planned.
+    /// Names of spans to ignore: those of the copies that are being planned.
     pub ignore: Vec<String>,
 }
 
@@ -51,7 +51,7 @@ pub enum Anchor {
     After {
         /// The span's name.
         name: String,
-        /// Number among the spans of that name on the resource in the step, from 0 on.
+        /// Index among the spans of that name on the resource in the step, from 0.
         occurrence: usize,
     },
 }
@@ -66,7 +66,7 @@ impl fmt::Display for Anchor {
     }
 }
 
-/// An idle span of a resource in every step.
+/// An idle time of a resource in every step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Window {
@@ -74,26 +74,26 @@ pub struct Window {
     pub resource: Resource,
     /// Event that opens it.
     pub anchor: Anchor,
-    /// Seconds from the anchor to the opening: 0 unless a span that overlaps the anchor sometimes outlasts it.
+    /// Seconds from the anchor to the opening: 0 unless a span that overlaps the anchor sometimes ends later.
     pub offset: f64,
     /// Opening, in seconds from the step's start: the median.
     pub start: f64,
-    /// Seconds that may be used: `gamma` × `expected`.
+    /// Usable seconds: `gamma` × `expected`.
     pub seconds: f64,
-    /// Seconds that it lasts in all but the lowest `quantile` of the steps.
+    /// Length in all but the shortest `quantile` of the steps.
     pub expected: f64,
-    /// Seconds between the lowest and the highest `quantile`.
+    /// Difference between the lowest and the highest `quantile` of the length.
     pub jitter: f64,
 }
 
 impl Window {
-    /// Seconds from the step's start until which it may be used.
+    /// End of the usable time, in seconds from the step's start.
     pub fn end(&self) -> f64 {
         self.start + self.seconds
     }
 }
 
-/// Steps that the windows rest on.
+/// Basis of the windows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Evidence {
@@ -102,19 +102,19 @@ pub enum Evidence {
         /// Number of steps.
         steps: usize,
     },
-    /// Most had; the others are left out.
+    /// Most steps had the same spans; the others are left out.
     MostlySteady {
-        /// Steps that count.
+        /// Number of steps that count.
         steps: usize,
-        /// Steps that do not.
+        /// Number of steps that are left out.
         left_out: usize,
     },
-    /// No half of the steps had the same spans in the same order: there are no windows.
+    /// No majority of the steps had the same spans in the same order, so there are no windows.
     Unsteady {
-        /// Steps in all.
+        /// Number of all steps.
         steps: usize,
-        /// Steps of the largest group of like ones.
-        alike: usize,
+        /// Size of the largest group of equal steps.
+        largest: usize,
     },
 }
 
@@ -125,8 +125,8 @@ impl fmt::Display for Evidence {
             Self::MostlySteady { steps, left_out } => {
                 write!(out, "{steps} steps have the same spans, {left_out} others are left out")
             }
-            Self::Unsteady { steps, alike } => {
-                write!(out, "no windows: of {steps} steps no more than {alike} have the same spans")
+            Self::Unsteady { steps, largest } => {
+                write!(out, "no windows: of {steps} steps no more than {largest} have the same spans")
             }
         }
     }
@@ -139,11 +139,11 @@ pub(super) type Sequence = [Vec<String>; 3];
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Windows {
-    /// The median of the steps' seconds.
+    /// Median duration of the steps.
     pub step_seconds: f64,
     /// By resource, then by start; those of a resource do not overlap.
     pub windows: Vec<Window>,
-    /// Reason for these windows.
+    /// Basis of these windows.
     pub evidence: Evidence,
     pub(super) options: WindowOptions,
     pub(super) sequence: Sequence,
@@ -155,7 +155,7 @@ impl Windows {
         self.windows.iter().enumerate().filter(move |(_, window)| window.resource == resource)
     }
 
-    /// For another rank, or a file.
+    /// Returns the windows as JSON, for another rank or a file.
     pub fn to_json(&self) -> String {
         serde_json::json!(self).to_string()
     }
@@ -163,7 +163,7 @@ impl Windows {
     /// Reads the JSON of [`to_json`](Self::to_json).
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless it is that, with windows in order.
+    /// [`Error::Invalid`] for other text, or windows out of order.
     pub fn from_json(text: &str) -> Result<Self> {
         let found: Self = serde_json::from_str(text)
             .map_err(|error| Error::invalid(format!("text: expected the JSON of windows: {error}")))?;
@@ -193,11 +193,11 @@ impl Windows {
     }
 }
 
-/// The windows of a profile.
+/// Finds the windows of a profile.
 ///
-/// Between the end of the busy spans so far (they may overlap and nest) and the start of the next on the same resource
-/// there is a window. Steps are aligned by the order of their spans; those whose order is not that of the largest group
-/// are left out, and without a majority there are no windows.
+/// A window lies between the end of the busy spans so far (they may overlap and nest) and the start of the next span on
+/// the same resource. Steps are aligned by the order of their spans. Steps whose order differs from that of the largest
+/// group are left out; without a majority there are no windows.
 ///
 /// ```
 /// use evermoe::schedule::{Anchor, Kind, Resource, Span, StepProfile, WindowOptions, find_windows};
@@ -215,20 +215,20 @@ impl Windows {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] without steps, and for times or options that are none.
+/// [`Error::Invalid`] without steps, and for invalid times or options.
 pub fn find_windows(steps: &[StepProfile], options: &WindowOptions) -> Result<Windows> {
     options.check()?;
     check(steps)?;
     ensure!(!steps.is_empty(), "steps: expected at least 1, better 20, got none");
     let aligned: Vec<Aligned<'_>> = steps.iter().map(|step| Aligned::new(step, options)).collect();
     let (like, sequence) = majority(&aligned);
-    let [all, alike] = [steps.len(), like.len()];
+    let [all, equal] = [steps.len(), like.len()];
     let step_seconds = middle(like.iter().map(|step| step.seconds).collect());
-    let steady = 2 * alike > all;
-    let evidence = match all - alike {
+    let steady = 2 * equal > all;
+    let evidence = match all - equal {
         0 => Evidence::Steady { steps: all },
-        left_out if steady => Evidence::MostlySteady { steps: alike, left_out },
-        _ => Evidence::Unsteady { steps: all, alike },
+        left_out if steady => Evidence::MostlySteady { steps: equal, left_out },
+        _ => Evidence::Unsteady { steps: all, largest: equal },
     };
     let windows = if steady { measure(&like, options) } else { Vec::new() };
     Ok(Windows { step_seconds, windows, evidence, options: options.clone(), sequence })
@@ -247,7 +247,7 @@ impl<'a> Aligned<'a> {
             spans[span.resource as usize].push(span);
         }
         for spans in &mut spans {
-            // Of nested spans with one start the outer comes first.
+            // Of nested spans with the same start the outer comes first.
             spans.sort_by(|a: &&Span, b: &&Span| {
                 a.start
                     .total_cmp(&b.start)
@@ -263,7 +263,7 @@ impl<'a> Aligned<'a> {
     }
 }
 
-/// The largest group of steps with one sequence; of equal ones that of the latest step.
+/// The largest group of steps with the same sequence; of equally large ones that of the latest step.
 fn majority<'a, 'b>(steps: &'b [Aligned<'a>]) -> (Vec<&'b Aligned<'a>>, Sequence) {
     let sequences: Vec<_> = steps.iter().map(Aligned::sequence).collect();
     let mut groups: HashMap<&[Vec<&str>; 3], (usize, usize)> = HashMap::new();
@@ -279,7 +279,7 @@ fn majority<'a, 'b>(steps: &'b [Aligned<'a>]) -> (Vec<&'b Aligned<'a>>, Sequence
     (like.map(|(step, _)| step).collect(), [names(compute), names(network), names(host_link)])
 }
 
-/// The windows of steps that have one sequence.
+/// The windows of steps with the same sequence.
 pub(super) fn measure(steps: &[&Aligned<'_>], options: &WindowOptions) -> Vec<Window> {
     let mut found = Vec::new();
     for resource in Resource::ALL {
@@ -288,7 +288,7 @@ pub(super) fn measure(steps: &[&Aligned<'_>], options: &WindowOptions) -> Vec<Wi
             steps.iter().map(|step| step.spans[resource as usize].as_slice()).collect();
         let gaps = gaps(steps, &spans);
         let mut times: HashMap<&str, usize> = HashMap::new();
-        // occurrence[i]: which of its name span i is.
+        // occurrence[i]: index of span i among those of its name.
         let occurrence: Vec<usize> = spans[0]
             .iter()
             .map(|span| {
@@ -307,7 +307,7 @@ pub(super) fn measure(steps: &[&Aligned<'_>], options: &WindowOptions) -> Vec<Wi
             found.extend(gap.window(resource, anchor, options));
         }
         for next in first + 1..found.len() {
-            // Median starts and low quantiles of lengths are of different steps: they may overlap.
+            // Median starts and low quantiles of lengths come from different steps, so they may overlap.
             let close = found[next].start;
             let before: &mut Window = &mut found[next - 1];
             if before.end() > close {
@@ -322,9 +322,9 @@ pub(super) fn measure(steps: &[&Aligned<'_>], options: &WindowOptions) -> Vec<Wi
     found
 }
 
-/// Gap before one span, or the step's end, in each step.
+/// The gap before one span, or before the step's end, in each step.
 struct Gap {
-    /// 0 for the step's start, else 1 + the position of the span that most often ends last.
+    /// 0 for the step's start, or 1 + the position of the span that most often ends last.
     anchor: usize,
     offset: f64,
     starts: Vec<f64>,
@@ -352,7 +352,8 @@ impl Gap {
 
 fn gaps(steps: &[&Aligned<'_>], spans: &[&[&Span]]) -> Vec<Gap> {
     let count = spans[0].len();
-    // ends[step]: of the step's start and of each span. What ran over from the step before ends after the start.
+    // ends[step]: ends of the step's start and of each span. A span that continues from the previous step ends after
+    // the start.
     let ends: Vec<Vec<f64>> = steps
         .iter()
         .zip(spans)

@@ -1,19 +1,20 @@
-//! Experts by tokens at risk under a budget of bytes: MoEtion's popularity-based selection.
+//! Selection by tokens at risk within a budget of bytes: MoEtion's popularity-based selection.
 
 use super::Selection;
 use super::tokens::{at_risk, check, front, most_tokens};
 use crate::error::Result;
 use std::cmp::Reverse;
 
-/// The experts to copy now, at most `capacity` over all layers, where the most tokens are at risk.
+/// Returns the experts to copy next, at most `capacity` over all layers: those with the most tokens at risk.
 ///
-/// `tokens` is `[layers, experts]`: tokens since each expert was last copied. The capacity is S = ⌊B / bytes of an expert⌋
-/// for a budget B = bandwidth × time of a step. Each layer gets its part of it by its part of the tokens: floored, no
-/// more than it has experts at risk (what is left goes to the other layers in the same way), odd ones by largest
-/// remainder; then the experts of each layer with the most tokens. Ties go to the lower index.
+/// `tokens` is `[layers, experts]`: tokens since each expert was last copied. The capacity is S = ⌊B / bytes of an
+/// expert⌋ for a budget B = bandwidth × time of a step. Each layer gets a share of it in proportion to its tokens:
+/// rounded down, at most its number of experts at risk (the excess goes to the other layers in the same way), and the
+/// remaining ones by largest remainder. Within a layer, the experts with the most tokens are taken; ties go to the
+/// lower index.
 ///
-/// Local and remote budgets are two calls, each with the tokens at risk of its own copies. A cold expert can wait for as
-/// long as others gather more tokens: what this bounds is tokens lost, not waiting.
+/// Local and remote budgets are two calls, each with the tokens at risk of its own copies. A cold expert may wait as
+/// long as others gather more tokens: the policy bounds lost tokens, not waiting.
 ///
 /// ```
 /// use evermoe::selection::budget;
@@ -23,7 +24,7 @@ use std::cmp::Reverse;
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, also 0 layers or experts, and negative numbers.
+/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, for 0 layers or experts, and for negative numbers.
 pub fn budget(tokens: &[i64], shape: [usize; 2], capacity: u64) -> Result<Selection> {
     let [layers, experts] = shape;
     check(tokens, shape)?;

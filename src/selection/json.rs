@@ -1,4 +1,4 @@
-//! The ledger as text: numbers that a user may edit are checked before they count.
+//! The ledger as text; numbers that a user may edit are checked.
 
 use super::TokenLedger;
 use super::ledger::VERSION;
@@ -6,15 +6,15 @@ use crate::ensure;
 use crate::error::{Error, Result};
 
 impl TokenLedger {
-    /// The ledger as JSON, to be saved with the checkpoint that it describes.
+    /// Returns the ledger as JSON, to be saved with the checkpoint that it describes.
     pub fn to_json(&self) -> String {
         serde_json::json!(self).to_string()
     }
 
-    /// The ledger that [`to_json`](Self::to_json) wrote.
+    /// Reads the JSON of [`to_json`](Self::to_json).
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless it is one, whole and consistent.
+    /// [`Error::Invalid`] for other text, or an inconsistent ledger.
     pub fn from_json(text: &str) -> Result<Self> {
         let ledger: Self = serde_json::from_str(text)
             .map_err(|error| Error::invalid(format!("text: expected the JSON of a token ledger: {error}")))?;
@@ -51,7 +51,7 @@ impl TokenLedger {
             let gone = self.at_risk[cell].checked_add(self.lost[cell]);
             ensure!(
                 gone.is_some_and(|gone| gone <= seen) && (self.waiting[cell] == 0 || self.at_risk[cell] > 0),
-                "text: layer {} expert {} has seen {seen} tokens, fewer than at risk and lost, or waits for nothing",
+                "text: layer {} expert {} has seen {seen} tokens, fewer than at risk and lost, or waits without tokens at risk",
                 cell / self.experts,
                 cell % self.experts
             );

@@ -1,4 +1,4 @@
-//! Tokens at risk, tokens lost, and the K that follows from them: PEC's portion of lost tokens (PLT) and Dynamic-K.
+//! Ledger of tokens at risk and tokens lost, and the resulting K: PEC's portion of lost tokens (PLT) and Dynamic-K.
 
 use super::tokens::check_size;
 use crate::ensure;
@@ -8,22 +8,24 @@ use serde::{Deserialize, Serialize};
 /// Version of the JSON's layout.
 pub(super) const VERSION: u32 = 1;
 
-/// Counts the tokens of every expert since it was last copied.
+/// Counts of the tokens of every expert since its last copy.
 ///
-/// A step adds its counts, a checkpoint says what it copied, a recovery says which experts fell back to their last copy:
+/// A step adds its counts, a checkpoint names the experts it copied, a recovery names the experts that returned to
+/// their last copy:
 ///
 /// ```text
 /// add       seen += counts, at_risk += counts
 /// copied    at_risk = 0 for the chosen; the others that have tokens at risk wait for one checkpoint more
-/// put_back  at_risk += tokens of copies that were noted and never came to be
+/// put_back  at_risk += tokens of recorded copies that failed
 /// lose      lost += at_risk, at_risk = 0 for those that fell back
 /// ```
 ///
-/// All counts are `[layers, experts]`. PLT is counted per layer, tokens lost ÷ tokens seen, and averaged over layers; a
-/// layer that has seen none has lost none.
+/// All counts are `[layers, experts]`. PLT is computed per layer as tokens lost ÷ tokens seen, and averaged over
+/// layers; it is 0 for a layer that has seen none.
 ///
-/// **Dynamic-K**: a run may lose `max_lost_token_fraction` of its tokens, and each part of it the same portion of its own. So whenever a
-/// recovery that lost tokens leaves the PLT of the run so far above the limit, K doubles, up to all experts.
+/// **Dynamic-K**: a run may lose `max_lost_token_fraction` of its tokens, and each part of it the same portion of its
+/// own. Whenever a recovery that lost tokens leaves the run's PLT above the limit for the part so far, K doubles, up to
+/// all experts.
 ///
 /// ```
 /// use evermoe::selection::TokenLedger;
@@ -55,21 +57,23 @@ pub struct TokenLedger {
 /// Wait of a layer for copies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Starvation {
-    /// The expert with tokens at risk that has been passed over most often, then the one with the most tokens.
+    /// Of the experts with tokens at risk, the one that was passed over most often, then the one with the most tokens.
     pub expert: Option<usize>,
-    /// Checkpoints that passed it over.
+    /// Number of checkpoints that passed it over.
     pub checkpoints: i64,
-    /// Tokens at risk in the whole layer.
+    /// Tokens at risk in the layer.
     pub tokens: f64,
-    /// Tokens at risk in steps of the layer's average.
+    /// Tokens at risk, in steps of the layer's average.
     pub steps: f64,
 }
 
 impl TokenLedger {
-    /// A ledger that has seen nothing. K starts at `experts_per_layer`; a `max_lost_token_fraction` of 1 leaves it there.
+    /// Creates an empty ledger. K starts at `experts_per_layer`; with a `max_lost_token_fraction` of 1 it stays
+    /// constant.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) when a number is 0, layers × experts is more than 2^24, or the limit is not from 0 to 1.
+    /// [`Error::Invalid`](crate::Error::Invalid) if a number is 0, layers × experts is more than 2^24, or the
+    /// limit is not between 0 and 1.
     pub fn new(
         layers: usize,
         experts: usize,
@@ -98,22 +102,22 @@ impl TokenLedger {
         })
     }
 
-    /// Layers and experts per layer.
+    /// Returns the number of layers and of experts per layer.
     pub fn shape(&self) -> [usize; 2] {
         [self.layers, self.experts]
     }
 
-    /// Steps added so far.
+    /// Returns the number of steps so far.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// Checkpoints so far: the number that the policies ask for.
+    /// Returns the number of checkpoints so far, which the policies take.
     pub fn checkpoint(&self) -> u64 {
         self.checkpoint
     }
 
-    /// K, as Dynamic-K has it now.
+    /// Returns the current K of Dynamic-K.
     pub fn experts_per_layer(&self) -> usize {
         self.experts_per_layer
     }
@@ -138,30 +142,31 @@ impl TokenLedger {
         &self.waiting
     }
 
-    /// For each layer the PLT of a failure now that takes all experts back to their last copies.
+    /// Returns for each layer the PLT of a failure now that returns all experts to their last copies.
     pub fn plt_at_risk(&self) -> Vec<f64> {
         self.portions(&self.at_risk)
     }
 
-    /// For each layer the PLT of the run so far: all tokens lost ÷ all tokens seen.
+    /// Returns for each layer the PLT of the run so far: all tokens lost ÷ all tokens seen.
     pub fn plt_lost(&self) -> Vec<f64> {
         self.portions(&self.lost)
     }
 
-    /// MoE token loss (MTL, Eq. 6 of MoEtion) of the run so far: the portions of all layers, added up.
+    /// Returns the MoE token loss (MTL, Eq. 6 of MoEtion) of the run so far: the sum of all layers' portions.
     pub fn mtl(&self) -> f64 {
         self.plt_lost().iter().sum()
     }
 
-    /// The PLT of the run so far: [`plt_lost`](Self::plt_lost) averaged over layers.
+    /// Returns the PLT of the run so far: [`plt_lost`](Self::plt_lost) averaged over layers.
     pub fn plt(&self) -> f64 {
         mean(&self.plt_lost())
     }
 
-    /// Counts the tokens of a step, `[layers, experts]`, all ranks together.
+    /// Adds the tokens of a step, `[layers, experts]`, over all ranks.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative counts and sums beyond 2^63; the ledger is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative counts and sums beyond 2^63; the
+    /// ledger is then unchanged.
     pub fn add(&mut self, counts: &[i64]) -> Result<()> {
         ensure!(
             counts.len() == self.seen.len(),
@@ -189,19 +194,21 @@ impl TokenLedger {
         Ok(())
     }
 
-    /// Notes a checkpoint that copied these experts as they are now; every checkpoint is noted, also an empty one.
+    /// Records a checkpoint that copied the current state of these experts; every checkpoint is recorded, even an empty
+    /// one.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) unless there is one list for each layer, of experts that exist.
+    /// [`Error::Invalid`](crate::Error::Invalid) unless there is one list per layer, of existing experts.
     pub fn copied(&mut self, selection: &[Vec<usize>]) -> Result<()> {
         self.copied_without(selection, &vec![0; self.at_risk.len()])
     }
 
-    /// Notes a checkpoint whose copies lack the newest tokens of their experts: `newer`, `[layers, experts]`, stay at risk.
+    /// Records a checkpoint whose copies lack the newest tokens of their experts: `newer`, `[layers, experts]`, stay at
+    /// risk.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, experts that do not exist, and more tokens of a
-    /// chosen expert than are at risk; the ledger is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, experts that do not exist, and more newer
+    /// tokens of a chosen expert than are at risk; the ledger is then unchanged.
     pub fn copied_without(&mut self, selection: &[Vec<usize>], newer: &[i64]) -> Result<()> {
         let chosen = self.cells("selection", selection)?;
         ensure!(
@@ -230,10 +237,11 @@ impl TokenLedger {
         Ok(())
     }
 
-    /// Notes that copies which were `copied` never came to be: of `tokens`, `[layers, experts]`, there is no copy.
+    /// Records that copies which were `copied` have failed: `tokens`, `[layers, experts]`, are at risk again.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, and for more tokens at risk than were seen; the ledger is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, and for more tokens at risk than were seen;
+    /// the ledger is then unchanged.
     pub fn put_back(&mut self, tokens: &[i64]) -> Result<()> {
         ensure!(
             tokens.len() == self.at_risk.len(),
@@ -257,14 +265,14 @@ impl TokenLedger {
         Ok(())
     }
 
-    /// Notes a recovery in which these experts fell back to older copies, and returns its PLT.
+    /// Records a recovery in which these experts returned to older copies, and returns its PLT.
     ///
-    /// `tokens` is `[layers, experts]`: what each of them has lost, where another kind of copy than this ledger's was
-    /// taken; without it all that was at risk. None of it is at risk from then on.
+    /// `tokens` is `[layers, experts]`: the loss of each of them, if a copy of another kind than this ledger's was
+    /// used; without it, all tokens at risk. None of them is at risk afterwards.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) unless there is one list for each layer, of experts that exist, or
-    /// if more tokens are lost than were seen; the ledger is then as before.
+    /// [`Error::Invalid`](crate::Error::Invalid) unless there is one list per layer, of existing experts, or if
+    /// more tokens are lost than were seen; the ledger is then unchanged.
     pub fn lose(&mut self, experts: &[Vec<usize>], tokens: Option<&[i64]>) -> Result<f64> {
         let cells = self.cells("experts", experts)?;
         let tokens = tokens.unwrap_or(&self.at_risk);
@@ -301,7 +309,7 @@ impl TokenLedger {
         Ok(plt)
     }
 
-    /// Experts that wait for a copy in each layer, and the tokens at risk.
+    /// Returns for each layer the expert that waits the longest for a copy, and the tokens at risk.
     pub fn starvation(&self) -> Vec<Starvation> {
         let layer = |layer: usize| {
             let row = layer * self.experts..(layer + 1) * self.experts;
@@ -318,7 +326,7 @@ impl TokenLedger {
         (0..self.layers).map(layer).collect()
     }
 
-    /// Indices into the counts of the experts listed for each layer.
+    /// Indices into the counts of the listed experts.
     fn cells(&self, argument: &str, lists: &[Vec<usize>]) -> Result<Vec<usize>> {
         ensure!(
             lists.len() == self.layers,

@@ -1,11 +1,13 @@
-//! K experts of each layer with the most unsaved tokens: the load-aware policy of PEC (Algorithm 1), without its starvation.
+//! K experts of each layer with the most unsaved tokens: the load-aware policy of PEC (Algorithm 1), without
+//! starvation.
 //!
-//! As printed, layers take from the ranks' capacity in a fixed order, and a layer whose ranks have none left goes without.
-//! Here each layer gets its K experts, and the ranks' shares only decide which ones: among all choices of K experts of each
-//! layer those count in which no rank copies more than its share, and of these the one with the most urgent experts.
+//! In the paper's form, layers take from the ranks' capacity in a fixed order, and a layer whose ranks have none left
+//! gets nothing. In this form each layer gets its K experts, and the ranks' shares only decide which ones. Among all
+//! choices of K experts per layer in which no rank copies more than its share, the one with the most urgent experts is
+//! taken.
 //!
-//! Load alone would also starve experts: one token, long ago, never beats what the hot experts gather between two
-//! checkpoints. So experts that were passed over often enough go first, those that have waited longest before the others.
+//! Load alone would also starve experts: a single old token never beats what hot experts gather between two
+//! checkpoints. So experts that were passed over often enough go first, the longest waiting before the others.
 
 use super::Selection;
 use super::shares::{Candidate, Shares};
@@ -14,16 +16,16 @@ use crate::ensure;
 use crate::error::Result;
 use std::cmp::Reverse;
 
-/// The experts to copy at a checkpoint: K of each layer, those with the most unsaved tokens.
+/// Returns the experts to copy at a checkpoint: K of each layer, those with the most unsaved tokens.
 ///
-/// `tokens` is `[layers, experts]`: unsaved tokens; an expert without any is never chosen, so that a layer with fewer than K
-/// others has fewer. `waiting` has the same shape: checkpoints that passed an expert over while it had unsaved tokens, from
-/// [`TokenLedger::waiting`](super::TokenLedger::waiting); without it none is overdue. `ranks` has the same shape: the rank
-/// that copies each expert, negative where there is no expert; without it ranks do not matter.
+/// `tokens` is `[layers, experts]`: unsaved tokens. An expert without any is never chosen, so a layer with fewer than K
+/// others gets fewer. `waiting` has the same shape: checkpoints that passed an expert over while it had unsaved tokens,
+/// from [`TokenLedger::waiting`](super::TokenLedger::waiting); without it no expert is overdue. `ranks` has the same
+/// shape: the rank that copies each expert, negative for none; without it ranks are ignored.
 ///
-/// The share of a rank is ⌈K · layers / ranks⌉ experts, or the least to which all ranks can be held where K experts of
-/// each layer need more. Experts are taken in this order, each if its layer has fewer than K yet and the ranks can still be
-/// held to their shares:
+/// The share of a rank is ⌈K · layers / ranks⌉ experts, or the minimum to which all ranks can be limited if K experts
+/// of each layer need more. Experts are taken in this order, if their layer has fewer than K so far and the ranks can
+/// still be limited to their shares:
 ///
 /// ```text
 /// 1  passed over by 3·W checkpoints or more, W = ⌈experts / K⌉: whatever the ranks' shares are
@@ -31,8 +33,8 @@ use std::cmp::Reverse;
 /// 3  the rest, layer by layer, from layer `checkpoint mod layers` on: those with the most tokens
 /// ```
 ///
-/// So an expert with unsaved tokens is chosen at the 4·W-th checkpoint at the latest, if K stays the same. Ties go to the
-/// layer that comes first, then to the lower index.
+/// So an expert with unsaved tokens is chosen at the 4·W-th checkpoint at the latest, if K stays the same. Ties go to
+/// the first layer, then to the lower index.
 ///
 /// ```
 /// use evermoe::selection::load_aware;
@@ -46,8 +48,8 @@ use std::cmp::Reverse;
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, also 0 layers or experts, negative numbers, and a K
-/// of 0.
+/// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, for 0 layers or experts, for negative numbers, and
+/// for a K of 0.
 pub fn load_aware(
     tokens: &[i64],
     waiting: Option<&[i64]>,
@@ -95,8 +97,8 @@ fn check_waiting(waiting: Option<&[i64]>, [layers, experts]: [usize; 2]) -> Resu
     Ok(())
 }
 
-/// All experts with unsaved tokens in the order in which they are taken; `turns` are the checkpoints in which all of a layer
-/// would have theirs.
+/// All experts with unsaved tokens in the order in which they are taken; `turns` is the number of checkpoints in which
+/// all experts of a layer would be copied once.
 fn order(
     tokens: &[i64],
     waiting: Option<&[i64]>,
@@ -106,7 +108,7 @@ fn order(
 ) -> Vec<Candidate> {
     let waited = |cell: usize| waiting.map_or(0, |waiting| waiting[cell]);
     let mut cells = at_risk(tokens);
-    // Overdue ones by their wait; of the others all count as having waited as long.
+    // Overdue ones by their wait; all others count as having waited equally long.
     let place = |cell: usize| (cell / experts + layers - first) % layers;
     cells.sort_by(|&a, &b| {
         let wait = |cell: usize| Reverse(waited(cell).max(2 * turns - 1));

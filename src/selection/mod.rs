@@ -1,4 +1,5 @@
-//! Experts to copy now, the cost of a failure, and each rank's share of saving: pure functions, the same on every rank.
+//! Selection of experts to copy, the cost of a failure, and each rank's share of saving: pure functions, the same on
+//! every rank.
 //!
 //! ```text
 //! counts [layers, experts] of each step ─ TokenLedger ─ tokens at risk, checkpoints waited ─┐
@@ -24,7 +25,7 @@ pub use ledger::{Starvation, TokenLedger};
 pub use load_aware::load_aware;
 pub use owners::place_owners;
 pub use sequential::sequential;
-pub use shard::{Part, shard_modules};
+pub use shard::{ModuleShard, shard_modules};
 
 /// For each layer the experts to copy, ascending and without duplicates.
 pub type Selection = Vec<Vec<usize>>;

@@ -1,19 +1,19 @@
-//! Owners of what is not an expert, where its optimizer state is not on all ranks.
+//! Owners of modules that are no experts, whose optimizer state is not on all ranks.
 
 use super::shard::level;
 use crate::ensure;
 use crate::error::{Error, Result};
 use std::cmp::Reverse;
 
-/// One over the part by which a rank may have more bytes than if all had equally many, so that a unit stays where it is.
+/// Inverse of the share by which a rank may exceed an even division of bytes, so that units stay where they are.
 const SLACK: u128 = 10;
 
-/// The owner of each unit that has one: few units move, and no rank has many more bytes than others.
+/// Assigns an owner to each unit that has one: few units move, and no rank gets many more bytes than others.
 ///
-/// A unit stays where it is trained, goes where a copy of it is, or where the fewest bytes are, in this order, as long
-/// as a rank has room: the level up to which [`shard_modules`](super::shard_modules) would fill all ranks, and a tenth more. Largest
-/// units first. `active[u]` are the ranks that train unit u now, `copies[u]` those that have a copy of it in memory, and
-/// `loads[r]` the bytes of what rank r holds beside: its experts.
+/// A unit stays on a rank that trains it, or goes to a rank with a copy, or to the rank with the fewest bytes, in this
+/// order, if the rank has room: up to the level to which [`shard_modules`](super::shard_modules) would fill all ranks,
+/// plus a tenth. Larger units are assigned first. `active[u]` are the ranks that train unit u now, `copies[u]` those
+/// with a copy of it in memory, and `loads[r]` the bytes of rank r's experts.
 ///
 /// ```
 /// use evermoe::selection::place_owners;
@@ -23,7 +23,7 @@ const SLACK: u128 = 10;
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] when there is no rank, or the lists differ in length or name a rank that there is not.
+/// [`Error::Invalid`] if there is no rank, or if the lists differ in length or name an unknown rank.
 pub fn place_owners(
     nbytes: &[u64],
     active: &[Vec<usize>],

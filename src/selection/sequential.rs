@@ -1,14 +1,14 @@
-//! Experts in turn: the sequential policy of PEC (MoC-System).
+//! Round-robin selection: the sequential policy of PEC (MoC-System).
 
 use super::Selection;
 use super::tokens::check_size;
 use crate::ensure;
 use crate::error::Result;
 
-/// The experts to copy at a checkpoint: in layer m at checkpoint t those at `(m·K + t·K + i) mod N` for i < K.
+/// Returns the experts to copy at a checkpoint: in layer m at checkpoint t, `(m·K + t·K + i) mod N` for i < K.
 ///
-/// N is `experts`, K `experts_per_layer`. Any ⌈N/K⌉ checkpoints in a row copy every expert; K of N or more copies all
-/// of them every time. Layers start K apart, so that the ranks of an expert-parallel group have like work.
+/// N is `experts`, K `experts_per_layer`. Any ⌈N/K⌉ consecutive checkpoints copy every expert; with K ≥ N each copies
+/// all. Layers start K apart, so that the ranks of an expert-parallel group have similar work.
 ///
 /// ```
 /// use evermoe::selection::sequential;
@@ -18,7 +18,7 @@ use crate::error::Result;
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when a number is 0, or layers × experts is more than 2^24.
+/// [`Error::Invalid`](crate::Error::Invalid) if a number is 0, or layers × experts is more than 2^24.
 pub fn sequential(
     layers: usize,
     experts: usize,

@@ -1,11 +1,11 @@
-//! Which experts of each layer ranks can copy so that none copies more than its share: a flow from layers to ranks.
+//! Selection of each layer's experts so that no rank copies more than its share: a flow from layers to ranks.
 //!
 //! ```text
 //! layer ──(experts of the layer on the rank)──► rank ──(share)──►      each layer sends K, or all that it has
 //! ```
 //!
-//! First any flow is found, with the least share with which there is one. Then candidates are taken one by one: a unit of
-//! the flow is fixed to the candidate's layer and rank, and the rest of the flow makes way if it can.
+//! First any flow is found, with the smallest share that allows one. Then candidates are taken one by one: a unit of
+//! the flow is fixed to the candidate's layer and rank, and the rest of the flow is rerouted if possible.
 
 use super::Selection;
 
@@ -14,7 +14,7 @@ use super::Selection;
 pub(super) struct Candidate {
     /// Its index in the matrix.
     pub(super) cell: usize,
-    /// Whether it has waited so long that it is chosen whatever the ranks' shares are.
+    /// Whether it has waited so long that it is selected regardless of the ranks' shares.
     pub(super) is_must: bool,
 }
 
@@ -25,13 +25,13 @@ use std::collections::VecDeque;
 struct Edge {
     layer: usize,
     rank: usize,
-    /// Those that may be chosen.
+    /// Number that may be selected.
     most: usize,
-    /// Those that are to be chosen as the flow is now.
+    /// Number selected by the current flow.
     flow: usize,
-    /// Those that are chosen for good.
+    /// Number that is selected for good.
     fixed: usize,
-    /// Whether no more can be chosen: the flow cannot make way, and never will.
+    /// Whether no more can be selected: the flow cannot be rerouted, now or later.
     is_full: bool,
 }
 
@@ -45,11 +45,11 @@ impl Edge {
     }
 }
 
-/// How many experts each layer and rank may copy.
+/// Number of experts that each layer and rank may copy.
 pub(super) struct Shares {
     experts: usize,
     each: usize,
-    /// Number of each cell's rank, from 0 on.
+    /// Number of each cell's rank, from 0.
     rank: Vec<usize>,
     ranks: usize,
     share: usize,
@@ -66,7 +66,7 @@ impl Shares {
         Self { experts, each, rank, ranks: names.len(), share }
     }
 
-    /// The experts that are taken of `order`, all of which have ranks.
+    /// Selects experts in this order; all of them have ranks.
     pub(super) fn choose(&self, order: &[Candidate]) -> Selection {
         let mut flow = Flow::new(self, order);
         let mut chosen = vec![Vec::new(); self.rank.len() / self.experts];
@@ -95,13 +95,13 @@ struct Flow<'a> {
     shares: &'a Shares,
     /// By layer, then by rank.
     edges: Vec<Edge>,
-    /// Where the edges of each layer begin; one more than there are layers.
+    /// Start of each layer's edges; one more than there are layers.
     starts: Vec<usize>,
     by_rank: Vec<Vec<usize>>,
-    /// Experts of each rank, and the most that it may have.
+    /// Experts of each rank, and their maximum.
     load: Vec<usize>,
     share: usize,
-    /// Experts that each layer lacks, and those that are not fixed yet.
+    /// Experts that each layer lacks, and its experts that are not fixed yet.
     lacks: Vec<usize>,
     open: Vec<usize>,
 }
@@ -159,7 +159,7 @@ impl<'a> Flow<'a> {
         self.load[rank] < self.share
     }
 
-    /// Fixes a new unit whatever the rank's share is; false if the layer has all that it sends.
+    /// Fixes a new unit regardless of the rank's share; false if the layer has used all of its units.
     fn force(&mut self, at: usize) -> bool {
         let layer = self.edges[at].layer;
         if self.open[layer] == 0 {
@@ -175,7 +175,8 @@ impl<'a> Flow<'a> {
         self.open[self.edges[at].layer] -= 1;
     }
 
-    /// Gives each layer what it lacks, in this order as far as shares allow, and raises the share as little as it must.
+    /// Gives each layer the units that it lacks, in this order within the shares, and raises the share by the minimum
+    /// needed.
     fn fill(&mut self, order: &[Candidate]) {
         for found in order {
             let at = self.edge_of(found.cell);
@@ -193,7 +194,7 @@ impl<'a> Flow<'a> {
                     }
                     Err(seen) => seen,
                 };
-                // These ranks alone can take what the layers lack that lead to them.
+                // Only these ranks can take the units that the layers leading to them lack.
                 let ranks = seen.iter().enumerate().filter(|(_, is_seen)| **is_seen).map(|(rank, _)| rank);
                 let loads: Vec<usize> = ranks.map(|rank| self.load[rank]).collect();
                 let needed =
@@ -203,7 +204,8 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Fixes a unit, if the rest of the flow can make way; false if it cannot, or the layer has all that it sends.
+    /// Fixes a unit if the rest of the flow can be rerouted; false if it cannot, or if the layer has used all of its
+    /// units.
     fn fix(&mut self, at: usize) -> bool {
         let Edge { layer, rank, is_full, .. } = self.edges[at];
         if is_full || self.open[layer] == 0 {
@@ -222,7 +224,7 @@ impl<'a> Flow<'a> {
         let way = if self.has_room(rank) { Some(Vec::new()) } else { self.way_out(rank, layer) };
         let Some(way) = way else { return false };
         let end = way.last().map_or(rank, |&(_, to)| self.edges[to].rank);
-        // Of the layer's other units, one at the end of the way, where that is full.
+        // Of the layer's other units, take one at the end of the path, if that edge is full.
         let mut others = self.row(layer).filter(|&other| other != at && self.edges[other].can_give());
         let given = match self.has_room(end) {
             true => others.next(),
@@ -235,7 +237,7 @@ impl<'a> Flow<'a> {
         true
     }
 
-    /// Moves a unit along each pair of edges; one that comes from nowhere is new.
+    /// Moves a unit along each pair of edges; without a source edge it is new.
     fn shift(&mut self, way: &[(Option<usize>, usize)]) {
         for &(from, to) in way {
             if let Some(from) = from {
@@ -245,7 +247,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// A way for one more unit of a layer to a rank with room; else the ranks that can be reached.
+    /// A path for one more unit of a layer to a rank with room; otherwise the reachable ranks.
     fn way_from(&self, layer: usize) -> std::result::Result<Vec<(Option<usize>, usize)>, Vec<bool>> {
         let mut search = Search::new(self);
         search.leave(layer, None);
@@ -255,25 +257,26 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// A way for a unit of another layer out of a full rank: to one with room, or one where this layer can give way.
+    /// A path for a unit of another layer out of a full rank: to a rank with room, or to one where this layer can make
+    /// room.
     fn way_out(&self, rank: usize, layer: usize) -> Option<Vec<(Option<usize>, usize)>> {
         let mut gives = vec![false; self.load.len()];
         let row = &self.edges[self.row(layer)];
         row.iter().filter(|edge| edge.can_give()).for_each(|edge| gives[edge.rank] = true);
         let mut search = Search::new(self);
-        search.has_left[layer] = true; // its own units are at the end of the way
+        search.has_left[layer] = true; // its own units are at the end of the path
         search.begin(rank);
         let end = search.run(|rank| self.has_room(rank) || gives[rank])?;
         Some(search.way(end))
     }
 }
 
-/// Breadth first, over ranks: a unit of a layer that can leave a rank goes to others that can take it.
+/// Breadth-first search over ranks: a unit of a layer that can leave a rank goes to others that can take it.
 struct Search<'a> {
     flow: &'a Flow<'a>,
     seen: Vec<bool>,
     has_left: Vec<bool>,
-    /// How each rank was reached: the edge that gives, none for a new unit, and the one that takes.
+    /// How each rank was reached: the source edge, none for a new unit, and the target edge.
     came: Vec<Option<(Option<usize>, usize)>>,
     queue: VecDeque<usize>,
 }

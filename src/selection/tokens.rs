@@ -1,13 +1,13 @@
-//! Checks and sums that the policies share.
+//! Checks and sums shared by the policies.
 
 use crate::ensure;
 use crate::error::Result;
 use std::cmp::Ordering;
 
-/// The largest model: layers × experts, so that no number that a user types exhausts the memory.
+/// Largest model, in layers × experts, so that no input exhausts the memory.
 const MAX_EXPERTS: usize = 1 << 24;
 
-/// Refuses sizes of 0 and more than [`MAX_EXPERTS`] experts in all.
+/// Refuses sizes of 0 and more than [`MAX_EXPERTS`] experts in total.
 pub(super) fn check_size(layers: usize, experts: usize) -> Result<()> {
     ensure!(
         layers > 0 && experts > 0,
@@ -20,7 +20,7 @@ pub(super) fn check_size(layers: usize, experts: usize) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a matrix that does not have the shape, and negative counts.
+/// Refuses a matrix of another shape, and negative counts.
 pub(super) fn check(tokens: &[i64], [layers, experts]: [usize; 2]) -> Result<()> {
     check_size(layers, experts)?;
     ensure!(
@@ -40,7 +40,7 @@ pub(super) fn check(tokens: &[i64], [layers, experts]: [usize; 2]) -> Result<()>
     Ok(())
 }
 
-/// The experts of a layer that have tokens at risk; copying any other would save nothing.
+/// The experts of a layer with tokens at risk; copying any other would save nothing.
 pub(super) fn at_risk(tokens: &[i64]) -> Vec<usize> {
     (0..tokens.len()).filter(|&expert| tokens[expert] > 0).collect()
 }

@@ -1,35 +1,35 @@
-//! Simulated time, by what it is spent on. Whole nanoseconds: the causes add up to the total exactly.
+//! Account of simulated time by cause. In integer nanoseconds, so that the causes add up to the total exactly.
 
-/// What time is spent on.
+/// Cause of spent time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cause {
     /// Steps that count.
     Train,
     /// Steps that were interrupted, or undone and taken again.
     Repeat,
-    /// Steps that take longer because of copies.
+    /// Extra step time caused by copies.
     Copy,
-    /// Steps that take longer because a node is slow.
+    /// Extra step time caused by a slow node.
     Straggle,
-    /// Until a loss is known.
+    /// Time until a loss is known.
     Detect,
-    /// Until all agree who goes on.
+    /// Time until all agree on the members that continue.
     Agree,
-    /// Until they are connected.
+    /// Time until these members are connected.
     Rebuild,
-    /// Until all know what survives.
+    /// Time until all know the surviving state.
     Survey,
-    /// State from peers, own memory or the store.
+    /// Transfer of state from peers, own memory or the store.
     Fetch,
-    /// Digests of what was fetched.
+    /// Digests of fetched state.
     Verify,
-    /// First copies that training waits for.
+    /// First copies for which training waits.
     Protect,
-    /// Checkpoints that training waits for.
+    /// Checkpoints for which training waits.
     Checkpoint,
-    /// Processes that start.
+    /// Start of processes.
     Start,
-    /// Too few nodes, or units that nobody has.
+    /// Wait for nodes, or for holders of missing units.
     Wait,
 }
 
@@ -83,7 +83,7 @@ impl Spent {
         self.0[cause as usize] += nanoseconds;
     }
 
-    /// Time that was thought to count does not.
+    /// Moves time that was counted as training to `Repeat`.
     pub(super) fn move_to_repeat(&mut self, nanoseconds: u64) {
         let moved = nanoseconds.min(self.0[Cause::Train as usize]);
         self.0[Cause::Train as usize] -= moved;
@@ -96,13 +96,13 @@ impl Spent {
     }
 }
 
-/// Nanoseconds, rounded; at most half of what fits.
+/// Converts to nanoseconds, rounded, at most half of the range.
 pub(super) fn nanoseconds(seconds: f64) -> u64 {
     const MOST: f64 = (u64::MAX / 2) as f64;
     (seconds * 1e9).round().clamp(0.0, MOST) as u64
 }
 
-/// Seconds of so many nanoseconds.
+/// Converts nanoseconds to seconds.
 pub(super) fn seconds(nanoseconds: u64) -> f64 {
     nanoseconds as f64 * 1e-9
 }

@@ -1,15 +1,15 @@
-//! Who takes part: the members that are left, spares, and newcomers.
+//! Membership: survivors, spares and newcomers.
 
 use super::account::{Cause, nanoseconds};
 use super::job::Job;
 use super::member::participant;
-use super::units::Seat;
+use super::units::RankUnits;
 use super::world::Flow;
 use crate::error::Result;
 use crate::protocol::{Event, Participant, Standing, without_idle_spares};
 
 impl Job<'_> {
-    /// The Lighthouse answers.
+    /// Answers as the Lighthouse.
     pub(super) fn ask(&mut self, standing: Standing, is_intact: bool) -> Result<Option<Event>> {
         let agree = nanoseconds(self.scenario.costs.agree_seconds);
         if self.world.spend(Cause::Agree, agree)? == Flow::Lost && is_intact {
@@ -23,10 +23,11 @@ impl Job<'_> {
             self.forget_members();
             return Ok(Some(Event::Look { until: self.scenario.until() }));
         }
-        let (seats, vacated) =
-            std::mem::take(&mut self.seats).into_iter().partition(|seat| self.world.members[seat.node]);
-        self.seats = seats;
-        self.vacated.extend::<Vec<Seat>>(vacated);
+        let (rank_units, vacated) = std::mem::take(&mut self.rank_units)
+            .into_iter()
+            .partition(|own_units| self.world.members[own_units.node]);
+        self.rank_units = rank_units;
+        self.vacated.extend::<Vec<RankUnits>>(vacated);
         let newcomers = self.newcomers(&stay);
         self.agreed = stay.iter().copied().chain(newcomers.iter().copied()).collect();
         self.agreed.sort_unstable();
@@ -35,12 +36,17 @@ impl Job<'_> {
         self.members.answer(standing, is_intact, has_newcomers).map(Some)
     }
 
-    /// Members that are left, by rank.
+    /// Surviving members, by rank.
     fn survivors(&self) -> Vec<usize> {
-        self.seats.iter().map(|seat| seat.node).filter(|&node| self.world.members[node]).collect()
+        self.rank_units
+            .iter()
+            .map(|own_units| own_units.node)
+            .filter(|&node| self.world.members[node])
+            .collect()
     }
 
-    /// Nodes that come to these, which ascend, in the order of their ids, as the protocol says of spares.
+    /// Nodes that join the members `stay` (in ascending order), in the order of their ids, by the protocol's rule for
+    /// spares.
     pub(super) fn newcomers(&self, stay: &[usize]) -> Vec<usize> {
         let is_ready =
             |node: &&usize| stay.binary_search(node).is_err() && !self.world.leaving.contains(node);
@@ -50,14 +56,14 @@ impl Job<'_> {
         }
         let mut participants: Vec<Participant> =
             self.world.up.iter().filter(is_ready).map(|node| member(&format!("{node:07}"), true)).collect();
-        // One stands for all that are left, on both sides of the difference.
+        // One participant stands for all survivors, on both sides of the difference.
         participants.extend((!stay.is_empty()).then(|| member("left", false)));
         let wanted = free + usize::from(!stay.is_empty());
         let chosen = without_idle_spares(&participants, wanted);
         chosen.iter().filter_map(|participant| participant.id.parse().ok()).collect()
     }
 
-    /// Waits until there are nodes enough for all experts; false where the simulated time is over before.
+    /// Waits until there are enough nodes for all experts; false if the simulated time ends first.
     fn await_enough(&mut self) -> Result<bool> {
         let fewest = self.scenario.session.most_slots.map_or(1, |most| self.units.experts.div_ceil(most));
         while self.world.up.len().min(self.scenario.cluster.nodes) < fewest {
@@ -73,7 +79,7 @@ fn member(id: &str, is_spare: bool) -> Participant {
     participant(id, standing(is_spare), true)
 }
 
-/// What a process tells that has just started, or is a member.
+/// Report of a process that has just started, or of a member.
 fn standing(is_spare: bool) -> Standing {
     Standing {
         epoch: None,
@@ -87,7 +93,7 @@ fn standing(is_spare: bool) -> Standing {
         inquires: false,
         is_done: false,
         is_spare,
-        seat: None,
+        last_group: None,
         known: 0,
         begun: Vec::new(),
     }

@@ -1,51 +1,51 @@
-//! What things cost on a cluster: seconds and rates.
+//! Costs on a cluster: seconds and rates.
 
 use super::ranges::{not_negative, positive};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
-/// Seconds and rates of what a failure costs. `evermoe measure` writes them.
+/// Seconds and rates of a failure's costs. `evermoe measure` writes them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Costs {
-    /// From a loss until the others know of it.
+    /// Seconds from a loss until the others notice it.
     pub detect_seconds: f64,
-    /// Until all agree who goes on.
+    /// Seconds until all agree on the members that continue.
     pub agree_seconds: f64,
-    /// Until these are connected.
+    /// Seconds until these are connected.
     pub rebuild_seconds: f64,
-    /// The same, for each of them.
+    /// Additional seconds to connect, per member.
     pub rebuild_seconds_per_node: f64,
-    /// Until all know what survives, and what each fetches.
+    /// Seconds until all know the surviving state and the units that each fetches.
     pub survey_seconds: f64,
-    /// Bytes a second of a process's digests.
+    /// Bytes per second at which a process computes digests.
     pub digest_bytes_per_second: f64,
-    /// Bytes a second with which a node copies state into its own host memory.
+    /// Bytes per second at which a node copies state into its own host memory.
     pub capture_bytes_per_second: f64,
-    /// Bytes a second with which a node writes to the store.
+    /// Bytes per second at which a node writes to the store.
     pub store_write_bytes_per_second: f64,
-    /// Bytes a second with which a node reads from the store.
+    /// Bytes per second at which a node reads from the store.
     pub store_read_bytes_per_second: f64,
-    /// Bytes a second of the store for all nodes together; none where their own rates are the limit.
+    /// Bytes per second of the store for all nodes together; none if only the nodes' own rates limit it.
     pub store_bytes_per_second: Option<f64>,
-    /// What each save to the store takes from the steps beside it.
+    /// Seconds by which a save to the store delays the steps during it.
     pub persist_seconds: f64,
-    /// From the start of a process until it can take part.
+    /// Seconds from the start of a process until it can take part.
     pub start_seconds: f64,
 }
 
 impl Costs {
-    /// Seconds until so many nodes are connected.
+    /// Seconds until this number of nodes is connected.
     pub(super) fn rebuild(&self, nodes: usize) -> f64 {
         self.rebuild_seconds + self.rebuild_seconds_per_node * nodes as f64
     }
 
-    /// Seconds in which each of so many nodes writes so many bytes to the store.
+    /// Seconds in which each of `nodes` nodes writes `bytes` to the store.
     pub(super) fn write(&self, bytes: f64, nodes: usize) -> f64 {
         bytes / self.shared(self.store_write_bytes_per_second, nodes)
     }
 
-    /// Seconds in which each of so many nodes reads so many bytes from the store.
+    /// Seconds in which each of `nodes` nodes reads `bytes` from the store.
     pub(super) fn read(&self, bytes: f64, nodes: usize) -> f64 {
         bytes / self.shared(self.store_read_bytes_per_second, nodes)
     }
@@ -54,10 +54,10 @@ impl Costs {
         self.store_bytes_per_second.map_or(rate, |all| rate.min(all / nodes.max(1) as f64))
     }
 
-    /// Refuses what costs nothing can be.
+    /// Refuses impossible costs.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with the field, what was expected and what came.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the field, the value expected and the value that came.
     pub(super) fn check(&self) -> Result<()> {
         for (name, seconds) in [
             ("costs.detect_seconds", self.detect_seconds),

@@ -1,4 +1,4 @@
-//! What goes wrong, and when: the same changes for all schemes of a seed.
+//! Failures and when they occur: for one seed, the same changes for all schemes.
 
 use super::account::nanoseconds;
 use super::ranges::{not_negative, positive};
@@ -8,21 +8,21 @@ use crate::random::Random;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Changes of one simulation at most.
+/// Maximum number of changes in a simulation.
 const MAX_CHANGES: usize = 1 << 24;
 
-/// A reason for which nodes come and go. Several add up.
+/// A source of changes in the set of nodes; several can be combined.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Source {
-    /// Nodes fail one by one, at any time: a Poisson process.
+    /// Nodes fail independently, at any time: a Poisson process.
     Poisson {
-        /// Mean time between two failures among as many nodes as the cluster trains on; spares fail as often as others.
+        /// Mean time between two failures among the cluster's training nodes; spares fail at the same rate per node.
         mtbf_seconds: f64,
-        /// Until a failed node, or one in its place, is ready again; infinite where it is written as `null`.
+        /// Seconds until a failed node or its replacement is ready; infinite if `null`.
         repair_seconds: Option<f64>,
     },
-    /// Racks fail as a whole.
+    /// All nodes of a rack fail together.
     Racks {
         /// Consecutive nodes that share a rack.
         nodes_per_rack: usize,
@@ -31,57 +31,57 @@ pub enum Source {
         /// As in `Poisson`.
         repair_seconds: Option<f64>,
     },
-    /// Some nodes at a time are taken out of service, and say so before.
+    /// Nodes are taken out of service with notice.
     Maintenance {
-        /// From one to the next.
+        /// Time from one maintenance to the next.
         every_seconds: f64,
-        /// How many nodes.
+        /// Number of nodes taken out at a time.
         nodes: usize,
-        /// Until they are back.
+        /// Seconds until they return.
         seconds: f64,
     },
-    /// Nodes become slow for a while, and all wait for them.
+    /// A node becomes slow for a while, and all wait for it.
     Stragglers {
-        /// Mean time between two of them.
+        /// Mean time between two stragglers.
         mtbf_seconds: f64,
         /// Factor on the seconds of a step, above 1.
         factor: f64,
-        /// How long it lasts.
+        /// Duration in seconds.
         seconds: f64,
     },
-    /// Nodes are lost in the middle of certain steps, when these are computed for the first time.
+    /// Nodes are lost in the middle of certain steps when these are computed for the first time.
     Steps {
-        /// Numbers of steps, and which nodes.
+        /// Step and nodes of each loss.
         losses: Vec<(u64, Vec<usize>)>,
     },
-    /// Nodes come and go as recorded; no node is there before the trace adds it.
+    /// Nodes come and go as recorded; a node is absent until the trace adds it.
     Trace {
-        /// Seconds from the start, whether they come, and which, in order of time.
+        /// Seconds from the start, whether nodes are added, and the nodes, in order of time.
         events: Vec<(f64, bool, Vec<usize>)>,
     },
 }
 
-/// What happens to some nodes.
+/// Change of some nodes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum What {
-    /// They are gone, with their memory.
+    /// The nodes are lost, with their memory.
     Gone,
-    /// They are there, and ready.
+    /// The nodes are present and ready.
     Back,
-    /// They are to leave: their processes have notice.
+    /// The processes of the nodes receive notice that they will end.
     Leaving,
-    /// They are so many times slower from now on.
+    /// The nodes become slower by this factor.
     Slow(f64),
 }
 
-/// Something that happens at a time.
+/// A change at a point in time.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Change {
     /// Nanoseconds from the start.
     pub(super) at: u64,
-    /// What happens.
+    /// The change.
     pub(super) what: What,
-    /// To whom.
+    /// The nodes that it affects.
     pub(super) nodes: Vec<usize>,
 }
 
@@ -123,7 +123,7 @@ impl Source {
         }
     }
 
-    /// Times and nodes of what this reason does, without regard to what others have done.
+    /// Times and nodes of this source's changes, regardless of other changes.
     fn draw(&self, trainers: usize, nodes: usize, seconds: f64, random: &mut Random) -> Vec<Drawn> {
         let mut drawn = Vec::new();
         let mut every = |mean: f64, is_regular: bool, draw: &mut dyn FnMut(&mut Random, f64) -> Drawn| {
@@ -179,7 +179,7 @@ fn check_trace(events: &[(f64, bool, Vec<usize>)], nodes: usize) -> Result<()> {
         ensure!((last..).contains(at), "trace: expected ascending times, got {at} s after {last} s");
         last = *at;
         if let Some(node) = which.iter().find(|&&node| node >= nodes) {
-            ensure!(false, "trace: names node {node}; there are {nodes}, spares included");
+            ensure!(false, "trace: expected nodes below {nodes}, spares included, got {node}");
         }
     }
     Ok(())
@@ -192,9 +192,10 @@ struct Drawn {
     until: Option<f64>,
 }
 
-/// All changes of a simulation, in order of time, and the nodes that are there at its start.
+/// All changes of a simulation, in order of time, and the nodes that are present at its start.
 ///
-/// Of the `nodes` as many as there are `trainers` train, and the others are spares. A node that is down does not fail; one
+/// Of the `nodes`, `trainers` train and the others are spares. A node that is down does not fail. A repaired node can
+/// take part `ready_seconds` later.
 /// that is repaired is `ready_seconds` later ready to take part.
 pub(super) fn changes(
     sources: &[Source],
@@ -248,7 +249,7 @@ pub(super) fn step_losses(sources: &[Source]) -> BTreeMap<u64, Vec<usize>> {
     found
 }
 
-/// Adds the changes of a trace; returns the nodes that it has at the start.
+/// Adds the changes of a trace; returns the nodes that are present at the start.
 fn trace_changes(
     events: &[(f64, bool, Vec<usize>)],
     seconds: f64,

@@ -1,4 +1,4 @@
-//! Experts that are copied a few at a time: `pec` into the store, `moetion` to peers.
+//! Experts that are copied a few at a time: by `pec` into the store, by `moetion` to peers.
 
 use super::copies::Copies;
 use super::load::Loads;
@@ -11,7 +11,7 @@ use crate::protection::CopyKind;
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
 
-/// What was sent after a step.
+/// Result of the copies after a step.
 pub(super) struct Saved {
     pub(super) store_bytes: u64,
     pub(super) peer_bytes: u64,
@@ -21,26 +21,26 @@ pub(super) struct Saved {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stored {
     version: u64,
-    /// Tokens that it had processed.
+    /// Tokens that the expert had processed.
     processed: i64,
 }
 
-/// The ledger, and what follows from it.
+/// The token ledger and the state of the copies that it selects.
 pub(super) struct Turns {
     selecting: Selecting,
     ledger: TokenLedger,
-    /// By expert, the node that saves it if it is chosen.
+    /// For each expert, the node that saves it if it is selected.
     ranks: Vec<i64>,
     tokens_per_step: f64,
     save_interval: u64,
-    /// Bytes to peers in a step.
+    /// Bytes that may be sent to peers in a step.
     budget: u64,
     expert_bytes: u64,
-    /// By unit: the newest copy that is whole. Of `moetion` the versions are those of its copies.
+    /// Newest complete copy of each unit. For `moetion`, the versions are those of its copies.
     stored: Vec<Option<Stored>>,
-    /// Copies that are being written, and when they are whole.
+    /// Copies in progress, and the time at which they are complete.
     writing: Option<(u64, Vec<(usize, Stored)>)>,
-    /// Experts that were copied after the step before: of them only gradients are sent.
+    /// Experts that were copied after the previous step: only their gradients are sent.
     followed: Vec<bool>,
 }
 
@@ -64,7 +64,7 @@ impl Turns {
         })
     }
 
-    /// Other ranks train the units from now on: `active`, by unit.
+    /// Assigns units to new ranks: `active`, by unit.
     pub(super) fn replan(&mut self, active: &[Vec<usize>], ranks: usize, units: &Units) -> Result<()> {
         let experts = &active[..units.num_experts()];
         let savers = primaries(experts, &vec![1; experts.len()], ranks)?;
@@ -72,19 +72,19 @@ impl Turns {
         Ok(())
     }
 
-    /// Versions of what is in the store, by unit.
+    /// Versions in the store, by unit.
     pub(super) fn saved(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
         let is_stored = self.selecting == Selecting::LoadAware;
         let found = self.stored.iter().enumerate().filter(move |_| is_stored);
         found.filter_map(|(unit, stored)| stored.map(|stored| (unit, stored.version)))
     }
 
-    /// Portion of lost tokens.
+    /// Portion of lost tokens (PLT).
     pub(super) fn plt(&self) -> f64 {
         self.ledger.plt()
     }
 
-    /// The part of what is followed that the budget allows to send in a step.
+    /// Share of the followed bytes that the budget allows to send in a step.
     pub(super) fn followed_part(&self, copies: &Copies, units: &Units) -> f64 {
         let experts = copies.units[..units.num_experts()].iter();
         let kept = experts.zip(&units.bytes).filter(|(each, _)| each.kind == CopyKind::Replayed);
@@ -96,7 +96,7 @@ impl Turns {
         self.ledger.seen()[unit] - self.ledger.lost()[unit]
     }
 
-    /// A step was taken; `version` is the state now.
+    /// Selects and copies experts after a step; `version` is the new state.
     pub(super) fn taken(
         &mut self,
         loads: &Loads<'_>,
@@ -117,7 +117,7 @@ impl Turns {
         }
     }
 
-    /// `pec`: K experts of each layer, and all that is no expert, unless the save before is still being written.
+    /// `pec`: saves K experts of each layer and all other state, unless the previous save is still in progress.
     fn save(&mut self, planners: &dyn Planners, version: u64, units: &Units) -> Result<Option<Saved>> {
         if !step_of(version).is_multiple_of(self.save_interval) || self.writing.is_some() {
             return Ok(None);
@@ -134,23 +134,23 @@ impl Turns {
         Ok(Some(Saved { store_bytes, peer_bytes: 0 }))
     }
 
-    /// The save that has begun is whole at this time.
+    /// Sets the time at which the save in progress is complete.
     pub(super) fn busy_until(&mut self, at: u64) {
-        if let Some((whole, _)) = &mut self.writing {
-            *whole = at;
+        if let Some((complete, _)) = &mut self.writing {
+            *complete = at;
         }
     }
 
-    /// Time has come so far.
+    /// Advances to this time.
     pub(super) fn advance(&mut self, now: u64) {
-        if let Some((_, copied)) = self.writing.take_if(|(whole, _)| *whole <= now) {
+        if let Some((_, copied)) = self.writing.take_if(|(complete, _)| *complete <= now) {
             for (unit, stored) in copied {
                 self.stored[unit] = Some(stored);
             }
         }
     }
 
-    /// `moetion`: of the experts that peers follow those with the most tokens at risk, as many as the budget allows.
+    /// `moetion`: selects the experts with the most tokens at risk among those that peers hold, within the budget.
     fn follow(
         &mut self,
         planners: &dyn Planners,
@@ -179,7 +179,7 @@ impl Turns {
         Ok(Some(Saved { store_bytes: 0, peer_bytes }))
     }
 
-    /// All copies are as the state is now.
+    /// Marks all copies as current.
     pub(super) fn all_copied(&mut self, copies: &Copies, version: u64, units: &Units) -> Result<()> {
         if self.selecting != Selecting::Budget {
             return Ok(());
@@ -194,7 +194,7 @@ impl Turns {
         self.ledger.copied(&chosen)
     }
 
-    /// These experts went back to copies of these versions; the tokens that they lost.
+    /// Returns these experts to copies of these versions; returns the tokens that they lost.
     pub(super) fn lose(&mut self, stale: &[(usize, u64)], units: &Units) -> Result<f64> {
         self.writing = None;
         let mut lost = vec![0; units.num_experts()];

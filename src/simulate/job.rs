@@ -1,4 +1,4 @@
-//! A job of one of the product's presets: carries out in simulated time what the protocol's member says.
+//! A job of one of the product's presets: executes the protocol's commands in simulated time.
 
 use super::account::{Cause, nanoseconds};
 use super::copies::{Copies, Line};
@@ -6,17 +6,17 @@ use super::failures::{Change, step_losses};
 use super::in_turn::Turns;
 use super::load::Loads;
 use super::member::Members;
-use super::outcome::{Happened, MAX_HAPPENED, Outcome, Parts, Tally};
+use super::outcome::{Happened, MAX_HAPPENED, Outcome, OutcomeInputs, Tally};
 use super::pace::Pace;
 use super::planners::Planners;
 use super::scenario::{PresetChoices, Scenario, Selecting};
-use super::units::{Seat, Units};
+use super::units::{RankUnits, Units};
 use super::world::{Flow, Progress, World};
 use crate::error::Result;
 use crate::protocol::{Command, Event, Passed, step_of};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Steps that are remembered, to be undone.
+/// Maximum number of steps that are remembered in order to be undone.
 const MAX_STEPS: usize = 1 << 20;
 
 /// A job.
@@ -28,31 +28,31 @@ pub(super) struct Job<'a> {
     pub(super) world: World<'a>,
     pub(super) loads: Loads<'a>,
     pub(super) members: Members,
-    /// Those that train, by rank.
-    pub(super) seats: Vec<Seat>,
-    /// Those that were lost since the last recovery.
-    pub(super) vacated: Vec<Seat>,
-    /// Nodes of the group that is connected next, by rank.
+    /// Units of the training members, by rank.
+    pub(super) rank_units: Vec<RankUnits>,
+    /// Units of members that were lost since the last recovery.
+    pub(super) vacated: Vec<RankUnits>,
+    /// Nodes of the next group, by rank.
     pub(super) agreed: Vec<usize>,
     pub(super) copies: Option<Copies>,
-    /// Those of before, until the first of the new ones are whole.
+    /// The previous copies, until the first of the new ones are complete.
     pub(super) former: Option<Copies>,
     pub(super) line: Line,
     pub(super) pace: Pace,
     pub(super) turns: Option<Turns>,
     /// The newest checkpoint in the store.
     pub(super) stored: Option<u64>,
-    /// The one that is being written, and when it is whole.
+    /// The checkpoint in progress, and the time at which it is complete.
     pub(super) writing: Option<(u64, u64)>,
-    /// Units that the last recovery took at older versions.
+    /// Units that the last recovery restored from older versions.
     pub(super) stale: Vec<(usize, u64)>,
     /// Steps that were taken, and their nanoseconds.
     taken: VecDeque<(u64, u64)>,
-    /// Since when units are missing.
+    /// Time since which units are missing.
     pub(super) missing_since: Option<u64>,
-    /// When members began to compute digests of what they train, if nothing was written since.
+    /// Time at which members began to compute digests of their units, if nothing was written since.
     pub(super) surveying_since: Option<u64>,
-    /// Newcomers that take over what lost nodes had, by the lost one.
+    /// Newcomers that replace lost nodes, by the lost node.
     pub(super) substitutes: BTreeMap<usize, usize>,
     lost_at: Option<u64>,
     pub(super) tally: Tally,
@@ -82,7 +82,7 @@ impl<'a> Job<'a> {
             world,
             loads: Loads::new(&scenario.load, &scenario.model, seed),
             members: Members::new(&scenario.session, 0),
-            seats: Vec::new(),
+            rank_units: Vec::new(),
             vacated: Vec::new(),
             agreed: Vec::new(),
             copies: None,
@@ -125,7 +125,7 @@ impl<'a> Job<'a> {
         Ok(self.outcome())
     }
 
-    /// Does what the protocol says; what answers it.
+    /// Executes a command of the protocol; returns the event that answers it.
     fn carry_out(&mut self, command: Command) -> Result<Option<Event>> {
         if self.world.is_over() {
             return Ok(None);
@@ -171,7 +171,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// A member is lost: the others notice.
+    /// Reports the loss of a member to the others.
     pub(super) fn lost(&mut self) -> Result<Event> {
         self.lost_at.get_or_insert(self.world.now);
         let detect = nanoseconds(self.scenario.costs.detect_seconds);
@@ -183,7 +183,7 @@ impl<'a> Job<'a> {
         Ok(Event::Lost { reason: String::new() })
     }
 
-    /// What answers a command that takes time, unless a member is lost meanwhile.
+    /// Returns the answer to a command that takes time, or a loss if a member is lost meanwhile.
     pub(super) fn unless_lost(&mut self, flow: Flow, answer: Event) -> Result<Event> {
         if flow == Flow::Lost { self.lost() } else { Ok(answer) }
     }
@@ -211,10 +211,15 @@ impl<'a> Job<'a> {
 
     fn vote(&mut self, calls: bool) -> Event {
         let leaving = self.world.leaving.len();
-        Event::Tally { votes: self.members.size, leaving, calling: usize::from(calls), sums: Vec::new() }
+        Event::Tally {
+            votes: self.members.size,
+            leaving,
+            newcomer_seen: usize::from(calls),
+            sums: Vec::new(),
+        }
     }
 
-    /// A step was taken.
+    /// Takes a step.
     fn take(&mut self, vote: &Passed) -> Result<()> {
         self.line.note(vote.after);
         self.surveying_since = None;
@@ -227,7 +232,7 @@ impl<'a> Job<'a> {
         self.taken_step(vote.after)
     }
 
-    /// All go back to the state after so many steps.
+    /// Returns all members to the state after this number of steps.
     pub(super) fn undo(&mut self, step: u64) {
         let mut nanoseconds = 0;
         let done = self.tally.steps;
@@ -237,14 +242,14 @@ impl<'a> Job<'a> {
         }
         let undone = done.saturating_sub(step);
         if step == 0 && undone > 0 {
-            nanoseconds = u64::MAX; // also of steps that are not remembered
+            nanoseconds = u64::MAX; // applies to steps that are not remembered, too
         }
         self.world.spent.move_to_repeat(nanoseconds);
         self.tally.steps -= undone;
         self.tally.undone_steps += undone;
     }
 
-    /// The job is over for its members: it begins again, from what is in the store.
+    /// Restarts the job from the store after it is over for its members.
     fn start_again(&mut self) -> Result<()> {
         self.tally.restarts += 1;
         self.log("restarted");
@@ -255,11 +260,11 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// All processes are gone, with what was in their memory.
+    /// Discards all processes with the contents of their memory.
     pub(super) fn forget_members(&mut self) {
         let generation = self.members.generation();
         self.members = Members::new(&self.scenario.session, generation);
-        self.seats.clear();
+        self.rank_units.clear();
         self.vacated.clear();
         (self.copies, self.former) = (None, None);
         self.line = Line::default();
@@ -268,7 +273,7 @@ impl<'a> Job<'a> {
 
     fn outcome(self) -> Outcome {
         let world = &self.world;
-        Outcome::new(Parts {
+        Outcome::new(OutcomeInputs {
             scheme: &self.preset.name,
             tokens_per_step: self.scenario.model.tokens_per_step,
             ideal_step_seconds: self.scenario.model.step_seconds,
@@ -284,7 +289,7 @@ impl<'a> Job<'a> {
     pub(super) fn log(&mut self, what: &'static str) {
         if self.tally.happened.len() < MAX_HAPPENED {
             let step = step_of(self.line.newest);
-            let (members, at) = (self.seats.len(), self.world.now);
+            let (members, at) = (self.rank_units.len(), self.world.now);
             self.tally.happened.push(Happened { at, what, step, members });
         }
     }

@@ -1,16 +1,16 @@
-//! Tokens of each expert, and how they drift.
+//! Load of the experts and its drift.
 
 use super::scenario::{Load, Model};
 use crate::random::Random;
 
-/// Tokens of the experts of all classes, at some step.
+/// Tokens of the experts of all classes at a step.
 #[derive(Clone, Debug)]
 pub(super) struct Loads<'a> {
     load: &'a Load,
     experts: usize,
     random: Random,
     drifts: u64,
-    /// Changes of what has been; the load of a step that is taken again is the newest one.
+    /// Index of the next change. Changes are not undone: a repeated step has the newest load.
     next: usize,
     /// `[classes, experts]` shares; each class sums to 1.
     shares: Vec<f64>,
@@ -33,7 +33,7 @@ impl<'a> Loads<'a> {
         found
     }
 
-    /// The load as of a step.
+    /// Advances the load to a step.
     pub(super) fn advance(&mut self, step: u64) {
         while self.load.trace.get(self.next).is_some_and(|(from, _)| *from <= step) {
             self.shares.clone_from(&self.load.trace[self.next].1);
@@ -50,7 +50,7 @@ impl<'a> Loads<'a> {
         }
     }
 
-    /// Whether it has changed since this was asked before.
+    /// Whether the load has changed since the previous call.
     pub(super) fn has_changed(&mut self) -> bool {
         std::mem::take(&mut self.has_changed)
     }
@@ -60,7 +60,7 @@ impl<'a> Loads<'a> {
         &self.shares[class * self.experts..][..self.experts]
     }
 
-    /// A row without tokens stays so: the planners then count all experts the same.
+    /// A row without tokens is left unchanged: the planners then count all experts equally.
     fn normalise(&mut self) {
         self.has_changed = true;
         for row in self.shares.chunks_exact_mut(self.experts) {

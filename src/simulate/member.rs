@@ -1,22 +1,22 @@
-//! The members of a job, as state machines of the protocol. Members in the same state are represented by one.
+//! Members of a job, as state machines of the protocol. Members in the same state are represented by one machine.
 
 use super::scenario::SessionChoices;
 use crate::error::{Error, Result};
 use crate::protocol::{Command, Event, Participant, Protocol, Settings, Standing};
 
-/// Those that have been in the job, and those that come to it.
+/// Established members and newcomers.
 pub(super) struct Members {
     session: SessionChoices,
     old: Protocol,
-    /// Those that come, until they are in the same state as the others.
+    /// Newcomers, until they are in the same state as the others.
     new: Option<Protocol>,
-    /// Ids of the machines that the group is made of.
+    /// Ids of the machines that represent the group.
     ids: Vec<String>,
     /// Number of the newest set that the Lighthouse has named.
     pub(super) set: u64,
-    /// Machines of the group.
+    /// Number of members of the group.
     pub(super) size: usize,
-    /// What the members have told last.
+    /// The latest report of the members.
     pub(super) standing: Option<Standing>,
 }
 
@@ -36,11 +36,11 @@ impl Members {
         self.old.is_established()
     }
 
-    /// What the members do now that `event` has happened.
+    /// Handles an event; returns the commands of the members.
     pub(super) fn handle(&mut self, event: Event) -> Result<Vec<Command>> {
         if let Some(new) = &mut self.new {
             match event {
-                Event::Lost { .. } => self.new = None, // they ask again
+                Event::Lost { .. } => self.new = None, // newcomers ask again
                 Event::Look { .. } | Event::Compared { .. } => {}
                 _ => {
                     new.handle(event.clone())?;
@@ -50,7 +50,7 @@ impl Members {
         self.old.handle(event)
     }
 
-    /// Others wait at the Lighthouse while these train.
+    /// Informs the training members that others wait at the Lighthouse.
     pub(super) fn overhear_newcomers(&mut self) -> Result<()> {
         let Some(standing) = self.standing.clone() else { return Ok(()) };
         let mut participants = self.old_ones(&standing, false);
@@ -59,9 +59,9 @@ impl Members {
         self.old.handle(Event::Overheard { id: self.set + 1, participants }).map(|_| ())
     }
 
-    /// The Lighthouse's answer: the members that are left, and newcomers where there are some.
+    /// The Lighthouse's answer: the survivors, and any newcomers.
     ///
-    /// Where a member was lost, one machine stands for all that are left.
+    /// After a loss, one machine stands for all survivors.
     pub(super) fn answer(
         &mut self,
         standing: Standing,
@@ -97,7 +97,7 @@ impl Members {
         (id, Protocol::new(settings))
     }
 
-    /// A recovery is over: newcomers are as the others now.
+    /// Ends a recovery: newcomers are now in the state of the others.
     pub(super) fn settle(&mut self) -> Result<()> {
         let Some(new) = self.new.take() else { return Ok(()) };
         let is_same = new.version() == self.old.version() && new.generation() == self.old.generation();
@@ -119,7 +119,7 @@ fn settings(session: &SessionChoices, id: &str, generation: u64) -> Settings {
         is_spare: false,
         members: 1,
         is_fixed: false,
-        goes_on_alone: false,
+        allows_solo_resume: false,
         needs_majority: false,
         join_interval: session.join_interval,
         rebalance_interval: session.rebalance_interval,
@@ -139,12 +139,14 @@ pub(super) fn participant(id: &str, standing: Standing, waits: bool) -> Particip
     }
 }
 
-/// What a process that has just started tells.
+/// Report of a process that has just started.
 fn asked(newcomer: &mut Protocol) -> Result<Standing> {
     let commands = newcomer.handle(Event::Look { until: u64::MAX >> 24 })?;
     let standing = commands.into_iter().find_map(|command| match command {
         Command::Ask { standing, .. } => Some(standing),
         _ => None,
     });
-    standing.ok_or_else(|| Error::Internal("simulate: a process that has started asks nobody".into()))
+    standing.ok_or_else(|| {
+        Error::Internal("simulate: a process that has started does not ask the Lighthouse".into())
+    })
 }

@@ -1,15 +1,16 @@
-//! A job on a cluster that fails, in simulated time: the product's own planners and protocol decide.
+//! Simulation of a job on a cluster that fails: the product's own planners and protocol decide, in simulated time.
 //!
 //! ```text
 //! sources ─ changes ─ World (clock, nodes) ◄─ spend(cause, seconds) ─┐
 //!                                                                    │
 //! Members: protocol::Protocol ─ commands ─► Job: ask, connect, restore, protect, step ─ events ─► Members
-//!                                            │ Planners: allocate, place, ranks_in_place, arrange, plan_recovery, …
+//!                                            │ Planners: allocate, place, ranks_in_place, plan_protection, plan_recovery, …
 //!                                            └─► Tally ─ Outcome: time by cause, steps, tokens, bytes
 //! ```
 //!
-//! A node is one member. Members in the same state are represented by one machine of the protocol, and layers of the same
-//! load by one. What decisions *cost* in seconds is modelled, by [`Costs`]; what they *are* is not: it is planned.
+//! A node is one member. One state machine represents all members in the same state, and one layer represents all
+//! layers with the same load. Only the *cost* of decisions is modelled, by [`Costs`]; the decisions themselves come
+//! from the planners.
 
 mod account;
 mod asking;
@@ -48,11 +49,11 @@ pub use world::Progress;
 use crate::error::Result;
 use failures::changes;
 
-/// Simulates a scheme; the same for a seed, which decides what fails when and how the load drifts: alike for all schemes.
+/// Simulates a scheme. The seed decides the failures and the drift of the load, the same for all schemes.
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) for a scenario that is none, with the field, what was expected and what
-/// came; what a planner refuses; and what `progress` returns.
+/// [`Error::Invalid`](crate::Error::Invalid) for an invalid scenario, with the field, the value expected and the
+/// value that came. Also errors of a planner, and errors that `progress` returns.
 pub fn simulate(
     scenario: &Scenario,
     scheme: &Scheme,

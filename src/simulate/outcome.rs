@@ -1,22 +1,22 @@
-//! What came of it.
+//! Result of a simulation.
 
 use super::account::{Cause, Spent, seconds};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Events that are remembered of a simulation.
+/// Maximum number of events that an outcome records.
 pub(super) const MAX_HAPPENED: usize = 1 << 12;
 
-/// Something that happened to the job.
+/// An event of the job.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Happened {
     /// Nanoseconds from the start.
     pub at: u64,
     /// `lost`, `resumed`, or `restarted`.
     pub what: &'static str,
-    /// Steps that the state had taken.
+    /// Number of steps that the state had taken.
     pub step: u64,
-    /// Members before, or after a recovery.
+    /// Members before a loss, or after a recovery.
     pub members: usize,
 }
 
@@ -68,46 +68,46 @@ impl Default for Tally {
     }
 }
 
-/// What came of a simulation.
+/// Result of a simulation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Outcome {
     /// Name of the scheme.
     pub scheme: String,
-    /// Seconds in all.
+    /// Simulated seconds.
     pub seconds: f64,
     /// Nanoseconds by cause; they add up to `seconds`.
     pub nanoseconds: BTreeMap<&'static str, u64>,
-    /// Effective training time ratio: the part of the time in which steps that count were computed.
+    /// Effective training time ratio (ETTR): share of the time in which steps that count were computed.
     pub ettr: f64,
-    /// Tokens of these steps, without those that experts lost, for each second.
+    /// Tokens of these steps per second, without those that experts lost.
     pub goodput_tokens_per_second: f64,
-    /// The same, over what all nodes of the cluster would train without failures and copies, with an even load.
+    /// The same, relative to training on all nodes of the cluster without failures and copies, with an even load.
     pub goodput: f64,
     /// Steps that count.
     pub steps: u64,
-    /// Steps that were undone, and taken again.
+    /// Steps that were undone and taken again.
     pub undone_steps: u64,
     /// Steps that a loss interrupted.
     pub interrupted_steps: u64,
     /// Tokens of steps that were undone or interrupted.
     pub repeated_tokens: f64,
-    /// Tokens that experts lost as they went back alone.
+    /// Tokens that experts lost as they returned to older versions alone.
     pub lost_tokens: f64,
-    /// Portion of lost tokens, averaged over layers.
+    /// Portion of lost tokens (PLT), averaged over layers.
     pub plt: f64,
     /// Members that were lost.
     pub losses: u64,
-    /// Recoveries, the start and newcomers included.
+    /// Recoveries, including the start and those for newcomers.
     pub recoveries: u64,
-    /// Times that experts moved as the load had shifted.
+    /// Number of times that experts moved because the load had shifted.
     pub moves: u64,
-    /// Times that all processes were started again.
+    /// Number of times that all processes were restarted.
     pub restarts: u64,
-    /// Times that all went back to a checkpoint.
+    /// Number of times that all members returned to a checkpoint.
     pub checkpoint_loads: u64,
     /// Bytes of copies to peers.
     pub copy_bytes: u128,
-    /// Bytes of first copies, after a change.
+    /// Bytes of first copies after changes.
     pub first_bytes: u128,
     /// Bytes that recoveries fetched from peers.
     pub recovery_bytes: u128,
@@ -115,22 +115,22 @@ pub struct Outcome {
     pub local_bytes: u128,
     /// Bytes that were written to the store.
     pub store_bytes: u128,
-    /// Bytes that were read from it.
+    /// Bytes that were read from the store.
     pub read_bytes: u128,
-    /// Memory that state and copies took on the fullest node.
+    /// Memory for state and copies on the fullest node.
     pub memory_bytes: u64,
-    /// Nodes that trained, on average.
+    /// Mean number of training nodes.
     pub mean_members: f64,
-    /// The fewest that did.
+    /// Minimum number of training nodes.
     pub fewest_members: usize,
-    /// Seconds from each loss until training went on.
+    /// Seconds from each loss until training resumed.
     pub recovery_seconds: Vec<f64>,
-    /// The first events.
+    /// The first events, up to a limit.
     pub happened: Vec<Happened>,
 }
 
-/// What an outcome is made of.
-pub(super) struct Parts<'a> {
+/// Inputs of an outcome.
+pub(super) struct OutcomeInputs<'a> {
     pub(super) scheme: &'a str,
     pub(super) tokens_per_step: u64,
     pub(super) ideal_step_seconds: f64,
@@ -143,8 +143,8 @@ pub(super) struct Parts<'a> {
 }
 
 impl Outcome {
-    pub(super) fn new(parts: Parts<'_>) -> Self {
-        let Parts { tally, spent, tokens_per_step, .. } = parts;
+    pub(super) fn new(parts: OutcomeInputs<'_>) -> Self {
+        let OutcomeInputs { tally, spent, tokens_per_step, .. } = parts;
         let (total, tokens) = (seconds(parts.now).max(f64::MIN_POSITIVE), tokens_per_step as f64);
         let kept = (tally.steps as f64 * tokens - tally.lost_tokens).max(0.0);
         let goodput = kept / total;

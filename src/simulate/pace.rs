@@ -1,22 +1,22 @@
-//! What the steps of a job take, as it is arranged now.
+//! Durations and bytes of a job's steps under the current plan.
 
-/// What the steps of the present arrangement take.
+/// Durations and bytes of the current plan's steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Pace {
-    /// The busiest node over the mean, over all classes.
+    /// Load of the busiest node over the mean, over all classes.
     pub(super) imbalance: f64,
     /// Seconds by which copies delay each step.
     pub(super) copy_seconds: f64,
-    /// What the planner of copies expects of that.
+    /// The part of that delay that the planner of copies expects.
     pub(super) chosen_delay: f64,
-    /// Bytes that are sent to peers in each step.
+    /// Bytes sent to peers in each step.
     pub(super) copy_bytes: u64,
-    /// Seconds of the network that optimizer state takes which follows a recovery, which the next step waits for.
+    /// Network seconds of optimizer state that follows a recovery; the next step waits for it.
     pub(super) late_state: f64,
-    /// Seconds of the network that the first copies take, which the next step waits for.
+    /// Network seconds of the first copies; the next step waits for them.
     pub(super) first_copies: f64,
-    /// Seconds that a save which has begun takes from the next step.
+    /// Seconds by which a save in progress delays the next step.
     pub(super) persisting: f64,
-    /// Nanoseconds of the step that runs, or was voted on last.
+    /// Nanoseconds of the current step, or of the one in the latest vote.
     pub(super) computing: u64,
 }

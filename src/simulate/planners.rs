@@ -1,19 +1,19 @@
-//! The decisions that a simulation takes: the product's own.
+//! The decisions in a simulation: the product's own planners.
 
 use crate::dispatch;
 use crate::error::Result;
 use crate::placement::{self, Placement};
-use crate::protection::{self, Arrangement, SessionRequest};
+use crate::protection::{self, ProtectionPlan, ProtectionRequest};
 use crate::recovery::{self, Holding, Plan};
 use crate::schedule;
 use crate::selection::{self, Selection, TokenLedger};
 
-/// (node, expert) pairs up to which the best split of tokens is found.
+/// Maximum number of (node, expert) pairs for which the best split of tokens is computed.
 const MAX_BALANCED: usize = 1 << 14;
 
-/// The planners of a simulated job. [`Product`] has those of a session; a test may put another in the place of one.
+/// The planners of a simulated job. [`Product`] uses those of a session; a test may replace one.
 pub trait Planners {
-    /// Replicas of each expert: [`placement::allocate`], or [`placement::reallocate`] from those that there are.
+    /// Replicas of each expert: [`placement::allocate`], or [`placement::reallocate`] from the current ones.
     ///
     /// # Errors
     /// Those of the planner.
@@ -39,7 +39,7 @@ pub trait Planners {
         placement::place(request)
     }
 
-    /// Which node takes which row: [`placement::ranks_in_place`], from which `keep_in_place` makes a matrix.
+    /// Assignment of rows to nodes: [`placement::ranks_in_place`], from which `keep_in_place` makes a matrix.
     ///
     /// # Errors
     /// Those of the planner.
@@ -53,7 +53,7 @@ pub trait Planners {
         placement::ranks_in_place(held, placement, nbytes, domains)
     }
 
-    /// Which node owns which module that is no expert: [`selection::place_owners`].
+    /// Owner of each module that is no expert: [`selection::place_owners`].
     ///
     /// # Errors
     /// Those of the planner.
@@ -67,8 +67,8 @@ pub trait Planners {
         selection::place_owners(nbytes, active, copies, loads)
     }
 
-    /// The busiest node over the mean: [`dispatch::imbalance`] of tokens that are split as the policy says; with many
-    /// nodes, of those that are split evenly, which is an upper bound and much faster.
+    /// Load of the busiest node over the mean: [`dispatch::imbalance`] of tokens that are split by the policy. With
+    /// many nodes, of tokens that are split evenly, which is an upper bound and much faster.
     ///
     /// # Errors
     /// Those of the planner.
@@ -77,15 +77,15 @@ pub trait Planners {
         dispatch::imbalance(matrix, load, nodes, policy)
     }
 
-    /// Who keeps copies of what: [`protection::arrange`].
+    /// Holders of the copies: [`protection::plan_protection`].
     ///
     /// # Errors
     /// Those of the planner.
-    fn arrange(&self, request: &SessionRequest<'_>) -> Result<Arrangement> {
-        protection::arrange(request)
+    fn plan_protection(&self, request: &ProtectionRequest<'_>) -> Result<ProtectionPlan> {
+        protection::plan_protection(request)
     }
 
-    /// When copies travel: [`schedule::plan_chunks`].
+    /// Times at which copies are sent: [`schedule::plan_chunks`].
     ///
     /// # Errors
     /// Those of the planner.
@@ -93,7 +93,7 @@ pub trait Planners {
         schedule::plan_chunks(request)
     }
 
-    /// Over how many steps a version is copied: [`schedule::version_steps`].
+    /// Number of steps over which a version is copied: [`schedule::version_steps`].
     ///
     /// # Errors
     /// Those of the planner.
@@ -101,7 +101,7 @@ pub trait Planners {
         schedule::version_steps(request, most)
     }
 
-    /// From where all go on: [`recovery::plan_lagging`].
+    /// The version from which all continue: [`recovery::plan_lagging`].
     ///
     /// # Errors
     /// Those of the planner.
@@ -115,7 +115,7 @@ pub trait Planners {
         recovery::plan_lagging(bytes, holdings, needs, may_lag)
     }
 
-    /// Experts that `pec` saves now: [`selection::load_aware`].
+    /// Experts that `pec` saves next: [`selection::load_aware`].
     ///
     /// # Errors
     /// Those of the planner.
@@ -124,7 +124,7 @@ pub trait Planners {
         selection::load_aware(tokens, Some(waiting), Some(ranks), ledger.shape(), each, ledger.checkpoint())
     }
 
-    /// Experts that `moetion` copies now: [`selection::budget`].
+    /// Experts that `moetion` copies next: [`selection::budget`].
     ///
     /// # Errors
     /// Those of the planner.

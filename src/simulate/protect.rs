@@ -1,4 +1,4 @@
-//! Who keeps copies of what after a change, what the first of them take, and how they delay each step.
+//! Protection after a change: holders, first copies, and the delay of each step by copies.
 
 use super::account::{Cause, nanoseconds};
 use super::copies::{Copies, UnitCopies};
@@ -7,7 +7,7 @@ use super::units::active;
 use super::world::Flow;
 use crate::error::Result;
 use crate::protection::{
-    CopyKind, Copying, FAILURE, LOG_STEPS, OWN_VERSIONS, SessionRank, SessionRequest, SessionUnit,
+    CopyKind, Copying, FAILURE, LOG_STEPS, OWN_VERSIONS, ProtectionRequest, RankInfo, UnitInfo,
 };
 use crate::protocol::Event;
 use crate::schedule::{
@@ -16,35 +16,35 @@ use crate::schedule::{
 };
 use std::collections::BTreeMap;
 
-/// Windows of a step at most.
+/// Maximum number of windows in a step.
 const MAX_WINDOWS: usize = 256;
-/// The part of its share that a collective keeps the network busy for, so that windows stay apart.
+/// Share of its slot in which a collective keeps the network busy, so that windows stay apart.
 const OVERLAP: f64 = 1.0 - 1e-9;
-/// Memory through which chunks pass, and into how many buffers it is cut.
+/// Memory for chunks in transit, and the number of buffers that it is divided into.
 const BUFFERS: u64 = 4;
 const BUFFER_BYTES: u64 = 32 << 20;
-/// Steps over which a version may be copied.
+/// Maximum number of steps over which a version may be copied.
 const MAX_VERSION_STEPS: usize = 64;
-/// Chunks of a node at most: larger ones take the place of more.
+/// Maximum number of chunks of a node; beyond it, chunks become larger.
 const MAX_CHUNKS: u64 = 1 << 12;
 
 /// Bytes from a node to another in a step.
 type Sends = BTreeMap<(usize, usize), u64>;
 
 impl Job<'_> {
-    /// Plans who keeps copies of what, and begins to make those that are missing.
+    /// Plans the holders of copies, and begins to make the missing ones.
     pub(super) fn protect(&mut self, version: u64, waits: bool) -> Result<Event> {
         if self.send_weights()? == Flow::Lost {
             return self.lost();
         }
-        let active = active(&self.seats, &self.units);
+        let active = active(&self.rank_units, &self.units);
         if let Some(turns) = &mut self.turns {
-            turns.replan(&active, self.seats.len(), &self.units)?;
+            turns.replan(&active, self.rank_units.len(), &self.units)?;
         }
         let mut copies = match self.kept_copies(&active, version) {
             Some(copies) => copies,
             None => {
-                let copies = self.arrange(&active, version)?;
+                let copies = self.plan_protection(&active, version)?;
                 self.note_memory(&copies);
                 copies
             }
@@ -69,9 +69,9 @@ impl Job<'_> {
         Ok(Event::Protected { is_whole: false })
     }
 
-    /// Owners send their weights to all, once to each node.
+    /// Sends the owners' weights to all, once to each node.
     fn send_weights(&mut self) -> Result<Flow> {
-        let others = self.seats.len().saturating_sub(1);
+        let others = self.rank_units.len().saturating_sub(1);
         if self.units.owned().is_empty() || others == 0 {
             return Ok(Flow::Done);
         }
@@ -81,10 +81,10 @@ impl Job<'_> {
         self.world.spend(Cause::Fetch, nanoseconds(seconds))
     }
 
-    fn arrange(&mut self, active: &[Vec<usize>], version: u64) -> Result<Copies> {
+    fn plan_protection(&mut self, active: &[Vec<usize>], version: u64) -> Result<Copies> {
         let experts = self.units.num_experts();
         let tokens = self.scenario.model.tokens_per_step as f64;
-        let unit = |unit: usize| SessionUnit {
+        let unit = |unit: usize| UnitInfo {
             state_bytes: self.units.bytes[unit],
             gradient_bytes: self.units.gradients[unit],
             active: active[unit].clone(),
@@ -96,10 +96,10 @@ impl Job<'_> {
                 && (unit < experts || self.units.owned().contains(&unit)),
             may_lag: unit < experts,
         };
-        let units: Vec<SessionUnit> = (0..self.units.bytes.len()).map(unit).collect();
-        let nodes: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
+        let units: Vec<UnitInfo> = (0..self.units.bytes.len()).map(unit).collect();
+        let nodes: Vec<usize> = self.rank_units.iter().map(|own_units| own_units.node).collect();
         let ranks = self.session_ranks(&nodes);
-        let arrangement = self.planners.arrange(&SessionRequest {
+        let plan = self.planners.plan_protection(&ProtectionRequest {
             name: &self.preset.name,
             copying: self.preset.copying,
             units: &units,
@@ -107,19 +107,19 @@ impl Job<'_> {
             copies: self.scenario.session.copies,
             budget: self.scenario.session.copy_budget,
         })?;
-        self.pace.chosen_delay = arrangement.delay_seconds;
+        self.pace.chosen_delay = plan.delay_seconds;
         let takes_turns = self.turns.is_some();
-        Ok(Copies::new(&arrangement, &nodes, version, takes_turns, &self.units))
+        Ok(Copies::new(&plan, &nodes, version, takes_turns, &self.units))
     }
 
-    fn session_ranks(&self, nodes: &[usize]) -> Vec<SessionRank> {
+    fn session_ranks(&self, nodes: &[usize]) -> Vec<RankInfo> {
         let (cluster, session) = (&self.scenario.cluster, &self.scenario.session);
         let step = self.step_seconds();
         let mut domain = vec![0; nodes.len()];
         for (number, ranks) in self.domains(nodes).iter().enumerate() {
             ranks.iter().for_each(|&rank| domain[rank] = number);
         }
-        let rank = |domain: usize| SessionRank {
+        let rank = |domain: usize| RankInfo {
             node: format!("{domain:07}"),
             free_bytes: cluster.host_bytes,
             trains: true,
@@ -137,12 +137,12 @@ impl Job<'_> {
         Link { alpha: cluster.network_latency_seconds, beta: cluster.network_bytes_per_second }
     }
 
-    /// The copies of before, with newcomers in the place of those that were lost; none where they must be planned anew.
+    /// The previous copies, with newcomers in place of lost nodes; none if the copies must be planned again.
     fn kept_copies(&self, active: &[Vec<usize>], version: u64) -> Option<Copies> {
-        let former = self.former.as_ref().filter(|_| !self.scenario.session.plans_anew)?;
+        let former = self.former.as_ref().filter(|_| !self.scenario.session.replans)?;
         let is_member = |node: &usize| self.agreed.binary_search(node).is_ok();
         let now = |node: &usize| self.substitutes.get(node).copied().or(is_member(node).then_some(*node));
-        let wanted = self.scenario.session.copies.min(self.seats.len());
+        let wanted = self.scenario.session.copies.min(self.rank_units.len());
         let mut units = Vec::with_capacity(former.units.len());
         for (each, active) in former.units.iter().zip(active) {
             let holders: Vec<usize> = each.holders.iter().filter_map(now).collect();
@@ -150,7 +150,8 @@ impl Job<'_> {
             if !is_covered || (holders.is_empty() && active.len() < wanted) {
                 return None;
             }
-            let primary = now(&each.primary).or_else(|| active.first().map(|&rank| self.seats[rank].node))?;
+            let primary =
+                now(&each.primary).or_else(|| active.first().map(|&rank| self.rank_units[rank].node))?;
             let takes_turns = self.turns.is_some() && units.len() < self.units.num_experts();
             let version = takes_turns.then_some(version);
             let own = each.own.iter().filter_map(now).collect();
@@ -159,7 +160,7 @@ impl Job<'_> {
         Some(Copies { units, begun: version, steps: 1 })
     }
 
-    /// What is missing of the copies as they are to be.
+    /// Bytes of copies that are missing under the new plan.
     fn first_sends(&self, copies: &Copies) -> Sends {
         let mut sends = Sends::new();
         let has = |unit: usize, node: usize| {
@@ -184,7 +185,8 @@ impl Job<'_> {
         sent.into_values().chain(received.into_values()).max().unwrap_or(0)
     }
 
-    /// How copies delay each step from now on, and what they send; the steps over which a version is copied.
+    /// Sets the delay of each step by copies and the bytes they send; returns the number of steps over which a version
+    /// is copied.
     fn pace_copies(&mut self, copies: &Copies) -> Result<u64> {
         let sends = self.sends(copies);
         let is_late = copies.late(&self.line).is_some();
@@ -196,7 +198,7 @@ impl Job<'_> {
         let unit_bytes = |(unit, each): (usize, &UnitCopies)| {
             self.bytes_per_step(unit, each.kind) * each.holders.len() as u64
         };
-        let chosen = self.turns.as_ref().map_or(0, |_| self.units.num_experts()); // counted as they are chosen
+        let chosen = self.turns.as_ref().map_or(0, |_| self.units.num_experts()); // counted when they are selected
         let all: u64 = copies.units.iter().enumerate().skip(chosen).map(unit_bytes).sum();
         self.pace.copy_bytes = all / steps;
         self.pace.copy_seconds = delay;
@@ -226,7 +228,8 @@ impl Job<'_> {
         }
     }
 
-    /// Seconds by which the chunks of the busiest node delay a step, and over how many steps they send a version.
+    /// Seconds by which the chunks of the busiest node delay a step, and the number of steps over which they send a
+    /// version.
     fn chunk_delay(&self, sends: &Sends, policy: crate::schedule::Policy) -> Result<(f64, u64)> {
         let mut traffic: BTreeMap<usize, u64> = BTreeMap::new();
         for (&(sender, receiver), &bytes) in sends {
@@ -263,7 +266,7 @@ impl Job<'_> {
             version_steps: 1,
         };
         let steps = match (self.scenario.session.snapshot_interval, &self.turns) {
-            (_, Some(_)) => 1, // experts that take turns have versions of their own
+            (_, Some(_)) => 1, // experts that take turns have their own versions
             (Some(steps), None) => steps,
             (None, None) => self.version_steps(&request)?,
         };
@@ -271,7 +274,8 @@ impl Job<'_> {
         Ok((plan.reason.delay_seconds, steps as u64))
     }
 
-    /// Steps over which a version is sent: as few as windows need, or where it delays training, as lose the least time.
+    /// Number of steps over which a version is sent: the minimum that the windows need, or the one that loses the least
+    /// time.
     fn version_steps(&self, request: &Request<'_>) -> Result<usize> {
         let steps = self.planners.version_steps(request, MAX_VERSION_STEPS)?;
         let found = self.planners.plan_chunks(&Request { version_steps: steps, ..*request })?.reason;
@@ -279,12 +283,12 @@ impl Job<'_> {
         Ok(pace.map_or(steps, |period| period.steps))
     }
 
-    /// Windows of a step in which computing and collectives take turns, as in each layer's forward and backward.
+    /// Windows of a step in which computing and collectives alternate, as in each layer's forward and backward pass.
     fn windows(&self) -> Result<Windows> {
         let (model, step) = (&self.scenario.model, self.step_seconds());
         let count = (2 * model.layers).min(MAX_WINDOWS);
-        let whole = step / count as f64;
-        let idle = model.network_idle * whole;
+        let slot = step / count as f64;
+        let idle = model.network_idle * slot;
         let mut spans = Vec::new();
         let mut add = |name: &str, kind, resource, start, seconds: f64| {
             if seconds > 0.0 {
@@ -300,26 +304,26 @@ impl Job<'_> {
             }
         };
         for number in 0..count {
-            let start = number as f64 * whole;
+            let start = number as f64 * slot;
             add("compute", Kind::Forward, Resource::Compute, start, idle);
-            add("all-to-all", Kind::Collective, Resource::Network, start + idle, (whole - idle) * OVERLAP);
+            add("all-to-all", Kind::Collective, Resource::Network, start + idle, (slot - idle) * OVERLAP);
         }
         let options = WindowOptions { gamma: 1.0, ..WindowOptions::default() };
         find_windows(&[StepProfile { seconds: step, spans }], &options)
     }
 
-    /// Memory of the fullest node: what it trains, and copies.
+    /// Records the memory of the fullest node: the units that it trains, and copies.
     fn note_memory(&mut self, copies: &Copies) {
         let mut by_node: BTreeMap<usize, u64> = BTreeMap::new();
         let devices = self.scenario.cluster.devices as u64;
         let weights = if self.units.owned().is_empty() { 0 } else { self.scenario.model.dense_weight_bytes };
         let everywhere = devices * (self.units.sum(self.units.everywhere()) + weights);
         let owned = self.units.sum(self.units.owned());
-        for seat in &self.seats {
-            let held = self.units.sum(seat.units(self.units.experts));
-            let mine = self.units.sum(seat.owned.iter().copied()); // of which the weights are counted above
+        for own_units in &self.rank_units {
+            let held = self.units.sum(own_units.units(self.units.experts));
+            let mine = self.units.sum(own_units.owned.iter().copied()); // their weights are counted above
             let twice = (u128::from(weights) * u128::from(mine) / u128::from(owned.max(1))) as u64;
-            *by_node.entry(seat.node).or_default() += everywhere + held - twice;
+            *by_node.entry(own_units.node).or_default() += everywhere + held - twice;
         }
         for (unit, each) in copies.units.iter().enumerate() {
             let (state, gradient) = (self.units.bytes[unit], self.units.gradients[unit]);
@@ -329,7 +333,7 @@ impl Job<'_> {
                 CopyKind::Active | CopyKind::Uncovered => 0,
             };
             each.holders.iter().for_each(|&node| *by_node.entry(node).or_default() += bytes);
-            // A snapshot that is sent is captured first, in the sender's memory.
+            // A snapshot that is sent is captured in the sender's memory first.
             let sender = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
             let own = each.own.iter().chain(sender);
             own.for_each(|&node| *by_node.entry(node).or_default() += OWN_VERSIONS * state);

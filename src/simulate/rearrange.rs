@@ -1,36 +1,36 @@
-//! Which member trains which expert: after a change, and when the load has shifted.
+//! Assignment of experts to members: after a change, and when the load has shifted.
 
 use super::job::Job;
-use super::units::{Seat, matrix};
+use super::units::{RankUnits, matrix};
 use crate::error::Result;
 use crate::placement::{Request, Rows, is_worth_moving, rows_of, session_slots};
 use crate::protection::CopyKind;
 use std::collections::BTreeMap;
 
 impl Job<'_> {
-    /// Seats of the agreed nodes; experts stay where they or copies are if they can.
-    pub(super) fn place(&mut self, old: &[Option<Seat>], version: u64) -> Result<Vec<Seat>> {
-        if !self.scenario.session.plans_anew
-            && let Some(seats) = self.take_over(old)
+    /// Units of the agreed nodes; experts stay where they or their copies are if possible.
+    pub(super) fn place(&mut self, old: &[Option<RankUnits>], version: u64) -> Result<Vec<RankUnits>> {
+        if !self.scenario.session.replans
+            && let Some(rank_units) = self.take_over(old)
         {
-            return Ok(seats);
+            return Ok(rank_units);
         }
         self.substitutes.clear();
         let in_memory = self.in_memory(version);
-        let old: Vec<Option<&Seat>> = old.iter().map(Option::as_ref).collect();
+        let old: Vec<Option<&RankUnits>> = old.iter().map(Option::as_ref).collect();
         let nodes = self.agreed.clone();
         let (rows, imbalances) = self.plan_rows(&nodes, &old, Some(&in_memory))?;
         self.pace.imbalance = imbalances.into_iter().fold(1.0, f64::max);
-        let mut seats = seats(&nodes, rows);
-        self.place_owners(&mut seats, &old, version, &in_memory)?;
-        Ok(seats)
+        let mut rank_units = rank_units(&nodes, rows);
+        self.place_owners(&mut rank_units, &old, version, &in_memory)?;
+        Ok(rank_units)
     }
 
-    /// Gives each module that has an owner to a seat; what it trained, or has a copy of, is its own if that is even.
+    /// Assigns each module with an owner to a member: one that trained it or has a copy, if the load stays even.
     fn place_owners(
         &self,
-        seats: &mut [Seat],
-        old: &[Option<&Seat>],
+        rank_units: &mut [RankUnits],
+        old: &[Option<&RankUnits>],
         version: u64,
         in_memory: &[Vec<usize>],
     ) -> Result<()> {
@@ -39,8 +39,8 @@ impl Job<'_> {
             return Ok(());
         }
         let (mut active, mut copies) = (vec![Vec::new(); owned.len()], vec![Vec::new(); owned.len()]);
-        for (rank, seat) in old.iter().enumerate().filter(|_| version == self.line.newest) {
-            let units = seat.iter().flat_map(|seat| &seat.owned);
+        for (rank, own_units) in old.iter().enumerate().filter(|_| version == self.line.newest) {
+            let units = own_units.iter().flat_map(|own_units| &own_units.owned);
             units.for_each(|&unit| active[unit - owned.start].push(rank));
         }
         for (rank, units) in in_memory.iter().enumerate() {
@@ -48,42 +48,45 @@ impl Job<'_> {
             units.for_each(|&unit| copies[unit - owned.start].push(rank));
         }
         let loads: Vec<u64> =
-            seats.iter().map(|seat| self.units.sum(seat.units(self.units.experts))).collect();
+            rank_units.iter().map(|own_units| self.units.sum(own_units.units(self.units.experts))).collect();
         let owners =
             self.planners.place_owners(&self.units.bytes[owned.clone()], &active, &copies, &loads)?;
-        owned.zip(owners).for_each(|(unit, owner)| seats[owner].owned.push(unit));
+        owned.zip(owners).for_each(|(unit, owner)| rank_units[owner].owned.push(unit));
         Ok(())
     }
 
-    /// Newcomers take over what lost nodes had; none where that leaves an expert without a node, or a node without one.
-    fn take_over(&mut self, old: &[Option<Seat>]) -> Option<Vec<Seat>> {
+    /// Assigns the units of lost nodes to newcomers; none if an expert would have no node, or a node no expert.
+    fn take_over(&mut self, old: &[Option<RankUnits>]) -> Option<Vec<RankUnits>> {
         let mut lost = self.vacated.iter();
         let mut substitutes = BTreeMap::new();
-        let mut seats = Vec::with_capacity(old.len());
-        for (&node, seat) in self.agreed.iter().zip(old) {
-            if let Some(seat) = seat {
-                seats.push(seat.clone());
+        let mut rank_units = Vec::with_capacity(old.len());
+        for (&node, own_units) in self.agreed.iter().zip(old) {
+            if let Some(own_units) = own_units {
+                rank_units.push(own_units.clone());
                 continue;
             }
             let taken = lost.next()?;
             substitutes.insert(taken.node, node);
-            seats.push(Seat { node, ..taken.clone() });
+            rank_units.push(RankUnits { node, ..taken.clone() });
         }
         let mut has = vec![false; self.units.bytes.len()];
         self.units.everywhere().for_each(|unit| has[unit] = true);
-        seats.iter().flat_map(|seat| seat.units(self.units.experts)).for_each(|unit| has[unit] = true);
+        rank_units
+            .iter()
+            .flat_map(|own_units| own_units.units(self.units.experts))
+            .for_each(|unit| has[unit] = true);
         if !has.into_iter().all(|has| has) {
             return None;
         }
         self.substitutes = substitutes;
-        Some(seats)
+        Some(rank_units)
     }
 
-    /// Rows of each class for these nodes, and how uneven it is.
+    /// Rows of each class for these nodes, and their imbalance.
     fn plan_rows(
         &self,
         nodes: &[usize],
-        old: &[Option<&Seat>],
+        old: &[Option<&RankUnits>],
         in_memory: Option<&[Vec<usize>]>,
     ) -> Result<(Vec<Rows>, Vec<f64>)> {
         let (experts, session) = (self.units.experts, &self.scenario.session);
@@ -98,7 +101,7 @@ impl Job<'_> {
             let load = self.loads.of_class(class);
             let previous = matrix(old, class, experts);
             let mut now = vec![0; experts];
-            for (expert, count) in old.iter().flatten().flat_map(|seat| &seat.held[class]) {
+            for (expert, count) in old.iter().flatten().flat_map(|own_units| &own_units.held[class]) {
                 now[*expert] += count;
             }
             let counts = self.planners.allocate(load, nodes.len(), slots, replicas, Some(&now))?;
@@ -109,7 +112,7 @@ impl Job<'_> {
                 policy: self.preset.placement,
                 load: Some(load),
                 previous: Some(&previous),
-                domains: fail_together.then_some(&domains[..]), // nodes that fail alone need no list
+                domains: fail_together.then_some(&domains[..]), // nodes that fail independently need no list
                 failures: None,
             })?;
             imbalances.push(self.imbalance(&placement.matrix, class, nodes.len())?);
@@ -131,12 +134,12 @@ impl Job<'_> {
         Ok((found, imbalances))
     }
 
-    /// The busiest node over the mean, of a class that is placed like this.
+    /// Load of the busiest node over the mean, for this placement of a class.
     fn imbalance(&self, matrix: &[i64], class: usize, nodes: usize) -> Result<f64> {
         self.planners.imbalance(matrix, self.loads.of_class(class), nodes, self.preset.token_split)
     }
 
-    /// Active replicas of each expert that are wanted.
+    /// Wanted number of active replicas of each expert.
     fn active_replicas(&self) -> usize {
         let session = &self.scenario.session;
         let preset = if self.preset.active_copies { session.copies.max(1) } else { 1 };
@@ -159,7 +162,7 @@ impl Job<'_> {
         found
     }
 
-    /// Nodes that fail together, by rank: racks where there are enough of them for all copies, else nodes.
+    /// Nodes that fail together, by rank: racks if there are enough of them for all copies, or else nodes.
     pub(super) fn domains(&self, nodes: &[usize]) -> Vec<Vec<usize>> {
         let mut found: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (rank, &node) in nodes.iter().enumerate() {
@@ -178,13 +181,13 @@ impl Job<'_> {
         }
     }
 
-    /// Whether the load has shifted so far that experts should move.
+    /// Whether the load has shifted enough for experts to move.
     pub(super) fn should_move(&mut self) -> Result<bool> {
-        if !self.scenario.session.plans_anew || !self.loads.has_changed() {
+        if !self.scenario.session.replans || !self.loads.has_changed() {
             return Ok(false);
         }
-        let nodes: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
-        let old: Vec<Option<&Seat>> = self.seats.iter().map(Some).collect();
+        let nodes: Vec<usize> = self.rank_units.iter().map(|own_units| own_units.node).collect();
+        let old: Vec<Option<&RankUnits>> = self.rank_units.iter().map(Some).collect();
         let (_, planned) = self.plan_rows(&nodes, &old, None)?;
         let (mut is_worth, mut worst) = (false, 1.0_f64);
         for (class, then) in planned.into_iter().enumerate() {
@@ -201,13 +204,13 @@ impl Job<'_> {
     }
 }
 
-fn seats(nodes: &[usize], rows: Vec<Rows>) -> Vec<Seat> {
-    let mut seats: Vec<Seat> =
-        nodes.iter().map(|&node| Seat { node, held: Vec::new(), owned: Vec::new() }).collect();
+fn rank_units(nodes: &[usize], rows: Vec<Rows>) -> Vec<RankUnits> {
+    let mut rank_units: Vec<RankUnits> =
+        nodes.iter().map(|&node| RankUnits { node, held: Vec::new(), owned: Vec::new() }).collect();
     for class in rows {
-        for (seat, row) in seats.iter_mut().zip(class) {
-            seat.held.push(row);
+        for (own_units, row) in rank_units.iter_mut().zip(class) {
+            own_units.held.push(row);
         }
     }
-    seats
+    rank_units
 }

@@ -1,19 +1,19 @@
-//! What people use instead: checkpoints from which all start again, with fixed groups of nodes that share the experts.
+//! The usual practice: checkpoints from which all restart, with fixed groups of nodes that share the experts.
 //!
-//! The baselines of Lazarus (section 6.1): "DS" stops and restarts all at every loss; "DS(FT)" drops the groups that lost
-//! a node and goes on with the others, as long as one is whole.
+//! These are the baselines of Lazarus (section 6.1): "DS" stops and restarts all nodes at every loss. "DS(FT)" drops
+//! the groups that lost a node and continues with the others, as long as one is complete.
 
 use super::account::{Cause, nanoseconds, seconds};
 use super::failures::{Change, step_losses};
 use super::load::Loads;
-use super::outcome::{Happened, MAX_HAPPENED, Outcome, Parts, Tally};
+use super::outcome::{Happened, MAX_HAPPENED, Outcome, OutcomeInputs, Tally};
 use super::scenario::{RestartChoices, Scenario};
 use super::units::Units;
 use super::world::{Flow, Progress, World};
 use crate::error::Result;
 use std::collections::{BTreeSet, VecDeque};
 
-/// A job that restarts.
+/// A job that restarts from checkpoints.
 pub(super) struct Restarts<'a> {
     scenario: &'a Scenario,
     choices: &'a RestartChoices,
@@ -22,22 +22,22 @@ pub(super) struct Restarts<'a> {
     loads: Loads<'a>,
     /// Nodes that train, group by group.
     used: Vec<usize>,
-    /// Steps that the state has taken, those of the newest checkpoint, and those of the one that is being written with
-    /// the time at which it is whole.
+    /// Steps of the state, of the newest checkpoint, and of the checkpoint in progress with the time at which it is
+    /// complete.
     step: u64,
     stored: u64,
     writing: Option<(u64, u64)>,
     /// Steps since the newest checkpoint, and their nanoseconds.
     since: VecDeque<(u64, u64)>,
-    /// Since when nodes wait that could train.
+    /// Time since which nodes wait that could train.
     waiting_since: Option<u64>,
     tally: Tally,
 }
 
-/// What ends a run of steps.
+/// The end of a run of steps.
 enum End {
     Lost,
-    /// Nodes that had notice are gone.
+    /// Nodes that had notice have left.
     Left,
     Joins,
     Over,
@@ -74,7 +74,7 @@ impl<'a> Restarts<'a> {
         let mut is_restart = true;
         while !self.world.is_over() {
             if is_restart && !self.start()? {
-                continue; // a node was lost while all started
+                continue; // a node was lost during the start
             }
             is_restart = match self.train()? {
                 End::Over => break,
@@ -86,7 +86,7 @@ impl<'a> Restarts<'a> {
                 End::Left => !self.choices.drops_groups || !self.drop_groups()?,
             };
         }
-        Ok(Outcome::new(Parts {
+        Ok(Outcome::new(OutcomeInputs {
             scheme: &self.choices.name,
             tokens_per_step: self.scenario.model.tokens_per_step,
             ideal_step_seconds: self.scenario.model.step_seconds,
@@ -99,7 +99,7 @@ impl<'a> Restarts<'a> {
         }))
     }
 
-    /// All processes start, and load the newest checkpoint; false if a node is lost meanwhile.
+    /// Starts all processes and loads the newest checkpoint; false if a node is lost meanwhile.
     fn start(&mut self) -> Result<bool> {
         let group = self.choices.expert_parallel;
         self.used.clear();
@@ -140,7 +140,7 @@ impl<'a> Restarts<'a> {
         Ok(true)
     }
 
-    /// Takes steps until something happens.
+    /// Takes steps until something changes.
     fn train(&mut self) -> Result<End> {
         while !self.world.is_over() {
             self.loads.advance(self.step);
@@ -180,7 +180,7 @@ impl<'a> Restarts<'a> {
         Ok(End::Over)
     }
 
-    /// Begins a checkpoint where one is due; the nanoseconds for which training waits, until it is in host memory.
+    /// Begins a checkpoint if scheduled; returns the nanoseconds for which training waits until it is in host memory.
     fn checkpoint(&mut self) -> u64 {
         self.finish_writing();
         let every = self.choices.checkpoint_interval;
@@ -199,7 +199,7 @@ impl<'a> Restarts<'a> {
     }
 
     fn finish_writing(&mut self) {
-        if let Some((step, _)) = self.writing.take_if(|(_, whole)| *whole <= self.world.now) {
+        if let Some((step, _)) = self.writing.take_if(|(_, complete)| *complete <= self.world.now) {
             self.stored = step;
             while self.since.front().is_some_and(|(number, _)| *number < step) {
                 self.since.pop_front();
@@ -207,7 +207,7 @@ impl<'a> Restarts<'a> {
         }
     }
 
-    /// All go back to the newest checkpoint.
+    /// Returns all to the newest checkpoint.
     fn undo(&mut self) {
         let lost: u64 = self.since.drain(..).map(|(_, time)| time).sum();
         self.world.spent.move_to_repeat(lost);
@@ -224,20 +224,20 @@ impl<'a> Restarts<'a> {
         Ok(())
     }
 
-    /// The groups that are whole go on; false if none is.
+    /// Continues with the complete groups; false if there is none.
     fn drop_groups(&mut self) -> Result<bool> {
         let group = self.choices.expert_parallel;
-        let is_whole = |nodes: &&[usize]| nodes.iter().all(|node| self.world.up.contains(node));
-        let whole: Vec<usize> = self.used.chunks(group).filter(is_whole).flatten().copied().collect();
-        if whole.is_empty() {
+        let is_complete = |nodes: &&[usize]| nodes.iter().all(|node| self.world.up.contains(node));
+        let complete: Vec<usize> = self.used.chunks(group).filter(is_complete).flatten().copied().collect();
+        if complete.is_empty() {
             return Ok(false);
         }
-        self.used = whole;
+        self.used = complete;
         self.set_members();
         self.reconnect(0)
     }
 
-    /// Nodes that train no group become new ones, with the state of the others; false if one is lost meanwhile.
+    /// Forms new groups of idle nodes with the state of the others; false if a node is lost meanwhile.
     fn grow(&mut self) -> Result<bool> {
         let free = self.free();
         self.used.extend(&free);
@@ -246,7 +246,7 @@ impl<'a> Restarts<'a> {
         self.reconnect(free.len())
     }
 
-    /// Agrees and connects, and sends the state to newcomers; false if no group is left that is whole.
+    /// Agrees, connects, and sends the state to newcomers; false if no complete group is left.
     fn reconnect(&mut self, newcomers: usize) -> Result<bool> {
         let costs = &self.scenario.costs;
         let rebuild = costs.rebuild(self.used.len());
@@ -271,7 +271,7 @@ impl<'a> Restarts<'a> {
         Ok(true)
     }
 
-    /// Nodes of as many whole groups as there is room for.
+    /// Nodes of as many complete groups as there is room for.
     fn free(&self) -> Vec<usize> {
         let group = self.choices.expert_parallel;
         let used: BTreeSet<usize> = self.used.iter().copied().collect();
@@ -281,7 +281,7 @@ impl<'a> Restarts<'a> {
         ready[..count].to_vec()
     }
 
-    /// Whether nodes have waited long enough that make a group.
+    /// Whether nodes that form a group have waited long enough.
     fn should_grow(&mut self) -> bool {
         if self.world.up.len() < self.used.len() + self.choices.expert_parallel || self.free().is_empty() {
             self.waiting_since = None;
@@ -297,7 +297,7 @@ impl<'a> Restarts<'a> {
         self.tally.fewest_members = self.tally.fewest_members.min(self.used.len());
     }
 
-    /// Each group has all experts, each node as many; the busiest of a group decides.
+    /// Each group has all experts and each of its nodes the same number; the busiest node of a group decides.
     fn step_seconds(&self) -> f64 {
         let (model, group) = (&self.scenario.model, self.choices.expert_parallel);
         let share = (self.scenario.cluster.nodes as f64 / self.used.len().max(1) as f64).powf(model.scaling);

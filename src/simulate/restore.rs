@@ -1,10 +1,10 @@
-//! A recovery: what survives, from where all go on, and what that takes.
+//! A recovery: the surviving state, the version to continue from, and the costs.
 
 use super::account::{Cause, nanoseconds, seconds};
 use super::copies::Copies;
 use super::job::Job;
 use super::scenario::Lagging;
-use super::units::Seat;
+use super::units::RankUnits;
 use super::world::Flow;
 use crate::error::Result;
 use crate::protection::CopyKind;
@@ -12,7 +12,7 @@ use crate::protocol::{Event, step_of};
 use crate::recovery::{Holding, Kind, Plan};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Version from which all go on, and what is known of it.
+/// The version to continue from, and its properties.
 struct Found {
     version: Option<u64>,
     may_lag: bool,
@@ -24,17 +24,17 @@ struct Found {
 struct Traffic {
     sent: BTreeMap<usize, u64>,
     received: BTreeMap<usize, (u64, usize)>,
-    /// Optimizer state, which is sent and received beside the next step.
+    /// Optimizer state that is sent and received during the next step.
     late_sent: BTreeMap<usize, u64>,
     late_received: BTreeMap<usize, u64>,
     local: BTreeMap<usize, u64>,
     read: BTreeMap<usize, u64>,
-    /// Of which the busiest of a node's processes computes digests.
+    /// Bytes that the busiest of a node's processes digests.
     verified: BTreeMap<usize, u64>,
 }
 
 impl Job<'_> {
-    /// Surveys what survives, and fetches what each member needs.
+    /// Surveys the surviving state and fetches the units that each member needs.
     pub(super) fn restore(&mut self, version: u64) -> Result<Event> {
         let since = self.surveying_since.take().unwrap_or(self.world.now);
         let done = seconds(self.world.now - since);
@@ -43,7 +43,7 @@ impl Job<'_> {
             return self.lost();
         }
         self.finish_writing();
-        let old = self.old_seats();
+        let old = self.old_rank_units();
         let found = self.find_version(&old)?;
         let is_patient = self.is_patient();
         if found.version.is_none() && is_patient {
@@ -58,12 +58,12 @@ impl Job<'_> {
         }
     }
 
-    /// The seat of each agreed node, where it has one.
-    fn old_seats(&self) -> Vec<Option<Seat>> {
-        let mut seats = self.seats.iter().peekable();
+    /// The units of each agreed node; none for a node that was no member.
+    fn old_rank_units(&self) -> Vec<Option<RankUnits>> {
+        let mut rank_units = self.rank_units.iter().peekable();
         let mut seat_of = |node: usize| {
-            while seats.next_if(|seat| seat.node < node).is_some() {}
-            seats.next_if(|seat| seat.node == node).cloned()
+            while rank_units.next_if(|own_units| own_units.node < node).is_some() {}
+            rank_units.next_if(|own_units| own_units.node == node).cloned()
         };
         self.agreed.iter().map(|&node| seat_of(node)).collect()
     }
@@ -73,8 +73,8 @@ impl Job<'_> {
         self.missing_since.is_none_or(|since| self.world.now < since + limit)
     }
 
-    /// A version that all can go on from, without experts that lag if that is possible.
-    fn find_version(&self, old: &[Option<Seat>]) -> Result<Found> {
+    /// A version from which all can continue, without lagging experts if possible.
+    fn find_version(&self, old: &[Option<RankUnits>]) -> Result<Found> {
         let holdings = self.survey(old, usize::from(self.is_whole(old)));
         let nothing = vec![Vec::new(); old.len()];
         let plan = |may_lag: &[usize]| -> Result<Plan> {
@@ -98,20 +98,20 @@ impl Job<'_> {
     }
 
     /// Whether every unit is trained by one of those that are left.
-    fn is_whole(&self, old: &[Option<Seat>]) -> bool {
+    fn is_whole(&self, old: &[Option<RankUnits>]) -> bool {
         let mut has = vec![false; self.units.bytes.len()];
         self.units.everywhere().for_each(|unit| has[unit] = true);
-        for seat in old.iter().flatten() {
-            seat.units(self.units.experts).for_each(|unit| has[unit] = true);
+        for own_units in old.iter().flatten() {
+            own_units.units(self.units.experts).for_each(|unit| has[unit] = true);
         }
         has.into_iter().all(|has| has) && old.iter().any(Option::is_some)
     }
 
-    /// What each member has, by rank. With `most` above 0 of a unit's active holders only the first so many: they are all
-    /// alike, and no plan of fewer transfers uses more.
-    fn survey(&self, old: &[Option<Seat>], most: usize) -> Vec<Vec<Holding>> {
+    /// Holdings of each member, by rank. If `most` is above 0, only that number of each unit's active holders is
+    /// listed: they are equivalent, and no plan with fewer transfers uses more.
+    fn survey(&self, old: &[Option<RankUnits>], most: usize) -> Vec<Vec<Holding>> {
         let mut holdings = vec![Vec::new(); old.len()];
-        if self.seats.is_empty() {
+        if self.rank_units.is_empty() {
             if let Some(first) = holdings.first_mut() {
                 *first = (0..self.units.bytes.len()).map(|unit| holding(unit, 0, Kind::Active)).collect();
             }
@@ -121,9 +121,9 @@ impl Job<'_> {
         let newest = self.line.newest;
         let most = if most == 0 { usize::MAX } else { most };
         let mut counted = vec![0; self.units.bytes.len()];
-        for (rank, seat) in old.iter().enumerate() {
-            let Some(seat) = seat else { continue };
-            for unit in seat.units(self.units.experts).chain(self.units.everywhere()) {
+        for (rank, own_units) in old.iter().enumerate() {
+            let Some(own_units) = own_units else { continue };
+            for unit in own_units.units(self.units.experts).chain(self.units.everywhere()) {
                 counted[unit] += 1;
                 if counted[unit] <= most {
                     holdings[rank].push(holding(unit, newest, Kind::Active));
@@ -137,9 +137,9 @@ impl Job<'_> {
         holdings
     }
 
-    /// Copies in memory. Where some follow a step late, those that train the others have snapshots of that version, too,
-    /// and replicas can be brought to it.
-    fn survey_copies(&self, copies: &Copies, old: &[Option<Seat>], holdings: &mut [Vec<Holding>]) {
+    /// Copies in memory. If some copies are one step late, the members that train the other units have snapshots of
+    /// that version, too, and replicas can be brought to it.
+    fn survey_copies(&self, copies: &Copies, old: &[Option<RankUnits>], holdings: &mut [Vec<Holding>]) {
         let rank_of = |node: usize| self.agreed.binary_search(&node).ok().filter(|&rank| old[rank].is_some());
         let late = copies.late(&self.line);
         for (unit, each) in copies.units.iter().enumerate() {
@@ -162,23 +162,23 @@ impl Job<'_> {
         }
     }
 
-    /// Experts that are saved one by one are listed by the first member.
+    /// The first member lists the experts that are saved one by one.
     fn survey_store(&self, holdings: &mut [Vec<Holding>]) {
         let (Some(turns), Some(first)) = (&self.turns, holdings.first_mut()) else { return };
         first.extend(turns.saved().map(|(unit, version)| holding(unit, version, Kind::Persisted)));
     }
 
-    fn fetch(&mut self, before: u64, found: Found, old: &[Option<Seat>]) -> Result<Event> {
+    fn fetch(&mut self, before: u64, found: Found, old: &[Option<RankUnits>]) -> Result<Event> {
         let Found { version: Some(version), may_lag, .. } = found else { return Ok(Event::Unrecoverable) };
-        let is_newest = version == self.line.newest && !self.seats.is_empty() && found.stale.is_empty();
-        let seats = self.place(old, version)?;
-        if version == 0 && self.seats.is_empty() {
+        let is_newest = version == self.line.newest && !self.rank_units.is_empty() && found.stale.is_empty();
+        let rank_units = self.place(old, version)?;
+        if version == 0 && self.rank_units.is_empty() {
             self.undo(0);
-            return Ok(self.adopt(version, seats)); // each makes its own first values
+            return Ok(self.adopt(version, rank_units)); // each initialises its own state
         }
-        let mut needs = Vec::with_capacity(seats.len());
-        for (seat, old) in seats.iter().zip(old) {
-            needs.push(self.needs(seat, old.as_ref().filter(|_| is_newest)));
+        let mut needs = Vec::with_capacity(rank_units.len());
+        for (own_units, old) in rank_units.iter().zip(old) {
+            needs.push(self.needs(own_units, old.as_ref().filter(|_| is_newest)));
         }
         let wanted: usize = needs.iter().map(Vec::len).sum();
         let holdings = self.survey(old, if is_newest { wanted.max(1) } else { 0 });
@@ -192,17 +192,17 @@ impl Job<'_> {
             self.undo(step_of(version));
         }
         self.stale = plan.stale;
-        Ok(self.adopt(version, seats))
+        Ok(self.adopt(version, rank_units))
     }
 
     /// Units that a member runs and does not have.
-    fn needs(&self, seat: &Seat, old: Option<&Seat>) -> Vec<usize> {
-        if old.is_some_and(|old| old.held == seat.held && old.owned == seat.owned) {
+    fn needs(&self, own_units: &RankUnits, old: Option<&RankUnits>) -> Vec<usize> {
+        if old.is_some_and(|old| old.held == own_units.held && old.owned == own_units.owned) {
             return Vec::new();
         }
         let everywhere = self.units.everywhere().filter(|_| old.is_none());
         let has = |unit: usize| old.is_some_and(|old| old.has(unit, &self.units));
-        seat.units(self.units.experts).filter(|&unit| !has(unit)).chain(everywhere).collect()
+        own_units.units(self.units.experts).filter(|&unit| !has(unit)).chain(everywhere).collect()
     }
 
     fn traffic(&self, plan: &Plan) -> Traffic {
@@ -237,7 +237,7 @@ impl Job<'_> {
         found
     }
 
-    /// Bytes of a unit that a forward pass needs: the share of those of what is no expert.
+    /// Bytes of a unit that a forward pass needs: the weights' share of state that is no expert.
     fn weights(&self, unit: usize) -> u64 {
         let model = &self.scenario.model;
         let dense: u64 = model.dense_modules.iter().sum();
@@ -247,7 +247,7 @@ impl Job<'_> {
         (u128::from(self.units.bytes[unit]) * u128::from(model.dense_weight_bytes) / u128::from(dense)) as u64
     }
 
-    /// Bytes of a unit of which one process of a node computes digests: each has all that every node has, and a part of
+    /// Bytes of a unit that one process of a node digests: each digests all units that every node has, and a part of
     /// the rest.
     fn verified(&self, unit: usize) -> u64 {
         let parts =
@@ -255,17 +255,21 @@ impl Job<'_> {
         self.units.bytes[unit].div_ceil(parts)
     }
 
-    /// Seconds in which all processes compute digests of what they train, from when they notice a loss, or connect.
+    /// Seconds in which all processes compute digests of their units, from when they notice a loss, or connect.
     fn survey_digests(&self) -> f64 {
         let everywhere = self.units.everywhere();
-        let of = |seat: &Seat| -> u64 {
-            seat.units(self.units.experts).chain(everywhere.clone()).map(|unit| self.verified(unit)).sum()
+        let of = |own_units: &RankUnits| -> u64 {
+            own_units
+                .units(self.units.experts)
+                .chain(everywhere.clone())
+                .map(|unit| self.verified(unit))
+                .sum()
         };
-        let most = self.seats.iter().map(of).max().unwrap_or(0);
+        let most = self.rank_units.iter().map(of).max().unwrap_or(0);
         most as f64 / self.scenario.costs.digest_bytes_per_second
     }
 
-    /// Lets pass what the transfers take, but for what comes beside the next step; false if a member is lost meanwhile.
+    /// Spends the time of the transfers, except those during the next step; false if a member is lost meanwhile.
     ///
     /// Digests are computed while bytes arrive.
     fn spend_traffic(&mut self, traffic: &Traffic) -> Result<bool> {
@@ -294,13 +298,13 @@ impl Job<'_> {
         Ok(true)
     }
 
-    /// All take their units from the newest checkpoint.
-    fn read_checkpoint(&mut self, version: u64, old: &[Option<Seat>]) -> Result<Event> {
-        let nothing: Vec<Option<Seat>> = vec![None; old.len()];
-        let seats = self.place(&nothing, version)?;
+    /// Loads all units from the newest checkpoint.
+    fn read_checkpoint(&mut self, version: u64, old: &[Option<RankUnits>]) -> Result<Event> {
+        let nothing: Vec<Option<RankUnits>> = vec![None; old.len()];
+        let rank_units = self.place(&nothing, version)?;
         let mut traffic = Traffic::default();
-        for (rank, seat) in seats.iter().enumerate() {
-            let needs = self.needs(seat, None);
+        for (rank, own_units) in rank_units.iter().enumerate() {
+            let needs = self.needs(own_units, None);
             traffic.read.insert(rank, self.units.sum(needs.iter().copied()));
             traffic.verified.insert(rank, needs.iter().map(|&unit| self.verified(unit)).sum());
         }
@@ -310,23 +314,23 @@ impl Job<'_> {
         self.tally.checkpoint_loads += 1;
         self.undo(step_of(version));
         self.stale.clear();
-        Ok(self.adopt(version, seats))
+        Ok(self.adopt(version, rank_units))
     }
 
-    fn adopt(&mut self, version: u64, seats: Vec<Seat>) -> Event {
+    fn adopt(&mut self, version: u64, rank_units: Vec<RankUnits>) -> Event {
         self.missing_since = None;
         if let Some(copies) = self.former.take().or(self.copies.take()) {
             self.former = Some(copies.frozen(&self.line));
         }
-        self.seats = seats;
+        self.rank_units = rank_units;
         self.vacated.clear();
         self.line.note(version);
         self.tally.recoveries += 1;
-        self.tally.fewest_members = self.tally.fewest_members.min(self.seats.len());
+        self.tally.fewest_members = self.tally.fewest_members.min(self.rank_units.len());
         Event::Restored { version, is_stale: !self.stale.is_empty() }
     }
 
-    /// Experts that went back to older copies have lost what they got since.
+    /// Counts the tokens lost by experts that returned to older copies.
     pub(super) fn count_losses(&mut self) -> Result<()> {
         let stale = std::mem::take(&mut self.stale);
         let step = step_of(self.line.newest);

@@ -1,4 +1,4 @@
-//! What is simulated: a cluster, what things cost on it, a model, the choices of a session, and for how long.
+//! Scenario of a simulation: a cluster with its costs, a model, the options of a session, and a duration.
 
 use super::costs::Costs;
 use super::failures::Source;
@@ -12,50 +12,50 @@ use crate::protocol::STEP_BITS;
 use crate::schedule::{self, MAX_STEPS};
 use serde::{Deserialize, Serialize};
 
-/// Nodes at most, spares included.
+/// Maximum number of nodes, including spares.
 const MAX_NODES: usize = 1 << 17;
-/// Layers that differ × experts, at most.
+/// Maximum number of experts over all classes of layers.
 const MAX_UNITS: usize = 1 << 16;
-/// Seconds of a simulation at most: a century.
+/// Maximum duration of a simulation in seconds: a century.
 const MAX_SECONDS: f64 = 3.2e9;
 
 /// A job on a cluster that fails.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// The machines.
+    /// The cluster.
     pub cluster: Cluster,
-    /// What things cost on them.
+    /// Costs on the cluster.
     pub costs: Costs,
-    /// What is trained.
+    /// The model that is trained.
     pub model: Model,
     /// Tokens of each expert.
     pub load: Load,
     /// Options of the session.
     pub session: SessionChoices,
-    /// What goes wrong.
+    /// Sources of failures.
     pub failures: Vec<Source>,
-    /// How long it goes on at most.
+    /// Maximum duration in seconds.
     pub seconds: f64,
-    /// Steps after which the job is over; none where only time ends it.
+    /// Number of steps of the job; none if only time ends it.
     pub steps: Option<u64>,
 }
 
-/// Machines, all alike.
+/// A cluster of equal machines.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cluster {
-    /// Nodes that the job trains on. The devices of a node fail together: they are one member here.
+    /// Nodes that the job trains on. The devices of a node fail together and count as one member here.
     pub nodes: usize,
-    /// Nodes that are ready to take the place of a lost one.
+    /// Nodes that are ready to replace a lost one.
     pub spares: usize,
-    /// Devices of a node. Each has a process, which checks what it fetches by itself.
+    /// Devices of a node. Each has a process, which verifies the units that it fetches.
     pub devices: usize,
-    /// Consecutive nodes that share a rack; 0 where racks do not matter.
+    /// Consecutive nodes that share a rack; 0 if racks do not matter.
     pub nodes_per_rack: usize,
-    /// Seconds that any transfer between nodes takes.
+    /// Latency of every transfer between nodes, in seconds.
     pub network_latency_seconds: f64,
-    /// Bytes a second of a node's network.
+    /// Network bandwidth of a node, in bytes per second.
     pub network_bytes_per_second: f64,
     /// Host memory of a node that is free for copies.
     pub host_bytes: u64,
@@ -67,7 +67,7 @@ pub struct Cluster {
 pub struct Model {
     /// MoE layers.
     pub layers: usize,
-    /// Into how many classes they fall: layers of a class have the same load, and are placed and copied alike.
+    /// Number of classes of layers. Layers of a class have the same load, placement and copies.
     pub classes: usize,
     /// Experts of a layer.
     pub experts: usize,
@@ -77,60 +77,60 @@ pub struct Model {
     pub expert_gradient_bytes: u64,
     /// Bytes of the state of each module that is no expert.
     pub dense_modules: Vec<u64>,
-    /// Bytes of these modules' weights.
+    /// Bytes of the weights of these modules.
     pub dense_weight_bytes: u64,
     /// Tokens of a step's global batch.
     pub tokens_per_step: u64,
     /// Seconds of a step on all nodes of the cluster, with a perfectly even load.
     pub step_seconds: f64,
-    /// A step of fewer nodes takes `(all / nodes)^scaling` times as long: 1 where they do the work of the others, too, 0
-    /// where it takes as long, below 0 where all share one machine and its processors have less to do.
+    /// A step on fewer nodes takes `(all / nodes)^scaling` times as long. With 1 the remaining nodes do all the work;
+    /// with 0 a step takes as long as before; below 0 all nodes share one machine, whose processors have less to do.
     pub scaling: f64,
-    /// Share of a step in which experts compute: only this grows with an uneven load.
+    /// Share of a step in which experts compute; only this share grows with an uneven load.
     pub expert_share: f64,
     /// Share of a step in which the network is idle.
     pub network_idle: f64,
-    /// Whether the optimizer's steps can be repeated to the bit.
+    /// Whether the optimizer's steps can be repeated bit for bit.
     pub replayable: bool,
 }
 
-/// How many tokens each expert gets, and how that changes.
+/// Tokens of each expert, and their drift.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Load {
     /// Exponent of a Zipf distribution at the start; 0 is even.
     pub zipf: f64,
-    /// Standard deviation of the logarithm by which each expert's share changes from one look to the next.
+    /// Standard deviation of the change of the logarithm of each expert's share.
     pub drift: f64,
     /// Steps between two changes.
     pub drift_interval: u64,
-    /// `[(step, classes × experts)]` tokens from a step on, in the place of these; empty for none.
+    /// `[(step, classes × experts)]`: recorded tokens from a step on, which replace the distribution; empty for none.
     pub trace: Vec<(u64, Vec<f64>)>,
 }
 
-/// Options of a session, with their names there.
+/// Options of a session, under the session's own names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SessionChoices {
-    /// Replicas of experts that each node holds of a layer; none for the session's own choice.
+    /// Replicas of experts that each node holds per layer; none for the session's own choice.
     pub slots: Option<usize>,
     /// Replicas that a node has memory for; a job that needs more waits for nodes. None for no limit.
     pub most_slots: Option<usize>,
-    /// Active replicas of each expert that are wanted; none for the preset's.
+    /// Minimum number of active replicas of each expert; none for the preset's.
     pub min_replicas: Option<usize>,
-    /// Where the optimizer's state is of what is no expert.
+    /// Location of the optimizer state of modules that are no experts.
     pub dense: Dense,
-    /// Nodes that are to hold each unit.
+    /// Number of nodes that should hold each unit.
     pub copies: usize,
     /// Share of a step by which copies may delay it.
     pub copy_budget: f64,
     /// Steps over which a version is copied (`gemini`, `baft`); none for as few as delay no step.
     pub snapshot_interval: Option<usize>,
-    /// Steps between looks for newcomers; 0 for none.
+    /// Steps between two searches for newcomers; 0 for none.
     pub join_interval: u64,
-    /// Steps between looks whether experts should move; 0 for none.
+    /// Steps between two decisions whether experts should move; 0 for none.
     pub rebalance_interval: u64,
-    /// Seconds that units which nobody has are waited for.
+    /// Seconds to wait for the holders of missing units.
     pub rejoin_timeout: f64,
     /// Steps between checkpoints in the store; 0 for none.
     pub checkpoint_interval: u64,
@@ -142,30 +142,30 @@ pub struct SessionChoices {
     pub save_interval: u64,
     /// Portion of tokens that `pec` may lose before it saves more.
     pub max_lost_token_fraction: f64,
-    /// What `moetion` may send to peers in a step; none for an eighth of the experts' state.
+    /// Bytes that `moetion` may send to peers in a step; none for an eighth of the experts' state.
     pub remote_bytes_per_step: Option<u64>,
-    /// Whether experts and copies are planned anew at every change, as a session does. Else a newcomer takes over what a
-    /// lost node had, and all is planned anew only where that leaves an expert without a node.
-    pub plans_anew: bool,
+    /// Whether all experts and copies are planned again at every change, as in a session. If not, a newcomer takes the
+    /// units of a lost node, and all are planned again only if an expert would have no node.
+    pub replans: bool,
 }
 
-/// Where the optimizer's state is of what is no expert; its weights are on every device.
+/// Location of the optimizer state of modules that are no experts; their weights are on every device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dense {
     /// On every device.
     Replicated,
-    /// Of each module on its owner: a node that trains it alone.
+    /// On the owner of each module: one node that trains it.
     Sharded,
 }
 
-/// A way to survive.
+/// A fault-tolerance scheme.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Scheme {
     /// One of the product's presets.
     Preset(PresetChoices),
-    /// What people use instead: checkpoints, from which all start again.
+    /// The usual practice: checkpoints from which all restart.
     Restart(RestartChoices),
 }
 
@@ -179,84 +179,84 @@ impl Scheme {
     }
 }
 
-/// The planners that a preset uses: `evermoe.planning.PRESETS`.
+/// Planners of a preset: `evermoe.planning.PRESETS`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PresetChoices {
     /// Its name.
     pub name: String,
-    /// Copies beside active holders.
+    /// Copies in addition to active holders.
     pub copying: Copying,
-    /// Which experts are copied.
+    /// Selection of the experts that are copied.
     pub selection: Selecting,
     /// Policy of the placement.
     pub placement: Policy,
-    /// Policy by which windows are filled; none where nothing is copied in windows.
+    /// Policy by which windows are filled; none if nothing is copied in windows.
     pub chunks: Option<schedule::Policy>,
-    /// Whether a recovery may take experts at older versions than the rest.
+    /// Whether a recovery may restore experts from older versions than the rest.
     pub lagging: Lagging,
-    /// How replicas of an expert share its tokens.
+    /// Split of an expert's tokens among its replicas.
     pub token_split: dispatch::Policy,
     /// Whether `copies` counts the ranks that train each expert.
     pub active_copies: bool,
-    /// Whether experts are saved a few at a time to the store, where all that is no expert is saved each time.
+    /// Whether experts are saved a few at a time to the store, with all other state each time.
     pub saves_experts: bool,
 }
 
-/// Which experts are copied in a step.
+/// Selection of the experts that are copied in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Selecting {
-    /// All that are to be copied.
+    /// All of them.
     All,
-    /// A few at a time, those with the most unsaved tokens (`pec`).
+    /// The few with the most unsaved tokens (`pec`).
     LoadAware,
-    /// As many as a budget of bytes allows (`moetion`).
+    /// The number that a budget of bytes allows (`moetion`).
     Budget,
 }
 
-/// Whether a recovery may take experts at older versions than the rest.
+/// Whether a recovery may restore experts from older versions than the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lagging {
-    /// Never: all go back.
+    /// Never: all return to the same version.
     Never,
-    /// Where no version is complete.
+    /// Only if no version is complete.
     #[serde(rename = "if needed")]
     IfNeeded,
     /// Always.
     Always,
 }
 
-/// Checkpoints from which all start again.
+/// Checkpoints from which all restart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RestartChoices {
     /// Its name.
     pub name: String,
-    /// Nodes that share the experts of all layers: only a multiple of them trains.
+    /// Number of nodes that share the experts of all layers; only a multiple of it trains.
     pub expert_parallel: usize,
-    /// Whether the groups without a lost node go on without a restart, and the others are dropped whole.
+    /// Whether groups without a lost node continue without a restart while the others are dropped.
     pub drops_groups: bool,
     /// Steps between checkpoints.
     pub checkpoint_interval: u64,
-    /// Seconds for which nodes that come are gathered before they are let in.
+    /// Seconds for which arriving nodes are collected before they join.
     pub join_seconds: f64,
 }
 
-/// Steps of a job that has no end: what a version has room for.
+/// Steps of a job without an end: the maximum that a version can count.
 const NO_END: u64 = (1 << STEP_BITS) - 1;
 
 impl Scenario {
-    /// Steps after which the job is over.
+    /// Number of steps of the job.
     pub(super) fn until(&self) -> u64 {
         self.steps.unwrap_or(NO_END)
     }
 
-    /// Refuses what cannot be simulated.
+    /// Refuses an invalid scenario.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with the field, what was expected and what came.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the field, the value expected and the value that came.
     pub fn check(&self) -> Result<()> {
         let Cluster { nodes, spares, .. } = self.cluster;
         ensure!(nodes >= 1, "cluster.nodes: expected 1 or more, got 0");
@@ -384,17 +384,17 @@ impl Scenario {
 }
 
 impl Scheme {
-    /// Refuses what cannot be simulated.
+    /// Refuses an invalid scheme.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with the field, what was expected and what came.
+    /// [`Error::Invalid`](crate::Error::Invalid) with the field, the value expected and the value that came.
     pub fn check(&self, scenario: &Scenario) -> Result<()> {
         match self {
             Self::Preset(preset) => {
                 let never = preset.saves_experts && scenario.session.copies == 0;
                 ensure!(
                     !never,
-                    "session.copies: {} saves nothing where copies is 0; expected 1 or more",
+                    "session.copies: {} saves nothing with copies=0; expected 1 or more",
                     preset.name
                 );
                 Ok(())

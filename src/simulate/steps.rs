@@ -1,4 +1,4 @@
-//! A step: how long it takes, what delays it, and what is saved beside it.
+//! A step: its duration, its delays, and the saves during it.
 
 use super::account::{Cause, nanoseconds, seconds};
 use super::in_turn::Saved;
@@ -8,15 +8,16 @@ use crate::error::Result;
 use crate::protocol::Event;
 
 impl Job<'_> {
-    /// Seconds of a step of these members, where nothing delays it.
+    /// Seconds of a step of the current members without delays.
     pub(super) fn step_seconds(&self) -> f64 {
         let model = &self.scenario.model;
-        let share = (self.scenario.cluster.nodes as f64 / self.seats.len().max(1) as f64).powf(model.scaling);
+        let share =
+            (self.scenario.cluster.nodes as f64 / self.rank_units.len().max(1) as f64).powf(model.scaling);
         let uneven = 1.0 - model.expert_share + model.expert_share * self.pace.imbalance;
         model.step_seconds * share * uneven
     }
 
-    /// Computes a step, and what must be safe before the vote.
+    /// Computes a step and everything that must be safe before the vote.
     pub(super) fn step(&mut self, number: u64) -> Result<Event> {
         self.loads.advance(number);
         let compute = nanoseconds(self.step_seconds());
@@ -25,7 +26,7 @@ impl Job<'_> {
         if flow != Flow::Done {
             return self.interrupted(flow, self.world.now - began);
         }
-        let (late, first_copies) = self.beside(compute);
+        let (late, first_copies) = self.overlapped(compute);
         let persisting = nanoseconds(std::mem::take(&mut self.pace.persisting));
         let delays = [
             (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
@@ -47,16 +48,16 @@ impl Job<'_> {
         Ok(Event::Gradients { is_whole: true, leaves: false, lag: 0 })
     }
 
-    /// A loss, or the end of the simulated time, cuts a step short in which so many nanoseconds were computed.
+    /// Accounts for a step that a loss, or the end of the simulated time, interrupted after `computed` nanoseconds.
     fn interrupted(&mut self, flow: Flow, computed: u64) -> Result<Event> {
         self.world.spent.move_to_repeat(computed);
         self.tally.interrupted_steps += u64::from(flow == Flow::Lost);
         self.unless_lost(flow, Event::Waited)
     }
 
-    /// Optimizer state, and then the first copies, are sent beside the step, and the vote waits for them: nanoseconds that
-    /// either takes longer than the network is idle.
-    fn beside(&self, compute: u64) -> (u64, u64) {
+    /// Excess nanoseconds of optimizer state, and then of the first copies. Both are sent during the step while the
+    /// network is idle, and the vote waits for them.
+    fn overlapped(&self, compute: u64) -> (u64, u64) {
         let idle = seconds(compute) * self.scenario.model.network_idle;
         let late = self.pace.late_state;
         let first = (self.pace.first_copies - (idle - late).max(0.0)).max(0.0);
@@ -64,16 +65,16 @@ impl Job<'_> {
     }
 
     fn look_for_newcomers(&mut self) -> Result<()> {
-        let is_full = self.seats.len() >= self.scenario.cluster.nodes;
-        let is_alone = self.world.up.len() <= self.seats.len();
+        let is_full = self.rank_units.len() >= self.scenario.cluster.nodes;
+        let is_alone = self.world.up.len() <= self.rank_units.len();
         if is_full || is_alone || self.scenario.session.join_interval == 0 {
             return Ok(());
         }
-        let stay: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
+        let stay: Vec<usize> = self.rank_units.iter().map(|own_units| own_units.node).collect();
         if self.newcomers(&stay).is_empty() { Ok(()) } else { self.members.overhear_newcomers() }
     }
 
-    /// Writes checkpoints, and the experts whose turn it is; the nanoseconds for which the step waits.
+    /// Writes checkpoints and selected experts if scheduled; returns the nanoseconds for which the step waits.
     fn save(&mut self, number: u64, compute: u64) -> Result<u64> {
         self.finish_writing();
         let every = self.scenario.session.checkpoint_interval;
@@ -82,7 +83,7 @@ impl Job<'_> {
             return Ok(0);
         }
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
-        let write = costs.write(bytes, self.seats.len());
+        let write = costs.write(bytes, self.rank_units.len());
         self.writing = Some((self.line.newest, self.world.now + nanoseconds(write)));
         self.tally.store_bytes += u128::from(self.units.bytes.iter().sum::<u64>());
         let capture = nanoseconds(bytes / costs.capture_bytes_per_second);
@@ -90,23 +91,23 @@ impl Job<'_> {
     }
 
     pub(super) fn finish_writing(&mut self) {
-        if let Some((version, _)) = self.writing.filter(|&(_, whole)| whole <= self.world.now) {
+        if let Some((version, _)) = self.writing.filter(|&(_, complete)| complete <= self.world.now) {
             self.stored = Some(version);
             self.writing = None;
         }
     }
 
-    /// Bytes of all state for each node: each unit is written by one of those that have it.
+    /// Bytes of the complete state per node: each unit is written by one of its holders.
     fn bytes_per_node(&self) -> f64 {
-        self.units.bytes.iter().sum::<u64>() as f64 / self.seats.len().max(1) as f64
+        self.units.bytes.iter().sum::<u64>() as f64 / self.rank_units.len().max(1) as f64
     }
 
-    /// A step was taken: experts that are copied in turn.
+    /// Copies experts in turn after a step.
     pub(super) fn taken_step(&mut self, version: u64) -> Result<()> {
         if self.turns.is_none() {
             return Ok(());
         }
-        let nodes = self.seats.len().max(1);
+        let nodes = self.rank_units.len().max(1);
         let Some(turns) = &mut self.turns else { return Ok(()) };
         turns.advance(self.world.now);
         let saved = turns.taken(&self.loads, self.planners, version, &mut self.copies, &self.units)?;

@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Reads a trace in the format of Bamboo (NSDI'23): lines of `milliseconds,add|remove,node`, in order of time.
 ///
-/// Nodes are numbered so that one that comes takes the lowest number that is free: what the trace calls them says nothing
-/// of the machine, as no instance comes back.
+/// Each added node gets the lowest free number: the names in the trace say nothing about the machine, as no instance
+/// returns.
 ///
 /// ```
 /// use evermoe::simulate::{Source, read_bamboo};
@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] with the line, what was expected and what came.
+/// [`Error::Invalid`] with the line, the value expected and the value that came.
 pub fn read_bamboo(text: &str) -> Result<Source> {
     let mut numbers: BTreeMap<&str, usize> = BTreeMap::new();
     let mut free = BTreeSet::new();
@@ -41,12 +41,12 @@ pub fn read_bamboo(text: &str) -> Result<Source> {
             "add" => {
                 let which = free.pop_first().unwrap_or(numbers.len());
                 if numbers.insert(node, which).is_some() {
-                    return Err(wrong(": the node is there already"));
+                    return Err(wrong(": the node is present already"));
                 }
                 (true, which)
             }
             "remove" => {
-                let which = numbers.remove(node).ok_or_else(|| wrong(": no such node is there"))?;
+                let which = numbers.remove(node).ok_or_else(|| wrong(": the node is not present"))?;
                 free.insert(which);
                 (false, which)
             }
@@ -63,7 +63,7 @@ pub fn read_bamboo(text: &str) -> Result<Source> {
     Ok(Source::Trace { events })
 }
 
-/// A trace of one spot instance, as SkyPilot's published ones are: extra fields, such as prices, do not count.
+/// A trace of one spot instance, as published by SkyPilot; extra fields, such as prices, are ignored.
 #[derive(Deserialize)]
 struct SpotTrace {
     metadata: SpotMetadata,
@@ -77,8 +77,8 @@ struct SpotMetadata {
 
 /// Reads traces in SkyPilot's format (NSDI'24), one JSON object for each node, number 0 first.
 ///
-/// `{"metadata": {"gap_seconds": 600}, "data": [0, 0, 1, …]}`: whether an instance is preempted, 1, or to be had, 0, in
-/// each span of so many seconds.
+/// `{"metadata": {"gap_seconds": 600}, "data": [0, 0, 1, …]}`: for each interval of `gap_seconds`, whether the instance
+/// is preempted (1) or available (0).
 ///
 /// ```
 /// use evermoe::simulate::{Source, read_skypilot};
@@ -89,7 +89,7 @@ struct SpotMetadata {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] with the number of the file, what was expected and what came.
+/// [`Error::Invalid`] with the number of the file, the value expected and the value that came.
 pub fn read_skypilot<S: AsRef<str>>(nodes: &[S]) -> Result<Source> {
     ensure!(!nodes.is_empty(), "trace: expected a file for each node, got none");
     let mut events: Vec<(f64, bool, Vec<usize>)> = Vec::new();

@@ -1,13 +1,13 @@
-//! The units of a model, and which node trains which of them.
+//! The units of a model and their assignment to nodes.
 
 use super::scenario::{Dense, Model, Scenario};
 use crate::placement::matrix_of;
 
-/// Units that are no experts, at most, and (node, unit) pairs of them.
+/// Maximum number of units that are no experts, and of (node, unit) pairs of them.
 const MAX_DENSE: usize = 64;
 const MAX_ACTIVE: usize = 1 << 16;
 
-/// Sizes of all units: the experts of each class, whose layers count as one, then what is no expert.
+/// Sizes of all units: the experts of each class, whose layers count as one, then all other state.
 #[derive(Clone, Debug)]
 pub(super) struct Units {
     pub(super) experts: usize,
@@ -15,7 +15,7 @@ pub(super) struct Units {
     /// Bytes of each unit.
     pub(super) bytes: Vec<u64>,
     pub(super) gradients: Vec<u64>,
-    /// Whether what is no expert has owners; else every node trains it.
+    /// Whether state that is no expert has owners; if not, every node trains it.
     is_sharded: bool,
 }
 
@@ -57,17 +57,17 @@ impl Units {
         self.num_experts()..self.bytes.len()
     }
 
-    /// Units that no node trains alone: every node has them.
+    /// Units that every node has.
     pub(super) fn everywhere(&self) -> std::ops::Range<usize> {
         if self.is_sharded { 0..0 } else { self.dense() }
     }
 
-    /// Units that are no expert and have an owner.
+    /// Units with an owner that are no experts.
     pub(super) fn owned(&self) -> std::ops::Range<usize> {
         if self.is_sharded { self.dense() } else { 0..0 }
     }
 
-    /// Bytes of these units.
+    /// Total bytes of these units.
     pub(super) fn sum(&self, units: impl Iterator<Item = usize>) -> u64 {
         units.map(|unit| self.bytes[unit]).sum()
     }
@@ -78,16 +78,17 @@ impl Units {
     }
 }
 
-/// A member: its node, the experts of each class that it trains, with the number of replicas, and what else it owns.
+/// The units of a member: its node, the experts of each class that it trains with their replica counts, and the other
+/// units that it owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Seat {
+pub(super) struct RankUnits {
     pub(super) node: usize,
     pub(super) held: Vec<Vec<(usize, i64)>>,
     pub(super) owned: Vec<usize>,
 }
 
-impl Seat {
-    /// The units that it trains, but for those that every node has.
+impl RankUnits {
+    /// The units that it trains, without those that every node has.
     pub(super) fn units(&self, experts: usize) -> impl Iterator<Item = usize> + '_ {
         let rows = self.held.iter().enumerate();
         let experts =
@@ -95,7 +96,7 @@ impl Seat {
         experts.chain(self.owned.iter().copied())
     }
 
-    /// Whether it trains a unit, of those that not every node has.
+    /// Whether it trains a unit that not every node has.
     pub(super) fn has(&self, unit: usize, units: &Units) -> bool {
         let (class, expert) = (unit / units.experts, unit % units.experts);
         match class < units.classes {
@@ -105,19 +106,22 @@ impl Seat {
     }
 }
 
-/// `[nodes, experts]` replicas of a class; a node without a seat has none.
-pub(super) fn matrix(seats: &[Option<&Seat>], class: usize, experts: usize) -> Vec<i64> {
-    matrix_of(seats.iter().map(|seat| seat.map_or(&[][..], |seat| &seat.held[class])), experts)
+/// `[nodes, experts]` replicas of a class; a node without a member has none.
+pub(super) fn matrix(rank_units: &[Option<&RankUnits>], class: usize, experts: usize) -> Vec<i64> {
+    matrix_of(
+        rank_units.iter().map(|own_units| own_units.map_or(&[][..], |own_units| &own_units.held[class])),
+        experts,
+    )
 }
 
 /// Ranks that train each unit.
-pub(super) fn active(seats: &[Seat], units: &Units) -> Vec<Vec<usize>> {
+pub(super) fn active(rank_units: &[RankUnits], units: &Units) -> Vec<Vec<usize>> {
     let mut active = vec![Vec::new(); units.bytes.len()];
-    for (rank, seat) in seats.iter().enumerate() {
-        seat.units(units.experts).for_each(|unit| active[unit].push(rank));
+    for (rank, own_units) in rank_units.iter().enumerate() {
+        own_units.units(units.experts).for_each(|unit| active[unit].push(rank));
     }
     for unit in units.everywhere() {
-        active[unit] = (0..seats.len()).collect();
+        active[unit] = (0..rank_units.len()).collect();
     }
     active
 }

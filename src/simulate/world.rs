@@ -1,20 +1,20 @@
-//! Simulated time, and which nodes are there.
+//! Simulated time and the present nodes.
 
 use super::account::{Cause, Spent, nanoseconds};
 use super::failures::{Change, What};
 use crate::error::Result;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Is told how much of the simulated time is over, from 0 to 1; an error ends the simulation and is returned.
+/// Callback with the elapsed share of the simulated time, from 0 to 1; an error ends the simulation and is returned.
 pub type Progress<'a> = dyn FnMut(f64) -> Result<()> + 'a;
 
-/// Changes from one report of progress to the next.
+/// Number of changes between two reports of progress.
 const REPORT_EVERY: usize = 16;
 
 /// How an activity ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flow {
-    /// It is done.
+    /// It is complete.
     Done,
     /// A member was lost meanwhile.
     Lost,
@@ -30,14 +30,14 @@ pub(super) struct World<'a> {
     pub(super) now: u64,
     end: u64,
     pub(super) spent: Spent,
-    /// Nodes that are there.
+    /// Nodes that are present.
     pub(super) up: BTreeSet<usize>,
     /// Nodes of the job.
     pub(super) members: Vec<bool>,
-    /// Members that have notice.
+    /// Members that have received notice.
     pub(super) leaving: BTreeSet<usize>,
     slow: BTreeMap<usize, f64>,
-    /// Nodes that are lost in the middle of steps that are still to come.
+    /// Nodes that will be lost in the middle of steps, by step.
     pub(super) step_losses: BTreeMap<u64, Vec<usize>>,
     /// Members that were lost.
     pub(super) losses: u64,
@@ -77,12 +77,12 @@ impl<'a> World<'a> {
         self.now >= self.end
     }
 
-    /// The job is over.
+    /// Ends the job.
     pub(super) fn finish(&mut self) {
         self.end = self.now;
     }
 
-    /// From now on these nodes are the job's.
+    /// Sets the nodes of the job.
     pub(super) fn set_members(&mut self, nodes: &[usize]) {
         self.members.fill(false);
         nodes.iter().for_each(|&node| self.members[node] = true);
@@ -90,7 +90,7 @@ impl<'a> World<'a> {
         self.leaving.retain(|&node| self.members[node]);
     }
 
-    /// Lets time pass, until it is over or a member is lost.
+    /// Spends time until it is over or a member is lost.
     pub(super) fn spend(&mut self, cause: Cause, nanoseconds: u64) -> Result<Flow> {
         let until = self.now.saturating_add(nanoseconds).min(self.end);
         while let Some(change) = self.changes.get(self.next).filter(|change| change.at <= until) {
@@ -103,7 +103,7 @@ impl<'a> World<'a> {
         Ok(if self.is_over() { Flow::Over } else { Flow::Done })
     }
 
-    /// Spends the time of a step; in the middle of its computing some nodes may be lost.
+    /// Spends the time of a step; some nodes may be lost while it computes.
     pub(super) fn spend_step(&mut self, cause: Cause, nanoseconds: u64, step: u64) -> Result<Flow> {
         if cause != Cause::Train || !self.step_losses.contains_key(&step) {
             return self.spend(cause, nanoseconds);
@@ -129,7 +129,7 @@ impl<'a> World<'a> {
         self.now = self.now.max(until);
     }
 
-    /// All that happens at a time; whether a member is lost.
+    /// Applies all changes at a time; returns whether a member is lost.
     fn apply_all(&mut self, at: u64) -> Result<bool> {
         let mut is_lost = false;
         while let Some(change) = self.changes.get(self.next).filter(|change| change.at <= at) {
@@ -148,7 +148,7 @@ impl<'a> World<'a> {
             match change.what {
                 What::Back => {
                     self.up.insert(node);
-                    self.leaving.remove(&node); // the maintenance is over before it went
+                    self.leaving.remove(&node); // the maintenance ended before it left
                 }
                 What::Gone => {
                     is_lost |= self.lose(node);
@@ -170,7 +170,7 @@ impl<'a> World<'a> {
         is_lost
     }
 
-    /// The nodes that are lost in the middle of this step are gone; whether a member was one of them.
+    /// Removes the nodes that are lost in the middle of this step; returns whether a member was among them.
     pub(super) fn lose_in(&mut self, step: u64) -> bool {
         let lost = self.step_losses.remove(&step).unwrap_or_default();
         lost.into_iter().fold(false, |is_lost, node| self.lose(node) | is_lost)
@@ -178,13 +178,13 @@ impl<'a> World<'a> {
 
     fn lose(&mut self, node: usize) -> bool {
         let was_member = self.up.remove(&node) && self.members[node];
-        self.members[node] = false; // if it comes back, it comes empty
+        self.members[node] = false; // its memory is empty if it returns
         self.losses += u64::from(was_member);
         self.leaving.remove(&node);
         was_member
     }
 
-    /// Members that have notice go, as planned.
+    /// Removes members that have received notice.
     pub(super) fn let_go(&mut self) {
         for node in std::mem::take(&mut self.leaving) {
             self.up.remove(&node);
@@ -192,7 +192,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Factor by which the slowest member makes a step longer.
+    /// Factor by which the slowest member lengthens a step.
     pub(super) fn slowness(&self) -> f64 {
         let members = self.slow.iter().filter(|(node, _)| self.members[**node]);
         members.map(|(_, &factor)| factor).fold(1.0, f64::max)

@@ -12,52 +12,53 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes that are reserved before other threads may look: tens of milliseconds.
+/// Bytes that are reserved in one turn before other threads may continue: tens of milliseconds.
 const RESERVED_AT_ONCE: usize = 64 << 20;
 
-/// Whatever page-locks memory, until it is dropped.
+/// A guard that keeps memory page-locked until it is dropped.
 pub type PageLock = Box<dyn Any + Send>;
 
 /// Two versions of a set of units in shared memory.
 ///
-/// One process writes at a time; the caller does not write a buffer while it is committed or verified.
+/// One process writes at a time. The caller must not write a buffer while it is committed or verified.
 pub struct Arena {
     path: PathBuf,
     /// Dropped before the mapping.
     page_lock: Mutex<Option<PageLock>>,
     mapping: MmapRaw,
     layout: Layout,
-    /// What is not ready to be written as yet.
+    /// Space that is not ready to be written yet.
     missing: Mutex<Option<Space>>,
 }
 
 impl Arena {
-    /// Makes an arena at `path` with all its space reserved; folders that are missing are made, for the owner alone.
+    /// Creates an arena at `path` with all its space reserved; missing folders are created, accessible only to the
+    /// owner.
     ///
     /// # Errors
-    /// [`Error::Io`] when the path exists or the space is not there; nothing is left behind. [`Error::Invalid`] for
+    /// [`Error::Io`] if the path exists or the space is not available; nothing is left behind. [`Error::Invalid`] for
     /// units that cannot be laid out.
     pub fn create(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let layout = Layout::new(meta, units)?;
         Ok(Self::new(path, mapping::create(path, &layout, false, None)?, layout))
     }
 
-    /// Makes an arena like [`create`](Self::create), whose space is only free so far: [`reserve`](Self::reserve), which
-    /// takes time for each byte, must come before anything is written to a buffer.
+    /// Creates an arena like [`create`](Self::create), but only checks that its space is free.
+    /// [`reserve`](Self::reserve), which takes time for each byte, must follow before anything is written to a buffer.
     ///
     /// # Errors
-    /// Those of [`create`](Self::create).
+    /// As [`create`](Self::create).
     pub fn create_unreserved(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let layout = Layout::new(meta, units)?;
         Ok(Self::new(path, mapping::create(path, &layout, true, None)?, layout))
     }
 
-    /// Makes an arena whose file is the one at `room`, of the same file system, with the space that this has already: it
-    /// must be all zero. What it has too much goes back; what it has too little is reserved, or, with `later`, left to
-    /// [`reserve`](Self::reserve), as are the page faults of all.
+    /// Creates an arena from the file at `room`, on the same file system, together with its space. Its bytes must be
+    /// all zero. Excess space is released. Missing space is reserved, or with `later` left to
+    /// [`reserve`](Self::reserve), as are all page faults.
     ///
     /// # Errors
-    /// Those of [`create`](Self::create), and [`Error::Io`] when there is no such file.
+    /// As [`create`](Self::create); also [`Error::Io`] if there is no such file.
     pub fn create_in(
         path: &Path,
         meta: &str,
@@ -74,11 +75,12 @@ impl Arena {
         Self { path, page_lock: Mutex::new(None), mapping, layout, missing: Mutex::new(missing) }
     }
 
-    /// Reserves at most so many bytes more of its space; returns whether all of it is reserved, and the buffer that is
-    /// written next, or now, is ready. Several threads may. The page faults of the other buffer come before its turn.
+    /// Reserves at most `most_bytes` more of its space. Returns whether all space is reserved and the buffer that is
+    /// written now or next is ready. Several threads may call it. The page faults of the other buffer are taken before
+    /// it is used.
     ///
     /// # Errors
-    /// [`Error::Io`] when the space is not there any more; it may be tried again.
+    /// [`Error::Io`] if the space is no longer available; it may be tried again.
     pub fn reserve(&self, most_bytes: usize) -> Result<bool> {
         let mut missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(space) = missing.as_mut() else { return Ok(true) };
@@ -91,10 +93,10 @@ impl Arena {
         Ok(is_reserved)
     }
 
-    /// Reserves all that is not reserved; another thread that does so has its part in it.
+    /// Reserves all remaining space; several threads share the work.
     ///
     /// # Errors
-    /// Those of [`reserve`](Self::reserve).
+    /// As [`reserve`](Self::reserve).
     pub(super) fn reserve_all(&self) -> Result<()> {
         while !self.reserve(RESERVED_AT_ONCE)? {}
         Ok(())
@@ -103,7 +105,7 @@ impl Arena {
     /// Opens an arena that an earlier process has left.
     ///
     /// # Errors
-    /// [`Error::Io`] when it is missing, [`Error::Corrupt`] when it is not a whole arena.
+    /// [`Error::Io`] if it is missing, [`Error::Corrupt`] if it is not a complete arena.
     pub fn open(path: &Path) -> Result<Self> {
         let (mapping, layout) = mapping::open(path)?;
         Ok(Self::new(path, (mapping, None), layout))
@@ -114,10 +116,10 @@ impl Arena {
         &self.path
     }
 
-    /// Page-locks the mapping as long as it lives, by `lock` of its start and bytes; once.
+    /// Page-locks the mapping for its lifetime by calling `lock` once with its start and size.
     ///
     /// # Errors
-    /// Those of `lock`; the mapping is then as before.
+    /// Those of `lock`; the mapping is then unchanged.
     pub fn page_lock(&self, lock: impl FnOnce(*mut u8, usize) -> Result<PageLock>) -> Result<()> {
         let mut locked = self.page_lock.lock().unwrap_or_else(PoisonError::into_inner);
         if locked.is_none() {
@@ -136,25 +138,26 @@ impl Arena {
         &self.layout
     }
 
-    /// Starts to overwrite the buffer without a version, else the older one, and returns its index. Until it is
-    /// committed the buffer has no version.
+    /// Starts to overwrite the buffer without a version, or else the older one, and returns its index. The buffer has
+    /// no version until it is committed.
     pub fn begin(&self, version: u64) -> usize {
         let index = oldest([self.complete(0), self.complete(1)]);
         self.state(index).begin(version);
         index
     }
 
-    /// Start of a buffer of [`Layout::payload_bytes`], valid as long as the arena; version and digests first, then units.
+    /// Returns the start of a buffer of [`Layout::payload_bytes`], valid as long as the arena: version and digests
+    /// first, then units.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the index is not 0 or 1.
+    /// [`Error::Invalid`] if the index is not 0 or 1.
     pub fn buffer(&self, index: usize) -> Result<*mut u8> {
         ensure!(index < 2, "index: expected 0 or 1, got {index}");
         // SAFETY: both buffers lie within the mapping, which is as long as the layout says.
         Ok(unsafe { self.mapping.as_mut_ptr().add(self.layout.buffer_at(index)) })
     }
 
-    /// Publishes a buffer that was written here: makes its digests and returns them.
+    /// Publishes a buffer that was written by this process: computes its digests and returns them.
     ///
     /// # Errors
     /// [`Error::Invalid`] unless the buffer was begun.
@@ -166,25 +169,26 @@ impl Arena {
         Ok(digests)
     }
 
-    /// Publishes a buffer that was written here with digests that were made meanwhile, one for each unit.
+    /// Publishes a buffer that was written by this process, with digests that were computed meanwhile, one per unit.
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless the buffer was begun and there are as many digests as units.
+    /// [`Error::Invalid`] unless the buffer was begun and there is one digest per unit.
     pub fn commit_with(&self, index: usize, digests: &[u64]) -> Result<()> {
         let version = self.check_begun(index)?;
         let num_units = self.layout.units().len();
         ensure!(digests.len() == num_units, "digests: expected {num_units}, got {}", digests.len());
         let table = self.buffer(index)?.cast::<u64>();
         for (position, word) in std::iter::once(&version).chain(digests).enumerate() {
-            // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for the version and each unit.
+            // SAFETY: the table is at the start of the buffer, aligned to 64 bytes, and has 8 bytes for the version and
+            // each unit.
             unsafe { table.add(position).write(word.to_le()) };
         }
         self.state(index).publish();
         Ok(())
     }
 
-    /// Publishes a buffer that came whole from a peer, version and digests included, if it is of the version that was
-    /// begun and every unit matches its digest.
+    /// Publishes a buffer that was received from a peer, including version and digests, if its version is the one that
+    /// was begun and every unit matches its digest.
     ///
     /// # Errors
     /// [`Error::Corrupt`] naming the units that do not match, or the other version; the buffer stays without a version.
@@ -215,7 +219,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Index and version of the complete buffers, newest first.
+    /// Returns index and version of the complete buffers, newest first.
     pub fn versions(&self) -> Vec<(usize, u64)> {
         let complete = |index| self.complete(index).map(|version| (index, version));
         let mut versions: Vec<(usize, u64)> = (0..2).filter_map(complete).collect();
@@ -223,7 +227,7 @@ impl Arena {
         versions
     }
 
-    /// The digests that were made when a complete buffer was written.
+    /// Returns the digests that were computed when a complete buffer was written.
     ///
     /// # Errors
     /// [`Error::Invalid`] unless the buffer is complete.
@@ -232,7 +236,7 @@ impl Arena {
         Ok((0..self.layout.units().len()).map(|position| self.recorded(index, position)).collect())
     }
 
-    /// Names of the units of a complete buffer whose bytes do not match their digests.
+    /// Returns the names of the units of a complete buffer whose bytes do not match their digests.
     ///
     /// # Errors
     /// [`Error::Invalid`] unless the buffer is complete.
@@ -241,10 +245,10 @@ impl Arena {
         Ok(self.mismatches(index))
     }
 
-    /// Removes the file; the mapping stays until the arena is dropped. Not an error if the file is gone.
+    /// Removes the file; the mapping stays until the arena is dropped. A missing file is no error.
     ///
     /// # Errors
-    /// [`Error::Io`] when the system refuses.
+    /// [`Error::Io`] if the system refuses.
     pub fn unlink(&self) -> Result<()> {
         match std::fs::remove_file(&self.path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -256,8 +260,8 @@ impl Arena {
 
     fn state(&self, index: usize) -> &State {
         debug_assert!(index < 2 && STATES + 2 * size_of::<State>() <= HEADER);
-        // SAFETY: the header holds two states, one cache line each, at this offset of a page-aligned mapping; they are
-        // atomics, of which every bit pattern is valid, and are only ever changed through atomics.
+        // SAFETY: the header holds two states, one cache line each, at this offset of a page-aligned mapping. They are
+        // atomics, for which every bit pattern is valid, and are only changed through atomics.
         unsafe { &*self.mapping.as_ptr().add(STATES).cast::<State>().add(index) }
     }
 
@@ -267,24 +271,25 @@ impl Arena {
         unsafe { std::slice::from_raw_parts(self.mapping.as_ptr().add(at), unit.bytes) }
     }
 
-    /// The version of a buffer that is complete, and names the same version itself.
+    /// The version of a buffer that is complete and records the same version itself.
     fn complete(&self, index: usize) -> Option<u64> {
         self.state(index).complete().filter(|&version| self.named(index) == version)
     }
 
-    /// The version that the buffer itself names.
+    /// The version that the buffer itself records.
     fn named(&self, index: usize) -> u64 {
         self.word(index, 0)
     }
 
-    /// The digest of a unit as the buffer has it.
+    /// The recorded digest of a unit.
     fn recorded(&self, index: usize, position: usize) -> u64 {
         self.word(index, 1 + position)
     }
 
     fn word(&self, index: usize, position: usize) -> u64 {
         let at = self.layout.buffer_at(index) + 8 * position;
-        // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for the version and each unit.
+        // SAFETY: the table is at the start of the buffer, aligned to 64 bytes, and has 8 bytes for the version and
+        // each unit.
         u64::from_le(unsafe { self.mapping.as_ptr().add(at).cast::<u64>().read() })
     }
 
@@ -295,7 +300,7 @@ impl Arena {
         self.layout.units().iter().enumerate().filter(differs).map(|(_, unit)| unit.name.clone()).collect()
     }
 
-    /// The version that was begun.
+    /// Returns the version that was begun.
     fn check_begun(&self, index: usize) -> Result<u64> {
         ensure!(index < 2, "index: expected 0 or 1, got {index}");
         self.state(index).writing().ok_or_else(|| {

@@ -1,18 +1,18 @@
-//! Digests of units where they lie: nothing is copied. Those of what devices bring are made in [`super::capture`].
+//! Digests of units in place, without copies. [`super::capture`] computes those of units on devices.
 
 use std::sync::Mutex;
 use std::thread;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// Enough to read memory about as fast as it goes, without taking the whole host.
+/// Enough to use most of the memory bandwidth without occupying the host.
 const MAX_THREADS: usize = 4;
 
-/// xxh3-64 of some bytes: what every copy is checked with.
+/// Returns the xxh3-64 of some bytes, which verifies every copy.
 pub fn digest(bytes: &[u8]) -> u64 {
     xxh3_64(bytes)
 }
 
-/// The digests of several units, each of which lies in parts: of the parts' bytes one after the other.
+/// Returns the digests of several units, each given as consecutive parts.
 pub fn digests(units: &[Vec<&[u8]>]) -> Vec<u64> {
     let mut found = vec![0; units.len()];
     let jobs = Mutex::new(units.iter().zip(&mut found));

@@ -16,14 +16,14 @@ const MAGIC: u64 = u64::from_le_bytes(*b"EVMARENA");
 const FORMAT: u64 = 3;
 const PAGE: usize = 4096;
 const LINE: usize = 64;
-/// Bytes of the longest descriptor: room for 400,000 units.
+/// Maximum bytes of a descriptor: room for 400,000 units.
 const MAX_DESCRIPTOR: usize = 64 << 20;
 /// Bytes before the descriptor.
 pub(super) const HEADER: usize = 192;
 /// Offset of the state of buffer 0; that of buffer 1 follows one cache line later.
 pub(super) const STATES: usize = LINE;
 
-/// A named run of bytes in each buffer.
+/// A named range of bytes in each buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unit {
     /// Unique name.
@@ -34,11 +34,11 @@ pub struct Unit {
     pub bytes: usize,
 }
 
-/// Everything that is fixed when an arena is made.
+/// Immutable properties of an arena.
 ///
 /// ```
 /// use evermoe::snapshot::Layout;
-/// // The version and two digests take 24 bytes, so the first unit starts at 64, and the second at the next multiple of 64.
+/// // The version and two digests take 24 bytes: the first unit starts at 64, the second at a multiple of 64.
 /// let layout = Layout::new("{}", &[("a".into(), 65), ("b".into(), 1)])?;
 /// assert_eq!((layout.units()[0].offset, layout.units()[1].offset), (64, 192));
 /// assert_eq!(layout.payload_bytes(), 256);
@@ -58,14 +58,14 @@ impl Layout {
     /// Lays out `units` (name, bytes) in their order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a name is there twice, the names are too long or the sizes overflow.
+    /// [`Error::Invalid`] if a name occurs twice, the names are too long or the sizes overflow.
     pub fn new(meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let mut names = BTreeSet::new();
         let twice = units.iter().find(|(name, _)| !names.insert(name));
         ensure!(
             twice.is_none(),
-            "units: {:?} is there twice; names must be unique",
-            twice.map(|(name, _)| name)
+            "units: {:?} occurs twice; names must be unique",
+            twice.map_or("", |(name, _)| name)
         );
         let descriptor = describe(meta, units);
         ensure!(
@@ -106,7 +106,7 @@ impl Layout {
         self.payload_bytes
     }
 
-    /// Bytes of the whole file.
+    /// Size of the file in bytes.
     pub fn file_bytes(&self) -> usize {
         self.file_bytes
     }
@@ -129,12 +129,12 @@ impl Layout {
         bytes
     }
 
-    /// Reads what [`encode`](Self::encode) wrote from the start of a file of `file_bytes`.
+    /// Reads the output of [`encode`](Self::encode) from the start of a file of `file_bytes`.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] saying what is not as it should be.
+    /// [`Error::Corrupt`] naming the defect.
     pub(super) fn decode(bytes: &[u8], file_bytes: usize) -> Result<Self> {
-        let wrong = |what: String| Error::corrupt(format!("not a whole arena: {what}"));
+        let wrong = |what: String| Error::corrupt(format!("not a complete arena: {what}"));
         let field = |index| field(bytes, index);
         if bytes.len() < HEADER {
             return Err(wrong(format!("expected at least {HEADER} bytes, got {}", bytes.len())));
@@ -153,7 +153,7 @@ impl Layout {
         }
         let descriptor = usize::try_from(field(2)).ok().and_then(|size| bytes[HEADER..].get(..size));
         let Some(descriptor) = descriptor.filter(|descriptor| checksum(bytes, descriptor) == field(5)) else {
-            return Err(wrong("the header does not match its checksum".into()));
+            return Err(wrong("its header does not match its checksum".into()));
         };
         let (meta, units) =
             parse(descriptor).ok_or_else(|| wrong("the list of units cannot be read".into()))?;
@@ -170,7 +170,7 @@ fn field(header: &[u8], index: usize) -> u64 {
     header.get(index * 8..).and_then(|bytes| Reader(bytes).number()).unwrap_or_default()
 }
 
-/// Bytes of descriptor that a header announces; 0 where its sizes do not fill a file of `file_bytes`, since it lies then.
+/// Size of the descriptor that a header announces; 0 if the announced sizes do not fill a file of `file_bytes`.
 pub(super) fn descriptor_bytes(header: &[u8], file_bytes: usize) -> usize {
     let size = |index| usize::try_from(field(header, index)).ok();
     let filled = |descriptor: usize, payload| file_bytes_of(buffers_at(descriptor)?, payload);
@@ -179,12 +179,12 @@ pub(super) fn descriptor_bytes(header: &[u8], file_bytes: usize) -> usize {
     descriptor.map_or(0, |(descriptor, _)| descriptor)
 }
 
-/// Offset of the buffers after a descriptor of so many bytes.
+/// Offset of the buffers after a descriptor of this size.
 fn buffers_at(descriptor: usize) -> Option<usize> {
     align(HEADER.checked_add(descriptor)?, PAGE)
 }
 
-/// Size of a file whose two buffers of `payload` bytes start there.
+/// Size of a file with two buffers of `payload` bytes at `buffers_at`.
 fn file_bytes_of(buffers_at: usize, payload: usize) -> Option<usize> {
     align(payload, PAGE)?.checked_mul(2)?.checked_add(buffers_at)
 }
@@ -193,7 +193,7 @@ fn align(bytes: usize, to: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(to)
 }
 
-/// Digest of the five numbers before the checksum, and of the descriptor.
+/// Digest of the first five numbers of the header, and of the descriptor.
 fn checksum(header: &[u8], descriptor: &[u8]) -> u64 {
     xxh3_64(&[&header[..40], &xxh3_64(descriptor).to_le_bytes()].concat())
 }
@@ -222,7 +222,7 @@ fn parse(descriptor: &[u8]) -> Option<(String, Vec<(String, usize)>)> {
     Some((meta, units))
 }
 
-/// Takes numbers and texts from the front of some bytes.
+/// Reads numbers and texts from the front of some bytes.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {

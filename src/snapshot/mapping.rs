@@ -1,4 +1,4 @@
-//! The file of an arena: made whole or not at all, opened, mapped.
+//! The file of an arena: atomic creation, opening, mapping.
 
 use super::layout::{HEADER, Layout, descriptor_bytes};
 use crate::error::{Error, Result};
@@ -9,10 +9,10 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Makes the file under a temporary name, reserves all its space, writes the header and then gives it its name.
+/// Creates the file under a temporary name, reserves all its space, writes the header and then gives it its final name.
 ///
-/// With `later` only the header has its space, if all of it is free now; the rest, and all page faults, are for
-/// [`Space::take`]. The file at `room` becomes the arena's, with the space that it has: its bytes are zero.
+/// With `later` only the header is reserved, provided that all space is free; [`Space::take`] reserves the rest and
+/// takes all page faults. The file at `room` becomes the arena's, with its space: its bytes are zero.
 pub(super) fn create(
     path: &Path,
     layout: &Layout,
@@ -27,7 +27,7 @@ pub(super) fn create(
     if path.symlink_metadata().is_ok() {
         let exists = io::Error::from_raw_os_error(libc::EEXIST);
         let context =
-            format!("creating the arena {}: it exists; open it, or unlink it first", path.display());
+            format!("creating the arena {}: the file exists; open it, or unlink it first", path.display());
         return Err(Error::Io { context, path: Some(path.to_owned()), source: exists });
     }
     let temporary = Temporary::new(path)?;
@@ -45,12 +45,12 @@ pub(super) fn create(
     if !later {
         populate(&mapping, 0, space.bytes);
     }
-    // A hard link, unlike a rename, never replaces a file that another process has made meanwhile.
+    // A hard link, unlike a rename, never replaces a file that another process has created meanwhile.
     fs::hard_link(&temporary.0, path).map_err(failed)?;
     Ok((mapping, later.then_some(space)))
 }
 
-/// A new file, or the one that is at `room`, which loses that name.
+/// Opens a new file, or the one at `room`, which loses that name.
 fn open_new(path: &Path, room: Option<&Path>) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
@@ -66,11 +66,13 @@ fn open_new(path: &Path, room: Option<&Path>) -> io::Result<File> {
 /// Opens and checks a file that [`create`] made.
 pub(super) fn open(path: &Path) -> Result<(MmapRaw, Layout)> {
     let doing = |error| Error::file("opening the arena", path, error);
-    let no_file =
-        || Error::corrupt("not a whole arena: it is empty, or no file").of_object(path.display().to_string());
+    let no_file = || {
+        Error::corrupt("not a complete arena: it is empty, or no regular file")
+            .of_object(path.display().to_string())
+    };
     let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path);
     let file = file.map_err(|error| match error.raw_os_error() {
-        Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => no_file(), // a link, a folder, a socket
+        Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => no_file(), // a link, a folder or a socket
         _ => doing(error),
     })?;
     let metadata = file.metadata().map_err(doing)?;
@@ -84,7 +86,7 @@ pub(super) fn open(path: &Path) -> Result<(MmapRaw, Layout)> {
     Ok((mapping, layout))
 }
 
-/// The header and the descriptor; without it where the header does not fit the file.
+/// Reads the header and the descriptor; only the header if its sizes do not fit the file.
 fn head(file: &File, file_bytes: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; HEADER.min(file_bytes)];
     file.read_exact_at(&mut bytes, 0)?;
@@ -97,27 +99,27 @@ fn map(file: &File, path: &Path) -> Result<MmapRaw> {
     MmapRaw::map_raw(file).map_err(|error| Error::file("mapping the arena", path, error))
 }
 
-/// Takes the page faults here rather than in the first copies of a training step. A kernel before 5.14 refuses, and then
-/// they come one by one, as they would without this.
+/// Takes the page faults now rather than in the first copies of a training step. A kernel before 5.14 refuses; then
+/// they occur one by one, as they would without this.
 fn populate(mapping: &MmapRaw, start: usize, bytes: usize) {
     #[cfg(target_os = "linux")]
     let _ = mapping.advise_range(memmap2::Advice::PopulateWrite, start, bytes);
 }
 
-/// The space of a file that is not ready to be written: it does not have it yet, or its page faults are to come.
+/// Space of a file that is not ready to be written: not reserved yet, or without page faults.
 pub(super) struct Space {
     file: File,
-    /// Of the whole file.
+    /// Size of the file.
     bytes: usize,
-    /// From the start on, so many have their space.
+    /// Number of reserved bytes from the start.
     taken: usize,
-    /// Of these, so many have had their page faults.
+    /// Number of these whose page faults were taken.
     ready: usize,
 }
 
 impl Space {
-    /// Makes at most so many bytes more of the first `end` ready, then reserves what is left of so many of the rest;
-    /// whether all of the first are ready and all is reserved then. None of these may be written before.
+    /// Prepares at most `most` bytes of the first `end`, then reserves the rest of `most` beyond them. Returns whether
+    /// the first `end` are ready and everything is reserved. Nothing may be written before.
     pub(super) fn take(&mut self, most: usize, end: usize, path: &Path, mapping: &MmapRaw) -> Result<bool> {
         let bytes = most.min(end.saturating_sub(self.ready));
         if bytes > 0 {
@@ -136,25 +138,25 @@ impl Space {
         self.ready == self.bytes
     }
 
-    /// What the file has of its space already; it gives back what is more.
+    /// Counts the space that the file has already; releases the excess.
     fn shrink(&mut self) -> io::Result<()> {
         let found = self.file.metadata()?;
         if found.len() > self.bytes as u64 {
             self.file.set_len(self.bytes as u64)?;
         }
         let reserved = found.blocks().saturating_mul(512);
-        let is_whole = reserved >= found.len();
-        self.taken = if is_whole { self.bytes.min(usize::try_from(found.len()).unwrap_or(0)) } else { 0 };
+        let has_all = reserved >= found.len();
+        self.taken = if has_all { self.bytes.min(usize::try_from(found.len()).unwrap_or(0)) } else { 0 };
         Ok(())
     }
 
-    /// Gives the file its space up to `end`. A full file system is an error here and never a SIGBUS at a later write.
+    /// Reserves space up to `end`. A full file system is an error now and never a SIGBUS at a later write.
     fn reserve(&mut self, path: &Path, end: usize) -> Result<()> {
         if end <= self.taken {
             return Ok(());
         }
         let (start, length) = (self.taken as libc::off_t, (end - self.taken) as libc::off_t);
-        // SAFETY: the descriptor is open for writing; the call touches no memory of ours.
+        // SAFETY: the descriptor is open for writing; the call touches no memory of this process.
         match unsafe { libc::posix_fallocate(self.file.as_raw_fd(), start, length) } {
             0 => {
                 self.taken = end;
@@ -164,7 +166,7 @@ impl Space {
         }
     }
 
-    /// Whether so much is free.
+    /// Checks that the required space is free.
     fn check(&self, path: &Path) -> Result<()> {
         if (self.bytes - self.taken) as u64 > free_bytes(&self.file) {
             return Err(self.refused(path, libc::ENOSPC));
@@ -175,7 +177,7 @@ impl Space {
     fn refused(&self, path: &Path, code: i32) -> Error {
         let (bytes, free) = (self.bytes, free_bytes(&self.file));
         let needs =
-            format!("reserving the arena {}: it needs {bytes} bytes and {free} are free", path.display());
+            format!("reserving the arena {}: it needs {bytes} bytes, but {free} are free", path.display());
         Error::Io {
             context: format!("{needs}; use a smaller arena or a larger folder"),
             path: Some(path.to_owned()),
@@ -186,7 +188,7 @@ impl Space {
 
 fn free_bytes(file: &File) -> u64 {
     let mut stats = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: `stats` is writable and large enough; it is read only if the call says that it filled it.
+    // SAFETY: `stats` is writable and large enough; it is read only if the call reports that it filled it.
     unsafe {
         match libc::fstatvfs(file.as_raw_fd(), stats.as_mut_ptr()) {
             0 => stats.assume_init().f_bavail.saturating_mul(stats.assume_init().f_frsize),
@@ -195,11 +197,11 @@ fn free_bytes(file: &File) -> u64 {
     }
 }
 
-/// The name under which a file is made; removed at the end, whether the file got its own name or not.
+/// Temporary name of a file in creation; removed at the end in any case.
 struct Temporary(PathBuf);
 
 impl Temporary {
-    /// Also removes what a process that was killed while it made the same arena has left.
+    /// Also removes the file of a process that was killed while it created the same arena.
     fn new(path: &Path) -> Result<Self> {
         let mut name = path.as_os_str().to_owned();
         name.push(".new");
@@ -215,7 +217,7 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // Nothing can be done about a failure here, and the next `create` of this arena removes the file.
+        // A failure cannot be handled in `drop`; the next `create` of this arena removes the file.
         let _ = fs::remove_file(&self.0);
     }
 }

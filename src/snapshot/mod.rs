@@ -7,9 +7,9 @@
 //! empty ─ begin ─► writing ─ commit, or commit_received ─► complete ─ begin ─► writing …
 //! ```
 //!
-//! A version is visible whole or not at all, also when the process is killed between any two instructions: a buffer
-//! is marked as being written before its first byte changes and as complete after its last one has. A [`CopyEngine`]
-//! fills buffers by a thread of its own, beside training.
+//! A version becomes visible atomically, even if the process is killed between any two instructions: a buffer is marked
+//! as being written before its first byte changes, and as complete after its last byte has. A [`CopyEngine`] fills
+//! buffers in a background thread.
 
 mod arena;
 mod capture;
@@ -20,7 +20,8 @@ mod state;
 
 pub use arena::{Arena, PageLock};
 pub use capture::{
-    Capture, CaptureState, CopyEngine, Fetch, Lane, Part, Run, copy_units, digest_lanes, digests_fetched,
+    Capture, CaptureState, CopyEngine, Fetch, HashSource, Lane, Run, copy_units, digest_lanes,
+    digests_fetched,
 };
 pub use digests::{digest, digests};
 pub use layout::{Layout, Unit};

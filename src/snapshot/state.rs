@@ -1,17 +1,17 @@
-//! The life of a buffer, in three words of shared memory: version, state, seal.
+//! State of a buffer in three words of shared memory: version, state, seal.
 //!
-//! A killed process leaves what it had stored, in the order in which it stored it; the fences keep that order. The seal is
-//! a checksum of the version: a complete buffer whose seal does not match is as good as empty. The units have digests. So is
-//! a buffer that names another version itself: its state is not its own.
+//! A killed process leaves its stores in the order in which it made them; the fences preserve that order. The seal is a
+//! checksum of the version: a complete buffer whose seal does not match counts as empty. So does a buffer that records
+//! another version itself, as the state is then not its own. Units have their own digests.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use xxhash_rust::xxh3::xxh3_64;
 
 const WRITING: u64 = 1;
-/// Far from `WRITING`, so that no single flipped bit completes a buffer.
+/// Many bits away from `WRITING`, so that no single flipped bit completes a buffer.
 const COMPLETE: u64 = u64::from_le_bytes(*b"COMPLETE");
 
-/// The state of one buffer, in a cache line of its own. All zero is empty.
+/// The state of one buffer, in its own cache line. All zero means empty.
 #[repr(C, align(64))]
 pub(super) struct State {
     version: AtomicU64,
@@ -20,7 +20,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// The version, if all of it is there, and is the one that was begun.
+    /// The version, if it is complete and is the one that was begun.
     pub(super) fn complete(&self) -> Option<u64> {
         if self.word.load(Ordering::Acquire) != COMPLETE {
             return None;
@@ -36,7 +36,7 @@ impl State {
         (self.word.load(Ordering::Acquire) == WRITING).then(|| self.version.load(Ordering::Relaxed))
     }
 
-    /// Hides the buffer; nothing that is written to it later is stored before.
+    /// Hides the buffer; later writes to it are stored after that.
     pub(super) fn begin(&self, version: u64) {
         self.word.store(WRITING, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -44,19 +44,19 @@ impl State {
         self.seal.store(seal(version), Ordering::Relaxed);
     }
 
-    /// Shows the buffer; all that was written to it before is stored before.
+    /// Shows the buffer; earlier writes to it are stored before that.
     pub(super) fn publish(&self) {
         fence(Ordering::SeqCst);
         self.word.store(COMPLETE, Ordering::Release);
     }
 }
 
-/// Checksum of a version: of two versions that differ in few bits it differs in many.
+/// Checksum of a version: versions that differ in few bits have checksums that differ in many.
 fn seal(version: u64) -> u64 {
     xxh3_64(&version.to_le_bytes())
 }
 
-/// The buffer to overwrite: the first without a complete version, else the one with the older version.
+/// The buffer to overwrite: the first without a complete version, or else the one with the older version.
 pub(super) fn oldest(versions: [Option<u64>; 2]) -> usize {
     match versions {
         [None, _] => 0,

@@ -1,4 +1,4 @@
-//! URLs of places: which kind of service, which bucket, and the path in it; never credentials.
+//! URLs of object stores: kind of service, bucket and path; never credentials.
 
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -14,11 +14,11 @@ pub enum Scheme {
     Gcs,
     /// `az://CONTAINER/PATH`, or `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH`
     Azure,
-    /// `https://HOST/PATH`, for reading alone.
+    /// `https://HOST/PATH`, read-only.
     Http,
 }
 
-/// A URL of a place, checked.
+/// A checked URL of an object store.
 #[derive(Clone, Debug)]
 pub struct Address {
     /// Kind of the service.
@@ -29,7 +29,7 @@ pub struct Address {
 const EXPECTED: &str = "expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH, https://HOST/PATH for reading, or a folder";
 
 impl Address {
-    /// Reads a URL.
+    /// Parses a URL.
     ///
     /// ```
     /// use evermoe::store::{Address, Scheme};
@@ -39,17 +39,18 @@ impl Address {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where it is none, of no scheme that is known, or has credentials; the message never has those.
+    /// [`Error::Invalid`] if it is malformed, has an unknown scheme, or contains credentials; the message never shows
+    /// those.
     pub fn parse(text: &str) -> Result<Self> {
         let url = Url::parse(text)
-            .map_err(|error| Error::invalid(format!("a URL cannot be read: {error}; {EXPECTED}")))?;
+            .map_err(|error| Error::invalid(format!("the URL is malformed: {error}; {EXPECTED}")))?;
         let scheme = match url.scheme() {
             "s3" | "s3a" => Scheme::S3,
             "gs" => Scheme::Gcs,
             "az" | "azure" | "adl" | "abfs" | "abfss" => Scheme::Azure,
             "http" | "https" => Scheme::Http,
             other => {
-                return Err(Error::invalid(format!("{other}:// is not known; {EXPECTED}")));
+                return Err(Error::invalid(format!("the scheme {other}:// is unknown; {EXPECTED}")));
             }
         };
         let has_user = !url.username().is_empty() && scheme != Scheme::Azure;
@@ -97,8 +98,8 @@ mod tests {
     #[test]
     fn what_is_no_place_is_refused_without_telling_its_credentials() {
         for (text, message) in [
-            ("bucket/run", "cannot be read"),
-            ("ftp://host/run", "ftp:// is not known"),
+            ("bucket/run", "is malformed"),
+            ("ftp://host/run", "ftp:// is unknown"),
             ("s3:///run", "names no bucket"),
             ("s3://key:hidden@bucket/run", "has a user"),
             ("s3://hidden@bucket/run", "has a user"),

@@ -1,4 +1,4 @@
-//! Whether a provider's chain of credentials can lead anywhere: told at once, not after minutes of asking in vain.
+//! Early check of a provider's chain of credentials, so that missing credentials are reported before requests time out.
 
 use super::address::Scheme;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// Names of variables, any of which begins a provider's chain, and the service of the machine that ends it.
+/// Names of variables, any of which starts a provider's chain, and the metadata service that ends it.
 struct Chain {
     variables: &'static [&'static str],
     metadata: &'static str,
@@ -64,7 +64,7 @@ const AZURE: Chain = Chain {
     advice: "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or give the machine an identity",
 };
 
-/// What to do where there are no credentials; `None` where there may be some.
+/// Returns advice if there are no credentials, or `None` if there may be some.
 pub(super) fn missing(scheme: Scheme, variable: impl Fn(&str) -> Option<String>) -> Option<&'static str> {
     let chain = match scheme {
         Scheme::S3 => S3,
@@ -85,7 +85,7 @@ pub(super) fn missing(scheme: Scheme, variable: impl Fn(&str) -> Option<String>)
     (!is_there).then_some(chain.advice)
 }
 
-/// Host and port of a URL, or of what is written without a scheme.
+/// Host and port of a URL, or of an address without a scheme.
 fn host_of(given: &str) -> String {
     let rest = given.split_once("://").map_or(given, |(_, rest)| rest);
     let host = rest.split('/').next().unwrap_or_default();
@@ -100,7 +100,7 @@ mod tests {
     #[test]
     fn a_variable_or_a_service_that_answers_begins_a_chain() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let there = format!("http://{}/latest", listener.local_addr().unwrap());
+        let present = format!("http://{}/latest", listener.local_addr().unwrap());
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
         let with = |name: &'static str, value: &str| {
             let value = value.to_owned();
@@ -119,7 +119,7 @@ mod tests {
             assert!(missing(scheme, with("", "")).unwrap().contains(advice));
             assert_eq!(missing(scheme, with(name, "x")), None);
         }
-        assert_eq!(missing(Scheme::S3, with("AWS_METADATA_ENDPOINT", &there)), None);
+        assert_eq!(missing(Scheme::S3, with("AWS_METADATA_ENDPOINT", &present)), None);
         assert_eq!(missing(Scheme::Http, with("", "")), None);
     }
 }

@@ -1,14 +1,14 @@
-//! A limit on bytes per second, shared by all that write to a place, or by all that read from it.
+//! A limit on bytes per second, shared by all writers or all readers of a store.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
-/// Lets bytes go one after the other at a rate; without one, all at once.
+/// Releases bytes one request after the other at a rate; without a rate, all at once.
 #[derive(Debug)]
 pub(super) struct Pace {
     bytes_per_second: Option<f64>,
-    /// When the next bytes may go.
+    /// Time at which the next bytes may be sent.
     next: Mutex<Option<Instant>>,
 }
 
@@ -17,7 +17,7 @@ impl Pace {
         Self { bytes_per_second, next: Mutex::new(None) }
     }
 
-    /// Waits until `bytes` may go.
+    /// Waits until `bytes` may be sent.
     pub(super) async fn wait(&self, bytes: usize) {
         let Some(rate) = self.bytes_per_second else { return };
         let start = {

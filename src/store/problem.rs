@@ -1,4 +1,4 @@
-//! What went wrong with a request, as one of the operating system's errors; without credentials.
+//! Conversion of request failures into errors of the operating system, without credentials in the text.
 
 use crate::error::Error;
 use std::io;
@@ -7,15 +7,15 @@ const LONGEST: usize = 400;
 const NO_BUCKET: [&str; 4] =
     ["NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist"];
 
-/// What a request is called that asked for more than there is.
+/// Name of a request that exceeds the object's size.
 pub(super) const RANGE: &str = "range";
 
-/// Whether the same request may succeed later: the service is away, slow or overloaded.
+/// Whether the same request may succeed later: the service is unavailable, slow or overloaded.
 pub(super) fn is_passing(error: &object_store::Error) -> bool {
     if matches!(error, object_store::Error::Generic { store: RANGE, .. }) {
         return false;
     }
-    let text = whole(error);
+    let text = chain_of(error);
     matches!(error, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
         && !["status code: 4", "without LOCATION", "builder error", "URL scheme is not allowed"]
             .iter()
@@ -24,62 +24,62 @@ pub(super) fn is_passing(error: &object_store::Error) -> bool {
         || text.contains("status code: 429")
 }
 
-/// The error of an operation on what `what` names.
+/// Returns the error of an operation on `what`.
 pub(super) fn problem(what: &str, error: &object_store::Error) -> Error {
     use object_store::Error as E;
-    let text = whole(error);
-    let told = shortened(&text);
-    let (code, told) = match error {
+    let text = chain_of(error);
+    let message = shortened(&text);
+    let (code, message) = match error {
         E::NotFound { .. } if NO_BUCKET.iter().any(|mark| text.contains(mark)) => {
-            (libc::ENOENT, format!("there is no such bucket: make it, or correct the URL ({told})"))
+            (libc::ENOENT, format!("there is no such bucket: make it, or correct the URL ({message})"))
         }
-        E::NotFound { .. } => (libc::ENOENT, format!("there is no such object ({told})")),
+        E::NotFound { .. } => (libc::ENOENT, format!("there is no such object ({message})")),
         E::PermissionDenied { .. } | E::Unauthenticated { .. } => {
-            (libc::EACCES, format!("the credentials may not do this: {told}"))
+            (libc::EACCES, format!("the credentials may not do this: {message}"))
         }
-        E::AlreadyExists { .. } | E::Precondition { .. } => (libc::EEXIST, told),
-        E::NotImplemented { .. } | E::NotSupported { .. } => (libc::EOPNOTSUPP, told),
+        E::AlreadyExists { .. } | E::Precondition { .. } => (libc::EEXIST, message),
+        E::NotImplemented { .. } | E::NotSupported { .. } => (libc::EOPNOTSUPP, message),
         _ if text.contains("without LOCATION") => {
-            (libc::EINVAL, format!("the bucket is in another region: set AWS_REGION ({told})"))
+            (libc::EINVAL, format!("the bucket is in another region: set AWS_REGION ({message})"))
         }
         _ if text.contains("URL scheme is not allowed") => {
-            (libc::EINVAL, format!("plain http needs AWS_ALLOW_HTTP=true or its like ({told})"))
+            (libc::EINVAL, format!("plain http needs AWS_ALLOW_HTTP=true or the like ({message})"))
         }
-        _ if text.contains("timed out") || text.contains("operation timeout") => (libc::ETIMEDOUT, told),
+        _ if text.contains("timed out") || text.contains("operation timeout") => (libc::ETIMEDOUT, message),
         _ if text.contains("error sending request") || text.contains("connection") => {
-            (libc::ECONNREFUSED, told)
+            (libc::ECONNREFUSED, message)
         }
-        _ => (libc::EIO, told),
+        _ => (libc::EIO, message),
     };
-    failed(what, code, &told)
+    failed(what, code, &message)
 }
 
-/// An error of the operating system's with a message of its own.
-pub(super) fn failed(what: &str, code: i32, told: &str) -> Error {
-    Error::io(format!("{what}: {told}"), io::Error::from_raw_os_error(code))
+/// Returns an error of the operating system with its own message.
+pub(super) fn failed(what: &str, code: i32, message: &str) -> Error {
+    Error::io(format!("{what}: {message}"), io::Error::from_raw_os_error(code))
 }
 
-/// The text of an error of which nothing else is known.
-pub(super) fn told(error: &object_store::Error) -> String {
-    shortened(&whole(error))
+/// Returns the text of an error that needs no advice.
+pub(super) fn text_of(error: &object_store::Error) -> String {
+    shortened(&chain_of(error))
 }
 
-/// The text of an error and of what caused it: that a request took too long is said there alone.
-fn whole(error: &object_store::Error) -> String {
+/// Returns the texts of an error and of its causes: timeouts, for example, are mentioned only in a cause.
+fn chain_of(error: &object_store::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(each) = cause {
-        let told = each.to_string();
-        if !text.contains(&told) {
+        let message = each.to_string();
+        if !text.contains(&message) {
             text.push_str(": ");
-            text.push_str(&told);
+            text.push_str(&message);
         }
         cause = each.source();
     }
     text
 }
 
-/// The text of an error without what may be secret: queries of URLs, and the bodies of answers but for their messages.
+/// The text of an error without possible secrets: queries of URLs, and bodies of answers except for their messages.
 fn shortened(text: &str) -> String {
     let head = text.split('<').next().unwrap_or_default();
     let mut words: Vec<String> = head.split_whitespace().map(without_query).collect();

@@ -1,10 +1,10 @@
-//! Preparation that all ops share: checks of arguments, the choice of the device, and the types of elements.
+//! Shared preparation of all ops: checks of arguments, the choice of the device, and the types of elements.
 
 use super::tensor::{Dtype, Tensor};
 use crate::ensure;
 use crate::error::{Error, Result};
 
-/// Evaluates the call into `on_cuda`, in builds that have it.
+/// Evaluates the call into `on_cuda`, in builds with CUDA.
 macro_rules! on_cuda {
     ($function:ident($($argument:expr),*)) => {{
         #[cfg(feature = "cuda")]
@@ -74,10 +74,10 @@ pub(super) fn check_rows(name: &str, tensor: &Tensor) -> Result<()> {
 }
 
 pub(super) fn check_device(name: &str, tensor: &Tensor, other: &Tensor) -> Result<()> {
-    let (here, there) = (tensor.device(), other.device());
+    let (own, expected) = (tensor.device(), other.device());
     ensure!(
-        here == there,
-        "{name}: expected a tensor on {there} like the other arguments, got one on {here}"
+        own == expected,
+        "{name}: expected a tensor on {expected} like the other arguments, got one on {own}"
     );
     Ok(())
 }

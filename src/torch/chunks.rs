@@ -1,4 +1,4 @@
-//! The ops between tensors and chunks: checks, and the call to the CPU's or the GPU's copies.
+//! The ops between tensors and chunks: checks, and the calls to the CPU's or the GPU's copies.
 
 use super::checks::{check_device, check_disjoint, on_cuda};
 use super::library::TorchPool;
@@ -28,7 +28,7 @@ pub(super) fn pack_chunks(
     cpu::pack_chunks(&layout, first, &tensors, chunks.bytes_mut()?, hashes.slice_mut()?, &TorchPool)
 }
 
-/// Copies chunks back, but for the blocks whose hash is not the given one; those are counted for each chunk.
+/// Copies chunks back, except for blocks whose hash is not the given one, which are counted for each chunk.
 pub(super) fn unpack_chunks(
     chunks: Tensor,
     hashes: Tensor,
@@ -68,7 +68,7 @@ pub(super) fn hash_blocks(chunks: Tensor, mut hashes: Tensor) -> Result<()> {
     cpu::hash_blocks(chunks.bytes()?, hashes.slice_mut()?, &TorchPool)
 }
 
-/// The layout of the tensors, of which the chunks must be a part, and the first chunk.
+/// Returns the layout of the tensors, which must contain the chunks, and the first chunk.
 fn check_layout(
     tensors: &[Tensor],
     first_chunk: i64,
@@ -94,7 +94,7 @@ fn check_layout(
     Ok((layout, first))
 }
 
-/// The number of chunks, and the bytes of one.
+/// Returns the number of chunks, and the bytes of one.
 fn check_chunks(chunks: &Tensor, hashes: &Tensor) -> Result<[usize; 2]> {
     let sizes = chunks.sizes();
     let shaped = sizes.len() == 2 && sizes[1] > 0 && (sizes[1] as usize).is_multiple_of(BLOCK_BYTES);
@@ -122,7 +122,7 @@ fn check_is(name: &str, tensor: &Tensor, dtype: Dtype, sizes: &[i64], like: &Ten
     check_device(name, tensor, like)
 }
 
-/// No two tensors share a byte.
+/// Checks that no two tensors share a byte.
 fn check_apart(tensors: &[Tensor]) -> Result<()> {
     let mut ranges: Vec<_> = tensors.iter().map(Tensor::address_range).enumerate().collect();
     ranges.retain(|(_, range)| !range.is_empty());

@@ -1,4 +1,4 @@
-//! The ops for what crosses ranks: `split_tokens`, `regroup` and `regroup_out`.
+//! The ops for the exchange between ranks: `split_tokens`, `regroup` and `regroup_out`.
 
 use super::checks::{check_device, check_disjoint, check_int64, check_out, on_cuda, shape};
 use super::library::TorchPool;

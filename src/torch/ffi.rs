@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 /// `at::Tensor*`, owned.
 pub(super) type TensorHandle = *mut c_void;
-/// `torch::Library*`; deleting it takes the registrations back, so they are kept.
+/// `torch::Library*`; deleting it removes the registrations, so it is kept.
 pub(super) type LibraryHandle = *mut c_void;
 /// `c10::DeviceGuard*`.
 pub(super) type GuardHandle = *mut c_void;
@@ -26,7 +26,7 @@ pub(super) type LoopBody = unsafe extern "C" fn(i64, i64, *mut c_void);
 /// Frees the memory of a tensor: `(address, context)`.
 pub(super) type Deleter = unsafe extern "C" fn(*mut c_void, *mut c_void);
 
-/// A library that the process has loaded already.
+/// A library that is already loaded in the process.
 struct Loaded(*mut c_void);
 
 impl Loaded {
@@ -66,7 +66,7 @@ macro_rules! symbols {
             $(pub(super) $required: unsafe extern "C" fn($($r),*) $(-> $rr)?,)*
             $(pub(super) $optional: Option<unsafe extern "C" fn($($o),*) $(-> $or)?>,)*
             $(pub(super) $cuda: Option<unsafe extern "C" fn($($c),*) $(-> $cr)?>,)*
-            /// Throws `c10::Error` when the condition is false: the one supported way to raise.
+            /// Throws `c10::Error` if the condition is false: the only supported way to raise.
             pub(super) aoti_torch_check:
                 unsafe extern "C-unwind" fn(bool, *const c_char, *const c_char, u32, *const c_char),
             /// C++'s `operator delete`, for boxes that torch below 2.13 has no function for.
@@ -76,7 +76,7 @@ macro_rules! symbols {
         }
 
         impl Symbols {
-            // The fields give the types; spelling them twice would hide a difference.
+            // The fields determine the types; repeating them would hide a difference.
             #[allow(clippy::missing_transmute_annotations)]
             fn resolve(torch: &Loaded, torch_cuda: Option<&Loaded>) -> Result<Self> {
                 let mut missing = Vec::new();
@@ -183,7 +183,7 @@ pub(super) fn load() -> Result<&'static Symbols> {
     }
     let torch = Loaded::find(c"libtorch_cpu.so").ok_or_else(|| Error::Unavailable {
         what: "libtorch",
-        problem: "libtorch_cpu.so is not loaded in this process: `import torch` comes first".into(),
+        problem: "libtorch_cpu.so is not loaded in this process: `import torch` first".into(),
     })?;
     let symbols = Symbols::resolve(&torch, Loaded::find(c"libtorch_cuda.so").as_ref())?;
     Ok(SYMBOLS.get_or_init(|| symbols))

@@ -1,4 +1,4 @@
-//! The ops between rows and their 8-bit form: checks, and the call to the CPU's or the GPU's arithmetic.
+//! The ops between rows and their 8-bit form: checks, and the calls to the CPU's or the GPU's arithmetic.
 
 use super::checks::{check_device, check_rows, on_cuda, shape, with_rows};
 use super::library::TorchPool;
@@ -7,7 +7,7 @@ use crate::cpu;
 use crate::ensure;
 use crate::error::Result;
 
-/// Addresses of 8-bit rows are multiples of it, so that their scales can be read.
+/// Alignment of 8-bit rows, so that their scales can be read.
 const ALIGNMENT: usize = 16;
 
 pub(super) fn quantize_rows(rows: Tensor) -> Result<Tensor> {

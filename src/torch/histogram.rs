@@ -1,4 +1,4 @@
-//! The ops `expert_histogram` and `expert_histograms`: checks, and the call to the CPU's or the GPU's counts.
+//! The ops `expert_histogram` and `expert_histograms`: checks, and the calls to the CPU's or the GPU's counts.
 
 use super::checks::{check_device, check_ids, on_cuda, with_dtype};
 use super::library::TorchPool;
@@ -43,7 +43,7 @@ fn at_layer(layer: usize, error: Error) -> Error {
     error.within(&format!("layer {layer}"))
 }
 
-/// Fills `counts`, a row for each layer; `name` tells in an error which layer it was.
+/// Fills `counts`, a row for each layer; `name` identifies the layer in errors.
 fn count(
     layers: &[Tensor],
     num_experts: usize,

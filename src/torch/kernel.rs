@@ -1,7 +1,7 @@
-//! Kernels: Rust functions of tensors and numbers behind the C entry that torch's dispatcher calls.
+//! Kernels: Rust functions of tensors and numbers behind the C entry point that torch's dispatcher calls.
 //!
-//! A kernel owns its inputs and gives its outputs away. An error or a panic becomes `c10::Error`, which Python
-//! sees as `RuntimeError` with the message.
+//! A kernel owns its inputs and gives away its outputs. An error or a panic becomes `c10::Error`, which Python sees as
+//! `RuntimeError` with the message.
 
 use super::ffi::{ListHandle, StableValue, TensorHandle, symbols};
 use super::tensor::Tensor;
@@ -14,10 +14,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// An argument of a kernel.
 pub(super) trait Argument: Sized {
-    /// Takes the value, with what it owns.
+    /// Takes the value, with everything that it owns.
     ///
     /// # Safety
-    /// The value is of the schema's type for `Self`, and is taken once.
+    /// The value must be of the schema's type for `Self`, and be taken once.
     unsafe fn take(value: StableValue) -> Self;
 }
 
@@ -47,7 +47,7 @@ impl<T: Argument> Argument for Option<T> {
             return None;
         }
         let boxed = value as *mut StableValue;
-        // SAFETY: an owned box with one value, freed after it is read, with the function that torch has for it.
+        // SAFETY: an owned box with one value, freed after it is read, with torch's function for it.
         unsafe {
             let inner = *boxed;
             match symbols().torch_delete_stable_ivalue {
@@ -63,7 +63,7 @@ impl<T: Argument> Argument for Option<T> {
 impl<T: Argument> Argument for Vec<T> {
     unsafe fn take(value: StableValue) -> Self {
         let list = value as ListHandle;
-        // SAFETY: an owned list, deleted after each of its items is taken once; the calls cannot fail for one.
+        // SAFETY: an owned list, deleted after each of its items is taken once; these calls cannot fail for one.
         unsafe {
             let mut len = 0;
             (symbols().torch_list_size)(list, &mut len);
@@ -79,7 +79,7 @@ impl<T: Argument> Argument for Vec<T> {
     }
 }
 
-/// Results of a kernel: nothing, a tensor or two.
+/// Results of a kernel: nothing, one tensor or two.
 pub(super) trait Outputs {
     /// Number of values that the schema returns.
     const COUNT: u64;
@@ -87,7 +87,7 @@ pub(super) trait Outputs {
     /// Gives the values to torch.
     ///
     /// # Safety
-    /// The stack has room for [`Outputs::COUNT`] values.
+    /// The stack must have room for [`Outputs::COUNT`] values.
     unsafe fn give(self, stack: *mut StableValue);
 }
 
@@ -120,10 +120,10 @@ impl Outputs for (Tensor, Tensor) {
 
 /// A Rust function that can be a kernel.
 pub(super) trait Kernel<Arguments>: Copy + 'static {
-    /// Takes the arguments from the stack, runs, puts the results there.
+    /// Takes the arguments from the stack, runs, and puts the results on the stack.
     ///
     /// # Safety
-    /// The stack is as torch calls a kernel of the registered schema.
+    /// The stack must be that of a call of a kernel with the registered schema.
     unsafe fn call(self, stack: *mut StableValue, num_inputs: u64, num_outputs: u64) -> Result<()>;
 }
 
@@ -142,11 +142,11 @@ macro_rules! kernel {
                     "the schema and the kernel of an evermoe op differ: {num_inputs} inputs and {num_outputs} outputs \
                      against {} and {}", $count, R::COUNT
                 );
-                // Every input is owned before the kernel runs: nothing leaks when it fails.
+                // Every input is owned before the kernel runs, so nothing leaks when it fails.
                 // SAFETY: the counts agree; `register` pairs the kernel with a schema of these types.
                 $(let $name = unsafe { $name::take(*stack.add($index)) };)*
                 let outputs = self($($name),*)?;
-                // SAFETY: as many outputs as the schema has.
+                // SAFETY: the same number of outputs as in the schema.
                 unsafe { outputs.give(stack) };
                 Ok(())
             }
@@ -165,13 +165,13 @@ thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
 }
 
-/// The entry that torch calls.
+/// The entry point that torch calls.
 ///
-/// The C++ exception passes through this frame, so it owns nothing, and [`run`] is a call of its own: with no
-/// landing pad here, the unwinder needs nothing of Rust's.
+/// The C++ exception passes through this frame, so it owns nothing, and [`run`] is a separate call: without a landing
+/// pad in this frame, the unwinder needs nothing of Rust's.
 ///
 /// # Safety
-/// Those of [`Kernel::call`].
+/// As [`Kernel::call`].
 pub(super) unsafe extern "C-unwind" fn entry<F: Kernel<A>, A>(
     stack: *mut StableValue,
     inputs: u64,
@@ -180,12 +180,12 @@ pub(super) unsafe extern "C-unwind" fn entry<F: Kernel<A>, A>(
     // SAFETY: torch's arguments are passed on.
     let message = unsafe { run::<F, A>(stack, inputs, outputs) };
     if !message.is_null() {
-        // SAFETY: C strings; throws, and nothing here needs to be dropped.
+        // SAFETY: C strings; throws, and this frame has nothing to drop.
         unsafe { (symbols().aoti_torch_check)(false, c"kernel".as_ptr(), c"evermoe".as_ptr(), 0, message) };
     }
 }
 
-/// Null on success, else the message.
+/// Returns null on success, or else the message.
 #[inline(never)]
 unsafe extern "C" fn run<F: Kernel<A>, A>(
     stack: *mut StableValue,
@@ -193,7 +193,7 @@ unsafe extern "C" fn run<F: Kernel<A>, A>(
     outputs: u64,
 ) -> *const c_char {
     const { assert!(size_of::<F>() == 0, "a kernel is a plain function, without captures") };
-    // SAFETY: a value of a type without bytes, whose one instance was given to `register`.
+    // SAFETY: a value of a zero-sized type, whose only instance was given to `register`.
     let kernel: F = unsafe { std::mem::transmute_copy(&()) };
     // SAFETY: torch's arguments are passed on.
     let text = match catch_unwind(AssertUnwindSafe(|| unsafe { kernel.call(stack, inputs, outputs) })) {

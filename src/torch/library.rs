@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 
 const NAMESPACE: &CStr = c"evermoe";
-/// Torch keeps this pointer, for its messages.
+/// Torch keeps this pointer for its messages.
 const FILE: &CStr = c"evermoe";
 
 /// An op: its schema and the kernel that serves every device.
@@ -33,7 +33,7 @@ impl Op {
 /// Declares the ops in the namespace `evermoe`, for the life of the process.
 pub(super) fn define(ops: &[Op]) -> Result<()> {
     let mut library: LibraryHandle = std::ptr::null_mut();
-    // SAFETY: C strings that live for ever, and a place for the handle (which is kept: deleting deregisters).
+    // SAFETY: C strings that live forever, and a pointer to the handle (which is kept: deleting it deregisters).
     let status = unsafe {
         (symbols().aoti_torch_library_init_fragment)(NAMESPACE.as_ptr(), FILE.as_ptr(), line!(), &mut library)
     };
@@ -46,10 +46,10 @@ pub(super) fn define(ops: &[Op]) -> Result<()> {
     Ok(())
 }
 
-/// Tagged as usable by `torch.compile` where torch can be told so (from 2.12).
+/// Declares an op, tagged as usable by `torch.compile` where torch supports the tag (from 2.12).
 unsafe fn define_one(library: LibraryHandle, schema: &CStr) -> i32 {
     let symbols = symbols();
-    // SAFETY: as the caller's; one tag, as the count says.
+    // SAFETY: as for the caller; one tag, which equals the count.
     unsafe {
         match (symbols.torch_library_def_with_tags, symbols.torch_tag_pt2_compliant_tag) {
             (Some(define), Some(tag)) => define(library, schema.as_ptr(), [tag()].as_ptr(), 1),
@@ -85,11 +85,11 @@ fn c_string(text: &str) -> CString {
     CString::new(text).expect("schemas hold no NUL")
 }
 
-/// Torch's own threads: no second pool beside it, and `torch.set_num_threads` is respected.
+/// Torch's own threads: no second pool competes with them, and `torch.set_num_threads` is respected.
 #[derive(Clone, Copy)]
 pub(crate) struct TorchPool;
 
-/// State of a loop that its threads share: the body, and a place for the first panic.
+/// State that the threads of a loop share: the body, and the first panic.
 struct Shared<'a> {
     body: &'a (dyn Fn(Range<usize>) + Sync),
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -98,7 +98,7 @@ struct Shared<'a> {
 unsafe extern "C" fn run_range(begin: i64, end: i64, context: *mut c_void) {
     // SAFETY: the context that `run` passes, which outlives the loop.
     let shared = unsafe { &*context.cast::<Shared<'_>>() };
-    // A panic must not unwind through OpenMP's frames: it is carried to the caller.
+    // A panic must not unwind through OpenMP's frames, so it is passed to the caller.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (shared.body)(begin as usize..end as usize)))
         && let Ok(mut first) = shared.panic.lock()
     {
@@ -109,7 +109,7 @@ unsafe extern "C" fn run_range(begin: i64, end: i64, context: *mut c_void) {
 impl Parallel for TorchPool {
     fn threads(&self) -> usize {
         let mut threads = 1;
-        // SAFETY: a place for the number; the call cannot fail.
+        // SAFETY: a pointer to the number; the call cannot fail.
         unsafe { (symbols().torch_get_num_threads)(&mut threads) };
         threads as usize
     }

@@ -1,9 +1,9 @@
 //! The stable C ABI of libtorch, found in the running process, and the ops registered through it.
 //!
-//! Nothing here is linked: `import torch` has loaded libtorch, and [`register_ops`] looks its C functions up by
-//! name. One binary therefore serves every torch from 2.10 on, and the crate builds without torch.
+//! Nothing is linked: `import torch` has loaded libtorch, and [`register_ops`] looks up its C functions by name. So one
+//! binary works with every torch from 2.10 on, and the crate builds without torch.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
 //! | `ffi` | the table of C functions |
 //! | `tensor` | `Tensor`: owned handles, shapes, checked slices |
@@ -12,12 +12,12 @@
 //! | `checks` | checks of arguments, and the choice of device and element types |
 //! | `ops` | the ops: schemas, and those that dispatch rows |
 //! | `histogram` | the ops that count tokens per expert |
-//! | `exchange` | the ops for what crosses ranks: the split of tokens, and the regrouping of rows |
+//! | `exchange` | the ops for the exchange between ranks: the split of tokens, and the regrouping of rows |
 //! | `fp8` | the ops between rows and their 8-bit form |
 //! | `chunks` | the ops between tensors and chunks |
 //! | `optim` | the optimizers' ops |
 //! | `stepped` | a parameter with its steps, between `optim` and `on_cuda` |
-//! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
+//! | `on_cuda` | the conversion of tensors for the launchers of `cuda` |
 
 mod checks;
 mod chunks;

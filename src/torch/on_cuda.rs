@@ -1,4 +1,4 @@
-//! Between checked, contiguous CUDA tensors and the launchers: torch's current stream, scratch memory, addresses.
+//! Calls the launchers for checked, contiguous CUDA tensors: torch's current stream, scratch memory, addresses.
 
 use super::ffi::{GuardHandle, check, symbols};
 use super::stepped::Stepped;
@@ -10,8 +10,7 @@ use crate::cuda::{
 };
 use crate::error::{Error, Result};
 
-/// Makes a device torch's current one until dropped. (The driver API changes the thread's current context, which is
-/// torch's current device.)
+/// Makes a device torch's current one until dropped. (The driver API's current context is also torch's current device.)
 struct DeviceGuard(GuardHandle);
 
 impl DeviceGuard {
@@ -67,8 +66,9 @@ fn size(tensor: &Tensor, dim: usize) -> usize {
     tensor.sizes()[dim] as usize
 }
 
-// In each function: the op has checked shapes, dtypes, devices and overlap and made the tensors contiguous. Torch's
-// allocator reuses their memory in stream order, so they and the scratch may be dropped when the launches are queued.
+// SAFETY of the functions below: the op has checked shapes, dtypes, devices and overlap and made the tensors
+// contiguous. Torch's allocator reuses their memory in stream order, so they and the scratch may be dropped when the
+// launches are queued.
 
 pub(super) fn histograms(layers: &[Tensor], num_experts: usize, counts: &mut Tensor) -> Result<()> {
     let ids = |ids: &Tensor| LayerIds { ids: address(ids), wide_ids: is_wide(ids), num_slots: ids.numel() };
@@ -177,7 +177,7 @@ pub(super) fn unpermute_backward(
     launch(rows, |launcher| unsafe { launcher.unpermute_backward(&backward) })
 }
 
-/// Takes all steps of parameters of one device, one or more.
+/// Takes all steps of one or more parameters on one device.
 pub(super) fn adamw(all: &[Stepped<AdamWStep>]) -> Result<()> {
     let steps: Vec<_> = all.iter().map(pair).collect();
     let each = all.iter().zip(&steps);
@@ -190,7 +190,7 @@ pub(super) fn adamw(all: &[Stepped<AdamWStep>]) -> Result<()> {
             steps,
         })
         .collect();
-    // SAFETY: see above; the op's caller gives p, m and v to be written.
+    // SAFETY: see above; the op's caller passes p, m and v to be written.
     launch(&all[0].state[0], |launcher| unsafe { launcher.adamw(&tensors) })
 }
 
@@ -206,11 +206,11 @@ pub(super) fn sgd(all: &[Stepped<SgdStep>]) -> Result<()> {
             steps,
         })
         .collect();
-    // SAFETY: see above; the op's caller gives p and the buffer to be written.
+    // SAFETY: see above; the op's caller passes p and the buffer to be written.
     launch(&all[0].state[0], |launcher| unsafe { launcher.sgd(&tensors) })
 }
 
-/// Each step with where its gradient is.
+/// Pairs each step with the address of its gradient.
 fn pair<S: Copy>(each: &Stepped<S>) -> Vec<(S, GradientAt)> {
     let gradients = each.gradients.iter().map(|gradient| match gradient {
         None => GradientAt::Zero,
@@ -256,7 +256,7 @@ pub(super) fn quantize_rows(rows: &Tensor, out: &mut Tensor) -> Result<()> {
 
 pub(super) fn dequantize_rows(rows: &Tensor, out: &mut Tensor) -> Result<()> {
     let quantized = fp8_rows(out, rows);
-    // SAFETY: see above; the op has checked that the rows are aligned.
+    // SAFETY: see above; the op has checked the rows' alignment.
     launch(rows, |launcher| unsafe { launcher.dequantize_rows(&quantized) })
 }
 
@@ -280,7 +280,8 @@ pub(super) fn split_tokens(
     launch(counts, |launcher| unsafe { launcher.split_tokens(&split) })
 }
 
-/// Calls `body` with a launcher and the chunks from `first_chunk` on; the table of tensors is on the device by then.
+/// Calls `body` with a launcher and the chunks from `first_chunk` on, after the table of tensors was copied to the
+/// device.
 fn with_chunks(
     layout: &ChunkLayout,
     first_chunk: usize,
@@ -328,7 +329,7 @@ pub(super) fn unpack_chunks(
     wrong: &Tensor,
 ) -> Result<()> {
     with_chunks(layout, first_chunk, tensors, [chunks, hashes], |launcher, range| {
-        // SAFETY: see above; the op's caller gives the tensors to be written.
+        // SAFETY: see above; the op's caller passes the tensors to be written.
         unsafe {
             launcher.clear_wrong(address(wrong), wrong.numel())?;
             launcher.unpack_chunks(range, address(wrong), layout.chunk_bytes() / BLOCK_BYTES)

@@ -1,7 +1,7 @@
-//! The ops of `torch.ops.evermoe`: schemas, checks, and the call to the CPU's or the GPU's arithmetic.
+//! The ops of `torch.ops.evermoe`: schemas, checks, and the calls to the CPU's or the GPU's arithmetic.
 //!
-//! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
-//! functions of `evermoe.ops` document each op; fakes and gradients are there too.
+//! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python functions of
+//! `evermoe.ops` document each op and define fakes and gradients.
 
 use super::checks::{
     check_device, check_disjoint, check_ids, check_int64, check_out, check_rows, check_weights, on_cuda,
@@ -97,7 +97,7 @@ fn table() -> [Op; 22] {
 /// Registers the ops with torch's dispatcher; calls after the first change nothing.
 ///
 /// # Errors
-/// When torch is not imported, is older than 2.10, or refuses an op (a second copy of the library, say).
+/// If torch is not imported, is older than 2.10, or refuses an op (for example of a second copy of the library).
 pub fn register_ops() -> Result<()> {
     static REGISTERED: Mutex<bool> = Mutex::new(false);
     let mut registered =
@@ -115,12 +115,12 @@ pub fn register_ops() -> Result<()> {
     Ok(())
 }
 
-/// Keeps at most so many bytes of idle buffers for results on the CPU: see [`cpu::Buffers::set_limit`].
+/// Sets the maximum bytes of idle buffers for results on the CPU: see [`cpu::Buffers::set_limit`].
 pub fn set_cpu_cache_limit(limit: Option<usize>) {
     BUFFERS.set_limit(limit);
 }
 
-/// Bytes of idle buffers for results on the CPU.
+/// Returns the bytes of idle buffers for results on the CPU.
 pub fn cpu_cache_bytes() -> usize {
     BUFFERS.idle_bytes()
 }
@@ -317,7 +317,7 @@ fn unpermute_backward_into(
     })
 }
 
-/// Weights as float32: the tensor's own, or widened.
+/// Returns weights as float32: the tensor's own memory, or a widened copy.
 fn as_float32(weights: &Tensor) -> Result<Cow<'_, [f32]>> {
     match weights.dtype() {
         Dtype::Float32 => Ok(Cow::Borrowed(weights.slice()?)),

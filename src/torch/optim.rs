@@ -1,4 +1,4 @@
-//! The optimizers' ops: checks, and the call to the CPU's or the GPU's arithmetic.
+//! The optimizers' ops: checks, and the calls to the CPU's or the GPU's arithmetic.
 
 use super::checks::{check_device, check_disjoint, on_cuda};
 use super::library::TorchPool;
@@ -10,13 +10,13 @@ use crate::error::Result;
 
 /// An optimizer, by its step.
 pub(super) trait Step: Sized {
-    /// The parameter, and the arrays of the optimizer; the last ones may be missing.
+    /// Names of the parameter and of the optimizer's arrays; the last ones may be missing.
     const NAMES: &'static [&'static str];
 
     /// Takes the steps of one parameter on the CPU.
     fn on_cpu(state: &mut [Tensor], steps: &[(Self, Gradient<'_>)]) -> Result<()>;
 
-    /// Takes those of parameters of one other device.
+    /// Takes the steps of all parameters of one other device.
     fn on_device(all: &[Stepped<Self>]) -> Result<()>;
 }
 
@@ -64,7 +64,7 @@ impl<S: Step> Stepped<S> {
     }
 }
 
-/// Applies one step for each gradient, in place. Rows of `steps` are [`AdamWStep`]s; no gradient stands for zeros.
+/// Applies one step for each gradient, in place. Rows of `steps` are [`AdamWStep`]s; a missing gradient means zeros.
 pub(super) fn adamw_(
     p: Tensor,
     m: Tensor,
@@ -76,7 +76,7 @@ pub(super) fn adamw_(
     take(vec![Stepped::new(vec![p, m, v], gradients, steps)?])
 }
 
-/// Applies one step to each parameter, in place; nothing is changed where one cannot take its step.
+/// Applies one step to each parameter, in place; nothing changes if one of them cannot take its step.
 pub(super) fn adamw_all_(
     p: Vec<Tensor>,
     m: Vec<Tensor>,
@@ -91,7 +91,7 @@ pub(super) fn adamw_all_(
     take(check_all(state, gradients, steps)?)
 }
 
-/// Applies steps of SGD like [`adamw_`]; no buffer where no step has momentum.
+/// Applies steps of SGD like [`adamw_`]; there is no buffer if no step has momentum.
 pub(super) fn sgd_(
     p: Tensor,
     buffer: Option<Tensor>,
@@ -106,7 +106,7 @@ pub(super) fn sgd_(
     take(vec![Stepped::new(state, gradients, steps)?])
 }
 
-/// Applies steps of SGD like [`adamw_all_`]; only parameters whose step has momentum have a buffer, in their order.
+/// Applies steps of SGD like [`adamw_all_`]; only parameters whose step has momentum have a buffer, in order.
 pub(super) fn sgd_all_(
     p: Vec<Tensor>,
     buffers: Vec<Tensor>,
@@ -130,7 +130,7 @@ pub(super) fn sgd_all_(
     take(check_all(state, gradients, steps)?)
 }
 
-/// Each parameter with its one step, checked; an error says which parameter it was.
+/// Checks each parameter with its single step; an error names the parameter.
 fn check_all<S: Step>(
     state: impl Iterator<Item = Vec<Tensor>>,
     gradients: Vec<Option<Tensor>>,
@@ -151,7 +151,7 @@ fn check_counts(count: usize, others: &[(&str, usize)]) -> Result<()> {
     Ok(())
 }
 
-/// Takes all steps of checked parameters: those of one device at once.
+/// Takes all steps of checked parameters, device by device.
 fn take<S: Step>(mut rest: Vec<Stepped<S>>) -> Result<()> {
     for tensor in rest.iter().flat_map(|each| &each.state) {
         tensor.bump_version()?;
@@ -171,7 +171,7 @@ fn take<S: Step>(mut rest: Vec<Stepped<S>>) -> Result<()> {
     Ok(())
 }
 
-/// The parameters first, which the others are like.
+/// Checks the parameter first, then that the other arrays match it.
 fn check_state(state: &[(&str, &Tensor)]) -> Result<()> {
     let p = state[0].1;
     for (index, (name, tensor)) in state.iter().enumerate() {
@@ -204,7 +204,7 @@ fn check_gradient(gradient: Tensor, state: &[(&str, &Tensor)]) -> Result<Tensor>
     Ok(gradient)
 }
 
-/// The rows of `steps`, `count` of them.
+/// Reads `count` rows of `steps`.
 fn read_steps<S, const LEN: usize>(
     steps: Tensor,
     count: usize,
@@ -225,7 +225,7 @@ fn read_steps<S, const LEN: usize>(
     steps.slice::<f32>()?.as_chunks::<LEN>().0.iter().map(|&numbers| from_array(numbers)).collect()
 }
 
-/// Each step with its gradient on the CPU.
+/// Pairs each step with its gradient on the CPU.
 fn pair<S>(steps: Vec<S>, gradients: &[Option<Tensor>]) -> Result<Vec<(S, Gradient<'_>)>> {
     let gradients = gradients.iter().map(|gradient| match gradient {
         None => Ok(Gradient::Zero),

@@ -1,13 +1,13 @@
-//! What the optimizers' ops hand to the arithmetic of a device.
+//! Input of the optimizers' steps, from the ops to the arithmetic of a device.
 
 use super::tensor::Tensor;
 
-/// A checked parameter with its state, and the steps that it takes.
+/// A checked parameter with its state, and its steps.
 pub(super) struct Stepped<S> {
-    /// The parameter, and the arrays of its optimizer that are there.
+    /// The parameter, and the existing arrays of its optimizer.
     pub(super) state: Vec<Tensor>,
-    /// Contiguous, one for each step; none stands for zeros.
+    /// Contiguous, one per step; none means zeros.
     pub(super) gradients: Vec<Option<Tensor>>,
-    /// As many as gradients.
+    /// One per gradient.
     pub(super) steps: Vec<S>,
 }

@@ -1,4 +1,4 @@
-//! An owned tensor handle with the few properties that ops need.
+//! An owned tensor handle with the properties that ops need.
 
 use super::ffi::{StableValue, TensorHandle, check, symbols};
 use crate::cpu::{Buffer, Buffers, MIN_BYTES};
@@ -10,12 +10,12 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// The version whose ABI the kernels speak: 2.10.
+/// The version of torch whose ABI the kernels use: 2.10.
 pub(super) const ABI_VERSION: u64 = 2 << 56 | 10 << 48;
-/// Most dimensions that [`Tensor::empty`] and [`Tensor::bump_version`] handle.
+/// Maximum dimensions that [`Tensor::empty`] and [`Tensor::bump_version`] handle.
 const MAX_DIM: usize = 16;
 
-/// Element types that the ops know.
+/// Element types that the ops support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dtype {
     Uint8,
@@ -24,7 +24,7 @@ pub(super) enum Dtype {
     Float32,
     Bfloat16,
     Float16,
-    /// Anything else, by torch's number.
+    /// Any other type, by torch's number.
     Other(i32),
 }
 
@@ -57,7 +57,7 @@ impl Dtype {
             Self::Bfloat16 | Self::Float16 => 2,
             Self::Int32 | Self::Float32 => 4,
             Self::Int64 => 8,
-            // SAFETY: a number that torch gave for a type.
+            // SAFETY: torch has returned this number for a type.
             Self::Other(code) => unsafe { (symbols().aoti_torch_dtype_element_size)(code) },
         }
     }
@@ -127,10 +127,10 @@ impl std::fmt::Display for Device {
 /// Memory of large results on the host.
 pub(super) static BUFFERS: Buffers = Buffers::new();
 
-/// Torch calls it on any thread, when the last tensor that uses the memory is gone.
+/// Called by torch on any thread, when the last tensor that uses the memory is gone.
 unsafe extern "C" fn give_back(start: *mut c_void, capacity: *mut c_void) {
     if let Some(start) = NonNull::new(start.cast()) {
-        // SAFETY: the parts that `empty_in_buffer` gave to torch, which gives them back once.
+        // SAFETY: the parts that `empty_in_buffer` gave to torch, which returns them once.
         BUFFERS.give_back(unsafe { Buffer::from_raw(start, capacity.addr()) });
     }
 }
@@ -149,7 +149,7 @@ macro_rules! property {
     ($visibility:vis $name:ident, $function:ident, $type:ty) => {
         $visibility fn $name(&self) -> $type {
             let mut value = <$type>::default();
-            // SAFETY: a live tensor, and a place for the answer; the call cannot fail for one.
+            // SAFETY: a live tensor, and a pointer to the result; the call cannot fail for one.
             unsafe { (symbols().$function)(self.0, &mut value) };
             value
         }
@@ -167,7 +167,7 @@ impl Tensor {
     /// Takes ownership of a handle.
     ///
     /// # Safety
-    /// The handle is a live one that no other code will delete.
+    /// The handle must be live, and no other code may delete it.
     pub(super) unsafe fn from_raw(handle: TensorHandle) -> Self {
         Self(handle)
     }
@@ -200,21 +200,21 @@ impl Tensor {
     pub(super) fn sizes(&self) -> &[i64] {
         let dim = self.dim() as usize;
         let mut sizes = std::ptr::null();
-        // SAFETY: a live tensor, and a place for the answer.
+        // SAFETY: a live tensor, and a pointer to the result.
         unsafe { (symbols().aoti_torch_get_sizes)(self.0, &mut sizes) };
-        // SAFETY: `dim` sizes that live as long as the tensor and are not resized by ops.
+        // SAFETY: `dim` sizes that live as long as the tensor; ops do not resize it.
         if dim == 0 { &[] } else { unsafe { std::slice::from_raw_parts(sizes, dim) } }
     }
 
-    /// Address of the first element, on the tensor's device; the offset into the storage is included.
+    /// Address of the first element on the tensor's device, including the offset into the storage.
     pub(super) fn address(&self) -> *mut c_void {
         let mut address = std::ptr::null_mut();
-        // SAFETY: a live tensor, and a place for the answer.
+        // SAFETY: a live tensor, and a pointer to the result.
         unsafe { (symbols().aoti_torch_get_data_ptr)(self.0, &mut address) };
         address
     }
 
-    /// The tensor itself if contiguous, else a contiguous copy.
+    /// Returns the tensor itself if contiguous, or else a contiguous copy.
     pub(super) fn contiguous(self) -> Result<Self> {
         if self.is_contiguous() {
             return Ok(self);
@@ -226,7 +226,7 @@ impl Tensor {
         Ok(unsafe { Self::from_raw(stack[0] as TensorHandle) })
     }
 
-    /// An uninitialised contiguous tensor on the device of `like`.
+    /// Creates an uninitialised contiguous tensor on the device of `like`.
     pub(super) fn empty(sizes: &[i64], dtype: Dtype, like: &Self) -> Result<Self> {
         ensure!(sizes.len() <= MAX_DIM, "expected at most {MAX_DIM} dimensions, got {}", sizes.len());
         let mut strides = [1_i64; MAX_DIM];
@@ -239,7 +239,7 @@ impl Tensor {
             return Ok(tensor);
         }
         let mut handle = std::ptr::null_mut();
-        // SAFETY: as many sizes and strides as the first argument says, and a place for the handle.
+        // SAFETY: the first argument is the number of sizes and strides; a pointer to the handle.
         let status = unsafe {
             (symbols().aoti_torch_empty_strided)(
                 sizes.len() as i64,
@@ -255,7 +255,7 @@ impl Tensor {
         Ok(Self(handle))
     }
 
-    /// A large tensor on the host in memory that was used before; none for a small one, and before torch 2.11.
+    /// Creates a large host tensor in reused memory; none for a small one, and before torch 2.11.
     fn empty_in_buffer(sizes: &[i64], strides: &[i64], dtype: Dtype) -> Option<Self> {
         static REFUSED: AtomicBool = AtomicBool::new(false);
         let from_blob = symbols().torch_from_blob.filter(|_| !REFUSED.load(Relaxed))?;
@@ -265,8 +265,8 @@ impl Tensor {
         const CPU_INDEX: i32 = -1;
         let (start, capacity) = buffer.into_raw();
         let mut handle = std::ptr::null_mut();
-        // SAFETY: sizes and strides of one length that stay inside the buffer, a place for the handle, and a deleter
-        // that takes the capacity as its context.
+        // SAFETY: sizes and strides of the same length that stay inside the buffer, a pointer to the handle, and a
+        // deleter whose context is the capacity.
         let status = unsafe {
             from_blob(
                 start.as_ptr().cast(),
@@ -285,7 +285,7 @@ impl Tensor {
                 std::ptr::without_provenance_mut(capacity),
             )
         };
-        // The owner of the buffer after a failure is not documented: it is leaked rather than freed twice, and that once.
+        // The owner of the buffer after a failure is not documented: it is leaked once rather than freed twice.
         REFUSED.store(status != 0, Relaxed);
         (status == 0).then_some(Self(handle))
     }
@@ -296,31 +296,31 @@ impl Tensor {
         check(unsafe { (symbols().aoti_torch_zero_)(self.0) }, "torch.zero_")
     }
 
-    /// The elements of a contiguous CPU tensor. They must not be written meanwhile, as for every torch op.
+    /// Returns the elements of a contiguous CPU tensor. They must not be written meanwhile, as with every torch op.
     pub(super) fn slice<T: Element>(&self) -> Result<&[T]> {
         let start = self.host_address::<T>()?;
         // SAFETY: contiguous, on the host, of this type (checked), not null, alive as long as the tensor.
         Ok(unsafe { std::slice::from_raw_parts(start, self.numel()) })
     }
 
-    /// The elements, to be written. `out` arguments are checked not to overlap the inputs.
+    /// Returns the elements for writing. `out` arguments are checked not to overlap the inputs.
     pub(super) fn slice_mut<T: Element>(&mut self) -> Result<&mut [T]> {
         let start = self.host_address::<T>()?;
-        // SAFETY: as above; this value is the op's only way to the elements.
+        // SAFETY: as above; the op accesses the elements only through this value.
         Ok(unsafe { std::slice::from_raw_parts_mut(start, self.numel()) })
     }
 
-    /// The bytes of a contiguous CPU tensor of any type; as [`Tensor::slice`].
+    /// Returns the bytes of a contiguous CPU tensor of any type; as [`Tensor::slice`].
     pub(super) fn bytes(&self) -> Result<&[u8]> {
         let start = self.host_bytes()?;
         // SAFETY: contiguous, on the host (checked), not null, alive as long as the tensor; every byte is a u8.
         Ok(unsafe { std::slice::from_raw_parts(start, self.num_bytes()) })
     }
 
-    /// The bytes, to be written; as [`Tensor::slice_mut`].
+    /// Returns the bytes for writing; as [`Tensor::slice_mut`].
     pub(super) fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         let start = self.host_bytes()?;
-        // SAFETY: as above; this value is the op's only way to the bytes.
+        // SAFETY: as above; the op accesses the bytes only through this value.
         Ok(unsafe { std::slice::from_raw_parts_mut(start, self.num_bytes()) })
     }
 
@@ -333,13 +333,13 @@ impl Tensor {
         ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
         ensure!(self.is_contiguous(), "expected a contiguous tensor");
         self.check_memory()?;
-        // Torch gives null where there are no elements; slices want an address all the same.
-        // One alignment serves every type.
+        // Torch returns null if there are no elements, but slices need an address. One alignment is enough for every
+        // type.
         let none = NonNull::<u128>::dangling().cast();
         Ok(NonNull::new(self.address().cast()).unwrap_or(none).as_ptr())
     }
 
-    /// Refuses elements without memory: after `untyped_storage().resize_(0)`, as sharded trainers do.
+    /// Refuses elements without memory, such as after `untyped_storage().resize_(0)` in sharded trainers.
     pub(super) fn check_memory(&self) -> Result<()> {
         ensure!(
             self.numel() == 0 || !self.address().is_null(),
@@ -349,20 +349,20 @@ impl Tensor {
         Ok(())
     }
 
-    /// Bytes of the elements.
+    /// Size of the elements in bytes.
     pub(super) fn num_bytes(&self) -> usize {
         self.numel() * self.dtype().bytes()
     }
 
-    /// Addresses that a contiguous tensor covers.
+    /// The range of addresses of a contiguous tensor.
     pub(super) fn address_range(&self) -> Range<usize> {
         let start = self.address() as usize;
         start..start + self.num_bytes()
     }
 
-    /// Tells autograd that the elements change; the dispatcher does not do so for ops registered through C.
+    /// Informs autograd that the elements change; the dispatcher does not do so for ops registered through C.
     ///
-    /// An in-place no-op on an empty view does it: views share the counter.
+    /// An in-place no-op on an empty view does it, because views share the counter.
     pub(super) fn bump_version(&self) -> Result<()> {
         let dim = self.dim() as usize;
         ensure!(dim <= MAX_DIM, "out: expected at most {MAX_DIM} dimensions, got {dim}");
@@ -372,17 +372,17 @@ impl Tensor {
         }
         let (sizes, strides) = ([0_i64; MAX_DIM], [1_i64; MAX_DIM]);
         let mut view = std::ptr::null_mut();
-        // SAFETY: as_strided reads as many sizes and strides as the tensor has dimensions.
+        // SAFETY: as_strided reads one size and stride per dimension of the tensor.
         let status =
             unsafe { (symbols().aoti_torch_as_strided)(self.0, sizes.as_ptr(), strides.as_ptr(), &mut view) };
         check(status, "torch.as_strided")?;
         Self(view).zero()
     }
 
-    /// A view of shape `[1]` of a tensor without dimensions.
+    /// Returns a view of shape `[1]` of a tensor without dimensions.
     fn with_a_dimension(&self) -> Result<Self> {
         let (mut again, strides) = (std::ptr::null_mut(), std::ptr::null());
-        // SAFETY: as many sizes and strides as the tensor has dimensions: none are read.
+        // SAFETY: the tensor has no dimensions, so no sizes and strides are read.
         let status = unsafe { (symbols().aoti_torch_as_strided)(self.0, strides, strides, &mut again) };
         check(status, "torch.as_strided")?;
         const FIRST: StableValue = 0;
@@ -393,7 +393,7 @@ impl Tensor {
     }
 }
 
-/// Switches grad mode off on this thread, until dropped.
+/// Disables grad mode on this thread until dropped.
 struct NoGrad(bool);
 
 impl NoGrad {
@@ -416,7 +416,7 @@ impl Drop for NoGrad {
 
 /// Calls an ATen op; `stack` holds its arguments, then its results.
 fn call(name: &CStr, stack: &mut [StableValue]) -> Result<()> {
-    // SAFETY: the caller's stack fits the op's schema, and a name without an overload.
+    // SAFETY: the caller's stack fits the op's schema, and the name has no overload.
     let status = unsafe {
         (symbols().torch_call_dispatcher)(name.as_ptr(), c"".as_ptr(), stack.as_mut_ptr(), ABI_VERSION)
     };

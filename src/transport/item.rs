@@ -1,9 +1,9 @@
-//! One message at one end: its memory, and how far it is.
+//! One end of a message: its memory and its progress.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A message at one end.
+/// One end of a message.
 #[derive(Debug)]
 pub(super) struct Item {
     /// Rank of the member at the other end.
@@ -14,9 +14,9 @@ pub(super) struct Item {
     changed: Condvar,
 }
 
-// SAFETY: the memory is touched by the one thread alone that has `begin` say yes, until it says `finish`.
+// SAFETY: only the thread for which `begin` returned true touches the memory, until it calls `finish`.
 unsafe impl Send for Item {}
-// SAFETY: as above; all else is behind a lock.
+// SAFETY: as above; everything else is behind a lock.
 unsafe impl Sync for Item {}
 
 #[derive(Clone, Debug)]
@@ -32,12 +32,12 @@ impl Item {
         Arc::new(Self { peer, address, nbytes, progress, changed: Condvar::new() })
     }
 
-    /// Room for the message, or its length.
+    /// Size of the message, or of the room for it.
     pub(super) fn nbytes(&self) -> usize {
         self.nbytes
     }
 
-    /// Whether the thread that asks may touch the memory, until it says `finish`: not if nobody waits any more.
+    /// Whether the calling thread may touch the memory until it calls `finish`; false if the transfer was abandoned.
     pub(super) fn begin(&self) -> bool {
         let mut progress = self.lock();
         let is_wanted = matches!(*progress, Progress::Waiting);
@@ -50,29 +50,29 @@ impl Item {
     /// The first bytes of the message, to be sent.
     ///
     /// # Safety
-    /// `begin` has said yes to this thread, which has not said `finish`.
+    /// `begin` must have returned true to this thread, which has not called `finish`.
     pub(super) unsafe fn bytes(&self) -> &[u8] {
-        // SAFETY: the memory is there until the transfer is over, as who began it has promised.
+        // SAFETY: the memory exists until the transfer is over, as promised by the caller who began it.
         unsafe { std::slice::from_raw_parts(self.address, self.nbytes) }
     }
 
-    /// Memory for the first `nbytes` of a message that comes.
+    /// Memory for the first `nbytes` of a message that arrives.
     ///
     /// # Safety
-    /// As `bytes`; `nbytes` is not more than there is room for.
+    /// As `bytes`; `nbytes` must not exceed the room.
     #[expect(clippy::mut_from_ref, reason = "one thread alone has the memory, see `begin`")]
     pub(super) unsafe fn room(&self, nbytes: usize) -> &mut [u8] {
-        // SAFETY: as in `bytes`, and nothing else reads or writes it until then.
+        // SAFETY: as in `bytes`, and nothing else reads or writes the memory until then.
         unsafe { std::slice::from_raw_parts_mut(self.address, nbytes) }
     }
 
-    /// The thread that moved the bytes no longer touches the memory.
+    /// Ends the access of the thread that moved the bytes.
     pub(super) fn finish(&self, result: Result<usize, String>) {
         *self.lock() = Progress::Done(result);
         self.changed.notify_all();
     }
 
-    /// Fails unless a thread has begun: that one will.
+    /// Fails the transfer, unless a thread has begun: that thread will finish it.
     pub(super) fn fail(&self, reason: &str) {
         let mut progress = self.lock();
         if matches!(*progress, Progress::Waiting) {
@@ -81,7 +81,7 @@ impl Item {
         }
     }
 
-    /// The result once it is there; none if it is not within the limit.
+    /// Waits for the result; none if it does not arrive within the limit.
     pub(super) fn wait(&self, limit: Duration) -> Option<Result<usize, String>> {
         let deadline = Instant::now() + limit;
         let mut progress = self.lock();

@@ -1,4 +1,4 @@
-//! The threads of one connection: on the side that asks, and on the one that sends.
+//! The threads of one connection: on the requesting side and on the sending side.
 
 use super::item::Item;
 use super::table::{Handover, Key, Table};
@@ -13,14 +13,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the other side may take to say where UCX reaches it.
+/// Time in which the other side must send its UCX address.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Time between two looks whether the kernel still reads what was sent, while nothing else is to be sent.
+/// Interval at which a thread checks whether the kernel still reads sent memory, while nothing else is to be sent.
 const PAUSE: Duration = Duration::from_micros(200);
-/// The same, once nothing ever will.
+/// The same interval once nothing will be sent any more.
 const LAST_LOOK: Duration = Duration::from_millis(100);
 
-/// The side that asks: one connection, which is made when it is needed first.
+/// The requesting side: one connection, made when it is first needed.
 #[derive(Debug, Default)]
 pub(super) struct Asking(Mutex<Stage>);
 
@@ -28,13 +28,13 @@ pub(super) struct Asking(Mutex<Stage>);
 enum Stage {
     #[default]
     New,
-    /// What is asked for once it is connected.
+    /// Requests that are sent once it is connected.
     Connecting(Vec<Request>),
     Connected(Arc<TcpStream>),
 }
 
 impl Asking {
-    /// Asks for a message, now or as soon as it is connected.
+    /// Requests a message, now or as soon as it is connected.
     pub(super) fn ask(self: &Arc<Self>, table: &Arc<Table>, peer: usize, request: Request) {
         let mut stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let failure = match &mut *stage {
@@ -57,7 +57,7 @@ impl Asking {
         }
     }
 
-    /// Says something once other threads have asked for what they ask for.
+    /// Writes a request; requests of several threads do not interleave.
     fn say(&self, mut stream: &TcpStream, what: Request) -> Result<()> {
         let _stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         stream.write_all(&what.to_bytes())
@@ -72,7 +72,7 @@ impl Asking {
     fn receive_all(&self, table: &Table, peer: usize) -> Result<()> {
         let stream = Arc::new(connect(table, peer)?);
         if !table.keep(peer, &stream) {
-            return Ok(()); // whoever waited knows
+            return Ok(()); // the transfers were failed already
         }
         let mut by_ucx = table.ucx.map(|ucx| Receiver::new(ucx, &stream)).transpose()?;
         let mut stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -90,13 +90,13 @@ impl Asking {
             };
             let item = table.take_expected((peer, tag, number)).ok_or_else(|| wrong("was not asked for"))?;
             if nbytes > item.nbytes() as u64 {
-                return Err(wrong("is longer than the room for it"));
+                return Err(wrong("is larger than its receive buffer"));
             }
             if !item.begin() {
-                return Err(wrong("was given up"));
+                return Err(wrong("was cancelled by the receiver"));
             }
             let nbytes = usize::try_from(nbytes).unwrap_or(usize::MAX);
-            // SAFETY: `begin` has said yes, and there is room for so many.
+            // SAFETY: `begin` returned true, and the room has at least this size.
             let room = unsafe { item.room(nbytes) };
             let result = match &mut by_ucx {
                 Some(receiver) if nbytes >= ucx::MIN_BYTES => receiver
@@ -114,7 +114,7 @@ impl Asking {
 
 fn connect(table: &Table, peer: usize) -> Result<TcpStream> {
     let deadline = Instant::now() + table.limit;
-    let mut result = Err(Error::new(ErrorKind::NotFound, "its name has no address"));
+    let mut result = Err(Error::new(ErrorKind::NotFound, "the host name resolves to no address"));
     for address in table.addresses[peer].to_socket_addrs()? {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -132,7 +132,7 @@ fn connect(table: &Table, peer: usize) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// The side that sends: reads what is asked for, while another thread sends what is there.
+/// The sending side: one thread reads requests, while another sends the messages that are ready.
 pub(super) fn serve(table: &Arc<Table>, hello: Hello, stream: TcpStream) {
     let peer = usize::try_from(hello.rank).unwrap_or(usize::MAX);
     if peer >= table.addresses.len() || peer == table.rank {
@@ -155,7 +155,7 @@ pub(super) fn serve(table: &Arc<Table>, hello: Hello, stream: TcpStream) {
     table.lose(peer, &error.to_string());
 }
 
-/// What sends by UCX, where both sides do.
+/// The UCX sender, if both sides use UCX.
 fn introduced(
     table: &Table,
     hello: Hello,
@@ -168,7 +168,7 @@ fn introduced(
     Ok(Some(Sender::new(ucx, receiver, come)))
 }
 
-/// Reads requests until the connection ends; returns why. With it ends `come`.
+/// Reads requests until the connection ends; returns the reason. `come` ends with it.
 fn read_all(
     table: &Table,
     peer: usize,
@@ -179,7 +179,7 @@ fn read_all(
     loop {
         match Request::read(stream) {
             Ok(Request { room: HAS_COME, .. }) => {
-                // One that nobody waits for is a connection that ends.
+                // An error means that the connection is ending.
                 let _heard = come.send(());
             }
             Ok(request) => table.requested(peer, request, thread),
@@ -207,11 +207,11 @@ fn send_all(
             Ok(((_, tag, number), item)) => {
                 if !item.begin() {
                     sender.abandon();
-                    under_way.fail(peer, "its connection has ended");
-                    return table.lose(peer, "a message that it waits for was given up");
+                    under_way.fail(peer, "the connection has ended");
+                    return table.lose(peer, "a message that it waits for was cancelled");
                 }
                 let header = Request { tag, number, room: item.nbytes() as u64 };
-                // SAFETY: `begin` has said yes.
+                // SAFETY: `begin` returned true.
                 let bytes = unsafe { item.bytes() };
                 let result = stream.write_all(&header.to_bytes());
                 let result = result.and_then(|()| match &mut by_ucx {
@@ -237,7 +237,7 @@ fn send_all(
     }
 }
 
-/// What is sent, and may be read still by the kernel: with the number that `ZeroCopy::send` has given.
+/// Sent messages whose memory the kernel may still read, with the numbers returned by `ZeroCopy::send`.
 #[derive(Default)]
 struct UnderWay(VecDeque<(u32, Arc<Item>)>);
 

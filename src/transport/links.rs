@@ -10,22 +10,22 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The members of a group, as one of them reaches them.
+/// Addresses and limits by which a member reaches the others of its group.
 #[derive(Clone, Debug)]
 pub struct Peers {
-    /// Names the group; no other one has this name.
+    /// Unique name of the group.
     pub group: u64,
     /// This member's rank.
     pub rank: usize,
-    /// Addresses of all members' ports by rank, `host:port`.
+    /// Addresses of all members' ports, by rank: `host:port`.
     pub addresses: Vec<String>,
-    /// Connections on which messages come from one member: several share the network better than one.
+    /// Number of connections on which messages arrive from one member: several share the network better than one.
     pub streams: usize,
-    /// How long a connection may take to be made.
+    /// Time in which a connection must be made.
     pub limit: Duration,
 }
 
-/// The messages between one member and the others of a group.
+/// Messages between one member and the others of its group.
 ///
 /// ```
 /// use evermoe::transport::{Carrier, Links, Peers, Port};
@@ -51,19 +51,20 @@ pub struct Links {
     asking: Mutex<HashMap<usize, Asked>>,
 }
 
-/// The connections on which messages come from one member.
+/// The connections on which messages arrive from one member.
 #[derive(Debug, Default)]
 struct Asked {
     connections: Vec<Arc<Asking>>,
-    /// Messages that were asked for.
+    /// Number of requested messages.
     messages: usize,
 }
 
 impl Links {
-    /// The links of a new group; those of the one before no longer get connections. They are made when they are needed.
+    /// Creates the links of a new group; those of the previous group get no more connections. Connections are made when
+    /// needed.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a rank that is none, or no stream.
+    /// [`crate::Error::Invalid`] for a rank out of range, or 0 streams.
     pub fn begin(port: &Port, peers: Peers) -> Result<Self> {
         let Peers { group, rank, addresses, streams, limit } = peers;
         let size = addresses.len();
@@ -76,26 +77,26 @@ impl Links {
         Ok(Self { table, streams, asking: Mutex::default() })
     }
 
-    /// Begins to send a message; those of one tag to one member keep their order.
+    /// Begins to send a message; messages with one tag to one member keep their order.
     ///
     /// # Safety
-    /// The memory holds the message, unchanged, until the transfer is over or dropped.
+    /// The memory must hold the message, unchanged, until the transfer is over or dropped.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a rank that is none of the others'.
+    /// [`crate::Error::Invalid`] for a rank that is not one of the others.
     pub unsafe fn send(&self, address: *mut u8, nbytes: usize, peer: usize, tag: u64) -> Result<Transfer> {
         let item = self.table.item(address, nbytes, peer)?;
         let number = self.table.offer(item.clone(), tag);
         Ok(Transfer::new(number, item, self.table.clone()))
     }
 
-    /// Begins to receive a message, which may be shorter than the room for it.
+    /// Begins to receive a message, which may be shorter than the memory for it.
     ///
     /// # Safety
-    /// Nothing else reads or writes the memory until the transfer is over or dropped.
+    /// Nothing else may read or write the memory until the transfer is over or dropped.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a rank that is none of the others'.
+    /// [`crate::Error::Invalid`] for a rank that is not one of the others.
     pub unsafe fn receive(&self, address: *mut u8, nbytes: usize, peer: usize, tag: u64) -> Result<Transfer> {
         let item = self.table.item(address, nbytes, peer)?;
         let (number, request) = self.table.expect(item.clone(), tag);
@@ -109,7 +110,7 @@ impl Links {
         Ok(Transfer::new(number, item, self.table.clone()))
     }
 
-    /// Ends all connections, and all transfers with them: other members learn so at once.
+    /// Ends all connections and transfers; other members notice immediately.
     pub fn end(&self, reason: &str) {
         self.table.end(reason);
     }

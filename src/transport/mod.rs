@@ -1,21 +1,23 @@
-//! Messages between members beside their collectives: from memory to memory over TCP, in threads of their own.
+//! Messages between members outside the collectives: from memory to memory over TCP, in threads of their own.
 //!
-//! Who receives connects to who sends, by some connections at a time, and asks for each message that it has room for. A
-//! message travels once it is asked for and there, on the connection that it was asked for on: so none waits behind one
-//! that nobody has room for, and none is copied on its way: into the kernel neither, where it sends memory itself.
+//! The receiver connects to the sender, by several connections, and requests each message for which it has memory. A
+//! message is sent once it is both requested and ready, on the connection of its request. So no message waits behind
+//! one that nobody has memory for, and none is copied on its way; not even into the kernel, if that can send memory
+//! directly.
 //!
 //! ```text
 //! receiver                                     sender
 //!    │ connect, hello(group, rank) ───────────►  │ Port
 //!    │ request(tag, number, room) ────────────►  │
-//!    │  ◄──────────── header(tag, number, length)│ once it is there
+//!    │  ◄──────────── header(tag, number, length)│ once it is ready
 //!    │  ◄──────────────────────────────── bytes  │
 //! ```
 //!
-//! Messages of one tag between two members are numbered, and keep their order. A connection that ends is a member that is
-//! lost: what was on its way between the two fails, what is on its way between others does not.
+//! Messages with one tag between two members are numbered and keep their order. The end of a connection means that the
+//! member is lost: transfers between the two fail, transfers between others do not.
 //!
-//! With [`Carrier::Ucx`] the bytes of long messages go beside the connection, by [UCX](https://openucx.org): see `ucx/`.
+//! With [`Carrier::Ucx`] the bytes of long messages are sent outside the connection, by [UCX](https://openucx.org): see
+//! `ucx/`.
 
 mod item;
 mod lane;
@@ -32,7 +34,7 @@ pub use links::{Links, Peers};
 pub use port::{Carrier, Port};
 pub use transfer::Transfer;
 
-/// Stack of a thread that sends or receives.
+/// Stack size of a thread that sends or receives.
 const STACK_BYTES: usize = 128 << 10;
-/// Stack of one in which UCX works.
+/// Stack size of a thread that runs UCX.
 const UCX_STACK_BYTES: usize = 1 << 20;

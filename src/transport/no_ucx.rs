@@ -1,4 +1,4 @@
-//! In place of `ucx` in a build without that feature: there is none.
+//! Stand-in for `ucx` in a build without that feature: its types have no values.
 
 use crate::error::{Error, Result};
 use std::convert::Infallible;
@@ -8,7 +8,7 @@ use std::sync::mpsc;
 
 pub(super) const MIN_BYTES: usize = usize::MAX;
 
-/// No library.
+/// The library; has no value.
 #[derive(Debug)]
 pub(crate) struct Ucx(Infallible);
 
@@ -22,7 +22,7 @@ impl Ucx {
     }
 }
 
-/// No end of a connection that receives.
+/// The receiving end of a connection; has no value.
 pub(super) struct Receiver(Infallible);
 
 impl Receiver {
@@ -43,7 +43,7 @@ impl Receiver {
     }
 }
 
-/// Nothing that one has said.
+/// The introduction of a receiver; has no value.
 pub(super) struct Introduction(Infallible);
 
 impl Introduction {
@@ -52,7 +52,7 @@ impl Introduction {
     }
 }
 
-/// No end of a connection that sends.
+/// The sending end of a connection; has no value.
 pub(super) struct Sender(Infallible);
 
 impl Sender {

@@ -1,4 +1,4 @@
-//! Where members that receive connect to.
+//! The port that receivers connect to.
 
 use super::STACK_BYTES;
 use super::lane::serve;
@@ -6,7 +6,7 @@ use super::table::Table;
 use super::ucx::Ucx;
 use super::wire::{Hello, Timed, welcome};
 use crate::error::{Error, Result};
-use crate::reach::{listen, wake};
+use crate::reachability::{listen, wake};
 use crate::secret::Secret;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,27 +14,27 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
-/// Connections for groups that this member is not in yet; more are closed.
+/// Maximum number of connections for groups that this member has not joined yet; further ones are closed.
 const MAX_EARLY: usize = 4096;
-/// Connections that may say whose they are at a time; more are closed at once.
+/// Maximum number of connections that have not introduced themselves; further ones are closed immediately.
 const MAX_UNKNOWN: usize = 4096;
-/// How long a connection may take to say whose it is.
+/// Time in which a connection must introduce itself.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What carries the bytes of long messages: the same on all members.
+/// Transport of the bytes of long messages; the same on all members.
 #[derive(Clone, Debug, Default)]
 pub enum Carrier {
     /// The connections between members.
     #[default]
     Tcp,
-    /// UCX: RDMA where the network has it. Needs the feature `ucx`, and the library when a port is opened.
+    /// UCX: RDMA if the network supports it. Requires the feature `ucx`, and the library when a port is opened.
     Ucx {
-        /// Names or paths of `libucp.so.0`, of which the first is taken that is there and new enough.
+        /// Names or paths of `libucp.so.0`; the first suitable one is used.
         libraries: Vec<String>,
     },
 }
 
-/// A port for the connections of all groups of a member, one after the other.
+/// A port for the connections of a member's groups, one group after the other.
 #[derive(Debug)]
 pub struct Port {
     address: SocketAddr,
@@ -53,22 +53,22 @@ struct Gate {
 struct Inside {
     is_closed: bool,
     now: Option<(u64, Weak<Table>)>,
-    /// Connections of members that were quicker to begin their next group.
+    /// Connections of members that joined their next group earlier.
     early: Vec<(Hello, TcpStream)>,
 }
 
 impl Port {
-    /// A free port of an address, or of all. With a secret it lets those alone connect that have it.
+    /// Opens a free port of one address, or of all addresses. With a secret, only members with that secret can connect.
     ///
     /// # Errors
-    /// [`Error::Io`] when the system has no port or no thread, or the address is not this machine's;
-    /// [`Error::Invalid`] when there is no such carrier here.
+    /// [`Error::Io`] if the system has no free port or thread, or the address is not one of this machine's;
+    /// [`Error::Invalid`] if the carrier is not available.
     pub fn open(address: Option<IpAddr>, secret: Option<&Secret>, carrier: &Carrier) -> Result<Self> {
         let ucx = match carrier {
             Carrier::Tcp => None,
             Carrier::Ucx { libraries } => Some(Ucx::open(libraries)?),
         };
-        let failed = |error| Error::io("opening a port for messages of other members", error);
+        let failed = |error| Error::io("opening a port for messages from other members", error);
         let (listener, address) = listen(address).map_err(failed)?;
         let gate = Arc::new(Gate {
             secret: secret.cloned(),
@@ -84,7 +84,7 @@ impl Port {
                 }
                 match stream {
                     Ok(stream) => inside.admit(stream),
-                    Err(_) => thread::sleep(Duration::from_millis(10)), // out of descriptors, perhaps: others end
+                    Err(_) => thread::sleep(Duration::from_millis(10)), // perhaps out of descriptors: others close meanwhile
                 }
             }
         };
@@ -92,12 +92,12 @@ impl Port {
         Ok(Self { address, gate })
     }
 
-    /// Its port.
+    /// Returns the port number.
     pub fn port(&self) -> u16 {
         self.address.port()
     }
 
-    /// Takes connections for a new group from now on, and no longer those for the one before.
+    /// Admits connections for a new group from now on, and no longer for the previous one.
     pub(super) fn admit_to(&self, table: &Arc<Table>) {
         let mut inside = self.gate.lock();
         inside.now = Some((table.group, Arc::downgrade(table)));
@@ -105,7 +105,7 @@ impl Port {
         drop(inside);
         for (hello, stream) in early.into_iter().filter(|(hello, _)| hello.group == table.group) {
             let table = table.clone();
-            // One without a thread is closed, as one whose member is lost.
+            // A connection without a thread is closed; its member then counts as lost.
             let _served = thread::Builder::new()
                 .stack_size(STACK_BYTES)
                 .name("evermoe-serve".into())
@@ -113,7 +113,7 @@ impl Port {
         }
     }
 
-    /// What connections of this port need: the secret, and UCX.
+    /// The secret and the UCX library, which connections of this port need.
     pub(super) fn ways(&self) -> (Option<Secret>, Option<&'static Ucx>) {
         (self.gate.secret.clone(), self.gate.ucx)
     }
@@ -140,7 +140,7 @@ impl Gate {
             .stack_size(STACK_BYTES)
             .name("evermoe-serve".into())
             .spawn(move || gate.talk(stream));
-        // One without a thread is closed.
+        // A connection without a thread is closed.
         if admitted.is_err() {
             self.unknown.fetch_sub(1, Ordering::SeqCst);
         }
@@ -151,7 +151,7 @@ impl Gate {
             welcome(stream, self.ucx.is_some(), self.secret.as_ref())
         });
         self.unknown.fetch_sub(1, Ordering::SeqCst);
-        // Whoever fails to introduce itself is closed: it may be anybody.
+        // A connection that fails to introduce itself is closed: it may be anyone.
         let Ok(hello) = hello else { return };
         let mut inside = self.lock();
         if inside.is_closed {

@@ -1,4 +1,4 @@
-//! The messages of a group that are under way, as the threads of its connections know them.
+//! Table of a group's messages in progress, shared by the threads of its connections.
 
 use super::item::Item;
 use super::ucx::Ucx;
@@ -21,34 +21,34 @@ pub(super) struct Table {
     pub(super) addresses: Vec<String>,
     pub(super) limit: Duration,
     pub(super) secret: Option<Secret>,
-    /// Moves the bytes of long messages, where all members have it do so.
+    /// Library that moves the bytes of long messages, if all members use it.
     pub(super) ucx: Option<&'static Ucx>,
     state: Mutex<State>,
 }
 
-/// A message: the rank at the other end, its tag, and how many of both came before it.
+/// Identity of a message: the rank at the other end, its tag, and the number of earlier messages with both.
 pub(super) type Key = (usize, u64, u64);
 
-/// Hands a message to the thread that sends it.
+/// Channel that hands a message to the thread that sends it.
 pub(super) type Handover = Sender<(Key, Arc<Item>)>;
 
 #[derive(Debug, Default)]
 struct State {
-    /// Why nothing is sent any more.
+    /// Reason why nothing is sent any more, if so.
     ended: Option<String>,
-    /// Members whose connections have ended, and why.
+    /// Members whose connections have ended, and the reason.
     lost: HashMap<usize, String>,
     connections: Vec<(usize, Arc<TcpStream>)>,
-    /// How many messages were sent to a member with a tag, and how many are to come.
+    /// Number of messages sent to, and expected from, each member with each tag.
     sent: HashMap<(usize, u64), u64>,
     awaited: HashMap<(usize, u64), u64>,
-    /// What is there and was not asked for.
+    /// Messages that are ready but not requested.
     offers: HashMap<Key, Arc<Item>>,
-    /// What was asked for and is not there: the room for it, and the thread that is to send it.
+    /// Requested messages that are not ready: the size of their memory, and the thread that will send each.
     requests: HashMap<Key, (u64, Handover)>,
-    /// What was asked for here.
+    /// Messages that this member has requested.
     expected: HashMap<Key, Arc<Item>>,
-    /// Transfers that somebody holds.
+    /// Transfers that are held by a caller.
     held: HashMap<u64, Arc<Item>>,
     transfers: u64,
 }
@@ -64,12 +64,12 @@ impl Table {
         Arc::new(Self { group, rank, addresses, limit, secret, ucx, state: Mutex::default() })
     }
 
-    /// Stack of a thread that sends or receives here.
+    /// Stack size of a thread that sends or receives.
     pub(super) fn stack_bytes(&self) -> usize {
         if self.ucx.is_some() { UCX_STACK_BYTES } else { STACK_BYTES }
     }
 
-    /// A message that is there to be sent to a member; the number of its transfer.
+    /// Adds a message that is ready to be sent; returns the number of its transfer.
     pub(super) fn offer(&self, item: Arc<Item>, tag: u64) -> u64 {
         let mut state = self.lock();
         let transfer = Self::hold(&mut state, &item);
@@ -84,7 +84,7 @@ impl Table {
         transfer
     }
 
-    /// Room for a message of a member; the number of its transfer, and what to ask for.
+    /// Adds memory for a message of a member; returns the number of its transfer, and the request to send.
     pub(super) fn expect(&self, item: Arc<Item>, tag: u64) -> (u64, Request) {
         let mut state = self.lock();
         let transfer = Self::hold(&mut state, &item);
@@ -94,10 +94,10 @@ impl Table {
         (transfer, Request { tag, number, room })
     }
 
-    /// A message at this end.
+    /// Creates one end of a message.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a rank that is none of the others'.
+    /// [`crate::Error::Invalid`] for a rank that is not one of the others.
     pub(super) fn item(&self, address: *mut u8, nbytes: usize, peer: usize) -> Result<Arc<Item>> {
         let (rank, size) = (self.rank, self.addresses.len());
         ensure!(
@@ -107,7 +107,7 @@ impl Table {
         Ok(Item::new(peer, address, nbytes))
     }
 
-    /// The number of a new transfer, which fails if its member is lost already.
+    /// Returns the number of a new transfer, which fails if its member is lost already.
     fn hold(state: &mut State, item: &Arc<Item>) -> u64 {
         if let Some(reason) = state.ended.as_ref().or_else(|| state.lost.get(&item.peer)) {
             item.fail(reason);
@@ -117,12 +117,12 @@ impl Table {
         state.transfers
     }
 
-    /// Nobody holds this transfer any more.
+    /// Releases a transfer that no caller holds any more.
     pub(super) fn forget(&self, number: u64) {
         self.lock().held.remove(&number);
     }
 
-    /// Somebody has room for a message: `thread` is to send it once it is there.
+    /// Handles a request: `thread` sends the message once it is ready.
     pub(super) fn requested(&self, peer: usize, request: Request, thread: &Handover) {
         let key = (peer, request.tag, request.number);
         let mut state = self.lock();
@@ -148,19 +148,19 @@ impl Table {
             let (peer, tag, _) = key;
             self.lose(
                 peer,
-                &format!("a message of {nbytes} bytes with tag {tag}: rank {peer} expects {room} at most"),
+                &format!("a message of {nbytes} bytes with tag {tag}: rank {peer} expects at most {room}"),
             );
         } else if thread.send((key, item)).is_err() {
-            self.lose(key.0, "its connection has ended");
+            self.lose(key.0, "the connection has ended");
         }
     }
 
-    /// The room for a message that comes.
+    /// Takes the memory for a message that arrives.
     pub(super) fn take_expected(&self, key: Key) -> Option<Arc<Item>> {
         self.lock().expected.remove(&key)
     }
 
-    /// Keeps a connection for `end` to shut. Whether it is still wanted.
+    /// Keeps a connection, so that `end` can shut it down; returns whether it is still wanted.
     pub(super) fn keep(&self, peer: usize, connection: &Arc<TcpStream>) -> bool {
         let mut state = self.lock();
         let is_wanted = state.ended.is_none() && !state.lost.contains_key(&peer);
@@ -170,7 +170,7 @@ impl Table {
         is_wanted
     }
 
-    /// The connections of a member have ended: nothing comes from it or goes to it any more.
+    /// Handles the end of a member's connections: nothing arrives from it or is sent to it any more.
     pub(super) fn lose(&self, peer: usize, reason: &str) {
         let mut state = self.lock();
         let reason = format!("rank {peer}: {reason}");
@@ -190,14 +190,14 @@ impl Table {
         state.connections = others;
         state.offers.retain(|&(peer, ..), _| !is_meant(peer));
         state.expected.retain(|&(peer, ..), _| !is_meant(peer));
-        // With these go the threads that send: they wait for what is there to be sent.
+        // This also ends the sending threads, which wait for messages to send.
         state.requests.retain(|&(peer, ..), _| !is_meant(peer));
         let waiting: Vec<Arc<Item>> =
             state.held.values().filter(|item| is_meant(item.peer)).cloned().collect();
         drop(state);
         let meant: Vec<(usize, Arc<TcpStream>)> = meant;
         for (_, connection) in meant {
-            // One that the other side has closed is shut already.
+            // An error means that the other side has closed it already.
             let _closed = connection.shutdown(Shutdown::Both);
         }
         for item in waiting {
@@ -210,7 +210,7 @@ impl Table {
     }
 }
 
-/// How many there were before, counted on.
+/// The next number: one more than the previous.
 fn next(counts: &mut HashMap<(usize, u64), u64>, of: (usize, u64)) -> u64 {
     let count = counts.entry(of).or_default();
     *count += 1;

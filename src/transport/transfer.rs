@@ -1,11 +1,11 @@
-//! A message that is under way, as who waits for it has it.
+//! A message in progress, as held by its caller.
 
 use super::item::Item;
 use super::table::Table;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A message that is under way. Its memory is in use until it is over or dropped.
+/// A message in progress. Its memory is in use until it is over or dropped.
 #[derive(Debug)]
 pub struct Transfer {
     number: u64,
@@ -18,19 +18,19 @@ impl Transfer {
         Self { number, item, table }
     }
 
-    /// Waits until it is over: the bytes that were sent or have come, or why it failed. None if that takes longer than
-    /// the limit.
+    /// Waits until it is over: returns the number of bytes sent or received, or the reason of the failure. None if that
+    /// takes longer than the limit.
     pub fn wait(&self, limit: Duration) -> Option<Result<usize, String>> {
         self.item.wait(limit)
     }
 }
 
 impl Drop for Transfer {
-    /// Gives the memory back. Half a message cannot be taken back: the connections end with it.
+    /// Releases the memory. A message in transit cannot be cancelled alone: the connections end with it.
     fn drop(&mut self) {
-        self.item.fail("nobody waits for it any more");
+        self.item.fail("the transfer was dropped");
         if self.item.is_moving() {
-            self.table.end("a message was given up half way");
+            self.table.end("a message was cancelled in transit");
             self.item.wait_still();
         }
         self.table.forget(self.number);

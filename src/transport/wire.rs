@@ -1,29 +1,30 @@
-//! What is sent: whose a connection is, with proof of the job's secret from both sides; requests; headers of messages.
+//! Wire format: introduction of a connection, with proof of the job's secret from both sides; requests; headers of
+//! messages.
 
-use crate::reach::unforeseen;
+use crate::reachability::unpredictable;
 use crate::secret::{Secret, TAG_BYTES};
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// What every connection begins with: the name and the version of what follows.
+/// Beginning of every connection: the name and version of the format.
 const MAGIC: [u8; 8] = *b"evermoe2";
 const HELLO_BYTES: usize = 40;
 const ANSWER_BYTES: usize = 16;
 
-/// Who connects.
+/// Introduction of the side that connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// The group that both are in.
+    /// The group of both.
     pub(super) group: u64,
     /// Rank of the member that connects, and that will receive.
     pub(super) rank: u64,
-    /// Whether it takes the bytes of long messages by UCX.
+    /// Whether it receives the bytes of long messages by UCX.
     pub(super) by_ucx: bool,
 }
 
 impl Hello {
-    /// Fails where the other side moves bytes in another way.
+    /// Fails if the other side uses another transport.
     pub(super) fn check_same(self, theirs: bool) -> std::io::Result<()> {
         if self.by_ucx == theirs {
             return Ok(());
@@ -43,7 +44,7 @@ pub(super) fn greet(
     hello: Hello,
     secret: Option<&Secret>,
 ) -> std::io::Result<()> {
-    let number = unforeseen();
+    let number = unpredictable();
     let by_ucx = u64::from(hello.by_ucx).to_le_bytes();
     let parts = [MAGIC, hello.group.to_le_bytes(), hello.rank.to_le_bytes(), by_ucx, number];
     stream.write_all(&parts.concat())?;
@@ -56,7 +57,7 @@ pub(super) fn greet(
     hello.check_same(theirs[8..] != [0; 8])
 }
 
-/// Learns who has connected, and says whether this member moves bytes by UCX.
+/// Reads an introduction, and reports whether this member moves bytes by UCX.
 pub(super) fn welcome(
     stream: &mut (impl Read + Write),
     by_ucx: bool,
@@ -70,9 +71,9 @@ pub(super) fn welcome(
         word
     });
     if magic != MAGIC {
-        return Err(Error::new(ErrorKind::InvalidData, "it is no member of this version of evermoe"));
+        return Err(Error::new(ErrorKind::InvalidData, "the peer is no member with this version of evermoe"));
     }
-    let number = [unforeseen(), u64::from(by_ucx).to_le_bytes()].concat();
+    let number = [unpredictable(), u64::from(by_ucx).to_le_bytes()].concat();
     stream.write_all(&number)?;
     if let Some(secret) = secret {
         stream.write_all(&secret.tag("transport answer", &[&said, &number]))?;
@@ -93,18 +94,18 @@ fn check(
     if secret.is_tag(&tag, purpose, &[hello, number]) {
         Ok(())
     } else {
-        Err(Error::new(ErrorKind::PermissionDenied, "the other side does not have the job's secret"))
+        Err(Error::new(ErrorKind::PermissionDenied, "the peer does not have the job's secret"))
     }
 }
 
-/// A connection on which all that is said must be said within a limit.
+/// A connection on which reads and writes share one time limit.
 pub(super) struct Timed<'a> {
     stream: &'a TcpStream,
     deadline: Instant,
 }
 
 impl<'a> Timed<'a> {
-    /// The result of talking within the limit; afterwards the connection has none.
+    /// Runs `talk` within the limit; afterwards the connection has no timeout.
     pub(super) fn talk<T>(
         stream: &'a TcpStream,
         limit: Duration,
@@ -141,7 +142,7 @@ impl Write for Timed<'_> {
     }
 }
 
-/// Asks for a message: its tag, how many of that tag came before it, and the room for it.
+/// Request of a message: its tag, the number of earlier messages with that tag, and the size of the memory for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) tag: u64,
@@ -149,10 +150,10 @@ pub(super) struct Request {
     pub(super) room: u64,
 }
 
-/// In place of the room: no request, but word that a long message has come. No room is that large.
+/// Used in place of the size: not a request, but the report that a long message has arrived. No memory is that large.
 pub(super) const HAS_COME: u64 = u64::MAX;
 
-/// Bytes of a request, and of the header of a message, which has its length in place of the room.
+/// Size of a request, and of the header of a message, which has its length in place of the memory's size.
 const WORDS: usize = 24;
 
 impl Request {
@@ -164,7 +165,7 @@ impl Request {
         bytes
     }
 
-    /// The next one; none where the connection ends.
+    /// Reads the next request; none at the end of the connection.
     pub(super) fn read(mut stream: &TcpStream) -> std::io::Result<Self> {
         let mut bytes = [0; WORDS];
         stream.read_exact(&mut bytes).map_err(explain)?;
@@ -177,7 +178,7 @@ impl Request {
     }
 }
 
-/// The error of a connection, for people.
+/// Converts an error of a connection into a readable one.
 pub(super) fn explain(error: Error) -> Error {
     match error.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {

@@ -1,41 +1,42 @@
-//! Sending without a copy into the kernel (`MSG_ZEROCOPY`): the memory itself is sent, and must stay as it is until the
-//! other side has it, of which the kernel tells.
+//! Sending without a copy into the kernel (`MSG_ZEROCOPY`): the memory itself is sent, and must not change until the
+//! other side has it, which the kernel reports.
 //!
-//! Where nothing is gained it stops: the kernel copies after all to receivers on the same machine and for devices that
-//! cannot gather, and says so; and it may have no room for more notices or locked pages (`ulimit -l`), for a while.
+//! It stops where nothing is gained. The kernel still copies for receivers on the same machine and for devices that
+//! cannot gather, and reports that. It may also lack room for more completions or locked pages (`ulimit -l`) for a
+//! while.
 
 use std::io::{Error, ErrorKind, Result, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-/// Bytes of a call: of more, some would have to be copied where few pages may be locked.
+/// Bytes of a call: with more, some would be copied where few pages may be locked.
 const CALL_BYTES: usize = 1 << 20;
-/// Time for the last notices of a connection that was shut.
-const LAST_NOTICES: Duration = Duration::from_millis(200);
-/// Shorter messages are copied, which costs less than to lock their pages.
+/// Time to wait for the last completions of a connection that was shut down.
+const LAST_COMPLETIONS: Duration = Duration::from_millis(200);
+/// Shorter messages are copied, which costs less than locking their pages.
 const MIN_BYTES: usize = 64 << 10;
-// Of `linux/errqueue.h`: who has made a notice, and what it says.
+// From `linux/errqueue.h`: origin and code of a completion.
 const SO_EE_ORIGIN_ZEROCOPY: u8 = 5;
 const SO_EE_CODE_ZEROCOPY_COPIED: u8 = 1;
 
-/// A connection on which bytes are sent so.
+/// A connection that sends without copies.
 #[derive(Debug)]
 pub(super) struct ZeroCopy<'a> {
     stream: &'a TcpStream,
     is_on: bool,
-    /// Calls so far; the kernel numbers them, too.
+    /// Number of calls so far; the kernel numbers them, too.
     calls: u32,
-    /// Calls whose memory is no longer in use: all before this one.
+    /// Number of calls whose memory is no longer in use, without a gap.
     ended: u32,
-    /// Calls of which this is so, too, that come after others: first and last.
+    /// Later calls that have ended before earlier ones: first and last of each run.
     ended_early: Vec<(u32, u32)>,
 }
 
 impl<'a> ZeroCopy<'a> {
     pub(super) fn new(stream: &'a TcpStream) -> Self {
         let on: libc::c_int = 1;
-        // SAFETY: the option's value is an int, which lives through the call.
+        // SAFETY: the option's value is an int that lives through the call.
         let result = unsafe {
             libc::setsockopt(
                 stream.as_raw_fd(),
@@ -48,10 +49,10 @@ impl<'a> ZeroCopy<'a> {
         Self { stream, is_on: result == 0, calls: 0, ended: 0, ended_early: Vec::new() }
     }
 
-    /// Sends all bytes; returns the number to ask `has_ended` for. Until then they may be read.
+    /// Sends all bytes; returns a number for `has_ended`. Until that returns true the bytes may be read.
     ///
     /// # Errors
-    /// The connection's.
+    /// Errors of the connection.
     pub(super) fn send(&mut self, mut bytes: &[u8]) -> Result<u32> {
         let is_long = bytes.len() >= MIN_BYTES;
         while is_long && self.is_on && !bytes.is_empty() {
@@ -64,9 +65,9 @@ impl<'a> ZeroCopy<'a> {
         Ok(self.calls)
     }
 
-    /// Sends some of the bytes: without a copy, if the kernel has room for that.
+    /// Sends some of the bytes; without a copy if the kernel has room for that.
     fn send_some(&mut self, bytes: &[u8]) -> Result<usize> {
-        // SAFETY: the bytes live through the call; that they stay as they are afterwards is what `has_ended` is for.
+        // SAFETY: the bytes live through the call; callers keep them unchanged until `has_ended`.
         let sent = unsafe {
             libc::send(
                 self.stream.as_raw_fd(),
@@ -89,7 +90,7 @@ impl<'a> ZeroCopy<'a> {
                     result => result,
                 }
             }
-            // Memory that cannot be locked, such as a driver's, or a connection that does not know this.
+            // Memory that cannot be locked, such as a driver's, or a connection that does not support it.
             Some(libc::EFAULT | libc::EINVAL | libc::EOPNOTSUPP) => {
                 self.is_on = false;
                 Ok(0)
@@ -98,15 +99,15 @@ impl<'a> ZeroCopy<'a> {
         }
     }
 
-    /// Whether nothing reads the bytes any more of the `send` that returned this number.
+    /// Whether the bytes of the `send` that returned this number are no longer read.
     pub(super) fn has_ended(&self, calls: u32) -> bool {
         calls.wrapping_sub(self.ended).cast_signed() <= 0
     }
 
-    /// Waits until the kernel tells of something, or for as long; fails when the connection is shut.
+    /// Waits until the kernel reports something, or for `limit`; fails when the connection is shut down.
     ///
     /// # Errors
-    /// The connection's.
+    /// Errors of the connection.
     pub(super) fn wait(&mut self, limit: Duration) -> Result<()> {
         let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: 0, revents: 0 };
         let milliseconds = libc::c_int::try_from(limit.as_millis()).unwrap_or(libc::c_int::MAX);
@@ -119,10 +120,10 @@ impl<'a> ZeroCopy<'a> {
         if is_shut && !self.all_end()? { Err(ErrorKind::BrokenPipe.into()) } else { self.look() }
     }
 
-    /// Whether all has ended soon after the connection was shut: of what the other side has the kernel may tell a little
-    /// later.
+    /// Whether all calls end soon after the connection was shut down. The kernel may report the receipt of bytes
+    /// slightly later.
     fn all_end(&mut self) -> Result<bool> {
-        let deadline = Instant::now() + LAST_NOTICES;
+        let deadline = Instant::now() + LAST_COMPLETIONS;
         loop {
             self.look()?;
             if self.has_ended(self.calls) || Instant::now() > deadline {
@@ -132,7 +133,7 @@ impl<'a> ZeroCopy<'a> {
         }
     }
 
-    /// Ends the connection at once, so that the kernel sends nothing more of what is under way, and reads none of it.
+    /// Ends the connection at once: the kernel sends nothing more of the queued memory, and no longer reads it.
     pub(super) fn abandon(&mut self) {
         if self.has_ended(self.calls) {
             return;
@@ -140,8 +141,8 @@ impl<'a> ZeroCopy<'a> {
         // SAFETY: all of its fields may be zero.
         let mut nowhere: libc::sockaddr = unsafe { std::mem::zeroed() };
         nowhere.sa_family = libc::AF_UNSPEC as libc::sa_family_t;
-        // SAFETY: an address of this length, which lives through the call. To connect to nowhere is to disconnect: what
-        // waits to be sent is given up.
+        // SAFETY: an address of this length, which lives through the call. Connecting to AF_UNSPEC disconnects, which
+        // discards the send queue.
         unsafe {
             libc::connect(
                 self.stream.as_raw_fd(),
@@ -149,19 +150,19 @@ impl<'a> ZeroCopy<'a> {
                 size_of::<libc::sockaddr>() as libc::socklen_t,
             )
         };
-        // Nothing is left to be done where it fails, or something does not end.
+        // If that fails, or a call does not end, nothing more can be done.
         let _ended = self.all_end();
     }
 
-    /// Reads what the kernel has told of.
+    /// Reads the completions that the kernel has reported.
     ///
     /// # Errors
-    /// The connection's.
+    /// Errors of the connection.
     pub(super) fn look(&mut self) -> Result<()> {
         while !self.has_ended(self.calls) {
-            match next_notice(self.stream)? {
+            match next_completion(self.stream)? {
                 None => break,
-                Some(Notice { first, last, was_copied }) => {
+                Some(Completion { first, last, was_copied }) => {
                     self.is_on &= !was_copied;
                     self.ended_early.push((first, last));
                     while let Some(place) =
@@ -176,17 +177,17 @@ impl<'a> ZeroCopy<'a> {
     }
 }
 
-/// Calls whose memory is no longer in use.
-struct Notice {
+/// Completion of one or more calls, whose memory is no longer in use.
+struct Completion {
     first: u32,
     last: u32,
-    /// Whether the kernel has copied the bytes after all.
+    /// Whether the kernel has copied the bytes nevertheless.
     was_copied: bool,
 }
 
-/// The next notice of a connection, if there is one.
-fn next_notice(stream: &TcpStream) -> Result<Option<Notice>> {
-    /// Room for the headers and the value of one notice, aligned as the kernel wants it.
+/// Reads the next completion of a connection, if there is one.
+fn next_completion(stream: &TcpStream) -> Result<Option<Completion>> {
+    /// Room for the headers and the value of one completion, aligned as the kernel requires.
     #[repr(C, align(8))]
     struct Control([u8; 128]);
     let mut control = Control([0; 128]);
@@ -194,7 +195,7 @@ fn next_notice(stream: &TcpStream) -> Result<Option<Notice>> {
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_control = control.0.as_mut_ptr().cast();
     message.msg_controllen = control.0.len() as _;
-    // SAFETY: the header and the room that it names live through the call.
+    // SAFETY: the header and the memory that it refers to live through the call.
     let result = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_ERRQUEUE) };
     if result < 0 {
         let error = Error::last_os_error();
@@ -203,7 +204,7 @@ fn next_notice(stream: &TcpStream) -> Result<Option<Notice>> {
             _ => Err(error),
         };
     }
-    // SAFETY: the kernel has filled in the header and its room.
+    // SAFETY: the kernel has filled in the header and its memory.
     let mut header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
     while !header.is_null() {
         // SAFETY: it is one of the message's headers.
@@ -215,7 +216,7 @@ fn next_notice(stream: &TcpStream) -> Result<Option<Notice>> {
             };
             if found.ee_origin == SO_EE_ORIGIN_ZEROCOPY {
                 let was_copied = found.ee_code & SO_EE_CODE_ZEROCOPY_COPIED != 0;
-                return Ok(Some(Notice { first: found.ee_info, last: found.ee_data, was_copied }));
+                return Ok(Some(Completion { first: found.ee_info, last: found.ee_data, was_copied }));
             }
         }
         // SAFETY: as for the first header.
@@ -239,14 +240,14 @@ mod tests {
 
     #[test]
     fn what_is_sent_arrives_and_the_kernel_tells_when_it_is_over() {
-        let (here, mut there) = pair();
+        let (near, mut far) = pair();
         let data: Vec<u8> = (0..5 << 20).map(|place| (place % 251) as u8).collect();
         let reader = thread::spawn(move || {
             let mut found = Vec::new();
-            there.read_to_end(&mut found).unwrap();
+            far.read_to_end(&mut found).unwrap();
             found
         });
-        let mut sender = ZeroCopy::new(&here);
+        let mut sender = ZeroCopy::new(&near);
         assert!(sender.is_on, "a Linux since 4.14");
         let calls = sender.send(&data).unwrap();
         assert!(calls >= 1);
@@ -258,15 +259,15 @@ mod tests {
         assert_eq!(after, calls, "from then on it is asked to");
         assert!(sender.has_ended(after));
         assert_eq!(sender.send(&data[..100]).unwrap(), calls);
-        here.shutdown(std::net::Shutdown::Write).unwrap();
+        near.shutdown(std::net::Shutdown::Write).unwrap();
         let found = reader.join().unwrap();
         assert!(found == [&data[..], &data, &data[..100]].concat());
     }
 
     #[test]
     fn notices_may_come_in_any_order() {
-        let (here, _there) = pair();
-        let mut sender = ZeroCopy::new(&here);
+        let (near, _there) = pair();
+        let mut sender = ZeroCopy::new(&near);
         (sender.calls, sender.ended) = (3, u32::MAX); // of calls MAX, 0, 1 and 2
         assert!(sender.has_ended(u32::MAX) && !sender.has_ended(0));
         sender.ended_early = vec![(1, 2)];
@@ -278,20 +279,20 @@ mod tests {
 
     #[test]
     fn what_is_abandoned_is_sent_no_further() {
-        let (here, mut there) = pair();
-        let mut sender = ZeroCopy::new(&here);
-        sender.calls = 1; // a call whose notice never comes
+        let (near, mut far) = pair();
+        let mut sender = ZeroCopy::new(&near);
+        sender.calls = 1; // a call whose completion never arrives
         sender.abandon();
-        assert_eq!(there.read(&mut [0; 8]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+        assert_eq!(far.read(&mut [0; 8]).unwrap_err().kind(), ErrorKind::ConnectionReset);
     }
 
     #[test]
     fn a_wait_ends_when_the_connection_is_shut() {
-        let (here, there) = pair();
-        let mut sender = ZeroCopy::new(&here);
-        sender.calls = 1; // a call whose notice never comes
-        drop(there);
-        here.shutdown(std::net::Shutdown::Both).unwrap();
+        let (near, far) = pair();
+        let mut sender = ZeroCopy::new(&near);
+        sender.calls = 1; // a call whose completion never arrives
+        drop(far);
+        near.shutdown(std::net::Shutdown::Both).unwrap();
         assert_eq!(sender.wait(Duration::from_secs(60)).unwrap_err().kind(), ErrorKind::BrokenPipe);
     }
 }

@@ -1,4 +1,4 @@
-//! What the tests by enumeration share.
+//! Shared helpers of the exhaustive tests.
 
 /// All lists of `size` numbers from 0 to `most`.
 pub(crate) fn all(size: usize, most: i64) -> Vec<Vec<i64>> {

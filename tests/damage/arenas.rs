@@ -1,4 +1,4 @@
-//! Arenas: what a process has left in shared memory.
+//! Arenas: files that a process has left in shared memory.
 
 use crate::Outcome;
 use crate::harm::{Draw, harm, overwrite};
@@ -18,12 +18,12 @@ const FIELDS: usize = 40;
 /// States of the two buffers.
 const STATES: [usize; 3] = [64, 128, 192];
 const PAGE: usize = 4096;
-/// Memory to open an arena of few units with.
+/// Memory limit for opening an arena with few units.
 const MAX_BYTES: usize = 1 << 20;
 /// The longest list of units.
 const MAX_NAMES: u64 = 64 << 20;
 
-/// An arena as it was left, and what each version in it was.
+/// An arena as it was left, and the state of each version in it.
 struct Made {
     file: Vec<u8>,
     layout: Layout,
@@ -86,7 +86,7 @@ fn makes(folder: &Path) -> Vec<Made> {
 fn open(path: &Path, most_bytes: usize) -> Option<Arena> {
     match within(most_bytes, || Arena::open(path)) {
         Ok(arena) => Some(arena),
-        Err(Error::Corrupt { problem, .. }) if problem.contains("not a whole arena") => None,
+        Err(Error::Corrupt { problem, .. }) if problem.contains("not a complete arena") => None,
         Err(other) => panic!("expected it to be corrupt, got {other:?}"),
     }
 }
@@ -97,7 +97,7 @@ fn unit(arena: &Arena, index: usize, number: usize) -> Vec<u8> {
     unsafe { std::slice::from_raw_parts(arena.buffer(index).unwrap().add(unit.offset), unit.bytes) }.to_vec()
 }
 
-/// Arenas of which header, states, digests or bytes of units are damaged, or in the place of others'.
+/// Arenas whose header, states, digests or bytes of units are damaged or exchanged with another arena's.
 pub(super) fn damaged() -> impl FnMut(&mut Draw) -> Outcome {
     let folder = folder();
     let makes = makes(folder.path());
@@ -121,7 +121,7 @@ pub(super) fn damaged() -> impl FnMut(&mut Draw) -> Outcome {
     }
 }
 
-/// Every version that the arena shows is one that was written, but for units that do not match their digests.
+/// Every version that the arena shows was written, except for units that do not match their digests.
 fn check(arena: &Arena, made: &Made, other: &Made) -> Outcome {
     let (mut is_whole, mut shown) = (true, 0);
     for (index, version) in arena.versions() {
@@ -147,7 +147,7 @@ fn check(arena: &Arena, made: &Made, other: &Made) -> Outcome {
     if is_whole && shown == made.versions.len().min(2) { Outcome::Same } else { Outcome::Refused }
 }
 
-/// Where the parts of an arena are: fields, states, list of units, and each buffer's digests and units.
+/// Regions of an arena: fields, states, list of units, and each buffer's digests and units.
 fn regions(made: &Made) -> Vec<(usize, usize)> {
     let buffer = (made.file.len() - PAGE) / 2;
     let mut found = vec![(0, 48), (STATES[0], STATES[1]), (STATES[1], STATES[2]), (HEADER, HEADER + 60)];
@@ -159,7 +159,7 @@ fn regions(made: &Made) -> Vec<(usize, usize)> {
     found
 }
 
-/// Puts one part in the place of another one, of the same arena or of another.
+/// Overwrites one part with another one, of the same arena or of another.
 fn exchange(draw: &mut Draw, file: &mut [u8], made: &Made, other: &Made) {
     let (from, to) = *draw.pick(&regions(made));
     let source = if draw.one_in(2) { &made.file } else { &other.file };
@@ -169,7 +169,7 @@ fn exchange(draw: &mut Draw, file: &mut [u8], made: &Made, other: &Made) {
     }
 }
 
-/// A large file, of which the header says too much.
+/// A large file whose header claims too much.
 fn vast(draw: &mut Draw, path: &Path, made: &Made) -> Outcome {
     fs::write(path, &made.file).unwrap();
     let file = fs::OpenOptions::new().write(true).open(path).unwrap();
@@ -182,7 +182,7 @@ fn vast(draw: &mut Draw, path: &Path, made: &Made) -> Outcome {
     Outcome::Refused
 }
 
-/// Arenas of a writer with other rules, whose header matches its checksum.
+/// Arenas of a writer with other rules, with a header that matches its checksum.
 pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
     let folder = folder();
     let makes = makes(folder.path());
@@ -204,7 +204,7 @@ pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
         fs::write(&path, &head).unwrap();
         let bytes = if said <= 1 << 34 && draw.one_in(2) { said } else { made.file.len() as u64 };
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
-        // Sizes that fit each other are read as far as names may go.
+        // Consistent sizes are read up to the limit on names.
         let most = MAX_BYTES + 2 * bytes.min(MAX_NAMES) as usize;
         let Some(arena) = open(&path, most) else { return Outcome::Refused };
         assert_eq!(arena.layout().file_bytes() as u64, bytes);

@@ -2,11 +2,11 @@
 
 use serde_json::{Map, Value};
 
-/// Numbers that a seed stands for.
+/// Random numbers of a seed.
 pub(super) struct Draw(u64);
 
 impl Draw {
-    /// Those of a case of a kind.
+    /// The generator of a case of a kind.
     pub(super) fn new(kind: &str, case: u64) -> Self {
         let seed =
             kind.bytes().fold(case, |seed, byte| seed.wrapping_mul(0x0100_0000_01b3) ^ u64::from(byte));
@@ -35,7 +35,7 @@ impl Draw {
         &from[self.below(from.len())]
     }
 
-    /// A number that readers have reason to fear.
+    /// A number that is likely to break readers.
     pub(super) fn extreme(&mut self) -> u64 {
         let near = self.word() % 3;
         let drawn = self.word();
@@ -54,7 +54,7 @@ impl Draw {
         ])
     }
 
-    /// A part of `length`, mostly a short one.
+    /// A part of `length`, usually short.
     fn range(&mut self, length: usize) -> (usize, usize) {
         let from = self.below(length + 1);
         let most = if self.one_in(4) { length - from } else { 16.min(length - from) };
@@ -62,7 +62,7 @@ impl Draw {
     }
 }
 
-/// The bytes after one to three accidents; `other` is something valid of the same kind.
+/// Returns the bytes after one to three accidents; `other` is valid and of the same kind.
 pub(super) fn harm(draw: &mut Draw, bytes: &[u8], other: &[u8]) -> Vec<u8> {
     let mut harmed = bytes.to_vec();
     for _ in 0..if draw.one_in(3) { 1 + draw.below(3) } else { 1 } {
@@ -84,7 +84,7 @@ fn flip(draw: &mut Draw, bytes: &mut [u8]) {
     }
 }
 
-/// Accidents that leave the length as it is.
+/// Accidents that preserve the length.
 pub(super) fn overwrite(draw: &mut Draw, bytes: &mut [u8]) {
     let (from, to) = draw.range(bytes.len());
     match draw.below(4) {
@@ -131,7 +131,7 @@ fn cut_and_join(draw: &mut Draw, bytes: &mut Vec<u8>, other: &[u8]) {
     }
 }
 
-/// A text that may be no JSON.
+/// A text that may be invalid JSON.
 pub(super) struct Harmed {
     pub(super) text: Vec<u8>,
     /// An object has a key twice.
@@ -139,13 +139,13 @@ pub(super) struct Harmed {
 }
 
 impl Harmed {
-    /// What it says, if it is JSON and says everything once.
+    /// The value, if the text is JSON without repeated keys.
     pub(super) fn value(&self) -> Option<Value> {
         serde_json::from_slice(&self.text).ok().filter(|_| !self.repeats)
     }
 }
 
-/// Stands for text that is no JSON, or no other than this.
+/// Placeholder for text that is no JSON, or unusual JSON.
 const RAW: &str = "\u{1}raw\u{1}";
 /// Numbers and texts that few readers expect.
 const RAWS: [&str; 16] = [
@@ -167,7 +167,7 @@ const RAWS: [&str; 16] = [
     "\"\u{0}\"",
 ];
 
-/// A JSON text in which one node is another, or is there twice, or not at all.
+/// A JSON text in which one node is another, occurs twice, or is missing.
 pub(super) fn harm_json(draw: &mut Draw, text: &str) -> Harmed {
     let mut value: Value = serde_json::from_str(text).expect("it is valid as yet");
     let (mut raw, mut repeats) = (Vec::new(), false);
@@ -219,7 +219,7 @@ fn walk(value: &Value, path: &str, found: &mut Vec<String>) {
     }
 }
 
-/// Removes the node from what it is in, adds something to that, or gives the node another name. Whether it could.
+/// Removes the node from its parent, adds something to the parent, or renames the node; returns whether it could.
 fn edit_parent(draw: &mut Draw, value: &mut Value, path: &str, other: &Value) -> bool {
     let Some((parent, key)) = path.rsplit_once('/') else { return false };
     let key = key.replace("~1", "/").replace("~0", "~");
@@ -259,7 +259,7 @@ fn reshaped(node: Value, text: &str) -> Value {
     }
 }
 
-/// An object that has one of its keys twice, mostly with other values.
+/// An object with one of its keys twice, usually with different values.
 fn twice(draw: &mut Draw, fields: &Map<String, Value>) -> Vec<u8> {
     let again = draw.below(fields.len());
     let mut rows: Vec<String> =
@@ -270,7 +270,7 @@ fn twice(draw: &mut Draw, fields: &Map<String, Value>) -> Vec<u8> {
     format!("{{{}}}", rows.join(",")).into_bytes()
 }
 
-/// The text of a value, with raw bytes in one place.
+/// The text of a value, with raw bytes at one position.
 fn filled(value: &Value, raw: &[u8]) -> Vec<u8> {
     let (text, mark) = (value.to_string(), Value::from(RAW).to_string());
     match text.split_once(&mark) {

@@ -1,8 +1,8 @@
 //! Damaged input of every kind that comes from files, shared memory or other members: a million cases.
 //!
-//! Each input is valid, as this library writes it, and then damaged. The reader refuses it with its own error, or what it
-//! returns is what was written: there is no panic, no case that takes seconds, none that takes memory beyond its input's
-//! size, and none in which something else is returned.
+//! Each input is valid, as written by this library, and is then damaged. Either the reader refuses it with its own
+//! error, or it returns the original. No case may panic, take seconds, use memory beyond its input's size, or return
+//! anything else.
 
 mod arenas;
 mod harm;
@@ -17,19 +17,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Seconds for one case, thousands of times what it takes: a loop without an end is what they find.
+/// Time limit of a case in seconds, thousands of times what it takes, which finds infinite loops.
 const MAX_SECONDS: u64 = 20;
 
-/// What became of a case that is as it should be.
+/// Outcome of a correct case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     /// It was refused.
     Refused,
-    /// It was read, and is what was written.
+    /// It was read, and equals the original.
     Same,
 }
 
-/// Runs cases `0..cases` of a kind; a case that fails is named.
+/// Runs the cases `0..cases` of a kind, and names a failing one.
 fn run(kind: &'static str, cases: u64, mut case: impl FnMut(&mut Draw) -> Outcome) {
     let (begun, watched) = (Instant::now(), Watched::start(kind));
     let mut refused = 0;
@@ -46,7 +46,7 @@ fn run(kind: &'static str, cases: u64, mut case: impl FnMut(&mut Draw) -> Outcom
     assert!(refused > cases / 2, "{kind}: most damage matters");
 }
 
-/// Says which case panics.
+/// Names the case that panics.
 struct Named(&'static str, u64);
 
 impl Drop for Named {
@@ -57,7 +57,7 @@ impl Drop for Named {
     }
 }
 
-/// Ends the process when a case takes too long.
+/// Ends the process if a case takes too long.
 struct Watched(Arc<(AtomicU64, AtomicBool)>);
 
 impl Watched {

@@ -1,4 +1,4 @@
-//! Manifests: what a folder says that it holds.
+//! Manifests: the contents of a folder.
 
 use crate::Outcome;
 use crate::harm::{Draw, Harmed, harm, harm_json};
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What a reader that does not look at shapes would make of the fields.
+/// The fields as parsed by a reader that does not check shapes.
 #[derive(Serialize, Deserialize)]
 struct Fields {
     format: u64,
@@ -57,7 +57,7 @@ fn read(text: &[u8]) -> Option<Manifest> {
     }
 }
 
-/// Bytes of a manifest, damaged: nobody made the checksum anew.
+/// Damaged bytes of a manifest, without a new checksum.
 pub(super) fn damaged() -> impl FnMut(&mut Draw) -> Outcome {
     |draw| {
         let (one, two) = (manifest(draw), manifest(draw));
@@ -72,7 +72,7 @@ pub(super) fn damaged() -> impl FnMut(&mut Draw) -> Outcome {
     }
 }
 
-/// Manifests of a writer with other rules, which makes the checksum that a reader expects of what it makes of the text.
+/// Manifests of a writer with other rules, with the checksum that the reader computes from its own reading of the text.
 pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
     |draw| {
         let text = manifest(draw).to_json().unwrap();

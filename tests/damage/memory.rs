@@ -1,10 +1,10 @@
-//! Memory that a thread has at a time, counted where it is allocated.
+//! Memory in use by a thread, counted at allocation.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 thread_local! {
-    /// Far from 0: what another thread has allocated may be freed here.
+    /// Far from 0, because memory allocated by another thread may be freed in this one.
     static NOW: Cell<usize> = const { Cell::new(1 << 40) };
     static PEAK: Cell<usize> = const { Cell::new(0) };
     static CASES: Cell<usize> = const { Cell::new(0) };
@@ -13,18 +13,18 @@ thread_local! {
 struct Counted;
 
 fn count(change: impl FnOnce(usize) -> usize) {
-    // A thread that ends may have no counters any more.
+    // An ending thread may have no counters any more.
     let _ = NOW.try_with(|now| {
         now.set(change(now.get()));
         let _ = PEAK.try_with(|peak| peak.set(peak.get().max(now.get())));
     });
 }
 
-// SAFETY: the system's allocator does all of it.
+// SAFETY: the system's allocator does all the work.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(|now| now.wrapping_add(layout.size()));
-        // SAFETY: the caller's promise is this function's.
+        // SAFETY: by the caller's promise.
         unsafe { System.alloc(layout) }
     }
 
@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for Counted {
 #[global_allocator]
 static COUNTED: Counted = Counted;
 
-/// What `read` returns; it may have so many bytes at a time, beyond what there is already.
+/// Returns the result of `read`, which may use at most `most` bytes more at any time.
 pub(super) fn within<T>(most: usize, read: impl FnOnce() -> T) -> T {
     let before = NOW.get();
     PEAK.set(before);
@@ -55,7 +55,7 @@ pub(super) fn within<T>(most: usize, read: impl FnOnce() -> T) -> T {
     found
 }
 
-/// The most that a case of this thread took since this was asked last.
+/// Returns the peak of this thread's cases since the previous call.
 pub(super) fn peak_of_cases() -> usize {
     CASES.replace(0)
 }

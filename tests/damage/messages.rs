@@ -1,9 +1,9 @@
-//! Messages: what members tell each other through the Lighthouse, and what anybody else may tell it.
+//! Messages through the Lighthouse, from members and from anyone else.
 
 use crate::Outcome;
 use crate::harm::{Draw, harm, harm_json, same};
 use crate::memory::within;
-use evermoe::protocol::{Begun, Heard, Message, Role, Seat, Standing, hear, tell};
+use evermoe::protocol::{Begun, Decoded, LastGroup, Message, Role, Standing, decode_message, encode_message};
 use evermoe::secret::Secret;
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ fn message(draw: &mut Draw) -> Message {
         inquires: draw.one_in(2),
         is_done: draw.one_in(2),
         is_spare: draw.one_in(2),
-        seat: draw.one_in(2).then(|| Seat {
+        last_group: draw.one_in(2).then(|| LastGroup {
             epoch: draw.word(),
             generation: draw.word() >> 50,
             size: draw.below(9),
@@ -48,7 +48,7 @@ fn message(draw: &mut Draw) -> Message {
         domain: String::new(),
         rank_key: String::new(),
         store: format!("host:{}", 1 + draw.below(65_535)),
-        door: format!("[::1]:{}", 1 + draw.below(65_535)),
+        probe_address: format!("[::1]:{}", 1 + draw.below(65_535)),
         transport: format!("[::1]:{}", 1 + draw.below(65_535)),
         unreachable: vec!["b".into(); draw.below(3)],
         waits: draw.one_in(2),
@@ -57,8 +57,8 @@ fn message(draw: &mut Draw) -> Message {
     }
 }
 
-fn read(id: &str, text: &str, secret: Option<&Secret>) -> Heard {
-    within(64 * text.len() + 10_000, || hear(id, text, secret))
+fn read(id: &str, text: &str, secret: Option<&Secret>) -> Decoded {
+    within(64 * text.len() + 10_000, || decode_message(id, text, secret))
 }
 
 fn damaged(draw: &mut Draw, text: &str, other: &str) -> String {
@@ -69,36 +69,41 @@ fn damaged(draw: &mut Draw, text: &str, other: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Messages with a seal: only what members told under their own names is taken for theirs.
+/// Messages with a seal: only messages that members sent under their own names are accepted.
 pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
     let secret = Secret::new(SECRET).unwrap();
     move |draw| {
         let (one, two) = (message(draw), message(draw));
-        let (text, other) =
-            (tell("a", "job", &one, Some(&secret)).unwrap(), tell("b", "job", &two, Some(&secret)).unwrap());
+        let (text, other) = (
+            encode_message("a", "job", &one, Some(&secret)).unwrap(),
+            encode_message("b", "job", &two, Some(&secret)).unwrap(),
+        );
         let text = if draw.one_in(8) { other } else { damaged(draw, &text, &other) };
         match read("a", &text, Some(&secret)) {
-            Heard::Member { job, message } => {
+            Decoded::Member { job, message } => {
                 assert_eq!((job.as_str(), *message), ("job", one), "{text}");
                 Outcome::Same
             }
-            Heard::OtherProtocol { .. } => panic!("the number of the protocol is under the seal: {text}"),
+            Decoded::OtherProtocol { .. } => panic!("the number of the protocol is under the seal: {text}"),
             _ => Outcome::Refused,
         }
     }
 }
 
-/// Messages without a seal: what is read is what is said. Of an option that is there twice the last one counts.
+/// Messages without a seal: they are read literally. Of an option that occurs twice the last one counts.
 pub(super) fn open() -> impl FnMut(&mut Draw) -> Outcome {
     move |draw| {
         let (one, two) = (message(draw), message(draw));
-        let (text, other) = (tell("a", "job", &one, None).unwrap(), tell("b", "job", &two, None).unwrap());
+        let (text, other) = (
+            encode_message("a", "job", &one, None).unwrap(),
+            encode_message("b", "job", &two, None).unwrap(),
+        );
         let text = match draw.one_in(2) {
             true => within_envelope(draw, &text),
             false => damaged(draw, &text, &other),
         };
-        let Heard::Member { job, message } = read("a", &text, None) else { return Outcome::Refused };
-        let again = tell("a", &job, &message, None).unwrap();
+        let Decoded::Member { job, message } = read("a", &text, None) else { return Outcome::Refused };
+        let again = encode_message("a", &job, &message, None).unwrap();
         let [said, heard] = [&text, &again].map(|text| inner(text));
         assert!(same(&said, &heard), "{text} is read as {again}");
         Outcome::Same

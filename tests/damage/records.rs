@@ -1,4 +1,4 @@
-//! Records: what trainers send to replicas, and what a log makes of those that come damaged, late or not at all.
+//! Records from trainers to replicas, and the log's treatment of damaged, late and missing ones.
 
 use crate::Outcome;
 use crate::harm::{Draw, harm};
@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::Xxh3;
 /// Units: digest of the name, elements.
 const UNITS: [(u64, usize); 2] = [(0x0123_4567_89ab_cdef, 5), (0x0123_4567_89ab_cdee, 2 * BLOCK + 100)];
 const CHECKSUM_AT: usize = HEADER_BYTES - 8;
-/// Memory to take a record of these units over.
+/// Memory limit for accepting a record of these units.
 const MAX_BYTES: usize = 100_000;
 
 type Received = Result<Accepted, (Option<usize>, Fault)>;
@@ -29,14 +29,14 @@ fn rule(step: u64) -> Rule {
     Rule::AdamW(AdamWStep::new(&options, step as i64 + 1, 1.0, 1.0).unwrap().to_array())
 }
 
-/// The trainer's gradient of a unit in a step: the same whenever it is asked for. Blocks of zeros, bfloat16 and float32.
+/// The trainer's gradient of a unit in a step, deterministic: blocks of zeros, bfloat16 and float32.
 fn gradient(unit: usize, step: u64) -> Vec<f32> {
     let mut draw = Draw::new("gradient", 2 * step + unit as u64);
     let masks: Vec<u32> = (0..3).map(|_| *draw.pick(&[0, 0xffff_0000, u32::MAX])).collect();
     (0..UNITS[unit].1).map(|at| f32::from_bits(draw.word() as u32 & masks[at / BLOCK] & !(1 << 30))).collect()
 }
 
-/// What happens to a unit in a step.
+/// Outcome of a step for a unit.
 fn kind(unit: usize, step: u64) -> Kind {
     let mut draw = Draw::new("kind", 2 * step + unit as u64);
     *draw.pick(&[Kind::Step, Kind::Step, Kind::Step, Kind::NoStep, Kind::SkipAll])
@@ -79,7 +79,7 @@ fn record(unit: usize, kind: Kind, step: u64) -> Vec<u8> {
     [&header.seal(Header::digest(&payload, &Serial))[..], &payload].concat()
 }
 
-/// Takes a record over, and what follows from that: a state is put in its place.
+/// Passes a record to the log and acts on the result: a state is installed.
 fn give(log: &mut Log, bytes: &[u8], hold: bool) -> Received {
     let before = log.bytes();
     let received =
@@ -124,18 +124,18 @@ pub(super) fn damaged() -> impl FnMut(&mut Draw) -> Outcome {
     }
 }
 
-/// Records of a sender with other rules, whose checksum matches.
+/// Records of a sender with other rules, with a matching checksum.
 pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
     move |draw| {
         let unit = draw.below(UNITS.len());
         let (one, two) = (draw.below(9) as u64, draw.below(9) as u64);
-        let whole = record(
+        let complete = record(
             unit,
             *draw.pick(&[Kind::Step, Kind::Step, Kind::NoStep, Kind::FullState, Kind::Proof]),
             one,
         );
         let other = record(draw.below(UNITS.len()), kind(unit, two), two);
-        let (head, payload) = whole.split_at(HEADER_BYTES);
+        let (head, payload) = complete.split_at(HEADER_BYTES);
         let (mut head, mut payload) = (head.to_vec(), payload.to_vec());
         for _ in 0..1 + draw.below(3) {
             match draw.below(6) {
@@ -175,7 +175,7 @@ pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
     }
 }
 
-/// Steps of two units over a line that damages, drops, repeats and delays records.
+/// Steps of two units over a link that damages, drops, repeats and delays records.
 pub(super) fn streams() -> impl FnMut(&mut Draw) -> Outcome {
     move |draw| {
         let mut log = begun(if draw.one_in(3) { 12_000 } else { 1 << 20 });
@@ -215,7 +215,7 @@ pub(super) fn streams() -> impl FnMut(&mut Draw) -> Outcome {
     }
 }
 
-/// Offers a record until there is room for it; how many faults there were.
+/// Offers a record until there is room for it; returns the number of faults.
 fn deliver(draw: &mut Draw, log: &mut Log, bytes: &[u8], hold: bool) -> u64 {
     for _ in 0..3 {
         match give(log, bytes, hold) {
@@ -233,7 +233,7 @@ fn deliver(draw: &mut Draw, log: &mut Log, bytes: &[u8], hold: bool) -> u64 {
     1
 }
 
-/// Takes steps of all units, which are those of the trainer.
+/// Takes steps of all units, and compares them with the trainer's.
 fn take(draw: &mut Draw, log: &mut Log, until: u64) {
     for (unit, (_, elements)) in UNITS.into_iter().enumerate() {
         while let Some(start) = log.version(unit) {

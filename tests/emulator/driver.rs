@@ -30,7 +30,7 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Builds and loads it; `None` where that needs what is not there: kernels, g++ and make on x86-64.
+    /// Builds and loads the driver; `None` without kernels, or without g++ and make on x86-64.
     pub(crate) fn load() -> Option<Self> {
         let has = |program| Command::new(program).arg("--version").output().is_ok();
         if !cuda::has_kernels() || !has("g++") || !has("make") {
@@ -83,13 +83,13 @@ impl Driver {
         (self.launches)().try_into().expect("a count")
     }
 
-    /// So many works from now one fails, and its context with it.
+    /// Makes the work that comes `works` from now fail, and its context with it.
     pub(crate) fn plant_fault(&self, works: c_int) {
         assert!(works > 0);
         (self.fault)(works);
     }
 
-    /// So many launches from now one is refused, and nothing else.
+    /// Refuses the launch that comes `launches` from now, without further effects.
     pub(crate) fn refuse_launch(&self, launches: c_int) {
         (self.refuse)(launches);
     }

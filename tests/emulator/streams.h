@@ -1,8 +1,8 @@
-// streams.h -- TEST ONLY. Streams of the stand-in driver: queues whose work runs as late, or in an order as unlucky, as
-// CUDA allows, so that a wait that is missing shows in the results.
+// streams.h -- TEST ONLY. Streams of the stand-in driver: queues whose work runs as late, or in as unlucky an order, as
+// CUDA allows, so that a missing wait becomes visible in the results.
 //
 // Example: a kernel on stream A, a copy of its result on stream B, no wait between them. Synchronizing B runs the copy
-// alone under kLate, and synchronizing A runs the copy first under kEarly: both copy what was there before.
+// alone under kLate, and synchronizing A runs the copy first under kEarly: both copy the previous contents.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -50,6 +50,6 @@ bool is_used(HostRange host);          // by work that has not run
 // The first error of a context's work that has run: it stays, and the context's other work is dropped.
 constexpr int kIllegalAddress = 700;
 int error(const void* context);
-void plant_fault(int works);           // so many works from now one touches an address that is nobody's; 0: none does
+void plant_fault(int works); // the work that comes `works` from now accesses an invalid address; 0: none does
 void heal();                           // as in a new process: no errors, no work
 }  // namespace streams

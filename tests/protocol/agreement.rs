@@ -1,4 +1,4 @@
-//! Which members go on together, and which wait.
+//! Agreement: the members that continue together, and those that wait.
 
 use super::*;
 
@@ -6,7 +6,7 @@ use super::*;
 fn a_member_that_was_left_behind_goes_on_if_its_operator_says_so() {
     let alone = [participant("a", Standing { adopted: 3, named: vec![], ..standing(true, 2) })];
     assert_eq!(judge(5, &alone, NEED, None), Verdict::LeftBehind { adopted: 3 });
-    let need = Need { goes_on_alone: true, ..NEED };
+    let need = Need { allows_solo_resume: true, ..NEED };
     assert!(matches!(judge(5, &alone, need, None), Verdict::New(agreement) if agreement.generation == 2));
 }
 
@@ -70,7 +70,8 @@ fn replica_nodes_have_the_last_ranks_and_keys_come_before_names() {
     assert_eq!((agreement.members, agreement.num_trainers), (vec!["c".into(), "b".into(), "a".into()], 2));
 }
 
-/// "b" asked while it trained, and died. What the Lighthouse still passes on says whether it had taken a step.
+/// "b" asked while it trained, and died. The report that the Lighthouse still passes on shows whether it had taken a
+/// step.
 #[test]
 fn only_a_job_that_has_taken_a_step_is_never_started_again() {
     for has_progress in [false, true] {
@@ -94,8 +95,8 @@ fn only_a_job_that_has_taken_a_step_is_never_started_again() {
     }
 }
 
-/// "a" has come to the end with others that are through, and "b" was away for the last steps: together they might have all
-/// of the state before.
+/// "a" has finished together with members that have left, and "b" was away for the last steps: together the two might
+/// hold the complete previous state.
 #[test]
 fn a_member_that_was_away_takes_nobody_back_from_the_end() {
     let a = participant("a", Standing { is_done: true, state: 2, ..standing(true, 1) });

@@ -1,47 +1,48 @@
-//! Jobs with several Lighthouses: only a majority goes on.
+//! Jobs with several Lighthouses: only a majority continues.
 
 use super::*;
 
-/// "a" and "b" were connected with "c" and "d". Who stays and knows that others left does not need them; where nobody
-/// knows, a leaver is as good as lost for the rest, who may know it.
+/// "a" and "b" were connected with "c" and "d". A member that stays and knows that others left does not need them. If
+/// no present member knows, a leaver counts as lost for the rest, who may know it.
 #[test]
 fn members_that_left_do_not_count_and_a_leaver_counts_only_with_more_than_half_of_the_rest() {
     let need = Need { is_majority: true, ..NEED };
     let minority = |found, size| Verdict::Wait(Wait::Minority { found, size });
-    let seat = |leaves, left| move |size, is_first| Some(Seat { leaves, left, ..seated(2, size, is_first) });
-    let (stays, leaves, knows) = (seat(false, 0), seat(true, 0), seat(false, 1));
-    let judge = |set: &[(&str, Option<Seat>)]| {
-        let told = |(id, seat): &(&str, Option<Seat>)| {
-            participant(id, Standing { seat: seat.clone(), ..standing(true, 2) })
+    let last_group =
+        |leaves, left| move |size, is_first| Some(LastGroup { leaves, left, ..seated(2, size, is_first) });
+    let (stays, leaves, knows) = (last_group(false, 0), last_group(true, 0), last_group(false, 1));
+    let judge = |set: &[(&str, Option<LastGroup>)]| {
+        let told = |(id, last_group): &(&str, Option<LastGroup>)| {
+            participant(id, Standing { last_group: last_group.clone(), ..standing(true, 2) })
         };
         judge(1, &set.iter().map(told).collect::<Vec<_>>(), need, None)
     };
-    let goes_on = |set: &[(&str, Option<Seat>)]| matches!(judge(set), Verdict::New(_));
-    // Of two "a" leaves. "b" alone knows it, or it does not; "a" cannot know whether "b" does.
-    assert!(goes_on(&[("b", knows(2, false))]));
+    let continues = |set: &[(&str, Option<LastGroup>)]| matches!(judge(set), Verdict::New(_));
+    // Of two members "a" leaves. Only "b" may know it; "a" cannot know whether "b" does.
+    assert!(continues(&[("b", knows(2, false))]));
     assert_eq!(judge(&[("b", stays(2, false))]), minority(1, 2));
     assert_eq!(judge(&[("a", leaves(2, true))]), minority(0, 1));
-    assert!(goes_on(&[("a", leaves(2, true)), ("b", stays(2, false))]), "it leaves after another vote");
+    assert!(continues(&[("a", leaves(2, true)), ("b", stays(2, false))]), "it leaves after another vote");
     // Of four.
     assert_eq!(judge(&[("a", leaves(4, true)), ("b", stays(4, false))]), minority(1, 3));
-    assert!(goes_on(&[("c", knows(4, false)), ("d", knows(4, false))]), "two of three");
-    assert!(goes_on(&[("a", leaves(4, true)), ("b", stays(4, false)), ("c", stays(4, false))]));
-    // Of three, and "c" is lost: had it gone on without "a", it would be half of the rest without the lowest id.
-    assert!(goes_on(&[("a", leaves(3, true)), ("b", stays(3, false))]));
+    assert!(continues(&[("c", knows(4, false)), ("d", knows(4, false))]), "two of three");
+    assert!(continues(&[("a", leaves(4, true)), ("b", stays(4, false)), ("c", stays(4, false))]));
+    // Of three, and "c" is lost: had it continued without "a", it would be half of the rest without the lowest id.
+    assert!(continues(&[("a", leaves(3, true)), ("b", stays(3, false))]));
     assert_eq!(judge(&[("c", knows(3, false))]), minority(1, 2));
 }
 
-/// In set 1 "a", "b" and "c" are connected, "d" joins, and all four begin that group: "a" and "d" hear that all have come,
-/// "b" and "c" do not. "a", "b" and "d" begin it once more. After a cut only "a" and "d" may go on.
+/// In set 1 "a", "b" and "c" are connected, "d" joins, and all four begin that group: "a" and "d" learn that all have
+/// connected, "b" and "c" do not. "a", "b" and "d" begin it again. After a partition only "a" and "d" may continue.
 #[test]
 fn a_group_that_was_begun_twice_counts_both_times() {
     let need = Need { is_majority: true, ..NEED };
     let members: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();
-    let told = |id: &str, seat: Option<(u64, usize, bool)>, groups: &[(u64, u64)]| {
-        let seat = seat.map(|(at, size, is_first)| seated(at, size, is_first));
+    let told = |id: &str, last_group: Option<(u64, usize, bool)>, groups: &[(u64, u64)]| {
+        let last_group = last_group.map(|(at, size, is_first)| seated(at, size, is_first));
         let begun = Begun { members: members.clone(), groups: groups.to_vec() };
         let begun = if groups.is_empty() { vec![] } else { vec![begun] };
-        participant(id, Standing { generation: 3, seat, begun, ..standing(true, 4) })
+        participant(id, Standing { generation: 3, last_group, begun, ..standing(true, 4) })
     };
     let a = told("a", Some((2, 4, true)), &[(3, 3)]);
     let d = told("d", Some((2, 4, false)), &[(3, 3)]);
@@ -52,18 +53,19 @@ fn a_group_that_was_begun_twice_counts_both_times() {
     };
     assert_eq!(judge(&[&b, &c]), Verdict::Wait(Wait::Minority { found: 2, size: 4 }));
     assert!(matches!(judge(&[&a, &d]), Verdict::New(_)));
-    // Whoever has begun a group counts for it, whatever it has begun since.
+    // A member that has begun a group counts for it, whatever it has begun since.
     assert!(matches!(judge(&[&d, &b, &c]), Verdict::New(_)));
     assert_eq!(judge(&[&d]), Verdict::Wait(Wait::Minority { found: 1, size: 4 }));
 }
 
-/// "b" has gone on without "a", and both are connected when they are cut again: "a" has no state of "b"'s yet. The same for
-/// newcomers that have begun a group with a member of a job.
+/// "b" has continued without "a", and both are connected when a partition separates them again: "a" has no state of
+/// "b"'s yet. The same holds for newcomers that have begun a group with a member of a job.
 #[test]
 fn only_those_with_the_newest_state_that_they_know_of_go_on() {
     let need = Need { is_majority: true, ..NEED };
-    let told =
-        |id: &str, state, known, seat| participant(id, Standing { state, known, seat, ..standing(true, 2) });
+    let told = |id: &str, state, known, last_group| {
+        participant(id, Standing { state, known, last_group, ..standing(true, 2) })
+    };
     let a = told("a", 1, 2, Some(seated(3, 2, true)));
     let b = told("b", 2, 2, Some(seated(3, 2, false)));
     let judge_all = |set: &[&Participant]| {
@@ -88,13 +90,13 @@ fn only_those_with_the_newest_state_that_they_know_of_go_on() {
     assert!(matches!(judge_all(&[&trained, &new("y"), &new("z")]), Verdict::New(_)));
 }
 
-/// "a" and "b" leave at the same vote, and "b" does not hear that its copies are settled.
+/// "a" and "b" leave at the same vote, and "b" does not learn that its copies are settled.
 #[test]
 fn a_member_whose_others_left_with_it_waits_for_nobody() {
     for leaving in [1, 2] {
         let mut member = began_with("a", Settings { id: "b".into(), needs_majority: true, ..settings() });
         member.handle(Event::Gradients { is_whole: true, leaves: true, lag: 0 }).unwrap();
-        member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
+        member.handle(Event::Tally { votes: 2, newcomer_seen: 0, leaving, sums: vec![7] }).unwrap();
         member.handle(Event::Lost { reason: "it is gone".into() }).unwrap();
         let commands = member.handle(Event::Look { until: 9 }).unwrap();
         let Some(Command::Ask { standing, .. }) = commands.last() else { panic!("{commands:?}") };
@@ -105,15 +107,15 @@ fn a_member_whose_others_left_with_it_waits_for_nobody() {
     }
 }
 
-/// "d" alone has begun a group with "b" and "c" while these were connected with "a"; then they left on notice.
+/// Only "d" has begun a group with "b" and "c", while these were connected with "a"; then they left on notice.
 #[test]
 fn a_group_of_the_generation_of_a_connected_one_was_never_connected() {
     let need = Need { is_majority: true, ..NEED };
-    let seat = Some(Seat { left: 2, ..seated(2, 3, true) });
-    let a = participant("a", Standing { generation: 2, seat, ..standing(true, 3) });
+    let last_group = Some(LastGroup { left: 2, ..seated(2, 3, true) });
+    let a = participant("a", Standing { generation: 2, last_group, ..standing(true, 3) });
     let members = ["b", "c", "d"].map(String::from).to_vec();
     let begun = vec![Begun { members, groups: vec![(9, 2)] }];
-    let seat = Some(seated(1, 4, false));
-    let d = participant("d", Standing { generation: 2, seat, begun, ..standing(true, 4) });
+    let last_group = Some(seated(1, 4, false));
+    let d = participant("d", Standing { generation: 2, last_group, begun, ..standing(true, 4) });
     assert!(matches!(judge(1, &[a, d], need, None), Verdict::New(_)));
 }

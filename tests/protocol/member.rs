@@ -1,4 +1,4 @@
-//! What a member does with votes, losses and recoveries.
+//! Reactions of a member to votes, losses and recoveries.
 
 use super::*;
 
@@ -6,23 +6,26 @@ use super::*;
 fn a_step_is_taken_when_all_have_voted_and_reported_at_the_next_vote() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
+    let commands =
+        member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![7] }).unwrap();
     let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
     assert_eq!(commands, [Command::Take { vote, is_recalled: false }]);
     assert_eq!(member.handle(Event::Look { until: 9 }).unwrap(), [Command::Step { number: 1 }]);
     member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![8] }).unwrap();
+    let commands =
+        member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![8] }).unwrap();
     assert!(matches!(commands[..], [Command::Commit { step: 0 }, Command::Take { .. }]));
 }
 
-/// A version of the copies takes three steps from version 1 on: steps are reported with the votes that need whole ones.
+/// A version of the copies takes three steps from version 1 on: steps are reported with the votes that need complete
+/// ones.
 #[test]
 fn steps_are_reported_once_a_version_that_has_them_is_whole() {
     let mut member = trained_with_b();
     let mut reported = Vec::new();
     for lag in [0, 1, 2, 2, 3, 4, 2] {
         member.handle(Event::Gradients { is_whole: true, leaves: false, lag }).unwrap();
-        let tally = Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] };
+        let tally = Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![7] };
         let steps = member.handle(tally).unwrap().into_iter().filter_map(|command| match command {
             Command::Commit { step } => Some(step),
             _ => None,
@@ -38,7 +41,8 @@ fn steps_are_reported_once_a_version_that_has_them_is_whole() {
 fn a_step_that_some_did_not_vote_for_is_not_taken() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 1, leaving: 0, calling: 0, sums: vec![] }).unwrap();
+    let commands =
+        member.handle(Event::Tally { votes: 1, leaving: 0, newcomer_seen: 0, sums: vec![] }).unwrap();
     assert!(matches!(&commands[..], [Command::Drop { reason }] if reason.starts_with("1 of 2")));
     assert_eq!(member.version(), version_of(1, 0));
 }
@@ -60,13 +64,13 @@ fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen
     }
 }
 
-/// "a" votes on a step with "b" and, after a failure, on the same step again: what a third member has seen pass in the
-/// first group was another update than the one that "a" has gradients for now.
+/// "a" votes on a step with "b" and, after a failure, on the same step again: the update that a third member saw pass
+/// in the first group is not the one for which "a" has gradients now.
 #[test]
 fn a_vote_of_an_earlier_group_does_not_pass_for_the_one_that_is_pending() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-    member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
+    member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![7] }).unwrap();
     member.handle(Event::Look { until: 9 }).unwrap();
     member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     member.handle(Event::Lost { reason: "c is slow".into() }).unwrap();
@@ -88,7 +92,7 @@ fn steps_that_others_took_while_a_member_was_away_are_theirs_to_report() {
     {
         let mut member = trained_with_b();
         member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-        member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
+        member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![7] }).unwrap();
         member.handle(Event::Lost { reason: "it was asleep".into() }).unwrap();
         regroup(&mut member, 2, vec![None, None]);
         member.handle(Event::Restored { version: restored, is_stale: false }).unwrap();
@@ -113,7 +117,7 @@ fn a_state_with_older_experts_gets_a_version_of_its_own() {
     member.handle(Event::Recalled { votes: vec![None] }).unwrap();
     let commands = member.handle(Event::Restored { version: version_of(1, 4), is_stale: true }).unwrap();
     assert_eq!(commands, [Command::CountLosses { version: version_of(2, 4) }]);
-    let commands = member.handle(Event::Counted).unwrap(); // what was lost is part of the state, too
+    let commands = member.handle(Event::Counted).unwrap(); // the losses are part of the state, too
     assert_eq!(commands, [Command::Protect { version: version_of(3, 4), generation: 4, waits: true }]);
 }
 
@@ -138,7 +142,7 @@ fn an_event_that_answers_nothing_is_refused_and_changes_nothing() {
     let mut member = trained_with_b();
     let before = member.clone();
     let refused = member.handle(Event::Connected).unwrap_err().to_string();
-    assert!(refused.contains("Connected does not answer what is under way: Stepping"), "{refused}");
+    assert!(refused.contains("Connected does not answer the current command: Stepping"), "{refused}");
     assert_eq!(member, before);
 }
 
@@ -147,7 +151,8 @@ fn a_member_leaves_when_the_copies_of_its_last_step_are_whole() {
     for (leaves, leaving) in [(true, 1), (true, 2), (false, 1)] {
         let mut member = trained_with_b();
         member.handle(Event::Gradients { is_whole: true, leaves, lag: 0 }).unwrap();
-        let commands = member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
+        let commands =
+            member.handle(Event::Tally { votes: 2, newcomer_seen: 0, leaving, sums: vec![7] }).unwrap();
         assert!(matches!(commands[..], [Command::Take { .. }, Command::Settle]), "{commands:?}");
         let commands = member.handle(Event::Settled { is_whole: true }).unwrap();
         let [Command::Commit { step: 0 }, last] = &commands[..] else { panic!("{commands:?}") };
@@ -168,21 +173,22 @@ fn nobody_leaves_before_the_end_of_the_last_step() {
     for leaves in [false, true] {
         member.handle(Event::Gradients { is_whole: true, leaves, lag: 0 }).unwrap();
         let leaving = usize::from(leaves);
-        let commands = member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
+        let commands =
+            member.handle(Event::Tally { votes: 2, newcomer_seen: 0, leaving, sums: vec![7] }).unwrap();
         assert!(matches!(commands.last(), Some(Command::Take { .. })));
         let commands = member.handle(Event::Look { until: 2 }).unwrap();
         assert_eq!(commands, [if leaves { Command::Settle } else { Command::Step { number: 1 } }]);
     }
 }
 
-/// Of "a" to "e", "d" and "e" leave, which "b" and "c" know. What one of them told before the vote and the other one after
-/// it might each go on with "a", but not meet.
+/// Of "a" to "e", "d" and "e" leave, which "b" and "c" know. Their reports before and after the vote might each let one
+/// of them continue with "a", but the two must not meet.
 #[test]
 fn members_that_were_told_differently_do_not_meet() {
     let need = Need { is_majority: true, ..NEED };
     let told = |id: &str, leaves| {
-        let seat = Some(Seat { leaves, ..seated(1, 5, id == "a") });
-        participant(id, Standing { seat, ..standing(true, 5) })
+        let last_group = Some(LastGroup { leaves, ..seated(1, 5, id == "a") });
+        participant(id, Standing { last_group, ..standing(true, 5) })
     };
     let epoch = |d, e| match judge(1, &[told("a", false), told("d", d), told("e", e)], need, None) {
         Verdict::New(agreement) => agreement.epoch,
@@ -196,7 +202,7 @@ fn members_that_were_told_differently_do_not_meet() {
 fn steps_are_reported_once_the_copies_that_a_recovery_makes_beside_training_are_whole() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-    member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
+    member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![7] }).unwrap();
     member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
     regroup(&mut member, 2, vec![None, None]);
     member.handle(Event::Restored { version: version_of(1, 1), is_stale: false }).unwrap();
@@ -206,7 +212,8 @@ fn steps_are_reported_once_the_copies_that_a_recovery_makes_beside_training_are_
     assert!(!commands.iter().any(|command| matches!(command, Command::Commit { .. })));
     assert_eq!(commands.last(), Some(&Command::Step { number: 1 }));
     member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![8] }).unwrap();
+    let commands =
+        member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![8] }).unwrap();
     assert!(matches!(commands[..], [Command::Commit { step: 0 }, Command::Take { .. }]));
 }
 

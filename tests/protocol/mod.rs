@@ -1,4 +1,4 @@
-//! The commit protocol: what one member answers to each event, and which members go on.
+//! The commit protocol: the answers of one member to each event, and the members that continue.
 
 mod agreement;
 mod majority;
@@ -6,11 +6,11 @@ mod member;
 mod spare;
 
 use evermoe::protocol::{
-    Begun, Command, Event, Need, Participant, Passed, Protocol, Seat, Settings, Standing, Stop, Verdict,
+    Begun, Command, Event, LastGroup, Need, Participant, Passed, Protocol, Settings, Standing, Stop, Verdict,
     Wait, judge, step_of, version_of,
 };
 
-const NEED: Need = Need { members: 2, is_always: false, goes_on_alone: false, is_majority: false };
+const NEED: Need = Need { members: 2, is_always: false, allows_solo_resume: false, is_majority: false };
 
 fn settings() -> Settings {
     Settings {
@@ -19,7 +19,7 @@ fn settings() -> Settings {
         is_spare: false,
         members: 1,
         is_fixed: false,
-        goes_on_alone: false,
+        allows_solo_resume: false,
         needs_majority: false,
         join_interval: 5,
         rebalance_interval: 0,
@@ -53,7 +53,7 @@ fn standing(established: bool, size: usize) -> Standing {
         inquires: false,
         is_done: false,
         is_spare: false,
-        seat: None,
+        last_group: None,
         known: 0,
         begun: vec![],
     }
@@ -97,6 +97,6 @@ fn regroup(member: &mut Protocol, id: u64, votes: Vec<Option<Passed>>) -> Vec<Co
     member.handle(Event::Recalled { votes }).unwrap()
 }
 
-fn seated(epoch: u64, size: usize, is_first: bool) -> Seat {
-    Seat { epoch, generation: epoch, size, is_first, leaves: false, left: 0 }
+fn seated(epoch: u64, size: usize, is_first: bool) -> LastGroup {
+    LastGroup { epoch, generation: epoch, size, is_first, leaves: false, left: 0 }
 }

@@ -1,8 +1,8 @@
-//! Spares: members that wait until one that trains is missing.
+//! Spares: members that wait until a training member is missing.
 
 use super::*;
 
-/// A spare of a job in which `members` train, its first question, and what it tells in it.
+/// A spare of a job in which `members` train, with the report in its first question.
 fn spare(members: usize) -> (Protocol, Standing) {
     let mut spare = Protocol::new(Settings { id: "s".into(), is_spare: true, members, ..settings() });
     let commands = spare.handle(Event::Look { until: 9 }).unwrap();
@@ -84,7 +84,7 @@ fn members_tell_the_end_only_where_spares_wait() {
         let participants = [vec![a, b], if waits { vec![spare] } else { vec![] }].concat();
         assert_eq!(member.handle(Event::Overheard { id: 2, participants }).unwrap(), []);
         member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
-        member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![] }).unwrap();
+        member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![] }).unwrap();
         member.handle(Event::Look { until: 1 }).unwrap();
         member.handle(Event::Settled { is_whole: true }).unwrap();
         let commands = member.handle(Event::Parted).unwrap();

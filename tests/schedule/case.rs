@@ -1,14 +1,14 @@
-//! Requests for chunk plans, and what holds for every plan of them.
+//! Requests for chunk plans, and properties of every plan.
 
 use super::idle;
 use evermoe::schedule::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
-/// Start and seconds of each.
+/// Start and seconds of each window.
 pub(crate) type Spans = Vec<(f64, f64)>;
 
-/// A request whose parts are owned.
+/// A request with owned parts.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     pub(crate) pieces: Vec<CopyItem>,
@@ -29,7 +29,7 @@ impl Case {
         plan_chunks(&self.request(&windows, &receivers, policy)).unwrap()
     }
 
-    /// A plan over so many steps, and how many [`version_steps`] says.
+    /// A plan over `version_steps` steps, and the result of [`version_steps`].
     pub(crate) fn over(&self, policy: Policy, version_steps: usize, most: usize) -> (ChunkPlan, usize) {
         let (windows, receivers) = (idle(&self.own, STEP), self.receivers());
         let request = Request { version_steps, ..self.request(&windows, &receivers, policy) };
@@ -59,7 +59,7 @@ impl Case {
     }
 }
 
-/// Windows (start, seconds) in whole seconds, a second or more apart.
+/// Windows (start, seconds) in integer seconds, at least a second apart.
 pub(crate) fn windows_at() -> impl Strategy<Value = Vec<(f64, f64)>> {
     prop::collection::vec((1_u32..6, 1_u32..14), 0..6).prop_map(|rows| {
         let mut start = 0.0;
@@ -107,12 +107,12 @@ pub(crate) fn case() -> impl Strategy<Value = Case> {
 
 pub(crate) const EPSILON: f64 = 1e-9;
 
-/// Everything that holds for every plan.
+/// Checks the properties of every plan.
 pub(crate) fn check_plan(case: &Case, plan: &ChunkPlan, policy: Policy) {
     check_plan_over(case, plan, policy, if policy == Policy::Auto { case.max_steps } else { 1 });
 }
 
-/// The same of a plan over at most so many steps.
+/// The same for a plan over at most `most` steps.
 pub(crate) fn check_plan_over(case: &Case, plan: &ChunkPlan, policy: Policy, most: usize) {
     assert!((1..=most).contains(&plan.reason.steps_per_version));
     check_bytes(case, plan);
@@ -143,7 +143,7 @@ fn check_bytes(case: &Case, plan: &ChunkPlan) {
     assert!(parts.is_empty(), "{parts:?}");
 }
 
-/// Chunks are inside windows of both ends, one after the other, and there are enough sub-buffers.
+/// Chunks are inside windows of both ends, consecutive, and there are enough sub-buffers.
 fn check_places(case: &Case, plan: &ChunkPlan) {
     let windows = idle(&case.own, STEP);
     let steps = plan.reason.steps_per_version;
@@ -185,7 +185,7 @@ fn check_places(case: &Case, plan: &ChunkPlan) {
     }
 }
 
-/// The reason counts right.
+/// The numbers of the reason are right.
 fn check_reason(case: &Case, plan: &ChunkPlan, policy: Policy) {
     let reason = &plan.reason;
     let steps = reason.steps_per_version;

@@ -1,4 +1,4 @@
-//! Windows, chunk plans, traces: what must hold for all inputs, and everything on small sizes.
+//! Windows, chunk plans, traces: properties for all inputs, and exhaustive tests of small sizes.
 
 mod case;
 mod memory;
@@ -21,7 +21,7 @@ pub(crate) fn exact() -> WindowOptions {
     WindowOptions { quantile: 0.0, gamma: 1.0, ignore: Vec::new() }
 }
 
-/// Network windows (start, seconds), in order and apart, of a step: what lies between is busy.
+/// Network windows (start, seconds) of a step, in order and disjoint: everything in between is busy.
 pub(crate) fn idle(at: &[(f64, f64)], seconds: f64) -> Windows {
     let mut busy = Vec::new();
     let mut time = 0.0;

@@ -1,4 +1,4 @@
-//! How often versions are made: against all periods there are.
+//! The interval of versions, compared with all possible intervals.
 
 use evermoe::schedule::*;
 use proptest::prelude::*;

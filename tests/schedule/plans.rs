@@ -1,4 +1,4 @@
-//! Chunk plans of all requests: promises, and the papers' algorithms as their texts have them.
+//! Chunk plans of all requests: guarantees, and the papers' algorithms as in their texts.
 
 use super::case::{Case, EPSILON, STEP, case, check_plan, check_plan_over, complete};
 use super::idle;
@@ -70,7 +70,7 @@ proptest! {
         }
         let [few, before, now] = [&fewer, &case, &wide].map(|case| case.plan(Policy::Auto).reason);
         for (from, less, more) in [(fewer, &few, &before), (case.clone(), &before, &now)] {
-            // The exception that is documented: whole units happened to fit better than anything else.
+            // The documented exception: uncut units happened to fit better than anything else.
             let lucky = || complete(from).plan(Policy::Baft).reason.delay_seconds == less.delay_seconds;
             prop_assert!(more.delay_seconds <= less.delay_seconds + EPSILON || lucky(), "{less:?} {more:?}");
             if more.delay_seconds == 0.0 && less.delay_seconds == 0.0 {
@@ -79,7 +79,7 @@ proptest! {
         }
     }
 
-    /// Gemini's loop as it is printed, chunk after chunk, for one destination.
+    /// Gemini's loop as in the paper, chunk by chunk, for one destination.
     #[test]
     fn gemini_is_the_text(case in case()) {
         let mut case = case;
@@ -129,12 +129,12 @@ proptest! {
             max_steps: 1,
         };
         let plan = case.plan(Policy::Moetion);
-        let whole = count as f64 * link.seconds(size);
-        let formula = ((count as f64 * f64::from(bubble) / whole) as usize).min(count as usize);
+        let total = count as f64 * link.seconds(size);
+        let formula = ((count as f64 * f64::from(bubble) / total) as usize).min(count as usize);
         prop_assert_eq!(plan.chunks.iter().filter(|chunk| chunk.window.is_some()).count(), formula);
-        let beside = (count as usize - formula) as f64 * link.seconds(size);
+        let outside = (count as usize - formula) as f64 * link.seconds(size);
         let hidden = STEP - f64::from(bubble);
-        prop_assert!((plan.reason.delay_seconds - (beside - hidden).max(0.0)).abs() < EPSILON);
+        prop_assert!((plan.reason.delay_seconds - (outside - hidden).max(0.0)).abs() < EPSILON);
     }
 
     #[test]

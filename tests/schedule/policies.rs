@@ -1,4 +1,4 @@
-//! Chunk plans of small requests, worked by hand, and of the largest numbers.
+//! Chunk plans of small requests, computed by hand, and of the largest numbers.
 
 use super::case::{STEP, check_plan, complete, placed, simple};
 use super::idle;
@@ -24,7 +24,7 @@ fn baft_keeps_units_whole_and_fills_each_window_best() {
 
 #[test]
 fn auto_takes_whole_units_where_nothing_else_is_in_time() {
-    // Cut into the windows in order, the first unit needs a second chunk, for which there is no time in one step.
+    // Cut into the windows in order, the first unit needs a second chunk, for which one step has no time.
     let mut case = complete(simple(&[(1, &[0]), (3, &[0])], &[(0.0, 5.0), (20.0, 3.0)], 2.0));
     assert_eq!(case.plan(Policy::Auto).reason.steps_per_version, 2);
     case.max_steps = 1;

@@ -1,4 +1,4 @@
-//! Idle windows of profiles, and changes that make them wrong.
+//! Idle windows of profiles, and changes that invalidate them.
 
 use super::{exact, network, span, times};
 use evermoe::schedule::*;
@@ -45,7 +45,7 @@ fn odd_steps_are_left_out_and_no_majority_gives_no_windows() {
     assert_eq!(found.evidence, Evidence::MostlySteady { steps: 2, left_out: 1 });
     assert_eq!((times(&found), found.step_seconds), (vec![(1.0, 3.0)], 4.0));
     let found = find_windows(&[like, odd], &exact()).unwrap();
-    assert_eq!((found.evidence, found.windows.len()), (Evidence::Unsteady { steps: 2, alike: 1 }, 0));
+    assert_eq!((found.evidence, found.windows.len()), (Evidence::Unsteady { steps: 2, largest: 1 }, 0));
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn quantile_and_gamma_shorten() {
     assert_eq!((window.expected, window.jitter, window.seconds, found.step_seconds), (6.0, 8.0, 3.0, 15.0));
 }
 
-/// Steps of one sequence whose spans vary, overlap and nest, with distinct names so that the order may be told.
+/// Steps of one sequence whose spans vary, overlap and nest, with distinct names so that the order is recognisable.
 fn profile() -> impl Strategy<Value = Vec<StepProfile>> {
     (1_usize..6, 1_usize..9).prop_flat_map(|(spans, steps)| {
         let step = prop::collection::vec((0_u32..12, 0_u32..20, 0_usize..3), spans).prop_map(|rows| {
@@ -84,7 +84,7 @@ fn profile() -> impl Strategy<Value = Vec<StepProfile>> {
     })
 }
 
-/// When a window opens in a step.
+/// The opening of a window in a step.
 fn opening(window: &Window, step: &StepProfile) -> f64 {
     let Anchor::After { name, occurrence } = &window.anchor else { return window.offset };
     let mut spans: Vec<&Span> =
@@ -112,12 +112,12 @@ proptest! {
         let found = find_windows(&steps, &exact()).unwrap();
         let mut groups: BTreeMap<Vec<Vec<String>>, usize> = BTreeMap::new();
         steps.iter().for_each(|step| *groups.entry(names(step)).or_default() += 1);
-        let (sequence, &alike) = groups.iter().max_by_key(|(_, count)| **count).unwrap();
-        let left_out = steps.len() - alike;
+        let (sequence, &equal) = groups.iter().max_by_key(|(_, count)| **count).unwrap();
+        let left_out = steps.len() - equal;
         match found.evidence {
-            Evidence::Steady { steps } => prop_assert_eq!((steps, left_out), (alike, 0)),
-            Evidence::MostlySteady { steps, left_out: odd } => prop_assert_eq!((steps, odd), (alike, left_out)),
-            Evidence::Unsteady { .. } => { prop_assert!(2 * alike <= steps.len() && found.windows.is_empty()); }
+            Evidence::Steady { steps } => prop_assert_eq!((steps, left_out), (equal, 0)),
+            Evidence::MostlySteady { steps, left_out: odd } => prop_assert_eq!((steps, odd), (equal, left_out)),
+            Evidence::Unsteady { .. } => { prop_assert!(2 * equal <= steps.len() && found.windows.is_empty()); }
         }
         for window in &found.windows {
             prop_assert!(window.seconds > 0.0 && window.jitter >= 0.0 && window.offset >= 0.0);
@@ -144,7 +144,7 @@ proptest! {
         let step = &steps[0];
         let found = find_windows(&steps[..1], &exact()).unwrap();
         for resource in Resource::ALL {
-            // Whole seconds: a second is idle or busy.
+            // Integer seconds: each second is idle or busy.
             let busy = |second: f64| step.spans.iter().filter(|span| span.resource == resource).any(|span| {
                 let over = span.end() - step.seconds;
                 (span.start <= second && second < span.end()) || second < over

@@ -1,14 +1,14 @@
-//! States and copies of them: what a unit's bytes are is the history of the groups that trained it.
+//! States and copies of them: the bytes of a unit are represented by the history of the groups that trained it.
 
 use evermoe::recovery::{Holding, Kind};
 use std::collections::BTreeMap;
 
-/// A state: for each step the tag of the group that took it, six bits a step.
+/// A state: for each step the tag of the group that took it, six bits per step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Content(u64);
 
 const BITS: u32 = 6;
-/// Groups that a run may make.
+/// Maximum number of groups in a run.
 pub(crate) const MAX_GROUPS: u8 = 1 << BITS;
 
 impl Content {
@@ -22,12 +22,12 @@ impl Content {
         u64::from((64 - self.0.leading_zeros()).div_ceil(BITS))
     }
 
-    /// The state so many steps after the start.
+    /// The state after `steps` steps from the start.
     pub(crate) fn at(self, steps: u64) -> Self {
         Self(self.0 >> (u64::from(BITS) * (self.steps() - steps)))
     }
 
-    /// Whether one of the two states is an earlier one of the other's history, or the same.
+    /// Whether one of the two states is in the other's history, or both are equal.
     pub(crate) fn agrees_with(self, other: Self) -> bool {
         let steps = self.steps().min(other.steps());
         self.at(steps) == other.at(steps)
@@ -51,19 +51,19 @@ impl Content {
     }
 }
 
-/// How copies are kept.
+/// Kind of copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Keeper {
     /// A replica gets the gradients of a step before the vote and repeats the step after it.
     Replicas,
-    /// The state after a step is copied during the next one, and is whole before its vote; two versions are kept.
+    /// The state after a step is copied during the next one, and complete before its vote; two versions are kept.
     Snapshots,
-    /// The same over two steps: a version is whole before the second vote after it, and the next one is copied then.
+    /// The same over two steps: a version is complete before the second vote after it, and the next one is copied then.
     SlowSnapshots,
 }
 
 impl Keeper {
-    /// Steps that a version of the snapshots takes; none where gradients are kept.
+    /// Number of steps of a snapshot's version; none if gradients are kept.
     pub(crate) fn steps(self) -> Option<u64> {
         match self {
             Self::Replicas => None,
@@ -73,7 +73,7 @@ impl Keeper {
     }
 }
 
-/// What a member has at one version of the state: units, by bits.
+/// A member's units at one version of the state, as bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Snapshot {
     pub units: u8,
@@ -81,10 +81,10 @@ pub(crate) struct Snapshot {
     pub content: Content,
 }
 
-/// Holdings as the survey gathers them.
+/// Holdings as gathered by the survey.
 pub(crate) type Holdings = Vec<(Snapshot, bool)>;
 
-/// For the planner: each unit of each holding, running ones marked as such.
+/// The planner's input: each unit of each holding, running ones marked as such.
 pub(crate) fn expand(holdings: &Holdings, units: usize) -> Vec<Holding> {
     let mut found = Vec::new();
     for &(snapshot, is_active) in holdings {
@@ -96,18 +96,18 @@ pub(crate) fn expand(holdings: &Holdings, units: usize) -> Vec<Holding> {
     found
 }
 
-/// Which units rank `rank` of `size` trains: unit u is on rank u mod size, the last unit on all.
+/// Units that rank `rank` of `size` trains: unit u is on rank u mod size, the last unit on all.
 pub(crate) fn trained(rank: usize, size: usize, units: usize) -> u8 {
     let experts: u8 = (0..units - 1).filter(|unit| unit % size == rank).map(|unit| 1 << unit).sum();
     experts | 1 << (units - 1)
 }
 
-/// Which units rank `rank` of `size` keeps copies of for others: those that the rank before it trains alone.
+/// Units of which rank `rank` of `size` keeps copies for others: those that only the previous rank trains.
 pub(crate) fn kept(rank: usize, size: usize, units: usize) -> u8 {
     if size == 1 { 0 } else { trained((rank + size - 1) % size, size, units) & !(1 << (units - 1)) }
 }
 
-/// Copies, by units: the newest last, two at most.
+/// Copies, by units: the newest last, at most two.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Copies(pub BTreeMap<u8, Vec<(u64, Content)>>);
 

@@ -6,7 +6,7 @@ use evermoe::protocol::Passed;
 use evermoe::recovery::Knowledge;
 use std::collections::BTreeMap;
 
-/// What a member brings to a collective.
+/// A member's input to a collective.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Part {
     Connect,
@@ -26,15 +26,15 @@ pub(crate) enum Part {
 pub(crate) struct Group {
     /// By rank.
     pub members: Vec<usize>,
-    /// By rank: collectives that the member has entered, and its parts of the last two.
+    /// By rank: number of collectives that the member has entered, and its parts of the last two.
     parts: Vec<(u8, Vec<Part>)>,
     /// By rank: whether it has closed its sockets.
     left: Vec<bool>,
-    /// Distinguishes the group from all others, for the states that are made in it.
+    /// Distinguishes the states made in this group from those of all others.
     pub tag: u8,
 }
 
-/// All groups that somebody is in, by name.
+/// All groups with at least one member, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Groups {
     by_epoch: BTreeMap<u64, Group>,
@@ -42,7 +42,7 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// How many groups there were.
+    /// Number of groups so far.
     pub(crate) fn made(&self) -> u8 {
         self.made
     }
@@ -51,7 +51,7 @@ impl Groups {
         &self.by_epoch[&epoch]
     }
 
-    /// A member enters the next collective of a group, the first of which connects it.
+    /// Makes a member enter the next collective of a group, the first of which connects it.
     pub(crate) fn enter(&mut self, epoch: u64, number: usize, members: Vec<usize>, part: Part) {
         let made = &mut self.made;
         let group = self.by_epoch.entry(epoch).or_insert_with(|| {
@@ -81,11 +81,11 @@ impl Groups {
         group.parts[group.rank(number)].0 == 1
     }
 
-    /// What all members have brought to the collective in which this one waits, by rank.
+    /// The inputs of all members to the collective in which this one waits, by rank.
     pub(crate) fn parts(&self, epoch: u64, number: usize) -> Vec<Part> {
         let group = self.get(epoch);
         let at = group.parts[group.rank(number)].0;
-        // A member can be one collective ahead, not more: it waits there for this one.
+        // A member can be one collective ahead, not more: it waits in that one for this one.
         group
             .parts
             .iter()
@@ -93,7 +93,7 @@ impl Groups {
             .collect()
     }
 
-    /// Whether another member's absence can end this one's wait.
+    /// Whether another member's absence can end this member's wait.
     pub(crate) fn can_fail(&self, epoch: u64, number: usize, nodes: &[Node]) -> bool {
         let group = self.get(epoch);
         let is_absent = |rank: usize| {
@@ -118,7 +118,7 @@ impl Groups {
         }
     }
 
-    /// Forgets groups in which nobody waits any more: what was in them makes no difference to what can follow.
+    /// Removes groups in which no member waits: they make no difference to later states.
     pub(crate) fn forget_old(&mut self, nodes: &[Node]) {
         self.by_epoch
             .retain(|epoch, group| group.members.iter().any(|&number| nodes[number].epoch() == Some(*epoch)));

@@ -1,10 +1,10 @@
-//! Lighthouses: who asks, which sets they may name, and how answers reach members.
+//! Lighthouses: questions, the sets that may be named, and delivery of answers.
 
 use super::{Action, Life, Mistake, Node, Setting, Task, World};
 use evermoe::protocol::{Event, Participant};
 use std::collections::BTreeMap;
 
-/// torchft's Lighthouse: it answers those who ask when all healthy members do, or after some time when most do.
+/// torchft's Lighthouse: it answers waiting members when all healthy members ask, or after some time when most do.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Lighthouse {
     id: u64,
@@ -13,8 +13,8 @@ pub(crate) struct Lighthouse {
 }
 
 impl World {
-    /// The sets that the Lighthouses may name. Each waits for all that are healthy, unless all of its last set ask; and
-    /// it may not know yet who has died. Healthy members come before its patience ends (its `join_timeout`).
+    /// The sets that the Lighthouses may name. Each waits for all healthy members, unless all of its last set ask, and
+    /// may not know yet which have died. Healthy members arrive before its patience (`join_timeout`) ends.
     pub(super) fn answers(&self, found: &mut Vec<Action>) {
         for which in 0..self.lighthouses.len() {
             self.answers_of(which, found);
@@ -33,7 +33,8 @@ impl World {
         for left_out in (0..=doubtful).filter(|mask| mask & !doubtful == 0) {
             let named: Vec<usize> =
                 asking.iter().copied().filter(|number| left_out & (1 << number) == 0).collect();
-            // Where some only look for newcomers, all need not come in time: most of the healthy ones are named then.
+            // If some members only look for newcomers, not all need arrive in time: then most of the healthy ones are
+            // named.
             let seems_healthy = |number: &usize| !sick(*number) || named.contains(number);
             let healthy = (0..self.nodes.len()).filter(seems_healthy).count();
             let is_at_leisure =
@@ -51,7 +52,7 @@ impl World {
         let (named, others) = std::mem::take(&mut lighthouse.asking)
             .into_iter()
             .partition(|(number, _)| left_out & (1 << number) == 0);
-        lighthouse.asking = others; // of a member that is heard of no more; it has its turn when it wakes up
+        lighthouse.asking = others; // of a member whose heartbeat has stopped; it has its turn when it wakes up
         let named: BTreeMap<usize, Participant> = named;
         let numbers: Vec<usize> = named.keys().copied().collect();
         if numbers != lighthouse.previous {
@@ -86,8 +87,10 @@ impl World {
             }
         }
         if setting.mistake == Some(Mistake::LeaverCounts) {
-            for seat in participants.iter_mut().filter_map(|participant| participant.standing.seat.as_mut()) {
-                seat.leaves = false;
+            for last_group in
+                participants.iter_mut().filter_map(|participant| participant.standing.last_group.as_mut())
+            {
+                last_group.leaves = false;
             }
         }
         if setting.mistake == Some(Mistake::SleepForgotten) {
@@ -96,7 +99,7 @@ impl World {
         self.feed(number, Event::Quorum { id, participants, is_promoted: false }, setting);
     }
 
-    /// Whatever was answered before is heard before.
+    /// Delivers an earlier answer first.
     pub(super) fn overhear(&mut self, number: usize) {
         let node = &mut self.nodes[number];
         if let Some((id, participants)) = node.overheard.take() {
@@ -107,7 +110,7 @@ impl World {
 }
 
 impl Node {
-    /// From now on it asks the next Lighthouse; its last question stays at this one.
+    /// Makes the member ask the next Lighthouse from now on; its last question stays at the current one.
     pub(super) fn move_on(&mut self, setting: &Setting) {
         self.lighthouse = (self.lighthouse + 1) % setting.lighthouses;
     }

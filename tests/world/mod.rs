@@ -1,15 +1,15 @@
-//! A job of a few members around a Lighthouse, small enough to explore: the protocol of each member is the product's own,
-//! so is the planner of recoveries; the rest of the world (messages, copies, crashes) is modelled here.
+//! A job of a few members around a Lighthouse, small enough to explore. The protocol of each member and the planner of
+//! recoveries are the product's own; the rest of the world (messages, copies, crashes) is a model.
 //!
-//! A collective completes on a member once all members of its group have entered it; it may fail as soon as one of
-//! them has left, is frozen or is dead, also when that one had entered. Each member completes or fails by itself.
+//! A collective completes on a member once all members of its group have entered it. It may fail as soon as one of them
+//! has left, is frozen or is dead, even if that one had entered. Each member completes or fails independently.
 
-mod arranged;
 mod copies;
 mod group;
 mod lighthouse;
 mod node;
 mod pace;
+mod planned;
 
 pub(crate) use copies::{Content, Keeper};
 pub(crate) use node::{Life, Node, Task};
@@ -19,59 +19,59 @@ use group::Groups;
 use lighthouse::Lighthouse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// What a run of the model looks like.
+/// Settings of a run of the model.
 #[derive(Clone, Debug)]
 pub(crate) struct Setting {
-    /// Members that begin the job.
+    /// Members that start the job.
     pub members: usize,
     /// Processes that may join later.
     pub joiners: usize,
-    /// Steps after which the job is over.
+    /// Number of steps of the job.
     pub steps: u64,
     /// Whether newcomers are spares.
     pub has_spare: bool,
-    /// Crashes, freezes and ballots that are not whole, together.
+    /// Maximum number of crashes, freezes and incomplete ballots together.
     pub faults: u8,
-    /// Lighthouses, each of which names sets of those that ask it.
+    /// Number of Lighthouses, each of which names sets of the members that ask it.
     pub lighthouses: usize,
-    /// Times that a Lighthouse does not answer.
+    /// Maximum number of unanswered questions.
     pub silences: u8,
-    /// Times that a member which waits for a majority asks another Lighthouse.
+    /// Maximum number of times that a member waiting for a majority asks another Lighthouse.
     pub moves: u8,
-    /// Questions about newcomers that reach the Lighthouse while a member trains.
+    /// Maximum number of background inquiries during training.
     pub inquiries: u8,
-    /// Members that leave the job on notice.
+    /// Maximum number of members that leave the job on notice.
     pub leaves: u8,
-    /// Cuts of the network between two members, both of which the Lighthouse hears.
+    /// Maximum number of partitions between two members, both of which the Lighthouse hears.
     pub cuts: u8,
-    /// How copies are kept.
+    /// Kind of copies.
     pub keeper: Keeper,
-    /// A mistake of the driver, which the checker must find.
+    /// A planted mistake of the driver, which the checker must find.
     pub mistake: Option<Mistake>,
 }
 
-/// Mistakes that are planted to see that they are found.
+/// Planted mistakes, to verify that they are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Mistake {
-    /// Ballots are not looked at: a vote passes when all have cast one.
+    /// Ballots are ignored: a vote passes when all have cast one.
     VoteSkipped,
-    /// A member hears generations that are too small by one, and so does not raise its own.
+    /// A member sees generations that are one too small, and so does not raise its own.
     GenerationNotRaised,
     /// A step is reported as committed when it is taken.
     ReportedEarly,
-    /// A member that wakes up is told the number of the set before.
+    /// A member that wakes up receives the previous set number.
     SleepForgotten,
-    /// Members go on without a majority although there are several Lighthouses.
-    MinorityGoesOn,
-    /// Copies of before are given up when a recovery is over, not when those that it makes are whole.
+    /// Members continue without a majority although there are several Lighthouses.
+    MinorityContinues,
+    /// Previous copies are dropped when a recovery is over, not when the new copies are complete.
     GivenUpEarly,
-    /// Steps count as committed before the copies that take several steps are whole.
+    /// Steps count as committed before the copies that take several steps are complete.
     LagForgotten,
-    /// A leaver counts as any other member where nobody knows whether it has left.
+    /// A leaver counts as any other member while it is unknown whether it has left.
     LeaverCounts,
 }
 
-/// One state of the whole job.
+/// One state of the entire job.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct World {
     pub nodes: Vec<Node>,
@@ -85,7 +85,7 @@ pub(crate) struct World {
     pub cuts_left: u8,
     /// Pairs of members that do not reach each other, the lower number first.
     cuts: BTreeSet<(usize, usize)>,
-    /// Whether a member that had withdrawn has asked again although others were out of its reach.
+    /// Whether a withdrawn member has asked again although others were out of its reach.
     has_come_in_vain: bool,
     /// The state that each version was given to.
     pub given: BTreeMap<u64, Content>,
@@ -94,13 +94,13 @@ pub(crate) struct World {
     pub broken: Option<&'static str>,
 }
 
-/// What the preset has promised, and what has happened since.
+/// The promise of the preset, and what has happened since.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Promise {
-    /// Members of the group whose copies were whole last.
+    /// Members of the group whose copies were last complete.
     pub members: Vec<usize>,
     pub generation: u64,
-    /// How many of the members are gone or out of reach.
+    /// Number of these members that are gone or out of reach.
     pub lost: usize,
     /// Whether a member has left because all steps are done.
     pub(crate) is_over: bool,
@@ -109,14 +109,14 @@ pub(crate) struct Promise {
 }
 
 impl Promise {
-    /// Whether fewer nodes were lost than copies are kept.
+    /// Whether fewer nodes were lost than there are copies.
     pub(crate) fn holds(&self) -> bool {
         self.lost <= usize::from(self.members.len() > 1)
     }
 }
 
 impl Action {
-    /// Whether it uses up one of the setting's faults or silences.
+    /// Whether it counts against one of the setting's limits on faults or silences.
     fn is_mishap(self) -> bool {
         matches!(
             self,
@@ -130,39 +130,39 @@ impl Action {
     }
 }
 
-/// Something that can happen next.
+/// A possible next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Action {
     /// A process starts.
     Start(usize),
     /// A process dies with its node's memory.
     Crash(usize),
-    /// A process stops without closing its sockets, and its heartbeat with it.
+    /// A process stops without closing its sockets, and so does its heartbeat.
     Freeze(usize),
     Wake(usize),
-    /// Two members do not reach each other any more.
+    /// Two members can no longer reach each other.
     Cut(usize, usize),
     /// They reach each other again.
     Heal(usize, usize),
-    /// A Lighthouse names those who ask it, without these: bits of members that are dead or frozen.
+    /// A Lighthouse names the members that ask it, except these: bits of members that are dead or frozen.
     Answer(usize, u8),
     /// The answer reaches a member.
     Deliver(usize),
     /// The answer reaches a member that trains.
     Overhear(usize),
-    /// The Lighthouse does not answer a member in time; the question stays there.
+    /// The Lighthouse does not answer a member in time; the question stays with it.
     Silence(usize),
-    /// A member has waited for others, or has withdrawn for long enough; it asks again.
+    /// A member has waited for others, or has withdrawn for long enough, and asks again.
     Waited(usize),
-    /// A member has waited for a majority; it asks the next Lighthouse.
+    /// A member has waited for a majority, and asks the next Lighthouse.
     Move(usize),
-    /// A member's gradients, and the copies that it keeps, are whole: it votes.
+    /// A member's gradients and the copies that it keeps are complete, and it votes for the step.
     Vote(usize),
-    /// They are not whole, and it votes so.
+    /// They are incomplete, and it votes against the step.
     VoteAgainst(usize),
-    /// They are whole, and it votes so and leaves after the step.
+    /// They are complete; it votes for the step and leaves after it.
     VoteLeaving(usize),
-    /// A member's collective is through.
+    /// A member's collective completes.
     Complete(usize),
     /// A member's collective fails.
     Fail(usize),
@@ -202,7 +202,7 @@ impl World {
         self.feed(number, Event::Look { until: setting.steps }, setting);
     }
 
-    /// All that can happen next.
+    /// All possible next actions.
     pub(crate) fn actions(&self, setting: &Setting, found: &mut Vec<Action>) {
         if self.broken.is_some() {
             return;
@@ -231,8 +231,8 @@ impl World {
         (0..self.nodes.len()).any(|other| self.are_cut(number, other))
     }
 
-    /// Whether a member that has withdrawn would only be told to withdraw again: it does not reach all others, or one of
-    /// them is at the end of the job and asks on.
+    /// Whether a withdrawn member would only have to withdraw again: it does not reach all others, or one of them has
+    /// finished and keeps asking.
     fn is_kept_out(&self, number: usize) -> bool {
         let is_at_the_end =
             |(other, node): (usize, &Node)| other != number && node.life == Life::Up && node.is_done;
@@ -250,7 +250,7 @@ impl World {
             Task::Asking if self.silences_left > 0 => found.push(Action::Silence(number)),
             Task::Asking | Task::Idle => {}
             Task::Answered { .. } => found.push(Action::Deliver(number)),
-            // Who is kept out comes back once in vain: more often is the same once more, without end.
+            // A member that is kept out returns once in vain; returning more often would repeat the same without end.
             Task::Withdrawn if self.is_kept_out(number) && self.has_come_in_vain => {}
             Task::Waiting | Task::Withdrawn => {
                 found.push(Action::Waited(number));
@@ -274,7 +274,7 @@ impl World {
                 }
             }
             Task::Copying { epoch, is_last } => {
-                if self.copies_are_whole(number, setting.keeper) {
+                if self.copies_are_complete(number, setting.keeper) {
                     found.push(Action::Vote(number));
                     if self.leaves_left > 0 && !is_last {
                         found.push(Action::VoteLeaving(number));
@@ -304,7 +304,7 @@ impl World {
         self.groups.can_fail(epoch, number, &self.nodes) || self.is_cut_within(epoch, number)
     }
 
-    /// Whether a member does not reach another one of its group.
+    /// Whether a member cannot reach another one of its group.
     fn is_cut_within(&self, epoch: u64, number: usize) -> bool {
         self.groups.get(epoch).members.iter().any(|&other| self.are_cut(number, other))
     }
@@ -323,7 +323,7 @@ impl World {
             Action::Cut(one, other) => {
                 world.cuts_left -= 1;
                 world.cuts.insert((one, other));
-                // One of them withdraws, with all that it holds.
+                // One of them withdraws, with all its state.
                 let members = &world.promise.members;
                 world.promise.lost += usize::from(members.contains(&one) || members.contains(&other));
             }
@@ -389,9 +389,9 @@ impl World {
         self.promise.lost += usize::from(self.promise.members.contains(&number));
     }
 
-    /// Whether a step was committed, more than half of the members whose copies were whole last stay and can talk to each
-    /// other, and nothing that they were promised is lost.
-    pub(crate) fn can_go_on(&self) -> bool {
+    /// Whether the job can continue: a step was committed, more than half of the members whose copies were last
+    /// complete remain and can reach each other, and nothing that was promised to them is lost.
+    pub(crate) fn can_continue(&self) -> bool {
         let members = &self.promise.members;
         let is_up = |number: usize| self.nodes[number].life == Life::Up && !self.nodes[number].leaves;
         let in_reach = |number: usize| {
@@ -401,7 +401,7 @@ impl World {
         self.promise.holds() && self.committed_steps() > 0 && is_most
     }
 
-    /// Whether the job is done in the end if nothing more happens to anybody, and all get their turn.
+    /// Whether the job finishes if nothing else fails and all members get their turn.
     pub(crate) fn finishes(&self, setting: &Setting) -> bool {
         let mut world = self.clone();
         world.moves_left = if setting.lighthouses > 1 { u8::MAX } else { 0 };
@@ -415,13 +415,14 @@ impl World {
                     && world.nodes[*number].task == Task::Withdrawn);
                 !action.is_mishap() && !is_change && !is_early && !world.is_out_of_turn(*action)
             });
-            // Who could go on does; only then does a wait end. Of the dead and frozen the Lighthouse hears no more.
+            // Members that can continue do so; only then does a wait end. The Lighthouse receives nothing from dead and
+            // frozen ones.
             possible.sort_by_key(|action| match action {
                 Action::Fail(_) => 1,
-                // Who has withdrawn stays away for longer than the Lighthouse takes to name the others.
+                // A withdrawn member stays away for longer than the Lighthouse takes to name the others.
                 Action::Waited(number) if world.nodes[*number].task == Task::Withdrawn => u32::MAX,
                 Action::Waited(number) if world.nodes[*number].is_minority => u32::MAX,
-                // Who misses units waits for as long as those who have them take to come.
+                // A member with missing units waits as long as their holders take to return.
                 Action::Waited(number) if world.nodes[*number].task == Task::Pausing => u32::MAX,
                 Action::Waited(_) => 2,
                 Action::Move(_) => 3,
@@ -438,7 +439,8 @@ impl World {
             *taken.entry(action).or_insert(0) += 1;
             world = world.after(action, setting);
         }
-        // Newcomers to a job that is over wait for another one, and a minority that others went on without for these.
+        // Left over are newcomers to a finished job, which wait for another one, and a minority that others continued
+        // without.
         let is_left = |(number, node): (usize, &Node)| {
             let is_behind = node.is_minority && !world.promise.members.contains(&number);
             let is_in = node.protocol.is_established() && node.task != Task::Withdrawn && !is_behind;
@@ -447,7 +449,7 @@ impl World {
         world.broken.is_none() && !world.nodes.iter().enumerate().any(is_left) && world.promise.is_over
     }
 
-    /// Whether members that look for each other would never meet if all moved on as they can: the first one stays.
+    /// Whether members that look for each other would never meet if all moved at once: the first one stays.
     fn is_out_of_turn(&self, action: Action) -> bool {
         let is_looking = |node: &Node| {
             let is_asking = matches!(node.task, Task::Waiting | Task::Asking | Task::Answered { .. });
@@ -455,7 +457,7 @@ impl World {
         };
         let mut looking = (0..self.nodes.len()).filter(|&number| is_looking(&self.nodes[number]));
         let first = looking.next();
-        let stays = first.filter(|_| looking.next().is_some()); // who is alone looks for those that go on
+        let stays = first.filter(|_| looking.next().is_some()); // a single one looks for those that continue
         match action {
             Action::Move(number) => stays == Some(number),
             Action::Waited(number) => {
@@ -465,19 +467,19 @@ impl World {
         }
     }
 
-    /// Whether every member that could is done.
+    /// Whether every member that can has finished.
     pub(crate) fn is_finished(&self) -> bool {
         self.nodes
             .iter()
             .all(|node| matches!(node.life, Life::Gone | Life::Dead | Life::Absent | Life::Frozen))
     }
 
-    /// Steps that were reported as committed.
+    /// Number of steps reported as committed.
     pub(crate) fn committed_steps(&self) -> u64 {
         self.promise.committed.steps()
     }
 
-    /// No two members have different states, or copies of them, under one version.
+    /// Whether no two members have different states, or copies of them, under one version.
     pub(crate) fn states_agree(&self) -> bool {
         let mut known: BTreeMap<u64, Content> = BTreeMap::new();
         let held = self.nodes.iter().filter(|node| node.life != Life::Absent).flat_map(Node::held);

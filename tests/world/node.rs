@@ -1,16 +1,16 @@
-//! One member: the product's protocol, and a driver of it that is as thin as the product's.
+//! One member: the product's protocol, with a driver as thin as the product's.
 
-use super::arranged::Arranged;
 use super::copies::{Content, Copies, Holdings, Keeper, Snapshot, expand, kept, trained};
 use super::group::Part;
 use super::pace::Pace;
+use super::planned::Planned;
 use super::{Mistake, Setting, World};
 use evermoe::protocol::{
     Command, Event, Participant, Passed, Protocol, Settings, Standing, Stop, Wait, step_of,
 };
 use evermoe::recovery::{Knowledge, plan, usable};
 
-/// Whether a process is there.
+/// State of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Life {
     Absent,
@@ -21,7 +21,7 @@ pub(crate) enum Life {
     Gone,
 }
 
-/// What a member waits for.
+/// State of a member between two events.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Task {
     Idle,
@@ -33,9 +33,9 @@ pub(crate) enum Task {
     Waiting,
     /// It has withdrawn, and its heartbeat has stopped.
     Withdrawn,
-    /// Units are missing; their holders may come back.
+    /// Units are missing, and their holders may return.
     Pausing,
-    /// Gradients and copies are on their way.
+    /// Gradients and copies are in transit.
     Copying {
         epoch: u64,
         is_last: bool,
@@ -53,33 +53,33 @@ pub(crate) struct Node {
     pub task: Task,
     /// The Lighthouse that it asks.
     pub lighthouse: usize,
-    /// Whether it has come to the end of the job.
+    /// Whether it has finished the job.
     pub is_done: bool,
     /// Whether it waits for a majority.
     pub is_minority: bool,
     pub is_patient: bool,
-    /// Whether it has looked again for missing units since somebody woke up.
+    /// Whether it has looked again for missing units since a member woke up.
     pub has_paused: bool,
-    /// The state that it trains.
+    /// Its running state.
     pub content: Content,
-    /// A bit for each step that it has taken and not reported.
+    /// One bit per step that it has taken and not reported.
     unreported: u8,
     /// Units that it trains.
     pub active: u8,
-    /// Those of them whose optimizer state is on its way; it is there before the member votes for a step.
+    /// Those whose optimizer state is in transit; it arrives before the member votes on a step.
     pub late: u8,
     pub copies: Copies,
     /// The group that it is connected in.
     pub group: Option<u64>,
-    /// What the Lighthouse has answered while it trains.
+    /// The Lighthouse's answer during training.
     pub overheard: Option<(u64, Vec<Participant>)>,
-    /// Whether it has been told to leave: it says so in each vote.
+    /// Whether it has received notice to leave, which it reports in each vote.
     pub leaves: bool,
-    /// The copies that it makes beside its step.
-    pub arranged: Option<Arranged>,
+    /// The copies that it makes during its step.
+    pub planned: Option<Planned>,
     /// The versions of its snapshots.
     pub pace: Pace,
-    /// What a recovery brings it to.
+    /// Target of the recovery.
     target: Option<(u64, Content)>,
 }
 
@@ -91,8 +91,8 @@ impl Node {
             is_spare: setting.has_spare && number >= setting.members,
             members: setting.members,
             is_fixed: false,
-            goes_on_alone: false,
-            needs_majority: setting.lighthouses > 1 && setting.mistake != Some(Mistake::MinorityGoesOn),
+            allows_solo_resume: false,
+            needs_majority: setting.lighthouses > 1 && setting.mistake != Some(Mistake::MinorityContinues),
             join_interval: 1,
             rebalance_interval: 0,
             generation: 0,
@@ -114,18 +114,18 @@ impl Node {
             group: None,
             overheard: None,
             leaves: false,
-            arranged: None,
+            planned: None,
             pace: Pace::default(),
             target: None,
         }
     }
 
-    /// Of the dead nothing is left that could differ.
+    /// Makes a member dead; dead members have no state that could differ.
     pub(crate) fn die(&mut self, number: usize, setting: &Setting) {
         *self = Self { life: Life::Dead, ..Self::new(number, setting) };
     }
 
-    /// Versions and states that this member has, running or as copies.
+    /// Versions and states of this member, running or as copies.
     pub(crate) fn held(&self) -> impl Iterator<Item = (u64, Content)> + '_ {
         let own = (self.life != Life::Dead).then_some((self.protocol.version(), self.content));
         own.into_iter().chain(self.copies.snapshots().map(|each| (each.version, each.content)))
@@ -143,11 +143,11 @@ pub(crate) fn name(number: usize) -> String {
 }
 
 impl World {
-    /// Tells a member's protocol what has happened, and does what it says.
+    /// Passes an event to a member's protocol, and executes the commands.
     pub(crate) fn feed(&mut self, number: usize, event: Event, setting: &Setting) {
         self.nodes[number].task = Task::Idle;
         let commands =
-            self.nodes[number].protocol.handle(event).expect("the event answers what is under way");
+            self.nodes[number].protocol.handle(event).expect("the event answers the current command");
         for command in commands {
             self.execute(number, command, setting);
         }
@@ -203,7 +203,7 @@ impl World {
             }
             Command::Pause => self.nodes[number].task = Task::Pausing,
             Command::Stop(Stop::UnitsLost) => {
-                // Others may have gone on meanwhile without this member: it may come back, with a new process.
+                // Others may have continued without this member: it may return, with a new process.
                 let promise = &self.promise;
                 let is_promised = promise.holds() && promise.members.contains(&number);
                 if is_promised && promise.committed.steps() > 0 && !promise.is_over {
@@ -277,8 +277,8 @@ impl World {
 
     // ---- a step
 
-    /// Whether what this member keeps for others has come: they have taken the step that made it.
-    pub(crate) fn copies_are_whole(&self, number: usize, keeper: Keeper) -> bool {
+    /// Whether the copies that this member keeps for others have arrived: those members have taken the step.
+    pub(crate) fn copies_are_complete(&self, number: usize, keeper: Keeper) -> bool {
         let Task::Copying { epoch, .. } = self.nodes[number].task else { return false };
         let group = self.groups.get(epoch);
         let before = group.members[(group.rank(number) + group.members.len() - 1) % group.members.len()];
@@ -286,8 +286,8 @@ impl World {
         if is_state_late && self.groups.can_fail(epoch, number, &self.nodes) {
             return false;
         }
-        if self.nodes[number].arranged.is_some() {
-            return self.nodes[before].arranged.as_ref().is_some_and(|arranged| arranged.epoch == epoch);
+        if self.nodes[number].planned.is_some() {
+            return self.nodes[before].planned.as_ref().is_some_and(|planned| planned.epoch == epoch);
         }
         let is_due = self.nodes[number].is_due();
         keeper == Keeper::Replicas
@@ -302,19 +302,19 @@ impl World {
         if is_whole {
             self.nodes[number].late = 0;
         }
-        if is_whole && self.nodes[number].arranged.is_some() {
+        if is_whole && self.nodes[number].planned.is_some() {
             self.receive_copies(number, setting);
         } else if is_whole {
             let group = self.groups.get(epoch);
             let (rank, size) = (group.rank(number), group.members.len());
             let node = &mut self.nodes[number];
             let now = Some((node.protocol.version(), node.content));
-            let whole = match setting.keeper {
+            let complete = match setting.keeper {
                 Keeper::Replicas => None,
                 Keeper::SlowSnapshots if !is_last => node.pace.under_way.filter(|_| node.is_due()),
                 _ => now,
             };
-            if let Some((version, content)) = whole {
+            if let Some((version, content)) = complete {
                 node.copies.push(node.active, version, content, 2);
                 node.copies.push(kept(rank, size, units(setting)), version, content, 2);
             }
@@ -329,7 +329,7 @@ impl World {
     fn feed_vote(&mut self, number: usize, is_whole: bool, setting: &Setting) {
         let (leaves, lag) = (self.nodes[number].leaves, self.lag(number, setting));
         let event = Event::Gradients { is_whole, leaves, lag };
-        let commands = self.nodes[number].protocol.handle(event).expect("a step is under way");
+        let commands = self.nodes[number].protocol.handle(event).expect("a step is in progress");
         let [Command::Vote { calls, .. }] = commands[..] else { unreachable!("a vote follows") };
         self.enter_now(number, Part::Vote { is_whole, leaves, calls });
     }
@@ -369,7 +369,7 @@ impl World {
         }
         node.unreported &= !(1 << step);
         if !self.promise.committed.agrees_with(committed) {
-            self.break_rule("a committed step was undone although the copies that were promised are left");
+            self.break_rule("a committed step was undone although the promised copies remain");
         } else if self.promise.committed.steps() <= step {
             self.promise.committed = committed;
         }
@@ -408,15 +408,15 @@ impl World {
                 let is_for = |part: &&Part| matches!(part, Part::Vote { is_whole: true, .. });
                 let is_leaving = |part: &&Part| matches!(part, Part::Vote { leaves: true, .. });
                 let leaving = parts.iter().filter(is_leaving).count();
-                let is_calling = |part: &&Part| matches!(part, Part::Vote { calls: true, .. });
-                let calling = parts.iter().filter(is_calling).count();
+                let saw_newcomer = |part: &&Part| matches!(part, Part::Vote { calls: true, .. });
+                let newcomer_seen = parts.iter().filter(saw_newcomer).count();
                 let is_skipped = setting.mistake == Some(Mistake::VoteSkipped);
                 let votes = if is_skipped { parts.len() } else { parts.iter().filter(is_for).count() };
                 if votes == parts.len() {
                     self.settle_copies(number, setting);
                 }
                 let tag = i64::from(self.groups.get(epoch).tag);
-                self.feed(number, Event::Tally { votes, leaving, calling, sums: vec![tag] }, setting);
+                self.feed(number, Event::Tally { votes, leaving, newcomer_seen, sums: vec![tag] }, setting);
             }
             Part::Settle { .. } => {
                 let is_whole = parts.iter().all(|part| matches!(part, Part::Settle { is_whole: true }));
@@ -426,7 +426,8 @@ impl World {
         }
     }
 
-    /// The plan of the recovery, from what all have said; who needs bytes fetches them in one more round.
+    /// Restores by the plan of the recovery, from the parts of all members; members that need bytes fetch them in one
+    /// more round.
     fn restore(&mut self, number: usize, parts: &[Part], setting: &Setting) {
         let count = units(setting);
         let (mut known, mut holdings) = (Vec::new(), Vec::new());
@@ -440,7 +441,7 @@ impl World {
         let holdings = usable(&known, holdings);
         let plan = plan(&vec![1; count], &holdings, &needs).expect("a plan");
         let Some(version) = plan.version else {
-            // Holders that are frozen, or have not left another group yet, may come back within `rejoin_timeout`.
+            // Holders that are frozen, or have not left another group yet, may return within `rejoin_timeout`.
             let members = &self.groups.get(self.nodes[number].group.expect("in a group")).members;
             let is_elsewhere = |number: usize, node: &Node| {
                 node.life == Life::Up && node.protocol.is_established() && !members.contains(&number)
@@ -469,7 +470,8 @@ impl World {
         let had = if node.protocol.version() == version { node.active & !node.late } else { 0 };
         node.late = active & !had;
         if node.protocol.version() == version {
-            // Who gets these units may die before there are copies of them: they stay until then.
+            // The member that receives these units may die before there are copies of them, so they are kept until
+            // then.
             node.copies.push(had & !active, version, content, usize::MAX);
         }
         (node.content, node.active) = (content, active);
@@ -477,7 +479,7 @@ impl World {
     }
 }
 
-/// Experts, one for each member that begins, and the rest of the model.
+/// Experts, one for each initial member, and the rest of the model.
 pub(crate) fn units(setting: &Setting) -> usize {
     setting.members + 1
 }

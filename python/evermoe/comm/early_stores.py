@@ -22,7 +22,7 @@ class EarlyStores(Stores):
 
     Args:
         place, limit, secret: as of `Stores`.
-        reach: finds out whether members answer at their doors.
+        reach: finds out whether members answer probes.
     """
 
     def __init__(self, place: Endpoint, limit: timedelta, secret: Secret | None, reach: Reachability) -> None:
@@ -52,9 +52,11 @@ class EarlyStores(Stores):
         return False
 
     def _connect(self, new: Mapping[str, Mapping[str, Any]]) -> None:
-        silent = self._reach.silent({each: data["door"] for each, data in new.items()})
+        silent = self._reach.silent({each: data["probe_address"] for each, data in new.items()})
         for each in silent:
-            logger.warning("%s at %s does not answer here, so its group could not be joined", each, new[each]["door"])
+            logger.warning(
+                "%s at %s does not answer here, so its group could not be joined", each, new[each]["probe_address"]
+            )
         for each in new.keys() - set(silent):
             try:
                 self.get(new[each]["store"])

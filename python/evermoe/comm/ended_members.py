@@ -101,10 +101,10 @@ class EndedMembers:
         Raises:
             ConnectionError: it is not; ask again.
         """
-        alive = {each.id: each.data["door"] for each in told}
+        alive = {each.id: each.data["probe_address"] for each in told}
         doubtful = {each: alive[each] for each in self._ended.intersection(alive)}
         if doubtful:  # either it has asked before it ended, or it lives
-            self._reach.knock(doubtful)
+            self._reach.probe(doubtful)
         for each in alive:
             self._until.pop(each, None)
         problem = self._messages.problem(told, group)

@@ -32,7 +32,7 @@ class FailureDetector:
     """Watches the other members of a group, and tells them whether this one computes or waits.
 
     Args:
-        reach: this member's door, and those of others.
+        reach: this member's probe server and those of the others.
         groups: in which this member may wait for others. The first is in use in every epoch, and dropped with the
             others; those that are not in use stay broken.
         heartbeat_timeout: seconds without an answer after which a member is silent.
@@ -54,7 +54,7 @@ class FailureDetector:
         self._reach, self._groups = reach, list(groups)
         self._limit, self._hang_timeout = heartbeat_timeout, hang_timeout
         self._on_silent, self._on_left_out = on_silent, on_left_out
-        self._asking: _native.Watch | None = None
+        self._asking: _native.FailureDetector | None = None
         self._thread = self._bound = threading.Thread()
         self._is_over = threading.Event()
         self._members: dict[str, str] = {}
@@ -75,7 +75,7 @@ class FailureDetector:
 
         Args:
             epoch: names the group.
-            members: addresses of their doors, by id, in the order of ranks.
+            members: addresses of their probe servers, by id, in the order of ranks.
             first: how many of them have lower ranks than this one.
         """
         self.end()
@@ -125,7 +125,7 @@ class FailureDetector:
                 f"{each} at {self._members[each]}" for each, (computes, _) in said.items() if computes == self._epoch
             ]
             self.late = ", ".join(late)
-            if late:  # it learns so at this member's door
+            if late:  # it learns this from this member's probe server
                 logger.warning("waited %g s for %s: the others go on without it", self._hang_timeout, self.late)
         elif self._waited < AT_ONCE and self._waited_for_me is None:
             self._waited_for_me = next((each for each, (_, epoch) in said.items() if epoch == self._epoch), None)
@@ -160,7 +160,7 @@ class FailureDetector:
         if self._is_training and is_whole and self._groups[0].broken is None:
             self._reach.say(computes=0 if begins else self._epoch)
 
-    def _wait(self, asking: _native.Watch) -> None:
+    def _wait(self, asking: _native.FailureDetector) -> None:
         self.silent, has_ended, gave_up = asking.wait()
         with native_call():
             self._act(has_ended, gave_up)

@@ -83,7 +83,7 @@ class MembershipManager:
         self.identity = identity = replace(identity, options=common)
         self.messages = Messages(self.id, identity, lighthouse, secret)
         self.role, self.is_spare = "train" if options.trains else "replica", options.role == "spare"
-        self.goes_on_alone = options.allow_solo_resume
+        self.allows_solo_resume = options.allow_solo_resume
         self._members, self._domain = options.members or 1, options.domain or ""
         interface = place.address or options.address
         self.trainer_group = Group(interface)
@@ -120,7 +120,7 @@ class MembershipManager:
         """What each member of the latest set of the Lighthouse has told, by id."""
         self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reachability(self.id, place, secret)
         """What this member can reach of the others."""
-        self._ended = EndedMembers(self.id, self.messages, self.reach, speaks=not self.goes_on_alone)
+        self._ended = EndedMembers(self.id, self.messages, self.reach, speaks=not self.allows_solo_resume)
         self.stores = EarlyStores(place, self._hang_timeout, secret, self.reach)
         """Where groups meet, and connections to those of others."""
         self.watch = FailureDetector(
@@ -251,7 +251,7 @@ class MembershipManager:
             "steps": self.steps,
             "rank_key": self.rank_key,
             "store": self.stores.address,
-            "door": self.reach.address,
+            "probe_address": self.reach.address,
             "transport": self.transport.address,
             "unreachable": sorted(self.reach.unreachable),
         }
@@ -278,10 +278,10 @@ class MembershipManager:
         self.watch.end()
         reserve_open_files(len(members))
         try:
-            doors = {each: self.named[each]["door"] for each in members if each != self.id}
-            self.reach.check(doors)
+            probed = {each: self.named[each]["probe_address"] for each in members if each != self.id}
+            self.reach.check(probed)
             self._meeting = address = self.named[members[0]]["store"]
-            self.watch.begin(epoch, doors, members.index(self.id))
+            self.watch.begin(epoch, probed, members.index(self.id))
             with self.stores.within(address, 2 * connect_timeout(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self.stores.get(address))
                 self.members = {member: self.named[member] for member in members}

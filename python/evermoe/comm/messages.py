@@ -135,7 +135,8 @@ class Messages:
         """
         shared = {name: getattr(self._identity, name) for name in ("layout", "arithmetic")}
         shared["options"] = dict(self._identity.options)
-        return json.loads(_native.tell(self._id, self._identity.job, json.dumps(shared | message), self._secret))
+        text = json.dumps(shared | message)
+        return json.loads(_native.encode_message(self._id, self._identity.job, text, self._secret))
 
     def write_ended(self, member: str) -> dict[str, dict[str, Any]]:
         """What the Lighthouse is told when a member's process has ended, by the names under which it is told.
@@ -145,7 +146,7 @@ class Messages:
         """
         job = self._identity.job
         names = [f"ended-{member}", member]
-        return {name: json.loads(_native.tell_ended(name, job, member, self._secret)) for name in names}
+        return {name: json.loads(_native.encode_ended(name, job, member, self._secret)) for name in names}
 
     def read(self, members: Iterable[Any], *, is_established: bool, steps: int = 0, needed: int = 1) -> list[Told]:
         """The members of this job by id: of the established ones' job, or else of most members'.
@@ -212,7 +213,7 @@ class Messages:
         promoted: set[int | None] = set()
         self._spoken_for, self._announced = set(), set()
         for each in members:
-            heard = json.loads(_native.hear(each.replica_id, as_text(each.data), self._secret))
+            heard = json.loads(_native.decode_message(each.replica_id, as_text(each.data), self._secret))
             if heard["kind"] == "member":
                 found.told.append(Told(each.replica_id, heard["job"], heard["message"]))
                 continue

@@ -43,7 +43,7 @@ def promote(address: str, job: str, limit: float) -> list[str]:
     problem, told = f"no member of job {job!r} has asked there", list[str]()
     members: dict[str, dict[str, Any]] = {}
     while time.monotonic() < deadline:
-        data = json.loads(_native.promote(who, job, generation, own))
+        data = json.loads(_native.encode_promotion(who, job, generation, own))
         try:
             client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
             answer = client.quorum(who, ANSWER_LIMIT, world_size=1, data=data)
@@ -71,7 +71,7 @@ def promote(address: str, job: str, limit: float) -> list[str]:
 def _members(answer: Any, job: str, own: _native.Secret | None) -> dict[str, dict[str, Any]]:
     """By id, what each member of the job has told."""
     heard = {
-        each.replica_id: json.loads(_native.hear(each.replica_id, as_text(each.data), own))
+        each.replica_id: json.loads(_native.decode_message(each.replica_id, as_text(each.data), own))
         for each in answer.participants
     }
     return {name: told["message"] for name, told in heard.items() if told["kind"] == "member" and told["job"] == job}

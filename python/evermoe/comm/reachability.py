@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from evermoe import _native
-from evermoe._native import Door, Secret, ask_all
+from evermoe._native import ProbeServer, Secret, probe_all
 from evermoe.comm.group import connect_timeout
 from evermoe.comm.sealed_store import SealedStore
 
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 """Connections that wait to be accepted, as torch has it."""
 REACH_SECONDS = 1.0
-"""Time that a member gets to answer a knock: its door answers at once, also while it computes."""
+"""Time that a member gets to answer a probe: its probe server answers at once, also while it computes."""
 LOOK_SECONDS = 3.0
 """Time between two looks whether silent members answer, of one that goes on without them."""
 RETRY_SECONDS = 0.1
@@ -134,10 +134,10 @@ def _resolves(host: str) -> bool:
 
 
 class Reachability:
-    """This member's door, and what it knows of those of others.
+    """This member's probe server, and what it has learned from those of the others.
 
-    A door is a port that answers from a thread of its own (`src/reach/`). A member that does not answer is stopped, its
-    host is gone, or the network between the two is cut, though the Lighthouse may hear both.
+    A probe server answers from its own thread (`src/reachability/`). A member that does not answer is stopped, its host
+    is gone, or a partition separates the two, though the Lighthouse may hear from both.
 
     Args:
         member: this member's id.
@@ -147,32 +147,32 @@ class Reachability:
 
     def __init__(self, member: str, place: Endpoint, secret: Secret | None = None) -> None:
         self._secret = secret
-        self._door: Door | None = Door(member, place.address, secret)
-        self.address = f"{place.host}:{self._door.port}"
-        """Where others knock."""
+        self._server: ProbeServer | None = ProbeServer(member, place.address, secret)
+        self.address = f"{place.host}:{self._server.port}"
+        """Address that others probe."""
         self.said: dict[str, tuple[int, int]] = {}
-        """By id, what those answered that were asked last: see `_native.ask_all`."""
+        """By id, what those answered that were asked last: see `_native.probe_all`."""
         self._asked = 0.0
         """When members were asked."""
         self.unreachable: dict[str, str] = {}
-        """Members that did not answer, by id, with the addresses of their doors."""
+        """Members that did not answer, by id, with the addresses of their probe servers."""
         self.ended: set[str] = set()
         """Members whose hosts refuse a connection to them, as they do where the process has ended."""
         self._cut_off: dict[str, float] = {}
         """When members were named at the Lighthouse with others that they cannot reach, by id."""
 
-    def knock(self, members: Mapping[str, str]) -> list[str]:
+    def probe(self, members: Mapping[str, str]) -> list[str]:
         """Asks members for an answer, all at once.
 
         Args:
-            members: addresses of their doors, by id.
+            members: addresses of their probe servers, by id.
 
         Returns:
             The ids of those that did not answer within `REACH_SECONDS`.
         """
         self._asked = time.monotonic()
         asked = list(members.items())
-        answers, ended = ask_all(asked, round(1000 * REACH_SECONDS), self._secret)
+        answers, ended = probe_all(asked, round(1000 * REACH_SECONDS), self._secret)
         self.ended.difference_update(members)
         self.ended.update(ended)
         missing = {member: address for (member, address), said in zip(asked, answers, strict=True) if said is None}
@@ -188,22 +188,22 @@ class Reachability:
         Raises:
             ConnectionError: some are silent.
         """
-        silent = [f"{each} at {members[each]}" for each in self.knock(members)]
+        silent = [f"{each} at {members[each]}" for each in self.probe(members)]
         if silent:
             raise ConnectionError(f"{', '.join(silent)} cannot be reached from here")
 
     def silent(self, members: Mapping[str, str]) -> list[str]:
         """The ids of members that do not answer within `REACH_SECONDS`, of addresses by id; nothing is remembered."""
-        answers, _ = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
+        answers, _ = probe_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
         return [member for member, said in zip(members, answers, strict=True) if said is None]
 
     def waiting(self, members: Mapping[str, str]) -> list[str]:
         """The ids of members that answer and do not compute: they wait for others. Nothing is remembered.
 
         Args:
-            members: addresses of their doors, by id.
+            members: addresses of their probe servers, by id.
         """
-        answers, _ = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
+        answers, _ = probe_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
         return [each for each, said in zip(members, answers, strict=True) if said is not None and not said[0]]
 
     def look_again(self, pause: float = 0.0) -> list[str]:
@@ -213,7 +213,7 @@ class Reachability:
             pause: seconds since they were asked, before which they are not asked again.
         """
         if self.unreachable and time.monotonic() >= self._asked + pause:
-            self.knock(dict(self.unreachable))
+            self.probe(dict(self.unreachable))
         return list(self.unreachable)
 
     def wait_until_reached(self, seconds: float) -> None:
@@ -226,7 +226,7 @@ class Reachability:
 
     def look_around(self, members: Mapping[str, str], silent: Container[str]) -> None:
         """Finds out which members of a group that has broken answer, of which some are known not to."""
-        self.knock({each: address for each, address in members.items() if each not in silent})
+        self.probe({each: address for each, address in members.items() if each not in silent})
         self.unreachable.update({each: address for each, address in members.items() if each in silent})
 
     def note_cut(self, told: Mapping[str, Iterable[str]]) -> None:
@@ -250,17 +250,17 @@ class Reachability:
 
     def say(self, *, computes: int = 0, gave_up: int = 0) -> None:
         """Tells those that ask for which group this member computes, or in which it has waited in vain."""
-        if self._door is not None:
-            self._door.set_computes(computes)
-            self._door.set_gave_up(gave_up)
+        if self._server is not None:
+            self._server.set_computes(computes)
+            self._server.set_gave_up(gave_up)
 
-    def watch(self, members: Mapping[str, str], epoch: int, seconds: float) -> _native.Watch:
+    def watch(self, members: Mapping[str, str], epoch: int, seconds: float) -> _native.FailureDetector:
         """Begins to ask the other members of a group, until one does not answer for so long."""
-        return _native.Watch(list(members.items()), epoch, round(1000 * seconds), self._secret)
+        return _native.FailureDetector(list(members.items()), epoch, round(1000 * seconds), self._secret)
 
     def close(self) -> None:
-        """Closes the door."""
-        self._door = None
+        """Closes the probe server."""
+        self._server = None
 
 
 class Stores:
@@ -325,31 +325,31 @@ class Stores:
             end_connections(address)
 
 
-def what_is_left(doors: Mapping[str, str], seconds: float) -> dict[str, str]:
+def what_is_left(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
     """What is left of members that are lost, by id: `process`, `hung` or `host`, as of `events.MemberLost.kind`.
 
     A host refuses a connection to a port of a process that has ended; a process that is stopped is connected to all the
     same, as its host does that for it; of a host without power nothing comes.
 
     Args:
-        doors: addresses of their doors, by id.
+        addresses: addresses of their probe servers, by id.
         seconds: that they get to answer, all at once.
     """
     found: dict[str, str] = {}
     threads = [
-        threading.Thread(target=lambda each=each: found.update({each: _try(doors[each], seconds)}), daemon=True)
-        for each in doors
+        threading.Thread(target=lambda each=each: found.update({each: _try(addresses[each], seconds)}), daemon=True)
+        for each in addresses
     ]
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds
     for thread in threads:  # the look-up of a name has no limit of its own
         thread.join(max(0.0, end - time.monotonic()))
-    return {each: found.get(each, "host") for each in doors}
+    return {each: found.get(each, "host") for each in addresses}
 
 
-def _try(door: str, seconds: float) -> str:
-    host, port = door.rsplit(":", 1)
+def _try(address: str, seconds: float) -> str:
+    host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), seconds).close()
     except (ConnectionRefusedError, ConnectionResetError):

@@ -29,18 +29,18 @@ class Ballot(NamedTuple):
     gradients of others."""
     nonfinite_loss_ranks: float = 0.0
     """The rank of such a member."""
-    asked: float = 0.0
-    """Units of which a replica needs the state anew."""
+    state_requests: float = 0.0
+    """Units whose state a replica requests again."""
     capture_seconds: float = 0.0
     step_seconds: float = 0.0
     leaving: float = 0.0
     """1 from a member that leaves the job after the step."""
     stopping: float = 0.0
     """1 from a member that asks all to end the job after the step."""
-    returning: float = 0.0
-    """1 from one of these that comes back in its other role."""
-    calling: float = 0.0
-    """1 from a member that has heard of newcomers: all ask the Lighthouse before the next step."""
+    role_switches: float = 0.0
+    """1 from a leaving member that returns in its other role."""
+    newcomer_seen: float = 0.0
+    """1 from a member that has seen a newcomer: all members ask the Lighthouse before the next step."""
     trainers: float = 0.0
     """1 from a member that trains."""
     scale: float = 0.0
@@ -53,8 +53,8 @@ class Ballot(NamedTuple):
     """1 from a member that trains and has divided the sums of the gradients already, for `on_gradients`."""
     steps_own: float = 0.0
     """1 from a member whose script has code of its own in a step of the optimizer, or changes gradients before it."""
-    written: float = 0.0
-    """1 from a member that knows what became of the checkpoint that is under way."""
+    checkpoint_done: float = 0.0
+    """1 from a member that knows the outcome of the checkpoint in progress."""
     reported: float = 0.0
     """Bit i, a whole number, from the member that has called `on_lost` for the i-th loss that all members know of."""
 

@@ -24,7 +24,7 @@ _FLATTENED = re.compile(r"^(s3a?|gs|az|azure|adl|abfss?|https?|file):/[^/]")
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """Objects below a URL, by their names; `src/store/place.rs` has the operations and the errors.
+    """Objects below a URL, by their names; `src/store/objects.rs` has the operations and the errors.
 
     All that can go wrong is an `OSError`: `FileNotFoundError` where there is no such bucket, `PermissionError` where
     credentials are missing or do not suffice, `TimeoutError` and `ConnectionError` where the service was away for
@@ -35,7 +35,7 @@ class ObjectStore:
     patience: float
     """Seconds for which a request is tried again."""
     objects: Any
-    """The extension module's `ObjectPlace`."""
+    """The extension module's `ObjectStore`."""
     download_limit: float = 0.0
     """Bytes per second that `read_into` reads at most; 0 for no limit."""
 
@@ -154,9 +154,9 @@ def _circumstances() -> tuple[int, int]:
 @functools.lru_cache(maxsize=64)
 def _open(url: str, patience: float, upload: float, download: float, process: int, variables: int) -> ObjectStore:
     """A place, once for the same circumstances."""
-    if not hasattr(_native, "ObjectPlace"):
+    if not hasattr(_native, "ObjectStore"):
         raise ValueError("this build of evermoe has no object stores: build it with the feature object-store")
-    objects = _native.ObjectPlace(url, patience, upload or None, download or None)
+    objects = _native.ObjectStore(url, patience, upload or None, download or None)
     return ObjectStore(url, patience, objects, download)
 
 

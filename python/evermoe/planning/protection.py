@@ -118,7 +118,7 @@ def plan_protection(
     Example: two nodes, an expert on each, a router on both, `auto`: each expert is replayed on the other node, the
     router needs nothing.
     """
-    kept, summary = _native.arrange(
+    kept, summary = _native.plan_protection(
         preset,
         planning.PRESETS[preset].copying,
         [

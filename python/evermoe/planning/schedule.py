@@ -274,12 +274,12 @@ def plan_chunks(
     )
 
 
-def snapshot_places(free_bytes: int, nbytes: Sequence[int], *, reserve: int = 0) -> list[Place]:
+def snapshot_memory(free_bytes: int, nbytes: Sequence[int], *, reserve: int = 0) -> list[Place]:
     """Choose for each unit the memory of its snapshot: the GPU's while it has room, else the host's (BAFT).
 
     Largest units first, so that few of them go to the host.
 
-        >>> snapshot_places(100, [10, 40, 60], reserve=30)  # 70 bytes to use
+        >>> snapshot_memory(100, [10, 40, 60], reserve=30)  # 70 bytes to use
         ['device', 'host', 'device']
 
     Args:
@@ -287,7 +287,7 @@ def snapshot_places(free_bytes: int, nbytes: Sequence[int], *, reserve: int = 0)
         nbytes: size of each unit.
         reserve: device memory to leave free.
     """
-    found = _native.snapshot_places(
+    found = _native.snapshot_memory(
         count("free_bytes", free_bytes), counts("nbytes", nbytes), count("reserve", reserve)
     )
     return found  # type: ignore[return-value]

@@ -279,7 +279,7 @@ def _simulated() -> list[Row]:
             days=2.0,
             failures=(Failure.poisson(mtbf_seconds=DAY / instances / fatal, repair_seconds=330),),
             constants=constants,
-            options=SimulatedOptions(min_replicas=1, checkpoint_interval=0, plans_anew=False),
+            options=SimulatedOptions(min_replicas=1, checkpoint_interval=0, replans=False),
             restart_interval=math.ceil(state_bytes(100e9) / REMOTE / STEP),
         )
         return 100 * simulate_seeds(scenario, scheme, seed=0, seeds=5).interval("ettr").mean

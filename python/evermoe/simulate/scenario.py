@@ -114,7 +114,7 @@ class SimulatedOptions:
     save_interval: int = 1
     max_lost_token_fraction: float = 1.0
     remote_bytes_per_step: int | None = None
-    plans_anew: bool = True
+    replans: bool = True
     """Whether experts and copies are planned again at every change, as in a session. Otherwise newcomers take over
     the units of lost nodes, and all is planned again only if an expert would have no node. That is faster to
     simulate."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evermoe._native import Capture
 from evermoe.errors import CaptureCancelled
-from evermoe.planning.schedule import snapshot_places
+from evermoe.planning.schedule import snapshot_memory
 from evermoe.presets import SnapshotMemory
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.warn import warn
@@ -76,7 +76,7 @@ class GpuSources:
         if source is not None and source.is_beside:
             return free >= total * MIN_FREE
         is_warm = self._captures.get(bundle, 0) >= WARM_CAPTURES
-        return is_warm and snapshot_places(free, [nbytes], reserve=int(total * LEFT_FREE)) == ["device"]
+        return is_warm and snapshot_memory(free, [nbytes], reserve=int(total * LEFT_FREE)) == ["device"]
 
     def note(self, bundle: int, capture: Capture) -> None:
         """A capture of a bundle has begun."""

@@ -86,14 +86,14 @@ class LostMembers:
         self.failure = ""
         """The worst kind of the losses since `recovered`."""
 
-    def note(self, step: int, reason: str, leaving: int, returning: int) -> str:
+    def note(self, step: int, reason: str, leaving: int, role_switches: int) -> str:
         """Agree with all members of a new group on the losses, and begin to call `on_lost`; collective.
 
         Args:
             step: taken in this member's state.
             reason: why the last group was given up.
             leaving: how many of its members have left it on notice.
-            returning: how many of these come back in their other role: they are not lost.
+            role_switches: number of these that return in their other role; they are not lost.
 
         Returns:
             The reason, with the names of all members that are lost.
@@ -102,7 +102,7 @@ class LostMembers:
             PeerLost: a member is gone; nothing has changed here.
         """
         present, generation = self._membership.members, self._membership.generation
-        found = self._find(step, reason, leaving, returning)
+        found = self._find(step, reason, leaving, role_switches)
         mine = [asdict(each) for each in [*self._losses, *found]]
         told = self._told | {each.gone.member: each.last for each in self._losses if self._is_called(each)}
         can_call = self._hook is not None and not self.is_leaving
@@ -138,8 +138,10 @@ class LostMembers:
             return
         _, before = self._last
         known = {each.gone.member for each in self._losses}
-        absent = {member: about["door"] for member, about in before.items() if member not in self._membership.named}
-        silent = self._membership.reach.silent({each: door for each, door in absent.items() if each not in known})
+        absent = {
+            member: about["probe_address"] for member, about in before.items() if member not in self._membership.named
+        }
+        silent = self._membership.reach.silent({each: address for each, address in absent.items() if each not in known})
         kinds = what_is_left({member: absent[member] for member in silent}, LOOK_SECONDS)
         lost = kinds.keys() | (known & absent.keys())
         left = [member for member in before if member not in lost]
@@ -156,11 +158,13 @@ class LostMembers:
             if self._membership.everyone.rank == 0:
                 log_lost(each.gone)
 
-    def _find(self, step: int, reason: str, leaving: int, returning: int) -> list[Loss]:
+    def _find(self, step: int, reason: str, leaving: int, role_switches: int) -> list[Loss]:
         """Return the members of the last group that are not in this one."""
         _, before = self._last
-        lost = {member: about["door"] for member, about in before.items() if member not in self._membership.members}
-        if len(lost) == returning:
+        lost = {
+            member: about["probe_address"] for member, about in before.items() if member not in self._membership.members
+        }
+        if len(lost) == role_switches:
             return []
         kinds = dict.fromkeys(lost, "left") if len(lost) == leaving else what_is_left(lost, LOOK_SECONDS)
         return self._of_group(kinds, step, reason, self._membership.num_trainers)

@@ -5,7 +5,7 @@ Their holders may be on their way back: a process that has ended is started agai
 and nothing is lost then. Two things show that a holder lives:
 
 * the Lighthouse has named it lately, together with members that it cannot reach;
-* its host accepts a connection to its door: its process is stopped, or stays away from the group.
+* its host accepts a connection to its probe server: its process is stopped, or stays away from the group.
 
 Members agree again meanwhile, as nothing else shows that a holder has come back: at first soon, then less often.
 """
@@ -48,7 +48,7 @@ class MissingUnits:
         self._living: dict[str, str] = {}
         """Reason why each living member of that group is absent, by id."""
         self._connected: dict[str, float] = {}
-        """Time of the latest connection to the door of each absent member, by id."""
+        """Time of the latest connection to the probe server of each absent member, by id."""
         self._has_said = False
 
     @property
@@ -73,7 +73,7 @@ class MissingUnits:
         if not self.are_awaited:
             return
         here, reach, now = self._membership.members, self._membership.reach, time.monotonic()
-        absent = {member: about["door"] for member, about in self._group.items() if member not in here}
+        absent = {member: about["probe_address"] for member, about in self._group.items() if member not in here}
         left = what_is_left(absent, REACH_SECONDS)
         self._connected |= {member: now for member, kind in left.items() if kind == "hung"}
         self._living = {}
@@ -118,5 +118,6 @@ class MissingUnits:
 
     def _names(self) -> str:
         return ", ".join(
-            f"{member} at {self._group[member]['door']} ({why})" for member, why in sorted(self._living.items())
+            f"{member} at {self._group[member]['probe_address']} ({why})"
+            for member, why in sorted(self._living.items())
         )

@@ -197,7 +197,7 @@ class CommitProtocol:
                 "is_spare": membership.is_spare,
                 "members": members,
                 "is_fixed": is_fixed,
-                "goes_on_alone": membership.goes_on_alone,
+                "allows_solo_resume": membership.allows_solo_resume,
                 "needs_majority": membership.lighthouses.are_several,
                 "join_interval": join_interval,
                 "rebalance_interval": rebalance_interval,
@@ -337,11 +337,11 @@ class CommitProtocol:
         if calls:
             self._heard_at = min(self._heard_at, time.monotonic())
         is_time = time.monotonic() >= self._heard_at + self._join_wait
-        sums = cast(self._membership.everyone, self._ballot._replace(calling=float(is_time)))
-        if sums.calling:
+        sums = cast(self._membership.everyone, self._ballot._replace(newcomer_seen=float(is_time)))
+        if sums.newcomer_seen:
             self._heard_at = math.inf
         self._driver.tallied(self.step, sums)
-        counts = {"votes": int(sums.votes), "leaving": int(sums.leaving), "calling": int(sums.calling)}
+        counts = {"votes": int(sums.votes), "leaving": int(sums.leaving), "newcomer_seen": int(sums.newcomer_seen)}
         return {"event": "tally", **counts, "sums": sums.to_bits()}
 
     def _leave(self) -> None:

@@ -124,9 +124,9 @@ class Meeting:
 
 def waiting_ranks(membership: MembershipManager) -> set[int]:
     """Ask all other members of a group, and return the ranks of those that wait for members now."""
-    doors = {each: data["door"] for each, data in membership.members.items() if each != membership.id}
+    addresses = {each: data["probe_address"] for each, data in membership.members.items() if each != membership.id}
     ranks = {each: rank for rank, each in enumerate(membership.members)}
-    return {ranks[each] for each in membership.reach.waiting(doors)}
+    return {ranks[each] for each in membership.reach.waiting(addresses)}
 
 
 def _common(come: dict[int, Purpose]) -> Purpose:

@@ -144,7 +144,7 @@ class SessionDriver(RecoveryDriver):
         self._dense.reduce()
         self._reducer.reduce(gradients.of_experts(self._state), self._group)
         changed = None if on_gradients is None else self._reduced.change(on_gradients, step, has_finite)
-        is_whole, asked = self._protection.finish(step.number + 1)
+        is_whole, state_requests = self._protection.finish(step.number + 1)
         self._emit(Vote(step.number))
         counted = self._reduced.count(step, has_finite)
         if changed is not None:
@@ -152,12 +152,12 @@ class SessionDriver(RecoveryDriver):
         capture_seconds, step_seconds = self._protection.measures()
         return counted._replace(
             votes=float(is_whole and self._group.is_whole()),
-            asked=float(asked),
+            state_requests=float(state_requests),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
-            written=float(self._checkpointer.is_over),
+            checkpoint_done=float(self._checkpointer.is_over),
             reported=self.lost.reported,
-            returning=float(self.lost.is_returning),
+            role_switches=float(self.lost.is_returning),
             stopping=float(self.asks_to_stop),
             steps_own=float(on_gradients is not None or own_code is not None),
         )
@@ -172,16 +172,16 @@ class SessionDriver(RecoveryDriver):
         step_notices.wait(self._membership)
         self.role_request.look()
         self._protection.begin_step(number + 1)
-        is_whole, asked = self._protection.finish(number + 1)
+        is_whole, state_requests = self._protection.finish(number + 1)
         self._emit(Vote(number))
         capture_seconds, step_seconds = self._protection.measures()
         return Ballot(
             votes=float(is_whole),
-            asked=float(asked),
+            state_requests=float(state_requests),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
             reported=self.lost.reported,
-            returning=float(self.lost.is_returning),
+            role_switches=float(self.lost.is_returning),
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
@@ -192,7 +192,7 @@ class SessionDriver(RecoveryDriver):
         Raises:
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
         """
-        self._leaving, self._returning = int(sums.leaving), int(sums.returning)
+        self._leaving, self._role_switches = int(sums.leaving), int(sums.role_switches)
         self.lost.tallied(sums.reported)
         if sums.votes < self._membership.everyone.size:
             return
@@ -256,11 +256,11 @@ class SessionDriver(RecoveryDriver):
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)
         try:
             with self._protection.snapshots.pacer.uncounted():  # most steps have none of these
-                if sums.asked:
+                if sums.state_requests:
                     self._protection.heal()
                 if self._trains and same_everywhere.are_compared(step, has_own_code=sums.steps_own > 0):
                     same_everywhere.compare_replicas(self._state, self._group)
-                if self._trains and sums.trainers == sums.written:
+                if self._trains and sums.trainers == sums.checkpoint_done:
                     self._checkpointer.advance()
                 self._protection.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken

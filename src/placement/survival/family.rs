@@ -1,11 +1,11 @@
-//! Holder sets, reduced to those that matter and split into parts that share no node.
+//! Holder sets, reduced to the relevant ones and split into components that share no node.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-/// The minimal holder sets: no duplicates, none that contains another, none too large to fail.
+/// The minimal holder sets: without duplicates, supersets, and sets too large to fail.
 pub(super) struct Family<'a> {
-    /// The node alone is a holder set: it must not fail.
+    /// Whether the node alone is a holder set, so that it must not fail.
     pub(super) vital: Vec<bool>,
     /// The sets of two nodes and more, each ascending; none has a vital node.
     pub(super) sets: Vec<Cow<'a, [usize]>>,
@@ -60,7 +60,7 @@ fn ascending(set: &[usize]) -> Cow<'_, [usize]> {
     sorted.into()
 }
 
-/// `sets` ascend by size, so what a set contains has been kept before.
+/// `sets` ascend by size, so the subsets of a set have been kept before.
 fn drop_supersets(nodes: usize, sets: &mut Vec<Cow<'_, [usize]>>) {
     let mut kept_by_first: Vec<Vec<Cow<'_, [usize]>>> = vec![Vec::new(); nodes];
     sets.retain(|set| {
@@ -80,7 +80,7 @@ struct Walk<'a> {
     /// The last walk that saw the node; walks are numbered from 1.
     seen: Vec<usize>,
     walks: usize,
-    /// Number of the node within its component.
+    /// Index of the node within its component.
     number: Vec<usize>,
     done: Vec<bool>,
 }
@@ -97,7 +97,7 @@ impl<'a> Walk<'a> {
         if self.done[node] || self.sets_of[node].is_empty() {
             return None;
         }
-        // The node that is reached last lies at an end: from there few sets are open at a time.
+        // The node that is reached last lies at an end: a walk from that end has few open sets at a time.
         let order = self.from(node);
         let order = order.last().map_or_else(Vec::new, |&end| self.from(end));
         for (number, &node) in order.iter().enumerate() {
@@ -114,7 +114,7 @@ impl<'a> Walk<'a> {
         Some(Component { nodes: order.len(), sets: indices.iter().map(renumbered).collect() })
     }
 
-    /// All nodes that are connected to `start`, nearest first, of equally near ones those in the fewest sets.
+    /// All nodes that are connected to `start`, nearest first; of equally near ones those in the fewest sets first.
     fn from(&mut self, start: usize) -> Vec<usize> {
         self.walks += 1;
         self.seen[start] = self.walks;

@@ -1,19 +1,19 @@
-//! Walks along a component and keeps, for each way that its open sets can stand, the choices of each number of failed
-//! nodes: polynomial where few sets are open at a time, as in rings and grids of any length.
+//! Walks along a component and keeps, for each state of its open sets, the number of choices for each number of failed
+//! nodes. Polynomial if few sets are open at a time, as in rings and grids of any length.
 //!
-//! What matters of an open set of which all nodes have failed so far is what is left of it. Sets of which the same is
-//! left are one, so a state is a bit set of such rests: after nodes 0 and 1 of `{0, 1, 4}` and `{1, 4}` of
-//! `{1, 3, 4}`, … the rest `[4]` says that node 4 must stay.
+//! An open set whose nodes have all failed so far is represented by its remaining nodes. Sets with equal remainders are
+//! merged, so a state is a bit set of remainders: after nodes 0 and 1 of `{0, 1, 4}` and `{1, 4}` of `{1, 3, 4}`, … the
+//! remainder `[4]` says that node 4 must survive.
 
 use super::family::Component;
 use super::weights::{Weights, Window};
 use std::collections::HashMap;
 
-/// Bytes of the sums kept at a time, at most.
+/// Maximum bytes of the sums kept at a time.
 const MAX_KEPT_BYTES: usize = 128 << 20;
 
 /// Choices of 0, 1, …, `failures` nodes with which the component loses nothing; None if that takes more than `work`
-/// steps, which it is charged for.
+/// steps, which are deducted from `work`.
 pub(super) fn frontier<W: Weights>(
     component: &Component,
     weights: W,
@@ -36,16 +36,16 @@ pub(super) fn frontier<W: Weights>(
 /// Looking up a state costs as much as this many multiplications.
 const STATE_COST: usize = 200;
 
-/// Effect of a node on a state. Bits stand for rests.
+/// Effect of a node on a state. Bits stand for remainders.
 #[derive(Default)]
 struct Step {
-    /// Rests that consist of the node: it must not fail.
+    /// Remainders that consist of the node alone: it must not fail.
     last: u128,
-    /// Rests that begin with the node.
+    /// Remainders that begin with the node.
     ending: u128,
-    /// A rest that begins with the node, and what is left of it once the node has failed.
+    /// A remainder that begins with the node, and its successor once the node has failed.
     moves: Vec<(u128, u128)>,
-    /// Rests of the sets that begin with the node once it has failed.
+    /// Remainders of the sets that begin with the node, once it has failed.
     begun: u128,
 }
 
@@ -57,7 +57,7 @@ impl Step {
     }
 }
 
-/// One step for each node, or None if more than 128 rests are open at a time.
+/// One step per node, or None if more than 128 remainders are open at a time.
 fn steps(component: &Component) -> Option<Vec<Step>> {
     let mut begin: Vec<Vec<&[usize]>> = vec![Vec::new(); component.nodes];
     component.sets.iter().for_each(|set| begin[set[0]].push(set));
@@ -178,7 +178,7 @@ mod tests {
         let needed = (1 << 20) - work;
         assert!(frontier(&ring, chance, 3, &mut needed.clone()).is_some());
         assert!(frontier(&ring, chance, 3, &mut (needed - 1)).is_none());
-        // one node in 129 pairs, each with another rest
+        // one node in 129 pairs, each with another remainder
         let star =
             |pairs| Component { nodes: pairs + 1, sets: (1..=pairs).map(|node| vec![0, node]).collect() };
         assert!(frontier(&star(128), chance, 3, &mut (1 << 20)).is_some());

@@ -1,4 +1,4 @@
-//! The probability that a loss of any F nodes leaves at least one holder of everything.
+//! Probability that a loss of any F nodes leaves at least one holder of each unit.
 //!
 //! ```text
 //! holder sets ─ family ─ minimal sets, in components ─┬─ search    few failures of nodes that share many sets
@@ -6,10 +6,10 @@
 //!                                                     └─ sampling  what is too much work for both
 //! ```
 //!
-//! The exact methods count: each component gives the choices of k failed nodes with which it loses nothing, the
-//! components are convolved, and the coefficient of F is divided by all choices of F nodes. Where these are too many to
-//! be counted, every node fails on its own with probability p = F/N instead: sums of probabilities do not overflow, and
-//! the quotient does not depend on p.
+//! The exact methods count: each component yields the number of choices of k failed nodes with which it loses nothing,
+//! the components are convolved, and the coefficient of F is divided by the number of all choices of F nodes. If these
+//! are too many to count, every node fails independently with probability p = F/N instead: sums of probabilities do not
+//! overflow, and the quotient does not depend on p.
 
 mod binomial;
 mod family;
@@ -34,16 +34,16 @@ pub(crate) use sampling::Draws;
 pub(super) use share::Share;
 pub(super) use weights::choose;
 
-/// Memory and the precision of the sums are bounded by it.
+/// It bounds the memory and the precision of the sums.
 const MAX_NODES: usize = 1 << 20;
 
-/// Multiplications that an exact result may take, about a second of them; beyond that the samples are drawn.
+/// Maximum multiplications for an exact result, about a second; beyond that samples are drawn.
 const MAX_WORK: usize = 1 << 30;
 
-/// Up to this cost the search comes before the frontier: it takes less than a millisecond.
+/// Up to this cost the search is tried before the frontier: it takes less than a millisecond.
 const CHEAP_SEARCH: f64 = (1 << 18) as f64;
 
-/// Samples where the caller does not say and the exact result is too much work: right to 0.6 %.
+/// Default number of samples if the exact result is too much work: accurate to 0.6 %.
 const SAMPLES: u64 = 100_000;
 
 /// Probability that nothing is lost.
@@ -51,17 +51,18 @@ const SAMPLES: u64 = 100_000;
 pub struct Survival {
     /// From 0 to 1.
     pub probability: f64,
-    /// 0 if exact; else the truth is within this of `probability` with a probability of at least 99.9 %.
+    /// 0 if exact; otherwise the true value is within this of `probability` with at least 99.9 % confidence.
     pub error: f64,
     /// Number of samples; None if exact.
     pub samples: Option<u64>,
 }
 
-/// The probability that none of the `holders`, sets of nodes, lies wholly within `failures` failed nodes of `nodes`.
+/// Returns the probability that none of the `holders`, sets of nodes, lies entirely within `failures` failed nodes of
+/// `nodes`.
 ///
-/// Every choice of `failures` nodes is equally likely. The result is exact if `samples` is None and the work allows it: a
-/// quotient of two counts, rounded once, or up to about 10⁻¹² where there are more than 2^120 choices. Else it comes from
-/// that many samples, or from 100,000.
+/// Every choice of `failures` nodes is equally likely. The result is exact if `samples` is None and the work allows it:
+/// a quotient of two counts, rounded once, or accurate to about 10⁻¹² if there are more than 2^120 choices. Otherwise
+/// it comes from `samples` samples, or from 100,000.
 ///
 /// ```
 /// use evermoe::placement::survival;
@@ -77,7 +78,7 @@ pub struct Survival {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when there are more than 2^20 nodes or fewer than `failures`, a
+/// [`Error::Invalid`](crate::Error::Invalid) if there are more than 2^20 nodes or fewer than `failures`, a
 /// holder is not a node, or `samples` is 0 or more than 2^32.
 pub fn survival(
     nodes: usize,
@@ -89,7 +90,7 @@ pub fn survival(
     survival_until(nodes, holders, failures, Draws::new(samples, seed))
 }
 
-/// [`survival`] that can be ended early.
+/// [`survival`], with early termination.
 fn survival_until(
     nodes: usize,
     holders: &[Vec<usize>],
@@ -106,7 +107,7 @@ fn survival_until(
     Ok(Survival { probability, error: sampling::error(samples), samples: Some(samples) })
 }
 
-/// Survival with a limit on the work of the exact methods, for planners that ask often; the arguments are known to fit.
+/// Survival with a limit on the work of the exact methods, for planners that call it often; the arguments are valid.
 pub(super) fn weigh(nodes: usize, holders: &[Vec<usize>], failures: usize, most_work: usize) -> Share {
     counted(nodes, holders, failures, most_work).unwrap_or_else(|| {
         let family = Family::new(nodes, holders, failures);
@@ -117,7 +118,7 @@ pub(super) fn weigh(nodes: usize, holders: &[Vec<usize>], failures: usize, most_
     })
 }
 
-/// Whether something survives any failures, or none, without a look at which.
+/// Returns the answer if it is known without the sets: something survives any failures, or none.
 fn trivial(nodes: usize, holders: &[Vec<usize>], failures: usize) -> Option<bool> {
     if holders.iter().any(Vec::is_empty) {
         return Some(false);
@@ -197,7 +198,7 @@ fn one<W: Weights>(
 ) -> Option<Vec<W::Sum>> {
     let cost = search::cost(component, failures);
     if cost > CHEAP_SEARCH {
-        // In vain it may cost as much again as the search, and half of what is left.
+        // If it fails, it may cost as much as the search, and half of the remaining work.
         let share = (cost as usize).min(*work / 2);
         let mut rest = share;
         let found = frontier::frontier(component, weights, failures, &mut rest);

@@ -6,11 +6,11 @@ use crate::error::Result;
 use crate::placement::domains::domain_of;
 use std::collections::BTreeMap;
 
-/// The probability that every expert keeps a replica when `failures` of the nodes fail at once.
+/// Returns the probability that every expert keeps a replica when `failures` of the nodes fail at once.
 ///
-/// `matrix` is `[nodes, experts]`, the replicas that each node holds, as [`place`](crate::placement::place) returns it. With
-/// `domains`, lists of nodes that fail together, `failures` counts domains; a node in none is a domain of its own.
-/// `samples` and `seed` as for [`survival`].
+/// `matrix` is `[nodes, experts]`, the replicas of each node, as returned by [`place`](crate::placement::place). With
+/// `domains`, lists of nodes that fail together, `failures` counts domains; an unlisted node is its own domain.
+/// `samples` and `seed` are as for [`survival`].
 ///
 /// ```
 /// use evermoe::placement::recovery_probability;
@@ -26,8 +26,8 @@ use std::collections::BTreeMap;
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when the matrix has another size or a negative number, a domain is
-/// empty, names a node that is none or that another has, and what [`survival`] refuses.
+/// [`Error::Invalid`](crate::Error::Invalid) if the matrix has another size or a negative number, a domain is
+/// empty, or names an unknown node or one of another domain; also as [`survival`].
 pub fn recovery_probability(
     matrix: &[i64],
     nodes: usize,
@@ -40,7 +40,7 @@ pub fn recovery_probability(
     recovery_until(matrix, [nodes, experts], failures, domains, Draws::new(samples, seed))
 }
 
-/// [`recovery_probability`] that can be ended early.
+/// [`recovery_probability`], with early termination.
 pub(crate) fn recovery_until(
     matrix: &[i64],
     [nodes, experts]: [usize; 2],
@@ -75,12 +75,11 @@ pub(crate) fn recovery_until(
     survival_until(count, &holders, failures, draws)
 }
 
-/// The probability that everything keeps a holder when `failures` of the nodes fail at once.
+/// Returns the probability that each unit keeps a holder when `failures` of the nodes fail at once.
 ///
-/// `holders` are ranks, as [`copy_holders`](crate::placement::copy_holders) or
-/// [`unit_copy_holders`](crate::placement::unit_copy_holders) returns them. `nodes[r]` is where rank r runs; without it
-/// every list of `holders` belongs to one rank and each rank is a node of its own. `samples` and `seed` as for
-/// [`survival`].
+/// `holders` are ranks, as returned by [`copy_holders`](crate::placement::copy_holders) or
+/// [`unit_copy_holders`](crate::placement::unit_copy_holders). `nodes[r]` is the node of rank r; without it every list
+/// of `holders` belongs to one rank and each rank is its own node. `samples` and `seed` are as for [`survival`].
 ///
 /// ```
 /// use evermoe::placement::{CopyPolicy, copy_holders, copy_recovery_probability};
@@ -95,7 +94,7 @@ pub(crate) fn recovery_until(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when a holder is not a rank, and what [`survival`] refuses.
+/// [`Error::Invalid`](crate::Error::Invalid) if a holder is not a rank; also as [`survival`].
 pub fn copy_recovery_probability<S: AsRef<str>>(
     holders: &[Vec<usize>],
     failures: usize,
@@ -106,7 +105,7 @@ pub fn copy_recovery_probability<S: AsRef<str>>(
     copy_recovery_until(holders, failures, nodes, Draws::new(samples, seed))
 }
 
-/// [`copy_recovery_probability`] that can be ended early.
+/// [`copy_recovery_probability`], with early termination.
 pub(crate) fn copy_recovery_until<S: AsRef<str>>(
     holders: &[Vec<usize>],
     failures: usize,

@@ -1,12 +1,12 @@
 //! Counts the subsets of a component that lose nothing by choosing one failed node after the other.
 //!
-//! The nodes that may still fail are a bit set, so the last choice is a count of bits and nothing is tried in vain.
-//! Exponential in the number of failures only: the method for few failures of nodes that share many sets.
+//! The nodes that may still fail are a bit set, so the last choice is a popcount and no choice fails. Exponential only
+//! in the number of failures: the method for few failures of nodes that share many sets.
 
 use super::family::Component;
 use super::weights::Weights;
 
-/// Words of the table of pairs, at most: 128 MiB.
+/// Maximum words of the table of pairs: 128 MiB.
 const MAX_WORDS: usize = 1 << 24;
 
 /// An upper bound on the words and sets that [`search`] touches; infinite if it would keep too many.
@@ -21,7 +21,7 @@ pub(super) fn cost(component: &Component, failures: usize) -> f64 {
         sum += choices;
         choices *= (nodes - chosen as f64) / (chosen + 1) as f64;
     }
-    // To choose a node looks at all sets that it is in.
+    // Choosing a node examines all sets that contain it.
     sum * (words as f64 + incidences as f64 / nodes.max(1.0))
 }
 
@@ -38,14 +38,14 @@ struct Search<'a> {
     component: &'a Component,
     words: usize,
     failures: usize,
-    /// `[nodes, words]`: the other node of each pair that the node is in.
+    /// `[nodes, words]`: the partners of each node in pairs.
     partners: Vec<u64>,
-    /// For each node, the sets of three nodes and more that it is in.
+    /// For each node, its sets of three or more nodes.
     larger: Vec<Vec<usize>>,
-    /// For each set, how many of its nodes have not been chosen.
+    /// For each set, the number of its nodes that have not been chosen.
     left: Vec<usize>,
     chosen: Vec<bool>,
-    /// `[failures, words]`: what may be chosen next after so many choices.
+    /// `[failures, words]`: nodes that may be chosen next after a number of choices.
     open: Vec<u64>,
     /// Subsets of each size.
     counts: Vec<u64>,
@@ -71,7 +71,7 @@ impl<'a> Search<'a> {
         Self { component, words, failures, partners, larger, left, chosen: vec![false; nodes], open, counts }
     }
 
-    /// Counts what the choices so far, `depth` of them, grow into by larger and larger nodes.
+    /// Counts the extensions of the current `depth` choices by larger and larger nodes.
     fn choose(&mut self, depth: usize) {
         let row = depth * self.words;
         let count: u32 = self.open[row..row + self.words].iter().map(|word| word.count_ones()).sum();
@@ -90,7 +90,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// What is open in the row, less what would complete a set with `node`, is open in the next row.
+    /// Computes the next row: the nodes of this row, without those that would complete a set with `node`.
     fn take(&mut self, node: usize, row: usize) {
         let next = row + self.words;
         for word in 0..self.words {

@@ -1,12 +1,12 @@
-//! Survival that planners compare: exactly where it was counted.
+//! Survival that planners compare: exact if it was counted.
 
 use std::cmp::Ordering;
 
-/// Part of all choices of failed nodes that lose nothing. Of the same problem either all are counted, or all that took
-/// too much work are estimated.
+/// Share of all choices of failed nodes that lose nothing. Within a problem, the choices are either counted for all, or
+/// estimated for all that took too much work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Share {
-    /// So many of all choices.
+    /// Number that survives, and number of all choices.
     Counted { survived: u128, all: u128 },
     /// From 0 to 1.
     Estimated(f64),
@@ -21,7 +21,7 @@ impl Share {
         }
     }
 
-    /// Less than half.
+    /// Whether it is less than half.
     pub(crate) fn is_minor(self) -> bool {
         match self {
             Self::Counted { survived, all } => 2 * survived < all,
@@ -29,7 +29,7 @@ impl Share {
         }
     }
 
-    /// Whether it is at most 1 ÷ `part` of all below the other.
+    /// Whether it is at most 1 ÷ `part` of all choices below the other.
     pub(crate) fn is_near(self, other: Self, part: u32) -> bool {
         match (self, other) {
             (Self::Counted { survived, all }, Self::Counted { survived: more, all: same }) if all == same => {
@@ -39,7 +39,7 @@ impl Share {
         }
     }
 
-    /// By what survives; no two probabilities are incomparable.
+    /// Compares by survival; no two probabilities are incomparable.
     pub(crate) fn compare(self, other: Self) -> Ordering {
         match (self, other) {
             (Self::Counted { survived, all }, Self::Counted { survived: more, all: same }) if all == same => {

@@ -1,13 +1,13 @@
-//! Sums over choices of failed nodes: numbers of choices, which are exact, or probabilities, which do not overflow.
+//! Sums over choices of failed nodes: either counts, which are exact, or probabilities, which do not overflow.
 
 use super::binomial::Chance;
 use std::iter::Sum;
 use std::ops::{AddAssign, Mul};
 
-/// ln of the probability of numbers of failures that are left out, on each side and at each node: below 10⁻²⁵.
+/// ln of the probability of the numbers of failures that are ignored, on each side and at each node: below 10⁻²⁵.
 const NEGLIGIBLE: f64 = 58.0;
 
-/// Counts stay below it, so that small multiples of them do not overflow.
+/// Bound on counts, so that small multiples of them do not overflow.
 const MAX_COUNTED: u128 = 1 << 120;
 
 /// The numbers of failures that are kept: `size` of them from `first` on.
@@ -17,7 +17,7 @@ pub(super) struct Window {
     pub(super) size: usize,
 }
 
-/// What a failed node and a living one multiply a choice of failed nodes by.
+/// Factors by which a failed node and a surviving one multiply the weight of a choice.
 pub(super) trait Weights: Copy {
     /// A sum of such products.
     type Sum: Copy + From<u8> + AddAssign + Mul<Output = Self::Sum> + Sum;
@@ -31,7 +31,7 @@ pub(super) trait Weights: Copy {
     /// All choices of 0, 1, …, `most` of `nodes`.
     fn up_to(self, most: usize, nodes: usize) -> Vec<Self::Sum>;
 
-    /// Numbers of failures of `nodes`, at most `failures`, that matter.
+    /// Relevant numbers of failures of `nodes`, at most `failures`.
     fn window(self, nodes: usize, failures: usize) -> Window;
 }
 
@@ -97,11 +97,11 @@ impl Weights for Chance {
     }
 }
 
-/// Choices of `failures` of `nodes`; None if they, or those of fewer nodes, are too many to be counted.
+/// Number of choices of `failures` of `nodes`; None if it, or that of fewer nodes, is too large to count.
 pub(crate) fn choose(nodes: usize, failures: usize) -> Option<u128> {
     let mut found = 1_u128;
     for k in 0..failures.min(nodes) {
-        // Exact at each step; a factor below 2^64 cannot take 2^120 beyond 2^128 unseen.
+        // Exact at each step; a factor below 2^64 cannot take 2^120 beyond 2^128 unnoticed.
         found = found.checked_mul((nodes - k) as u128)? / (k + 1) as u128;
         if found >= MAX_COUNTED {
             return None;

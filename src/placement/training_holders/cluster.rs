@@ -1,8 +1,8 @@
-//! Members that hold a state anyway, receivers of copies of it, and how evenly the copies are spread.
+//! Members that hold a state in any case, receivers of copies of it, and balancing of the copies.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Ranks in the order of their nodes' names; a seat is a place in that order.
+/// Ranks in the order of their nodes' names; a seat is a position in that order.
 pub(super) struct Cluster {
     rank_at: Vec<usize>,
     node_of_seat: Vec<usize>,
@@ -12,9 +12,9 @@ pub(super) struct Cluster {
 
 /// The seats that hold one state.
 struct State {
-    /// Seats that hold it anyway, ascending.
+    /// Seats that hold it in any case, ascending.
     members: Vec<usize>,
-    /// The nodes of those.
+    /// The nodes of these members.
     homes: BTreeSet<usize>,
     /// Seats that receive a copy.
     receivers: Vec<usize>,
@@ -68,7 +68,7 @@ impl Cluster {
 
     /// Adds receivers to the states that have too few holders or nodes.
     ///
-    /// One round for each copy. Seats a largest node apart are on different nodes, so where every rank is the only
+    /// One round per copy. Seats at a distance of a largest node are on different nodes. So if every rank is the only
     /// holder of its state, round c shifts all states by c largest nodes: each seat receives one and no two collide.
     fn send(&self, states: &mut [State], copies: usize) {
         let largest = self.first_seats.windows(2).map(|seats| seats[1] - seats[0]).max().unwrap_or(0);
@@ -92,7 +92,7 @@ impl Cluster {
         burden.even_out(self, states);
     }
 
-    /// The next seat to try if this one cannot receive the state: past its node if another node is wanted.
+    /// The next seat to try if this one cannot receive the state: past its node if a new node is wanted.
     fn obstacle(&self, state: &State, seat: usize, new_node: bool) -> Option<usize> {
         let node = self.node_of_seat[seat];
         if new_node {
@@ -102,8 +102,8 @@ impl Cluster {
         held.then_some(seat + 1)
     }
 
-    /// The next seat to try if this one cannot take over from the receiver `from`, whose node may be the only one of a
-    /// kind.
+    /// The next seat to try if this one cannot take over from the receiver `from`, whose node may be the only one of
+    /// its kind.
     fn obstacle_of_move(&self, state: &State, from: usize, seat: usize) -> Option<usize> {
         let (old, new) = (self.node_of_seat[from], self.node_of_seat[seat]);
         let on_old = state.receivers.iter().filter(|&&other| self.node_of_seat[other] == old).count();
@@ -135,7 +135,7 @@ impl Cluster {
                 } else if others.len() < copies {
                     others.push(*seat);
                 } else {
-                    // Enough of these: on to the next node.
+                    // This node's share is complete; continue with the next node.
                     let same = seats.iter().take_while(|&&seat| self.node_of_seat[seat] == node).count();
                     seats = &seats[same..];
                 }
@@ -153,7 +153,7 @@ impl Cluster {
 /// Copies that each seat receives.
 struct Burden {
     counts: Vec<usize>,
-    /// The seats that receive so many.
+    /// The seats by the number of copies that they receive.
     seats_with: Vec<BTreeSet<usize>>,
 }
 
@@ -162,7 +162,7 @@ impl Burden {
         Self { counts: vec![0; seats], seats_with: vec![(0..seats).collect()] }
     }
 
-    /// The first of the seats with the fewest copies, from `start` on and around the end, that has no obstacle.
+    /// The first of the seats with the fewest copies, from `start` and wrapping around, that has no obstacle.
     fn lightest(&self, start: usize, obstacle: impl Fn(usize) -> Option<usize>) -> Option<usize> {
         let around = |seats| {
             next_free(seats, start, self.counts.len(), &obstacle)
@@ -181,7 +181,7 @@ impl Burden {
     }
 
     /// Moves copies along chains "seat a gives a state to seat b, b another one to c, …" from seats with many copies to
-    /// seats with at least two fewer, as long as there are such chains.
+    /// seats with at least two fewer, as long as such chains exist.
     fn even_out(&mut self, cluster: &Cluster, states: &mut [State]) {
         let mut received: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); self.counts.len()];
         for (index, state) in states.iter().enumerate() {
@@ -215,7 +215,7 @@ impl Burden {
         let mut unseen: BTreeSet<usize> = (0..self.counts.len()).collect();
         queue.iter().for_each(|seat| _ = unseen.remove(seat));
         while let Some(from) = queue.pop_front() {
-            // A state moves once in a chain: its second move would not know of the node that the first one took.
+            // A state moves at most once in a chain: a second move would ignore the node that the first one took.
             let before = chain_to(&reached_by, from);
             for &index in received[from].iter().filter(|&&index| before.iter().all(|step| step.1 != index)) {
                 let obstacle = |seat| cluster.obstacle_of_move(&states[index], from, seat);

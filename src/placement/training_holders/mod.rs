@@ -1,5 +1,5 @@
-//! Copies of a training job's ranks that know what data-parallel peers hold anyway: MoEtion's redundancy-aware
-//! placement, as its text promises it.
+//! Copies of a training job's ranks, given the copies that data-parallel peers hold in any case: MoEtion's
+//! redundancy-aware placement, in the form that its text promises.
 
 mod cluster;
 
@@ -8,7 +8,7 @@ use crate::error::Result;
 use cluster::Cluster;
 use std::collections::BTreeMap;
 
-/// For each rank, the ranks that hold the same parameters and optimizer state, itself first.
+/// Holders of the same parameters and optimizer state for each rank, itself first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrainingHolders {
     /// Holders of each rank's parameters.
@@ -17,18 +17,19 @@ pub struct TrainingHolders {
     pub optimizer: Vec<Vec<usize>>,
 }
 
-/// For each rank of a training job, `copies` ranks that hold its parameters and as many that hold its optimizer state.
+/// Returns, for each rank of a training job, `copies` ranks that hold its parameters and `copies` that hold its
+/// optimizer state.
 ///
-/// Rank r runs on `nodes[r]`, has the data-parallel coordinate `data_parallel[r]` and the pipeline stage `pipeline[r]`;
-/// ranks of one stage are data-parallel peers (with tensor or expert parallelism, give each part of a stage a number
-/// of its own). ZeRO stage 0 replicates parameters and optimizer state over the peers, 1 and 2 parameters only, 3
-/// neither. First come the rank itself and the peers that hold the same anyway, one of each node; only where these are
-/// fewer than `copies` do ranks receive a copy: on nodes without one, the next in the order of names, least burdened
+/// Rank r runs on `nodes[r]`, has the data-parallel coordinate `data_parallel[r]` and the pipeline stage `pipeline[r]`.
+/// Ranks of one stage are data-parallel peers (with tensor or expert parallelism, give each part of a stage its own
+/// number). ZeRO stage 0 replicates parameters and optimizer state over the peers, 1 and 2 parameters only, 3 neither.
+/// First come the rank itself and the peers that hold the same in any case, one of each node. Only if these are fewer
+/// than `copies`, further ranks receive a copy: on nodes without one, the next in the order of names, least burdened
 /// first. All ranks of a stage count a replicated state's copies as theirs, so it is sent once.
 ///
-/// Where there are fewer nodes than `copies`, a node keeps more than one. Ranks receive equally many copies, to within
-/// one, where the nodes allow that: no chain of moves makes the numbers more even. If every rank is the only holder of
-/// its state they are equal whenever they can be (ranks ≥ `copies` × the ranks of the largest node).
+/// With fewer nodes than `copies`, a node keeps more than one. Ranks receive the same number of copies, to within one,
+/// where the nodes allow it: no chain of moves makes the numbers more even. If every rank is the only holder of its
+/// state, they are equal whenever possible (ranks ≥ `copies` × the ranks of the largest node).
 ///
 /// ```
 /// // Four nodes; ranks 0 and 1 are peers in stage 0, ranks 2 and 3 in stage 1.
@@ -41,8 +42,8 @@ pub struct TrainingHolders {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) when the lists differ in length, two ranks share coordinate and
-/// stage, `copies` is 0 or more than there are ranks, or `zero_stage` is more than 3.
+/// [`Error::Invalid`](crate::Error::Invalid) if the lists differ in length, two ranks share coordinate and
+/// stage, `copies` is 0 or more than the number of ranks, or `zero_stage` is more than 3.
 pub fn training_copy_holders<S: Ord>(
     nodes: &[S],
     data_parallel: &[usize],

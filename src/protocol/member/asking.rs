@@ -1,14 +1,14 @@
-//! Who takes part: when a member asks the Lighthouse, and what it makes of the answer.
+//! Membership: when a member asks the Lighthouse, and how it reacts to the answer.
 
 use super::{MAX_RECOVERIES, Phase, Protocol};
 use crate::protocol::agreement::{Agreement, Need, Verdict, judge, without_idle_spares};
 use crate::protocol::cut::reach_each_other;
-use crate::protocol::event::{Begun, Command, Participant, Seat, Standing, Stop, Wait};
+use crate::protocol::event::{Begun, Command, LastGroup, Participant, Standing, Stop, Wait};
 use crate::protocol::version::{generation_of, step_of};
 use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
 
-/// Runs of numbers of sets that are remembered.
+/// Maximum number of remembered runs of set numbers.
 const MAX_NAMED: usize = 64;
 
 impl Protocol {
@@ -24,13 +24,13 @@ impl Protocol {
         vec![self.ask()]
     }
 
-    /// Goes on in an intact group, and inquires or weighs first where that is due.
+    /// Continues in an intact group; first inquires or weighs if scheduled.
     fn look_around(&mut self) -> Vec<Command> {
         let is_due = step_of(self.version).is_multiple_of(self.settings.join_interval.max(1));
         if is_due { self.inquire_and_go_on() } else { vec![self.weigh_or_go_on()] }
     }
 
-    /// Looks for newcomers again, if a question that all have asked has ended that.
+    /// Inquires for newcomers again, if a common question has ended the inquiry, and continues.
     fn inquire_and_go_on(&mut self) -> Vec<Command> {
         let mut commands = self.inquire();
         commands.push(self.weigh_or_go_on());
@@ -70,7 +70,7 @@ impl Protocol {
             inquires: self.inquires,
             is_done: self.is_done,
             is_spare: self.is_spare,
-            seat: self.seat.clone(),
+            last_group: self.last_group.clone(),
             known: self.known,
             begun: self.begun.clone(),
         }
@@ -81,10 +81,10 @@ impl Protocol {
         vec![Command::Drop { reason }, self.ask()]
     }
 
-    /// The Lighthouse has named this member in a set.
+    /// Records that the Lighthouse has named this member in a set.
     fn note_named(&mut self, id: u64) {
         if self.named.last().is_some_and(|&(_, last)| id < last) {
-            self.named.clear(); // a Lighthouse that has lost its memory
+            self.named.clear(); // the Lighthouse has lost its memory
         }
         if id <= self.adopted.0 {
             return;
@@ -98,7 +98,7 @@ impl Protocol {
         }
     }
 
-    /// As [`note_named`](Self::note_named), of a set that is not to be believed: nobody goes on in it.
+    /// As [`note_named`](Self::note_named), for an untrustworthy set: no member continues in it.
     pub(super) fn note_refused(&mut self, set: Option<u64>) {
         if let Some(id) = set {
             self.note_named(id);
@@ -122,7 +122,7 @@ impl Protocol {
         vec![Command::Inquire { standing: self.standing() }]
     }
 
-    /// Nobody acts on such an answer: the vote tells all members that one of them has heard of newcomers, and they ask
+    /// No member acts on such an answer alone: the vote informs all members that one has seen newcomers, and they ask
     /// together.
     pub(super) fn overhear(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
         self.note_named(id);
@@ -146,13 +146,14 @@ impl Protocol {
         vec![]
     }
 
-    /// All members have come to the group. Before that, some may have gone on without this set, in a group that is whole.
+    /// All members have connected to the group. Before that, some may have continued in an intact group without this
+    /// set.
     pub(super) fn connected(&mut self) {
         self.note_adopted(self.connecting);
         let Some(group) = &self.group else { return };
         self.adopted.1 = group.members.len();
         self.begun.clear();
-        self.seat = self.settings.needs_majority.then(|| Seat {
+        self.last_group = self.settings.needs_majority.then(|| LastGroup {
             epoch: group.epoch,
             generation: group.generation,
             size: group.members.len(),
@@ -169,7 +170,7 @@ impl Protocol {
         vec![Command::Compare { set }]
     }
 
-    /// A group that is intact goes on as it is unless all its members have heard the same.
+    /// An intact group continues unchanged unless all its members have received the same answer.
     pub(super) fn compared(&mut self, sets: &[Option<u64>]) -> Vec<Command> {
         let heard = self.heard.take();
         match heard {
@@ -180,7 +181,7 @@ impl Protocol {
                 if let Some((id, _)) = heard {
                     self.note_named(id);
                 }
-                // In the place of the question that the Lighthouse may not have answered yet.
+                // This replaces the inquiry that the Lighthouse may not have answered yet.
                 self.inquire_and_go_on()
             }
         }
@@ -196,14 +197,15 @@ impl Protocol {
         }
         let participants = &without_idle_spares(participants, self.settings.members)[..];
         if self.is_spare && participants.iter().all(|each| each.id != self.settings.id) {
-            // Others may go on in this set without it: it can vouch for nothing that they do.
+            // Others may continue in this set without this member, so it cannot vouch for their steps.
             return self.wait(Wait::Spare);
         }
         self.note_named(id);
         let need = Need {
             members: self.settings.members,
             is_always: self.settings.is_fixed,
-            goes_on_alone: self.settings.goes_on_alone || (is_promoted && self.settings.needs_majority),
+            allows_solo_resume: self.settings.allows_solo_resume
+                || (is_promoted && self.settings.needs_majority),
             is_majority: self.settings.needs_majority,
         };
         let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
@@ -214,7 +216,7 @@ impl Protocol {
             }
             Verdict::New(agreement) => self.adopt(id, agreement),
             _ if self.group.is_some() => self.inquire_and_go_on(),
-            Verdict::Wait(Wait::Minority { .. }) if self.is_done => self.close(), // the others are through, or will be
+            Verdict::Wait(Wait::Minority { .. }) if self.is_done => self.close(), // the others have finished, or will
             Verdict::Wait(Wait::Minority { .. }) if self.all_left() => {
                 self.phase = Phase::Over;
                 vec![Command::Leave]
@@ -225,7 +227,7 @@ impl Protocol {
                 self.phase = Phase::Waiting;
                 vec![Command::Withdraw]
             }
-            Verdict::LeftBehind { .. } if self.is_done => self.close(), // the others have told spares of the end
+            Verdict::LeftBehind { .. } if self.is_done => self.close(), // the others have informed spares of the end
             Verdict::LeftBehind { adopted } if self.adopted.0 > 0 => {
                 self.stop(Stop::LeftBehind { adopted, id })
             }
@@ -233,9 +235,11 @@ impl Protocol {
         }
     }
 
-    /// Whether this member and all others left on notice: nobody goes on, and some are gone.
+    /// Whether this member and all others have announced their departure: no member continues, and some are gone.
     fn all_left(&self) -> bool {
-        self.seat.as_ref().is_some_and(|seat| seat.leaves && seat.left == seat.size)
+        self.last_group
+            .as_ref()
+            .is_some_and(|last_group| last_group.leaves && last_group.left == last_group.size)
     }
 
     fn note_begun(&mut self, agreement: &Agreement) {
@@ -269,7 +273,7 @@ impl Protocol {
     }
 }
 
-/// Tells answers of the Lighthouse apart.
+/// Digest that distinguishes answers of the Lighthouse.
 fn digest(id: u64, participants: &[Participant]) -> u64 {
     let mut hasher = Xxh3::new();
     (id, participants).hash(&mut hasher);

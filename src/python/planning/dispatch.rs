@@ -1,4 +1,4 @@
-//! [`crate::dispatch`] for Python.
+//! Python bindings of [`crate::dispatch`].
 
 use super::{Matrix, numbers, shape_error, to_matrix};
 use crate::dispatch::{self, Policy};
@@ -55,7 +55,7 @@ fn split_tokens<'py>(
 
 type Floats<'py> = Bound<'py, PyArray2<f64>>;
 
-/// Average tokens of every expert in a step.
+/// See [`dispatch::LoadAverage`].
 #[pyclass(module = "evermoe._native")]
 struct LoadAverage(dispatch::LoadAverage);
 

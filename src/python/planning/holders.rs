@@ -1,4 +1,4 @@
-//! [`crate::placement`] for Python: the holders of copies.
+//! Python bindings of [`crate::placement`]: the holders of copies.
 
 use crate::placement;
 use pyo3::prelude::*;

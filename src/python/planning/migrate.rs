@@ -1,11 +1,11 @@
-//! [`crate::placement::migrate`] for Python.
+//! Python bindings of [`crate::placement::migrate`].
 
 use super::{Matrix, numbers, shape_error, to_matrix};
 use crate::placement;
 use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-/// `node_map`, (expert, source, destination, bytes) of the transfers, and the bytes of all.
+/// `node_map`, (expert, source, destination, bytes) of the transfers, and the total bytes.
 type Migration = (Vec<usize>, Vec<(usize, usize, usize, i64)>, i128);
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -1,4 +1,4 @@
-//! Python face of the planners: numpy arrays and names in, numpy arrays and names out. One file for each planner module.
+//! Python bindings of the planners: numpy arrays and names in, numpy arrays and names out. One file per planner module.
 
 mod dispatch;
 mod holders;

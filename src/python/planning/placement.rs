@@ -1,11 +1,11 @@
-//! [`crate::placement`] for Python: replicas and where they go.
+//! Python bindings of [`crate::placement`]: replicas and their nodes.
 
 use super::{Matrix, numbers, shape_error, to_matrix};
 use crate::placement::{self, Policy, Request};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-/// Construction, failures, survival, spread, imbalance, the least imbalance, moved, and all of it in words.
+/// Construction, failures, survival, spread, imbalance, the least imbalance, moved, and a summary.
 type Reason = (String, usize, f64, usize, f64, f64, Option<usize>, String);
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -1,4 +1,4 @@
-//! [`crate::protection::choose_copies`] for Python: tuples in, tuples out.
+//! Python bindings of [`crate::protection`]: tuples in, tuples out.
 
 use crate::error::Error;
 use crate::placement::Survival;
@@ -14,33 +14,33 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("RECORD_BYTES", protection::RECORD_BYTES)?;
     module.add("FAILURE", protection::FAILURE)?;
     module.add_function(wrap_pyfunction!(choose_copies, module)?)?;
-    module.add_function(wrap_pyfunction!(arrange, module)?)
+    module.add_function(wrap_pyfunction!(plan_protection, module)?)
 }
 
 /// State bytes, gradient bytes, active ranks, tokens, replayable, may lag.
-type SessionUnitRow = (u64, u64, Vec<usize>, f64, bool, bool);
+type UnitInfoRow = (u64, u64, Vec<usize>, f64, bool, bool);
 
 /// Node, free bytes, trains, step seconds, network seconds, log bytes, link, host speed.
-type SessionRankRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f64, f64)>, Option<f64>);
+type RankInfoRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f64, f64)>, Option<f64>);
 
 /// Kind, period, primary, holders, own.
-type KeptRow = (&'static str, usize, usize, Vec<usize>, Vec<usize>);
+type UnitProtectionRow = (&'static str, usize, usize, Vec<usize>, Vec<usize>);
 
-/// `copying` by its name in JSON.
+/// `copying` is the name in JSON.
 #[pyfunction]
-fn arrange(
+fn plan_protection(
     py: Python<'_>,
     name: &str,
     copying: &str,
-    units: Vec<SessionUnitRow>,
-    ranks: Vec<SessionRankRow>,
+    units: Vec<UnitInfoRow>,
+    ranks: Vec<RankInfoRow>,
     copies: usize,
     budget: f64,
-) -> PyResult<(Vec<KeptRow>, String)> {
+) -> PyResult<(Vec<UnitProtectionRow>, String)> {
     let named: Result<protection::Copying, serde::de::value::Error> =
         protection::Copying::deserialize(copying.into_deserializer());
     let copying = named.map_err(|error| Error::invalid(format!("copying: {error}")))?;
-    let unit = |(state_bytes, gradient_bytes, active, tokens, replayable, may_lag)| protection::SessionUnit {
+    let unit = |(state_bytes, gradient_bytes, active, tokens, replayable, may_lag)| protection::UnitInfo {
         state_bytes,
         gradient_bytes,
         active,
@@ -49,9 +49,9 @@ fn arrange(
         may_lag,
     };
     let rank =
-        |(node, free_bytes, trains, step_seconds, network_seconds, log_bytes, link, host_speed): SessionRankRow| {
+        |(node, free_bytes, trains, step_seconds, network_seconds, log_bytes, link, host_speed): RankInfoRow| {
             let link = link.map(|(alpha, beta)| Link { alpha, beta });
-            protection::SessionRank {
+            protection::RankInfo {
                 node,
                 free_bytes,
                 trains,
@@ -64,10 +64,12 @@ fn arrange(
         };
     let units: Vec<_> = units.into_iter().map(unit).collect();
     let ranks: Vec<_> = ranks.into_iter().map(rank).collect();
-    let request = protection::SessionRequest { name, copying, units: &units, ranks: &ranks, copies, budget };
-    let found = py.detach(|| protection::arrange(&request))?;
-    let row =
-        |kept: protection::Kept| (kept.kind.name(), kept.kind.period(), kept.primary, kept.holders, kept.own);
+    let request =
+        protection::ProtectionRequest { name, copying, units: &units, ranks: &ranks, copies, budget };
+    let found = py.detach(|| protection::plan_protection(&request))?;
+    let row = |kept: protection::UnitProtection| {
+        (kept.kind.name(), kept.kind.period(), kept.primary, kept.holders, kept.own)
+    };
     Ok((found.units.into_iter().map(row).collect(), found.summary))
 }
 
@@ -77,7 +79,7 @@ type UnitRow = (u64, u64, Vec<usize>, f64, bool);
 /// Failure, domain, host bytes, device bytes, network seconds, host link seconds.
 type NodeRow = (f64, usize, u64, u64, f64, f64);
 
-/// Kind, period, sender, holders (node, place), bytes, covered, most lost steps, lost tokens, reason, in words.
+/// Kind, period, sender, holders (node, memory), bytes, covered, most lost steps, lost tokens, reason, summary.
 type ChoiceRow =
     (&'static str, usize, usize, Vec<(usize, &'static str)>, u64, bool, usize, f64, &'static str, String);
 
@@ -155,7 +157,7 @@ fn choice_row(choice: protection::UnitChoice) -> ChoiceRow {
         choice.kind.name(),
         choice.kind.period(),
         choice.sender,
-        choice.holders.iter().map(|holder| (holder.node, holder.place.name())).collect(),
+        choice.holders.iter().map(|holder| (holder.node, holder.memory.name())).collect(),
         choice.bytes,
         choice.covered,
         choice.most_lost_steps,

@@ -1,4 +1,4 @@
-//! [`crate::recovery`] for Python.
+//! Python bindings of [`crate::recovery`].
 
 use crate::error::Error;
 use crate::recovery::{self, Holding, Kind, Knowledge, Plan};
@@ -11,7 +11,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<RecoveryPlan>()
 }
 
-/// The plan after a failure: the version to continue from and the transfers that lead there.
+/// Plan of a recovery: the version to continue from, and the transfers.
 #[pyclass(frozen, module = "evermoe._native")]
 struct RecoveryPlan {
     names: Vec<String>,
@@ -105,7 +105,7 @@ fn recovery_plan(
     let index: HashMap<&str, usize> =
         names.iter().enumerate().map(|(unit, name)| (name.as_str(), unit)).collect();
     if index.len() != names.len() {
-        return Err(Error::invalid("units: a name is there twice; names must be unique").into());
+        return Err(Error::invalid("units: a name occurs twice; names must be unique").into());
     }
     let find = |name: &str, whose: &dyn Fn() -> String| -> PyResult<usize> {
         let unknown = || Error::invalid(format!("{} names {name:?}, which is not one of units", whose()));

@@ -1,4 +1,4 @@
-//! [`crate::schedule`] for Python: tuples in, tuples out; windows and plans stay here, behind a handle.
+//! Python bindings of [`crate::schedule`]: tuples in, tuples out; windows and plans stay in Rust, behind a handle.
 
 use super::shape_error;
 use crate::schedule::{
@@ -11,7 +11,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(has_changed, module)?)?;
     module.add_function(wrap_pyfunction!(plan_chunks, module)?)?;
     module.add_function(wrap_pyfunction!(version_pace, module)?)?;
-    module.add_function(wrap_pyfunction!(snapshot_places, module)?)?;
+    module.add_function(wrap_pyfunction!(snapshot_memory, module)?)?;
     module.add_function(wrap_pyfunction!(chrome_trace, module)?)?;
     module.add_function(wrap_pyfunction!(merge_traces, module)?)?;
     module.add_class::<Windows>()?;
@@ -27,13 +27,13 @@ type WindowRow<'a> = (&'static str, Option<&'a str>, usize, f64, f64, f64, f64, 
 /// Step, window, unit, offset, bytes, destination, start, seconds.
 type ChunkRow<'a> = (usize, Option<usize>, &'a str, u64, u64, usize, f64, f64);
 
-/// The fields of [`schedule::Reason`], and all of it in words.
+/// The fields of [`schedule::Reason`], and a summary.
 type ReasonRow = (bool, usize, Option<usize>, f64, f64, f64, u64, u64, String);
 
 /// Kind of change, resource, anchor, before, now, and a summary.
 type ChangeRow = (&'static str, &'static str, Option<String>, Option<f64>, Option<f64>, String);
 
-/// Idle windows of a rank.
+/// See [`schedule::Windows`].
 #[pyclass(frozen, eq, module = "evermoe._native")]
 #[derive(PartialEq)]
 struct Windows(schedule::Windows);
@@ -80,7 +80,7 @@ fn window_row(window: &schedule::Window) -> WindowRow<'_> {
     (resource.name(), after, occurrence, offset, start, seconds, expected, jitter)
 }
 
-/// Plan of what to send when.
+/// See [`schedule::ChunkPlan`].
 #[pyclass(frozen, eq, module = "evermoe._native")]
 #[derive(PartialEq)]
 struct ChunkPlan(schedule::ChunkPlan);
@@ -229,7 +229,7 @@ fn plan_chunks(
     Ok(ChunkPlan(py.detach(plan)?))
 }
 
-/// Steps, delay and wasted seconds of the pace that a plan's reason calls for: see [`schedule::Reason::pace`].
+/// Steps, delay and wasted seconds of the interval for a plan's reason: see [`schedule::Reason::pace`].
 #[pyfunction]
 fn version_pace(
     plan: (usize, f64, f64, u64),
@@ -255,8 +255,11 @@ fn version_pace(
 }
 
 #[pyfunction]
-fn snapshot_places(free_bytes: u64, nbytes: Vec<u64>, reserve: u64) -> Vec<&'static str> {
-    schedule::snapshot_places(free_bytes, &nbytes, reserve).into_iter().map(schedule::Place::name).collect()
+fn snapshot_memory(free_bytes: u64, nbytes: Vec<u64>, reserve: u64) -> Vec<&'static str> {
+    schedule::snapshot_memory(free_bytes, &nbytes, reserve)
+        .into_iter()
+        .map(schedule::MemoryKind::name)
+        .collect()
 }
 
 #[pyfunction]

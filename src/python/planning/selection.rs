@@ -1,4 +1,4 @@
-//! [`crate::selection`] for Python.
+//! Python bindings of [`crate::selection`].
 
 use super::{Matrix, numbers, shape_error, to_matrix};
 use crate::selection;
@@ -63,7 +63,7 @@ fn shard_modules(
     alignment: u64,
 ) -> PyResult<Vec<Vec<(usize, u64, u64)>>> {
     let parts = py.detach(|| selection::shard_modules(&nbytes, &expert_bytes, alignment))?;
-    let row = |part: selection::Part| (part.module, part.bytes.start, part.bytes.end);
+    let row = |part: selection::ModuleShard| (part.module, part.bytes.start, part.bytes.end);
     Ok(parts.into_iter().map(|parts| parts.into_iter().map(row).collect()).collect())
 }
 
@@ -90,7 +90,7 @@ fn check_shape(argument: &str, array: &PyReadonlyArray2<'_, i64>, expected: [usi
     Err(shape_error(format!("{argument}: expected shape {expected:?} (layers, experts), got {found:?}")))
 }
 
-/// Counts the tokens of every expert since it was last copied.
+/// See [`selection::TokenLedger`].
 #[pyclass(module = "evermoe._native")]
 struct TokenLedger(selection::TokenLedger);
 

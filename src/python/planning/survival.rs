@@ -1,4 +1,4 @@
-//! [`crate::placement`] for Python: what survives.
+//! Python bindings of [`crate::placement`]: survival.
 
 use super::numbers;
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ fn to_tuple(found: placement::Survival) -> Survival {
     (found.probability, found.error, found.samples)
 }
 
-/// Calls a planner without the GIL, with draws that a signal (Ctrl-C, say) ends.
+/// Calls a planner without the GIL; a signal (such as Ctrl-C) ends its draws.
 fn interruptible(
     py: Python<'_>,
     samples: Option<u64>,

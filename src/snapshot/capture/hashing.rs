@@ -1,7 +1,6 @@
-//! Digests of units that have arrived, by threads of their own: a GPU brings bytes several times as fast as one thread reads
-//! them.
+//! Threads that hash arrived units: a GPU delivers bytes several times as fast as one thread reads them.
 
-use crate::beside::give_way;
+use crate::background::lower_priority;
 use crate::error::{Error, Result};
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,31 +9,31 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use xxhash_rust::xxh3::Xxh3Default;
 
-/// Threads, at most: together they read memory about as fast as a GPU's link fills it.
+/// Maximum number of threads: together they read memory about as fast as a GPU's link fills it.
 const MAX_THREADS: usize = 8;
-/// Bytes of a capture for each thread, at least: fewer are read before a thread has begun.
+/// Minimum bytes of a capture per thread: fewer are read before a thread has started.
 const BYTES_PER_THREAD: usize = 32 << 20;
-/// Hashed before a thread looks whether it is to stop.
+/// Bytes that a thread hashes before it checks whether it should stop.
 const SLICE_BYTES: usize = 1 << 20;
 
-/// Threads for so many bytes in units of which the largest has so many: as many as have enough to do, of half of the
-/// processors.
+/// Number of threads for a capture of `bytes` whose largest unit has `largest`: those that have enough work, at most
+/// half of the processors.
 pub(super) fn num_threads(bytes: usize, largest: usize) -> usize {
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
     let useful = (bytes / BYTES_PER_THREAD).min(bytes / largest.max(1));
     (processors / 2).min(useful).min(MAX_THREADS)
 }
 
-/// A unit whose bytes are all there.
+/// A unit whose bytes have all arrived.
 struct Job {
     unit: usize,
     address: usize,
     bytes: usize,
 }
 
-/// Threads that hash units of one capture, until it is dropped: then none of them reads any more.
+/// Threads that hash the units of one capture. Once it is dropped, none of them reads any more.
 pub(super) struct Hashing {
-    /// None once all units have come.
+    /// None once all units were added.
     jobs: Option<Sender<Job>>,
     found: Receiver<(usize, u64)>,
     waiting: usize,
@@ -43,13 +42,13 @@ pub(super) struct Hashing {
 }
 
 impl Hashing {
-    /// Threads for a capture of so many bytes in units of which the largest has so many; none where one thread is enough,
-    /// or the system gives none: half of the processors are left to training.
+    /// Starts threads for a capture of `bytes` whose largest unit has `largest`. None if one thread is enough or the
+    /// system cannot start more; half of the processors are left to training.
     pub(super) fn begin(bytes: usize, largest: usize) -> Option<Self> {
         Self::with_threads(num_threads(bytes, largest))
     }
 
-    /// So many threads, or none for fewer than two.
+    /// Starts `count` threads, or none for fewer than two.
     pub(super) fn with_threads(count: usize) -> Option<Self> {
         if count < 2 {
             return None;
@@ -66,10 +65,10 @@ impl Hashing {
         (!threads.is_empty()).then_some(Self { jobs: Some(jobs), found, waiting: 0, is_over, threads })
     }
 
-    /// Has a unit hashed.
+    /// Adds a unit to be hashed.
     ///
     /// # Safety
-    /// Its bytes are at this address until it is hashed or this is dropped, and no other code writes them.
+    /// Its bytes must stay at this address until it is hashed or this is dropped, and no other code may write them.
     pub(super) unsafe fn add(&mut self, unit: usize, address: usize, bytes: usize) {
         self.waiting += 1;
         if let Some(jobs) = &self.jobs {
@@ -78,10 +77,10 @@ impl Hashing {
         }
     }
 
-    /// Waits for all units, and puts in their digests.
+    /// Waits for all units and stores their digests.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a thread has ended before its time.
+    /// [`Error::Invalid`] if a thread has ended early.
     pub(super) fn finish(&mut self, digests: &mut [u64]) -> Result<()> {
         self.jobs = None;
         while self.waiting > 0 {
@@ -100,14 +99,14 @@ impl Drop for Hashing {
         self.is_over.store(true, Ordering::Relaxed);
         self.jobs = None;
         for thread in self.threads.drain(..) {
-            // One that panicked has said so; `finish` misses its digest.
+            // A panicked thread has printed its message; `finish` reports the missing digest.
             let _ended = thread.join();
         }
     }
 }
 
 fn hash_all(jobs: &Mutex<Receiver<Job>>, report: &Sender<(usize, u64)>, is_over: &AtomicBool) {
-    give_way();
+    lower_priority();
     loop {
         let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(Job { unit, address, bytes }) = job else { return };
@@ -117,7 +116,7 @@ fn hash_all(jobs: &Mutex<Receiver<Job>>, report: &Sender<(usize, u64)>, is_over:
                 return;
             }
             let size = SLICE_BYTES.min(bytes - start);
-            // SAFETY: by the promise of `add`; who drops the threads waits for them.
+            // SAFETY: by the promise of `add`; `drop` waits for the threads.
             hash.update(unsafe {
                 std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address + start), size)
             });
@@ -158,7 +157,7 @@ mod tests {
             // SAFETY: `bytes` lives longer.
             unsafe { hashing.add(unit, bytes.as_ptr().expose_provenance(), bytes.len()) };
         }
-        drop(hashing); // a minute's work if it were done
+        drop(hashing); // hashing all of it would take a minute
     }
 
     #[test]

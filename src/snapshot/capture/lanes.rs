@@ -1,15 +1,16 @@
-//! Digests of units that devices bring: captures whose destination is nothing but the hash.
+//! Digests of units on devices: captures whose only destination is the hash.
 //!
 //! ```text
 //! lane 0   fetch │ unit 0 ········ │ unit 3 ──►     each lane: its units, one after the other, in a thread of its own,
 //! lane 1   fetch │ unit 2 ── │ unit 1 ·· │          behind a ring of transfers of its own
 //! ```
 //!
-//! A unit is hashed from its first byte to its last, which one thread does several times as slowly as a device's link brings
-//! them. Lanes share the link, so that together they are as fast as the link or as their threads, whichever is slower.
+//! A unit is hashed from its first byte to its last, which one thread does several times as slowly as a device's link
+//! delivers them. Lanes share the link, so that together they are as fast as the link or as their threads, whichever is
+//! slower.
 
 use super::hashing::num_threads;
-use super::work::{Fetch, Part, Work};
+use super::work::{Fetch, HashSource, Work};
 use crate::error::Result;
 use std::cmp::Reverse;
 use std::fmt;
@@ -18,9 +19,9 @@ use std::thread;
 
 /// Units that are hashed one after the other.
 pub struct Lane<'a> {
-    /// The parts of each unit, whose bytes follow each other.
-    pub units: Vec<Vec<Part<'a>>>,
-    /// Brings the bytes of all [`Part::Fetched`], in their order; dropped when all are hashed, or it has failed.
+    /// The consecutive parts of each unit.
+    pub units: Vec<Vec<HashSource<'a>>>,
+    /// Fetches the bytes of all [`HashSource::Fetched`], in order; dropped when all are hashed, or when it has failed.
     pub fetch: Fetch,
 }
 
@@ -30,8 +31,8 @@ impl fmt::Debug for Lane<'_> {
     }
 }
 
-/// The units of each lane: of `sizes` in bytes, about as many bytes in each. As many lanes as threads are worth it, unless a
-/// `count` is given.
+/// Divides units of `sizes` bytes into lanes with about the same number of bytes each. The number of lanes is `count`,
+/// or the number of threads that pays off.
 ///
 /// ```
 /// use evermoe::snapshot::digest_lanes;
@@ -56,14 +57,15 @@ pub fn digest_lanes(sizes: &[usize], count: Option<usize>) -> Vec<Vec<usize>> {
     lanes.into_iter().map(|(_, units)| units).collect()
 }
 
-/// The digests of each lane's units: of their parts' bytes one after the other. Each lane has a thread, as far as the system
-/// gives them; it returns when all have ended, and then nothing is fetched or read any more.
+/// Returns the digests of each lane's units, over their consecutive parts. Each lane has its own thread, as far as the
+/// system provides them. When the call returns, all have ended and nothing is fetched or read any more.
 ///
 /// # Errors
-/// The first lane's that has one: what its `fetch` says.
+/// The error of the first lane that has one: that of its `fetch`.
 ///
 /// # Safety
-/// Runs are readable once fetched, until the next call of their lane's `fetch`, and no other code writes them meanwhile.
+/// Runs must be readable once fetched, until the next call of their lane's `fetch`, and no other code may write them
+/// meanwhile.
 pub unsafe fn digests_fetched(lanes: Vec<Lane<'_>>) -> Result<Vec<Vec<u64>>> {
     let count = lanes.len();
     let mut found: Vec<_> = (0..count).map(|_| Ok(vec![])).collect();
@@ -79,7 +81,7 @@ pub unsafe fn digests_fetched(lanes: Vec<Lane<'_>>) -> Result<Vec<Vec<u64>>> {
         for _ in 1..count {
             let builder = thread::Builder::new().name("evermoe-hash".into());
             if builder.spawn_scoped(scope, work).is_err() {
-                break; // the others take what it would have
+                break; // the running threads take its lanes
             }
         }
         work();
@@ -91,7 +93,7 @@ pub unsafe fn digests_fetched(lanes: Vec<Lane<'_>>) -> Result<Vec<Vec<u64>>> {
 unsafe fn hash(lane: Lane<'_>) -> Result<Vec<u64>> {
     let mut work = Work::hashed(&lane.units, lane.fetch)?;
     let bytes = work.total_bytes();
-    // SAFETY: by the caller's promise; it has no buffer.
+    // SAFETY: by the caller's promise; the work has no buffer.
     unsafe { work.advance(bytes)? };
     Ok(work.digests().to_vec())
 }
@@ -108,23 +110,27 @@ mod tests {
         (0..count).map(|value| (value * 7 + value / 251 + seed) as u8).collect()
     }
 
-    /// A lane that brings `device` through one slot, to be hashed behind `here` and before it. Overwrites what was read.
+    /// A lane that fetches `device` through one slot, to be hashed after `here` and before it. Overwrites bytes that
+    /// were read.
     fn lane<'a>(device: Vec<u8>, here: &'a [u8], slot: &mut Vec<u8>) -> Lane<'a> {
         slot.resize(SLOT, 0);
         let at = slot.as_mut_ptr().expose_provenance();
         let runs = (0..device.len())
             .step_by(SLOT)
-            .map(|start| Part::Fetched(Run { address: at, bytes: SLOT.min(device.len() - start) }));
+            .map(|start| HashSource::Fetched(Run { address: at, bytes: SLOT.min(device.len() - start) }));
         let units = vec![
-            std::iter::once(Part::Here(here)).chain(runs).chain([Part::Here(here)]).collect(),
+            std::iter::once(HashSource::Present(here))
+                .chain(runs)
+                .chain([HashSource::Present(here)])
+                .collect(),
             vec![],
-            vec![Part::Here(&here[..7]), Part::Here(&here[7..])],
+            vec![HashSource::Present(&here[..7]), HashSource::Present(&here[7..])],
         ];
         let mut arrived = 0;
         let fetch = move |buffer: *mut u8| {
             assert!(buffer.is_null(), "there is no buffer");
             let end = (arrived + SLOT).min(device.len());
-            // SAFETY: the slot has room; nobody reads it during the call.
+            // SAFETY: the slot has room; nothing reads it during the call.
             unsafe {
                 std::ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(0xEE, SLOT);
                 std::ptr::copy_nonoverlapping(
@@ -155,7 +161,7 @@ mod tests {
                 .map(|device| vec![digest(&[&here[..], device, &here].concat()), digest(&[]), digest(&here)]);
             assert_eq!(found, expected.collect::<Vec<_>>());
         }
-        // SAFETY: there is nothing.
+        // SAFETY: the list is empty.
         assert!(unsafe { digests_fetched(vec![]) }.unwrap().is_empty());
     }
 

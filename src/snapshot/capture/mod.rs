@@ -1,12 +1,13 @@
-//! The copying thread: captures scattered memory into arenas beside training, a chunk at a time, while a gate is open.
+//! The copying thread: captures scattered memory into arenas in the background, a chunk at a time, while a gate is
+//! open.
 //!
 //! ```text
 //! training  step ─ capture ─ open ──────── close_gate ─ … ─ open ─ hurry, wait ─ may write the sources again
 //! thread            ·        chunk chunk chunk          ·   chunk  chunk ─► digests, published
 //! ```
 //!
-//! [`queue`] decides, [`work`] copies and hashes, [`hashing`] helps it with what a GPU brings, [`shared`] is the thread; here is
-//! what a caller sees. [`lanes`] has the same work done for digests alone, without an arena.
+//! [`queue`] decides, [`work`] copies and hashes, [`hashing`] helps it with units from a GPU, and [`shared`] runs the
+//! thread; this file is the public interface. [`lanes`] does the same work for digests alone, without an arena.
 
 mod hashing;
 mod lanes;
@@ -15,7 +16,7 @@ mod shared;
 mod work;
 
 use super::Arena;
-use crate::beside::give_way;
+use crate::background::lower_priority;
 use crate::ensure;
 use crate::error::{Error, Result};
 use shared::{BY_CALLER, Entry, Record, Shared, answer};
@@ -28,12 +29,12 @@ use work::Work;
 
 pub use lanes::{Lane, digest_lanes, digests_fetched};
 pub use shared::CaptureState;
-pub use work::{Fetch, Part, Run, copy_units};
+pub use work::{Fetch, HashSource, Run, copy_units};
 
-/// One thread that captures memory into arenas, one capture after the other, in their order.
+/// A thread that captures memory into arenas, one capture after the other.
 ///
 /// The gate is closed at first. The thread runs as `evermoe-copy`, on Linux as a batch job with a nice value 5 higher
-/// than the caller's, so that the training threads win where all compete for the same cores.
+/// than the caller's, so that training threads win if both compete for the same cores.
 pub struct CopyEngine {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -41,10 +42,10 @@ pub struct CopyEngine {
 }
 
 impl CopyEngine {
-    /// Starts the thread, which copies at most `chunk_bytes` before it looks at the gate again.
+    /// Starts the thread, which copies at most `chunk_bytes` before it checks the gate again.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for chunks without a byte, [`Error::Io`] when the system gives no thread.
+    /// [`Error::Invalid`] for chunks of 0 bytes, [`Error::Io`] if the system cannot start a thread.
     pub fn new(chunk_bytes: usize) -> Result<Self> {
         ensure!(chunk_bytes > 0, "chunk_bytes: expected at least 1, got 0");
         let shared = Arc::new(Shared::new(chunk_bytes));
@@ -52,7 +53,7 @@ impl CopyEngine {
             let shared = shared.clone();
             let builder = std::thread::Builder::new().name("evermoe-copy".into());
             builder.spawn(move || {
-                give_way();
+                lower_priority();
                 shared.run();
             })
         };
@@ -60,17 +61,17 @@ impl CopyEngine {
         Ok(Self { shared, thread: Mutex::new(Some(thread)), process: std::process::id() })
     }
 
-    /// Begins `version` in the arena and leaves the rest to the thread: each unit from its runs in `sources`, in the order
-    /// of the arena's units. `kept` is dropped when nothing is read any more, before any caller can see that the capture is
-    /// over.
+    /// Begins `version` in the arena and lets the thread copy each unit from its runs in `sources`, in the order of the
+    /// arena's units. `kept` is dropped when nothing is read any more, before any caller can observe the end of the
+    /// capture.
     ///
     /// # Safety
-    /// Until the capture is over the runs stay readable, which `kept` may ensure, and no other code writes them or begins
-    /// another version in the arena.
+    /// Until the capture is over, the runs must stay readable, which `kept` may ensure, and no other code may write
+    /// them or begin another version in the arena.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for runs that do not add up to their units, while an earlier capture of this engine into
-    /// the arena is not over, and after [`shutdown`](Self::shutdown); no version has then been begun.
+    /// [`Error::Invalid`] for runs that do not add up to their units, while an earlier capture of this engine into the
+    /// arena is not over, and after [`shutdown`](Self::shutdown). No version has then been begun.
     pub unsafe fn capture(
         &self,
         arena: &Arc<Arena>,
@@ -81,15 +82,15 @@ impl CopyEngine {
         self.start(arena, version, Work::new(arena.layout(), Some(sources), None, kept)?)
     }
 
-    /// Begins `version` like [`capture`](Self::capture), from sources that `fetch` brings to their runs, such as a
-    /// device's; without runs it brings them to their places in the arena's buffer.
+    /// Begins `version` like [`capture`](Self::capture), from sources that `fetch` copies to their runs, such as a
+    /// device's. Without runs it copies them to their places in the arena's buffer.
     ///
     /// # Safety
-    /// Those of [`capture`](Self::capture), where a run is readable and left alone once its bytes are fetched. `fetch` writes
-    /// no more than the buffer, and nothing of it any more when it has been dropped.
+    /// As [`capture`](Self::capture); a run must be readable and unchanged once its bytes are fetched. `fetch` must
+    /// write only to the buffer, and no longer once it has been dropped.
     ///
     /// # Errors
-    /// Those of [`capture`](Self::capture).
+    /// As [`capture`](Self::capture).
     pub unsafe fn capture_fetched(
         &self,
         arena: &Arc<Arena>,
@@ -121,28 +122,28 @@ impl CopyEngine {
         Ok(Capture { shared: self.shared.clone(), id, record })
     }
 
-    /// Opens the gate for so many more bytes, or until it is closed. Replaces what was allowed before.
+    /// Opens the gate for `bytes` more bytes, or until it is closed. Replaces the previous allowance.
     pub fn open(&self, bytes: Option<usize>) {
         self.shared.change(|queue| queue.open(bytes));
     }
 
-    /// Closes the gate; the chunk in progress is still copied.
+    /// Closes the gate; the chunk in progress is completed.
     pub fn close_gate(&self) {
         self.open(Some(0));
     }
 
-    /// Cancels all captures and ends the thread. Nothing is read any more when it returns. Once is enough.
+    /// Cancels all captures and ends the thread. When it returns, nothing is read any more. Further calls do nothing.
     pub fn shutdown(&self) {
-        // A forked child has no such thread, and perhaps a lock that is never released.
+        // A forked child does not have the thread, and its copy of the lock may never be released.
         if std::process::id() != self.process {
             return;
         }
         self.shared.change(queue::Queue::stop);
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         let own = std::thread::current().id();
-        // What a capture has kept may own the engine, which then ends on its own thread.
+        // Objects that a capture has kept may own the engine, which then ends on its own thread.
         if let Some(thread) = thread.take().filter(|thread| thread.thread().id() != own) {
-            // If it panicked it has said so, and cancelled everything all the same.
+            // A panicked thread has printed its message, and has cancelled everything.
             let _ = thread.join();
         }
     }
@@ -162,7 +163,7 @@ impl fmt::Debug for CopyEngine {
     }
 }
 
-/// A version on its way into an arena. Dropping it changes nothing.
+/// A version that is being captured into an arena. Dropping this handle changes nothing.
 pub struct Capture {
     shared: Arc<Shared>,
     id: u64,
@@ -170,12 +171,12 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// The buffer of the arena that is written.
+    /// The buffer of the arena that is being written.
     pub fn index(&self) -> usize {
         self.record.index
     }
 
-    /// The version that it will have.
+    /// The version of the buffer once it is complete.
     pub fn version(&self) -> u64 {
         self.record.version
     }
@@ -185,8 +186,8 @@ impl Capture {
         self.record.progress().state
     }
 
-    /// The units' bytes before this offset of the buffer are in place. Version and digests, at the buffer's start, come
-    /// last: only all of the buffer's bytes mean that the version is whole and published.
+    /// Offset in the buffer up to which the units' bytes are in place. Version and digests, at the start of the buffer,
+    /// are written last: only the full size means that the version is complete and published.
     pub fn done_bytes(&self) -> usize {
         self.record.progress().done_bytes
     }
@@ -196,11 +197,12 @@ impl Capture {
         self.record.progress().busy
     }
 
-    /// Waits until [`done_bytes`](Self::done_bytes) is at least `bytes`, or the version is whole, and returns it; at
-    /// the end of `timeout` it is smaller.
+    /// Waits until [`done_bytes`](Self::done_bytes) is at least `bytes`, or the version is complete, and returns it; it
+    /// is smaller if `timeout` has expired.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for more bytes than the buffer has, [`Error::Cancelled`] if it is cancelled, also meanwhile.
+    /// [`Error::Invalid`] for more bytes than the buffer has, [`Error::Cancelled`] if the capture is or becomes
+    /// cancelled.
     pub fn wait(&self, bytes: Option<usize>, timeout: Option<Duration>) -> Result<usize> {
         let all = self.record.payload_bytes;
         let target = bytes.unwrap_or(all);
@@ -221,13 +223,13 @@ impl Capture {
         }
     }
 
-    /// Lets it pass the gate, with the captures before it: a caller waits to write its sources.
+    /// Lets the capture and all earlier ones pass the gate: a caller waits to write its sources.
     pub fn hurry(&self) {
         self.shared.change(|queue| queue.hurry(self.id));
     }
 
-    /// Gives it up, unless it is over. When this returns its sources are no longer read, and its buffer has no version
-    /// if it was not whole.
+    /// Cancels the capture unless it is over. When this returns, its sources are no longer read, and its buffer has no
+    /// version unless it was complete.
     pub fn cancel(&self) {
         let mut state = self.shared.lock();
         state.queue.cancel(self.id);
@@ -235,7 +237,7 @@ impl Capture {
             drop(state);
             drop(work);
             self.shared.end(self.id, &self.record, Err(BY_CALLER.into()));
-            // What is behind it may go now.
+            // Later captures may proceed.
             self.shared.wake.notify_one();
             return;
         }

@@ -1,36 +1,36 @@
-//! The copying thread's next action, given the gate and the captures that wait. Pure: no thread, no clock, no memory.
+//! The copying thread's next action, given the gate and the waiting captures. Pure: no thread, no clock, no memory.
 //!
 //! ```text
 //!                     next                done, with bytes left
 //! waiting ──push──► in the queue ──────► a chunk is copied ──────► in the queue …
-//!                     │ cancel             │ cancel       └ done, the last bytes ─► whole
+//!                     │ cancel             │ cancel       └ done, the last bytes ─► complete
 //!                     ▼                    ▼
 //!                   cancelled            read until done, then cancelled
 //! ```
 //!
-//! Every capture is at the queue's front until it is whole or cancelled, so that captures end in their order.
-//! `tests` goes through all states that two small captures and any events can reach.
+//! Every capture stays at the queue's front until it is complete or cancelled, so captures end in order. `tests`
+//! explores all states that two small captures and any events can reach.
 
 use std::collections::VecDeque;
 
 /// The thread's next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Copy so many bytes of this capture, then call [`Queue::done`]. No bytes: the capture has none.
+    /// Copy this number of bytes of the capture, then call [`Queue::done`]. 0 bytes: the capture is empty.
     Copy { capture: u64, bytes: usize },
     /// Wait for an event.
     Wait,
-    /// End.
+    /// End the thread.
     Stop,
 }
 
-/// The place of a copied chunk in its capture.
+/// Position of a copied chunk in its capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Done {
     /// The capture has more.
     Part,
-    /// The last of its capture.
-    Whole,
+    /// The last chunk of its capture.
+    Last,
     /// A chunk of a capture that was cancelled meanwhile.
     Cancelled,
 }
@@ -38,7 +38,7 @@ pub(super) enum Done {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Job {
     capture: u64,
-    /// Bytes that no chunk has taken yet.
+    /// Bytes that are in no chunk yet.
     left: usize,
     hurried: bool,
 }
@@ -47,7 +47,7 @@ struct Job {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Queue {
     chunk_bytes: usize,
-    /// Bytes that may still be copied; none: as many as there are.
+    /// Bytes that may still be copied; none for no limit.
     allowed: Option<usize>,
     jobs: VecDeque<Job>,
     /// The capture of which a chunk is being copied.
@@ -57,7 +57,7 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    /// An empty queue behind a closed gate, for chunks of at most so many bytes.
+    /// An empty queue behind a closed gate, for chunks of at most `chunk_bytes`.
     pub(super) fn new(chunk_bytes: usize) -> Self {
         Self {
             chunk_bytes,
@@ -69,7 +69,7 @@ impl Queue {
         }
     }
 
-    /// Adds a capture of so many bytes behind all others; none once the queue is stopped.
+    /// Adds a capture of `bytes` behind all others; none once the queue is stopped.
     pub(super) fn push(&mut self, bytes: usize) -> Option<u64> {
         if self.stopped {
             return None;
@@ -80,23 +80,23 @@ impl Queue {
         Some(capture)
     }
 
-    /// From now on so many bytes may be copied, or all there are; what was allowed before no longer counts.
+    /// Sets the number of bytes that may be copied, or no limit; replaces the previous allowance.
     pub(super) fn open(&mut self, bytes: Option<usize>) {
         self.allowed = bytes;
     }
 
-    /// Lets a capture pass the gate, with those before it. Their bytes do not count against what the gate allows.
+    /// Lets a capture and all earlier ones pass the gate. Their bytes do not count against the gate's allowance.
     pub(super) fn hurry(&mut self, capture: u64) {
         let ahead = self.jobs.iter_mut().take_while(|job| job.capture <= capture);
         ahead.for_each(|job| job.hurried = true);
     }
 
-    /// Takes a capture out, unless it is whole or cancelled already. A chunk of it may still be being copied.
+    /// Removes a capture unless it is complete or cancelled already. A chunk of it may still be being copied.
     pub(super) fn cancel(&mut self, capture: u64) {
         self.jobs.retain(|job| job.capture != capture);
     }
 
-    /// Takes all captures out; no more may come.
+    /// Removes all captures; no more are accepted.
     pub(super) fn stop(&mut self) {
         self.jobs.clear();
         self.stopped = true;
@@ -107,7 +107,7 @@ impl Queue {
         self.stopped
     }
 
-    /// The action to take now. A chunk counts against what the gate allows when it starts.
+    /// Returns the next action. A chunk counts against the gate's allowance when it starts.
     pub(super) fn next(&mut self) -> Action {
         debug_assert!(self.copying.is_none(), "one chunk at a time");
         if self.stopped {
@@ -127,7 +127,7 @@ impl Queue {
         Action::Copy { capture: job.capture, bytes }
     }
 
-    /// The chunk that [`next`](Self::next) gave is in place.
+    /// Records that the chunk of [`next`](Self::next) is in place.
     pub(super) fn done(&mut self) -> Done {
         let copied = self.copying.take();
         match self.jobs.front() {
@@ -136,7 +136,7 @@ impl Queue {
             Some(job) if job.left > 0 => Done::Part,
             Some(_) => {
                 self.jobs.pop_front();
-                Done::Whole
+                Done::Last
             }
         }
     }
@@ -152,11 +152,11 @@ mod tests {
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
     enum End {
-        Whole,
+        Complete,
         Cancelled,
     }
 
-    /// The bytes of a capture that are really in place.
+    /// Bytes of a capture that are actually in place.
     #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
     struct Truth {
         copied: usize,
@@ -164,14 +164,14 @@ mod tests {
         end: Option<End>,
     }
 
-    /// The queue, and what an onlooker that knows only the rules has seen.
+    /// The queue, and the observations of a model that knows only the rules.
     #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
     struct World {
         queue: Queue,
         captures: Vec<Truth>,
         /// Bytes that may still pass the gate.
         allowed: Option<usize>,
-        /// Capture and bytes of the chunk that is being copied.
+        /// Capture and bytes of the chunk being copied.
         reading: Option<(usize, usize)>,
         stopped: bool,
     }
@@ -183,7 +183,7 @@ mod tests {
         Hurry(usize),
         Cancel(usize),
         Stop,
-        /// The thread asks what to do, or says that it is done.
+        /// The thread asks for an action, or reports that it is done.
         Turn,
     }
 
@@ -245,7 +245,7 @@ mod tests {
             }
         }
 
-        /// A chunk is of the first capture that has not ended, fits, and passes the gate or is hurried.
+        /// A chunk must be of the first capture that has not ended, fit, and pass the gate or be hurried.
         fn start(&mut self, index: usize, bytes: usize) {
             assert!(!self.stopped);
             let truth = &self.captures[index];
@@ -266,14 +266,14 @@ mod tests {
             let truth = &mut self.captures[index];
             truth.copied += bytes;
             let expected = match truth.end {
-                Some(End::Whole) => panic!("a chunk of a whole capture"),
+                Some(End::Complete) => panic!("a chunk of a complete capture"),
                 Some(End::Cancelled) => Done::Cancelled,
                 None if truth.copied < SIZES[index] => Done::Part,
-                None => Done::Whole,
+                None => Done::Last,
             };
             assert_eq!(self.queue.done(), expected, "{index}");
-            if expected == Done::Whole {
-                truth.end = Some(End::Whole);
+            if expected == Done::Last {
+                truth.end = Some(End::Complete);
             }
         }
 
@@ -321,7 +321,7 @@ mod tests {
                 let hurried = world.clone().after(Event::Open(Some(0))).after(Event::Hurry(last)).run();
                 assert_eq!(hurried.first(), None, "a hurried capture never ends: {world:?}");
             }
-            // From here on no byte may be copied but those of the chunk in progress.
+            // From now on no byte may be copied except those of the chunk in progress.
             let copied = |world: &World| world.captures.iter().map(|truth| truth.copied).sum::<usize>();
             let closed = world.clone().after(Event::Open(Some(0))).run();
             let in_progress = world.reading.map_or(0, |(_, bytes)| bytes);
@@ -350,6 +350,6 @@ mod tests {
         assert_eq!(capture, 0);
         assert_eq!(steps(Some(5)), [(4, Done::Part), (1, Done::Part)]);
         assert_eq!(steps(Some(0)), []);
-        assert_eq!(steps(None), [(4, Done::Part), (1, Done::Whole)]);
+        assert_eq!(steps(None), [(4, Done::Part), (1, Done::Last)]);
     }
 }

@@ -1,4 +1,4 @@
-//! State that the copying thread and its callers share: the queue, the captures' work, and their progress.
+//! State shared by the copying thread and its callers: the queue, the captures' work, and their progress.
 
 use super::queue::{Action, Done, Queue};
 use super::work::Work;
@@ -19,16 +19,16 @@ pub enum CaptureState {
     Waiting,
     /// Part of it may be in place.
     Copying,
-    /// All is in place and the version is published.
-    Whole,
-    /// It will never be whole, and its sources are no longer read.
+    /// All bytes are in place and the version is published.
+    Complete,
+    /// It will never be complete, and its sources are no longer read.
     Cancelled,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Progress {
     pub(super) state: CaptureState,
-    /// The units' bytes before this offset of the buffer are in place; the size of the buffer when all of it is whole.
+    /// Offset in the buffer up to which the units' bytes are in place; the buffer's size once the version is complete.
     pub(super) done_bytes: usize,
     /// Time that copying took.
     pub(super) busy: Duration,
@@ -36,7 +36,7 @@ pub(super) struct Progress {
     pub(super) why: String,
 }
 
-/// The progress of one capture, for the thread to write and its handle to read.
+/// Progress of one capture, written by the thread and read by its handle.
 pub(super) struct Record {
     pub(super) version: u64,
     pub(super) index: usize,
@@ -60,7 +60,7 @@ impl Record {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        matches!(self.lock().state, CaptureState::Whole | CaptureState::Cancelled)
+        matches!(self.lock().state, CaptureState::Complete | CaptureState::Cancelled)
     }
 
     fn copied(&self, position: Option<usize>, busy: Duration) {
@@ -70,14 +70,14 @@ impl Record {
         progress.done_bytes = position.unwrap_or(progress.done_bytes);
     }
 
-    /// The end; the first one counts.
+    /// Ends the capture; the first outcome counts.
     pub(super) fn end(&self, outcome: std::result::Result<(), String>) {
         let mut progress = self.lock();
-        if matches!(progress.state, CaptureState::Whole | CaptureState::Cancelled) {
+        if matches!(progress.state, CaptureState::Complete | CaptureState::Cancelled) {
             return;
         }
         match outcome {
-            Ok(()) => (progress.state, progress.done_bytes) = (CaptureState::Whole, self.payload_bytes),
+            Ok(()) => (progress.state, progress.done_bytes) = (CaptureState::Complete, self.payload_bytes),
             Err(why) => (progress.state, progress.why) = (CaptureState::Cancelled, why),
         }
     }
@@ -87,7 +87,7 @@ impl Record {
 pub(super) struct Entry {
     pub(super) arena: Arc<Arena>,
     pub(super) record: Arc<Record>,
-    /// None while a thread works on it, or ends it.
+    /// None while a thread works on it or ends it.
     pub(super) work: Option<Work>,
 }
 
@@ -99,9 +99,9 @@ pub(super) struct State {
 
 pub(super) struct Shared {
     state: Mutex<State>,
-    /// For the copying thread: there may be something to do.
+    /// Wakes the copying thread: it may have work.
     pub(super) wake: Condvar,
-    /// For the callers: a capture has come further or is over.
+    /// Wakes the callers: a capture has progressed or is over.
     pub(super) changed: Condvar,
 }
 
@@ -115,13 +115,13 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the queue and lets the thread look at it again.
+    /// Changes the queue and wakes the thread.
     pub(super) fn change(&self, change: impl FnOnce(&mut Queue)) {
         change(&mut self.lock().queue);
         self.wake.notify_one();
     }
 
-    /// Ends a capture whose work has been dropped: its end allows callers to write what it read.
+    /// Ends a capture whose work has been dropped: from its end on, callers may write its sources.
     pub(super) fn end(&self, capture: u64, record: &Record, outcome: std::result::Result<(), String>) {
         let mut state = self.lock();
         state.entries.remove(&capture);
@@ -129,7 +129,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// The copying thread: chunk by chunk until the queue stops; then nothing is left that waits.
+    /// The copying thread: copies chunk by chunk until the queue stops; then no capture is left waiting.
     pub(super) fn run(&self) {
         let _ended = CancelAll(self);
         let mut state = self.lock();
@@ -138,9 +138,9 @@ impl Shared {
                 Action::Stop => return,
                 Action::Wait => state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Action::Copy { capture, bytes } => {
-                    let entry = state.entries.get_mut(&capture).expect("what is in the queue has an entry");
+                    let entry = state.entries.get_mut(&capture).expect("a queued capture has an entry");
                     let work =
-                        entry.work.take().expect("only this thread takes the work of what is in the queue");
+                        entry.work.take().expect("only this thread takes the work of a queued capture");
                     let (arena, record) = (entry.arena.clone(), entry.record.clone());
                     drop(state);
                     self.copy(capture, bytes, work, &arena, &record);
@@ -152,7 +152,7 @@ impl Shared {
 
     fn copy(&self, capture: u64, bytes: usize, mut work: Work, arena: &Arena, record: &Record) {
         let reserved = arena.reserve_all();
-        let start = Instant::now(); // the memory is taken once, and says nothing of how long later versions take
+        let start = Instant::now(); // reserving happens once, so it must not count as time of later versions
         let advanced = reserved.and_then(|()| {
             // SAFETY: by the promise of the capture's caller, which writes the sources only once it is over.
             unsafe { work.advance(bytes) }
@@ -166,16 +166,16 @@ impl Shared {
         let done = state.queue.done();
         if done == Done::Part {
             let entry = state.entries.get_mut(&capture);
-            entry.expect("what is in the queue has an entry").work = Some(work);
+            entry.expect("a queued capture has an entry").work = Some(work);
             self.changed.notify_all();
             return;
         }
         let stopped = state.queue.is_stopped();
-        // No other thread ends it now: it is out of the queue, and its work is here.
+        // No other thread can end it now: it is no longer queued, and this thread has its work.
         drop(state);
         let outcome = match done {
             _ if advanced.is_err() => advanced.map_err(|error| error.to_string()),
-            Done::Whole => arena.commit_with(record.index, work.digests()).map_err(|error| error.to_string()),
+            Done::Last => arena.commit_with(record.index, work.digests()).map_err(|error| error.to_string()),
             _ if stopped => Err(SHUT_DOWN.into()),
             _ => Err(BY_CALLER.into()),
         };
@@ -184,7 +184,7 @@ impl Shared {
     }
 }
 
-/// Leaves no caller waiting when the thread ends, however it ends.
+/// Ensures that no caller waits after the thread ends, for whatever reason.
 struct CancelAll<'a>(&'a Shared);
 
 impl Drop for CancelAll<'_> {
@@ -197,16 +197,16 @@ impl Drop for CancelAll<'_> {
             drop(entry.work);
             entry.record.end(Err(SHUT_DOWN.into()));
         }
-        // A caller that has just looked waits by now.
+        // A caller that has just checked is waiting by now.
         drop(self.0.lock());
         self.0.changed.notify_all();
     }
 }
 
-/// The result of a wait for `bytes`, or for all, once the capture is over or far enough; none: keep waiting.
+/// The result of a wait for `bytes`, or for all, once the capture is over or far enough; none to keep waiting.
 pub(super) fn answer(progress: &Progress, version: u64, bytes: Option<usize>) -> Option<Result<usize>> {
     match progress.state {
-        CaptureState::Whole => Some(Ok(progress.done_bytes)),
+        CaptureState::Complete => Some(Ok(progress.done_bytes)),
         CaptureState::Cancelled => {
             let why = &progress.why;
             Some(Err(Error::cancelled(format!("the capture of version {version}"), why)))

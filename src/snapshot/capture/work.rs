@@ -1,8 +1,8 @@
-//! One capture's bytes: from scattered runs of memory into a buffer, each unit hashed while it is in the cache, or by several
-//! threads where a device brings it to its place. Or into nothing but the hash.
+//! The bytes of one capture: from scattered runs of memory into a buffer, each unit hashed while it is in the cache, or
+//! by several threads if a device delivers it in place. The destination may also be the hash alone.
 
 use super::hashing::Hashing;
-use crate::beside::give_way;
+use crate::background::lower_priority;
 use crate::cpu::memory::{copy, finish_stream};
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -10,11 +10,12 @@ use crate::snapshot::{Layout, Unit};
 use std::any::Any;
 use xxhash_rust::xxh3::Xxh3Default;
 
-/// Copied and then hashed at once: fits the innermost cache, so that the source is read from memory once.
+/// Size of a block that is copied and then hashed at once: it fits the L1 cache, so the source is read from memory
+/// once.
 const BLOCK_BYTES: usize = 16 << 10;
 const LINE_BYTES: usize = 64;
 
-/// Consecutive bytes on the CPU: address and size.
+/// Consecutive bytes of CPU memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// Address of the first byte.
@@ -23,72 +24,72 @@ pub struct Run {
     pub bytes: usize,
 }
 
-/// Brings more of a capture's bytes to their runs on the CPU, and waits for it: returns how many of them, from the first
-/// on, are readable there, all in the end. It is called when all that it has brought so far was copied, and may then bring
-/// others in its place. It gets the address of the buffer, in which it puts the bytes itself where the capture has no runs.
-/// An error cancels the capture.
+/// Fetches more of a capture's bytes to their runs in CPU memory and waits for them. Returns the number of bytes, from
+/// the first on, that are readable; in the end all. It is called when all bytes fetched so far were copied, and may
+/// then overwrite them. Its argument is the address of the buffer, into which it copies the bytes itself if the capture
+/// has no runs. An error cancels the capture.
 pub type Fetch = Box<dyn FnMut(*mut u8) -> Result<usize> + Send>;
 
-/// Part of a unit that is only hashed.
+/// Bytes of a unit that is hashed without being copied.
 #[derive(Clone, Copy, Debug)]
-pub enum Part<'a> {
-    /// Bytes that are there.
-    Here(&'a [u8]),
-    /// Bytes that are there when they were fetched.
+pub enum HashSource<'a> {
+    /// Bytes that are readable now.
+    Present(&'a [u8]),
+    /// Bytes that are readable once they were fetched.
     Fetched(Run),
 }
 
-/// What becomes of the bytes, beside their digests.
+/// Destination of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Destination {
     /// They are copied to their places in the buffer.
     Buffer,
     /// They are in their places in the buffer when they are fetched.
     InPlace,
-    /// Nothing.
+    /// They are only hashed.
     Nowhere,
 }
 
-/// A run, and where it goes.
+/// A run and its destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Piece {
     from: usize,
-    /// It is there when `fetch` says so.
+    /// Whether it must be fetched first.
     is_fetched: bool,
     /// Offset in the buffer.
     to: usize,
     bytes: usize,
     unit: usize,
-    /// The unit is whole after it.
+    /// Whether it is the last piece of its unit.
     ends_unit: bool,
 }
 
-/// The rest of a capture's copying, and the digests so far.
+/// The remaining work of a capture, and the digests so far.
 pub(super) struct Work {
     buffer: usize,
     pieces: Vec<Piece>,
-    /// The piece that is next, and how much of it is in place.
+    /// The next piece, and the bytes of it that are in place.
     next: usize,
     within: usize,
     hash: Xxh3Default,
     digests: Vec<u64>,
-    /// Of the bytes that are fetched: those in place, and those that are readable.
+    /// Of the fetched bytes: those in place, and those that are readable.
     copied: usize,
     readable: usize,
     fetch: Option<Fetch>,
     destination: Destination,
-    /// Who hashes units, where this thread does not; dropped before what it reads.
+    /// Threads that hash units, if this one does not; dropped before the memory that they read.
     hashing: Option<Hashing>,
-    /// Whatever owns the sources; dropped with the work.
+    /// Owner of the sources; dropped with the work.
     _kept: Box<dyn Any + Send>,
 }
 
 impl Work {
-    /// The copy of `sources`, the runs of each unit, into a buffer that [`begin`](Self::begin) names; without them `fetch`
-    /// brings all to its place.
+    /// Prepares the copy of `sources`, the runs of each unit, into a buffer that [`begin`](Self::begin) sets; without
+    /// sources `fetch` copies all bytes into place.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) naming the unit whose runs are not as many bytes as it has.
+    /// [`Error::Invalid`](crate::Error::Invalid) naming the unit whose runs have another size.
     pub(super) fn new(
         layout: &Layout,
         sources: Option<&[Vec<Run>]>,
@@ -117,18 +118,18 @@ impl Work {
         Ok(Self::of(pieces, num_units, Destination::Buffer, fetch, kept))
     }
 
-    /// The digests of units alone, from their parts; of all parts that `fetch` brings, in their order.
+    /// Prepares the hashing of units from their parts, with all parts that `fetch` fetches in order.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for runs that are no memory.
-    pub(super) fn hashed(units: &[Vec<Part<'_>>], fetch: Fetch) -> Result<Self> {
+    /// [`Error::Invalid`](crate::Error::Invalid) for runs that are no valid memory.
+    pub(super) fn hashed(units: &[Vec<HashSource<'_>>], fetch: Fetch) -> Result<Self> {
         let mut pieces = Vec::with_capacity(units.len());
         for (index, parts) in units.iter().enumerate() {
             let runs = parts.iter().map(|part| match *part {
-                Part::Here(bytes) => {
+                HashSource::Present(bytes) => {
                     (Run { address: bytes.as_ptr().expose_provenance(), bytes: bytes.len() }, false)
                 }
-                Part::Fetched(run) => (run, true),
+                HashSource::Fetched(run) => (run, true),
             });
             let bytes = runs.clone().fold(0, |bytes: usize, (run, _)| bytes.saturating_add(run.bytes));
             add_pieces(&mut pieces, index, &Unit { name: index.to_string(), offset: 0, bytes }, runs)?;
@@ -159,17 +160,17 @@ impl Work {
         }
     }
 
-    /// Address of the buffer.
+    /// Sets the address of the buffer.
     pub(super) fn begin(&mut self, buffer: *mut u8) {
         self.buffer = buffer.expose_provenance();
     }
 
-    /// Bytes of all units.
+    /// Total bytes of all units.
     pub(super) fn total_bytes(&self) -> usize {
         self.pieces.iter().map(|piece| piece.bytes).sum()
     }
 
-    /// The units' bytes before this offset of the buffer are in place; none when all are.
+    /// Offset in the buffer up to which the units' bytes are in place; none when all are.
     pub(super) fn position(&self) -> Option<usize> {
         self.pieces.get(self.next).map(|piece| piece.to + self.within)
     }
@@ -179,18 +180,18 @@ impl Work {
         &self.digests
     }
 
-    /// Copies the next `bytes` bytes, which are fetched first where that is needed. With the last ones all digests are there.
+    /// Copies the next `bytes` bytes, fetching them first if necessary. After the last ones all digests are known.
     ///
     /// # Errors
     /// The error of fetching or hashing them.
     ///
     /// # Safety
-    /// The buffer has begun and is the layout's; the sources are readable once fetched, and no other code writes them
-    /// or the buffer meanwhile.
+    /// The buffer must have been set and be the layout's. The sources must be readable once fetched, and no other code
+    /// may write them or the buffer meanwhile.
     pub(super) unsafe fn advance(&mut self, bytes: usize) -> Result<()> {
         if self.destination == Destination::InPlace && self.copied == 0 && self.hashing.is_none() {
             let largest = self.pieces.iter().map(|piece| piece.bytes).max().unwrap_or(0);
-            self.hashing = Hashing::begin(self.total_bytes(), largest); // here: who began the capture waits for no threads
+            self.hashing = Hashing::begin(self.total_bytes(), largest); // on this thread: the caller of `capture` waits for no threads
         }
         // SAFETY: by the caller's promise.
         let advanced = unsafe { self.copy(bytes) };
@@ -228,7 +229,7 @@ impl Work {
         Ok(())
     }
 
-    /// The next bytes of a piece, once they are in their place.
+    /// The next bytes of a piece, once they are in place.
     unsafe fn copy_block<'a>(&self, piece: Piece, size: usize) -> &'a [u8] {
         let to = self.buffer + piece.to + self.within;
         let is_in_place = self.destination == Destination::InPlace;
@@ -237,7 +238,7 @@ impl Work {
         let from = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), size) };
         if self.destination == Destination::Buffer {
             let to = std::ptr::with_exposed_provenance_mut(to);
-            // SAFETY: the piece lies in the buffer, the arena's own memory, which is apart from the sources.
+            // SAFETY: the piece lies in the buffer, the arena's own memory, which does not overlap the sources.
             copy_past_cache(from, unsafe { std::slice::from_raw_parts_mut(to, size) });
         }
         from
@@ -253,7 +254,7 @@ impl Work {
     unsafe fn finish_piece(&mut self) {
         let piece = self.pieces[self.next];
         if let Some(hashing) = &mut self.hashing {
-            // SAFETY: without runs a piece is a whole unit; it lies in the buffer until the work is dropped.
+            // SAFETY: without runs a piece is an entire unit; it lies in the buffer until the work is dropped.
             unsafe { hashing.add(piece.unit, self.buffer + piece.to, piece.bytes) };
         } else if piece.ends_unit {
             self.digests[piece.unit] = self.hash.digest();
@@ -263,14 +264,14 @@ impl Work {
     }
 }
 
-/// Copies the runs of each unit, one after the other, to its place in `outs`, past the cache and in a thread that gives way;
-/// returns when all is there.
+/// Copies the runs of each unit consecutively to its place in `outs`, bypassing the cache, in a low-priority thread;
+/// returns when all bytes are copied.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) for runs that do not add up to their units.
 ///
 /// # Safety
-/// The runs are readable, apart from `outs`, and no other code writes them meanwhile.
+/// The runs must be readable and not overlap `outs`, and no other code may write them meanwhile.
 pub unsafe fn copy_units(sources: &[Vec<Run>], outs: &mut [&mut [u8]]) -> Result<()> {
     ensure!(
         sources.len() == outs.len(),
@@ -283,7 +284,7 @@ pub unsafe fn copy_units(sources: &[Vec<Run>], outs: &mut [&mut [u8]]) -> Result
         ensure!(bytes == out.len(), "sources: expected runs of {} bytes in all, got {bytes}", out.len());
     }
     let work = || {
-        give_way();
+        lower_priority();
         for (runs, out) in sources.iter().zip(outs) {
             let mut rest = &mut **out;
             for run in runs.iter().filter(|run| run.bytes > 0) {
@@ -304,7 +305,7 @@ pub unsafe fn copy_units(sources: &[Vec<Run>], outs: &mut [&mut [u8]]) -> Result
     })
 }
 
-/// Whole cache lines past the cache, which belongs to the training threads, and the rest through it.
+/// Copies full cache lines around the cache, which belongs to the training threads, and the rest through it.
 fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
     let lines = (to.len() - head) / LINE_BYTES * LINE_BYTES;
@@ -315,7 +316,7 @@ fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     to_tail.copy_from_slice(from_tail);
 }
 
-/// The pieces of one unit, from its runs and whether they are fetched; those that follow each other in memory become one.
+/// Adds the pieces of one unit, from its runs and whether they are fetched; adjacent ones are merged.
 fn add_pieces(
     pieces: &mut Vec<Piece>,
     index: usize,
@@ -327,7 +328,7 @@ fn add_pieces(
     for (run, is_fetched) in runs.filter(|(run, _)| run.bytes > 0) {
         ensure!(
             run.address != 0 && run.address.checked_add(run.bytes).is_some(),
-            "sources: unit {:?}: {} bytes at address {:#x} are no memory",
+            "sources: unit {:?}: {} bytes at address {:#x} are outside the address space",
             unit.name,
             run.bytes,
             run.address
@@ -398,7 +399,7 @@ mod tests {
             while left > 0 {
                 assert_eq!(work.position(), Some(position));
                 let bytes = left.min(chunk);
-                // SAFETY: the sources and the buffer live here, and nothing else uses them.
+                // SAFETY: the sources and the buffer live in this function, and nothing else uses them.
                 unsafe { work.advance(bytes) }.unwrap();
                 left -= bytes;
                 let copied = 69_501 - left;
@@ -428,7 +429,7 @@ mod tests {
         work.hashing = Hashing::with_threads(2);
         work.begin(buffer.as_mut_ptr());
         for _ in 0..total.div_ceil(4096) {
-            // SAFETY: the buffer lives here, and nothing else uses it.
+            // SAFETY: the buffer lives in this function, and nothing else uses it.
             unsafe { work.advance(4096) }.unwrap();
         }
         assert_eq!(work.position(), None);
@@ -444,15 +445,15 @@ mod tests {
             vec![],
             vec![run(&source)],
         ];
-        let mut whole = vec![0xEE_u8; 80_000];
-        let (first, rest) = whole.split_at_mut(501);
+        let mut all = vec![0xEE_u8; 80_000];
+        let (first, rest) = all.split_at_mut(501);
         let (second, rest) = rest.split_at_mut(0);
         let mut outs = [first, second, &mut rest[3..70_003]];
-        // SAFETY: the sources and the places live here, and nothing else uses them.
+        // SAFETY: the sources and the places live in this function, and nothing else uses them.
         unsafe { copy_units(&runs, &mut outs) }.unwrap();
-        assert!(whole[..501] == [&source[500..700], &source[..301]].concat() && whole[504..70_504] == source);
-        assert!(whole[501..504].iter().chain(&whole[70_504..]).all(|&byte| byte == 0xEE));
-        let mut short = [&mut whole[..1]];
+        assert!(all[..501] == [&source[500..700], &source[..301]].concat() && all[504..70_504] == source);
+        assert!(all[501..504].iter().chain(&all[70_504..]).all(|&byte| byte == 0xEE));
+        let mut short = [&mut all[..1]];
         // SAFETY: as above.
         let error = unsafe { copy_units(&runs[2..], &mut short) }.unwrap_err();
         assert_eq!(error.to_string(), "sources: expected runs of 1 bytes in all, got 70000");

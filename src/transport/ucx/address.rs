@@ -1,9 +1,9 @@
-//! Addresses of the network, as C has them.
+//! Conversion of socket addresses to and from C.
 
 use std::io::{Error, Result};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-/// An address in C's form, and how many bytes of it are in use.
+/// Returns the address in C's form, with the number of its bytes.
 pub(super) fn to_c(address: SocketAddr) -> (libc::sockaddr_storage, libc::socklen_t) {
     // SAFETY: all of its fields may be zero.
     let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
@@ -33,7 +33,7 @@ pub(super) fn to_c(address: SocketAddr) -> (libc::sockaddr_storage, libc::sockle
     (storage, nbytes as libc::socklen_t)
 }
 
-/// The address that C says.
+/// Returns the address that C has written.
 pub(super) fn from_c(storage: &libc::sockaddr_storage) -> Result<SocketAddr> {
     match libc::c_int::from(storage.ss_family) {
         libc::AF_INET => {
@@ -48,7 +48,7 @@ pub(super) fn from_c(storage: &libc::sockaddr_storage) -> Result<SocketAddr> {
             let ip = Ipv6Addr::from(found.sin6_addr.s6_addr);
             Ok(SocketAddrV6::new(ip, u16::from_be(found.sin6_port), 0, found.sin6_scope_id).into())
         }
-        kind => Err(Error::other(format!("UCX: an address of kind {kind}"))),
+        kind => Err(Error::other(format!("UCX: expected an IPv4 or IPv6 address, got family {kind}"))),
     }
 }
 

@@ -1,15 +1,16 @@
-//! What is used of UCX's C interface: signatures of `ucp/api/ucp.h`, as of UCX 1.22, resolved in the loaded library.
+//! The part of UCX's C interface in use: signatures of `ucp/api/ucp.h` from UCX 1.22, resolved in the loaded library.
 //!
-//! Structures have a mask of the fields that are set, and grow at their ends alone: an older library reads the fields that
-//! it knows and finds in the mask, a newer one no field that is not here. So those here end with the last one in 1.22.
+//! Structures have a mask of the fields that are set, and only grow at their ends. An older library reads the fields
+//! that it knows and finds in the mask; a newer one finds no field that is missing in these definitions. So they end
+//! with the last field of 1.22.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
 
-/// A context, a worker, an endpoint, an address or a configuration: UCX's own.
+/// A context, a worker, an endpoint, an address or a configuration, owned by UCX.
 pub(super) type Handle = *mut c_void;
-/// `ucs_status_t`: 0 for success, 1 while something is under way, below 0 for an error.
+/// `ucs_status_t`: 0 for success, 1 while in progress, below 0 for an error.
 pub(super) type Status = c_int;
-/// `ucs_status_ptr_t`: null for success, a request, or an error as the address that its number is.
+/// `ucs_status_ptr_t`: null for success, a request, or an error encoded as an address.
 pub(super) type StatusOrRequest = *mut c_void;
 
 pub(super) const OK: Status = 0;
@@ -18,10 +19,10 @@ pub(super) const BUSY: Status = -15;
 /// `UCS_ERR_LAST`: addresses from this one on are errors.
 pub(super) const LAST_ERROR: isize = -100;
 
-/// The callback of a listener that somebody connects to: the request, and its argument.
+/// Callback of a listener for a new connection, with the connection request and its argument.
 pub(super) type ConnCallback = unsafe extern "C" fn(Handle, *mut c_void);
 
-/// The callback of an endpoint that has failed.
+/// Callback of an endpoint that has failed.
 pub(super) type ErrCallback = unsafe extern "C" fn(*mut c_void, Handle, Status);
 
 /// `ucp_params_t`.
@@ -133,12 +134,12 @@ pub(super) struct TagInfo {
     pub(super) length: usize,
 }
 
-/// A structure of which no field is set.
+/// A structure with no fields set.
 ///
 /// # Safety
 /// All of its fields may be zero.
 unsafe fn unset<T>() -> T {
-    // SAFETY: as the caller says.
+    // SAFETY: by the caller's promise.
     unsafe { std::mem::zeroed() }
 }
 
@@ -146,7 +147,7 @@ macro_rules! unset_by_default {
     ($($name:ty),*) => {$(
         impl Default for $name {
             fn default() -> Self {
-                // SAFETY: numbers, raw pointers and functions that may be missing.
+                // SAFETY: numbers, raw pointers and optional functions may be zero.
                 unsafe { unset() }
             }
         }
@@ -156,7 +157,7 @@ macro_rules! unset_by_default {
 unset_by_default!(Params, WorkerParams, ListenerParams, ListenerAttr, EpParams, RequestParam);
 
 impl Params {
-    /// Messages with tags, which wake who waits for them, of workers in several threads.
+    /// For tagged messages that wake waiting threads, with workers in several threads.
     pub(super) fn of_messages() -> Self {
         const FEATURES_AND_MT_WORKERS_SHARED: u64 = 1 << 0 | 1 << 5;
         const TAG_AND_WAKEUP: u64 = 1 << 0 | 1 << 4;
@@ -166,7 +167,7 @@ impl Params {
 }
 
 impl WorkerParams {
-    /// Any thread may use it, one at a time.
+    /// For use by any thread, one at a time.
     pub(super) fn serialized() -> Self {
         const THREAD_MODE: u64 = 1 << 0;
         const SERIALIZED: c_int = 1;
@@ -175,7 +176,7 @@ impl WorkerParams {
 }
 
 impl ListenerParams {
-    /// At an address; whoever connects is told to `call` with the argument.
+    /// Listens at an address; `call` is called with the argument for each connection.
     pub(super) fn at(address: &SockAddrBytes, call: ConnCallback, argument: *mut c_void) -> Self {
         const SOCK_ADDR_AND_CONN_HANDLER: u64 = 1 << 0 | 1 << 2;
         Self {
@@ -188,14 +189,14 @@ impl ListenerParams {
 }
 
 impl ListenerAttr {
-    /// Asks for the address.
+    /// Queries the address.
     pub(super) fn address() -> Self {
         const SOCKADDR: u64 = 1 << 0;
         Self { field_mask: SOCKADDR, ..Self::default() }
     }
 }
 
-/// An address of the network, and how many bytes of it are in use.
+/// A socket address in C's form, with the number of its bytes.
 pub(super) type SockAddrBytes = (libc::sockaddr_storage, libc::socklen_t);
 
 impl SockAddr {
@@ -205,7 +206,7 @@ impl SockAddr {
 }
 
 impl EpParams {
-    /// To the listener at an address.
+    /// Connects to the listener at an address.
     pub(super) fn to(address: &SockAddrBytes, on_lost: ErrCallback) -> Self {
         const SOCK_ADDR_AND_FLAGS: u64 = 1 << 4 | 1 << 5;
         const CLIENT_SERVER: c_uint = 1 << 0;
@@ -214,7 +215,7 @@ impl EpParams {
         Self { field_mask, sockaddr: SockAddr::of(address), flags: CLIENT_SERVER, ..of }
     }
 
-    /// To who has connected.
+    /// Connects back to a side that has connected.
     pub(super) fn back(conn_request: Handle, on_lost: ErrCallback) -> Self {
         const CONN_REQUEST: u64 = 1 << 6;
         let of = Self::may_be_lost(on_lost);
@@ -234,7 +235,7 @@ impl EpParams {
 }
 
 impl RequestParam {
-    /// For memory of the host; a request even for what is over at once.
+    /// For host memory; returns a request even if the operation completes immediately.
     pub(super) fn of_host_memory() -> Self {
         const MEMORY_TYPE: u32 = 1 << 6;
         const NO_IMM_CMPL: u32 = 1 << 16;
@@ -242,7 +243,7 @@ impl RequestParam {
         Self { op_attr_mask: MEMORY_TYPE | NO_IMM_CMPL, memory_type: HOST, ..Self::default() }
     }
 
-    /// For an endpoint that is closed without waiting for the other side.
+    /// For closing an endpoint without waiting for the other side.
     pub(super) fn by_force() -> Self {
         const FLAGS: u32 = 1 << 4;
         const FORCE: u32 = 1 << 0;
@@ -258,11 +259,11 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Those of a library; the name of one that it lacks as the error.
+            /// Resolves the functions of a library; the error is the name of a missing one.
             ///
             /// # Safety
-            /// The handle is that of a libucp that is never closed.
-            // The fields give the types; spelling them twice would hide a difference.
+            /// The handle must be that of a libucp that is never closed.
+            // The fields determine the types; repeating them would hide a difference.
             #[allow(clippy::missing_transmute_annotations)]
             pub(super) unsafe fn resolve(library: *mut c_void) -> Result<Self, &'static str> {
                 let find = |name: &'static CStr, text: &'static str| {
@@ -278,7 +279,7 @@ macro_rules! functions {
                                 Err(_) => panic!("an identifier holds no NUL"),
                             };
                         let address = find(NAME, stringify!($name))?;
-                        // SAFETY: the header declares the function of this name so.
+                        // SAFETY: the header declares the function of this name with this type.
                         unsafe { std::mem::transmute(address) }
                     },
                 )*})
@@ -317,7 +318,7 @@ mod tests {
     use super::*;
     use std::mem::offset_of;
 
-    /// What a C compiler says of the headers of UCX 1.22 on a machine of 64 bits.
+    /// Sizes and offsets that a C compiler reports for the headers of UCX 1.22 on a 64-bit machine.
     #[cfg(target_pointer_width = "64")]
     #[test]
     fn structures_are_laid_out_as_in_the_header() {

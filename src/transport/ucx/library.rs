@@ -1,4 +1,4 @@
-//! UCX itself: loaded when a member asks for it first, and kept until the process ends.
+//! The UCX library: loaded when a member first requests it, and kept until the process ends.
 
 use super::ffi::{self, Functions, Handle, Params, Status};
 use crate::error::{Error, Result};
@@ -6,24 +6,25 @@ use std::ffi::{CStr, CString, c_uint};
 use std::ptr::null;
 use std::sync::{Mutex, PoisonError};
 
-/// The oldest version that outlives the loss of a member: older ones lose a message for good, or abort the process.
+/// The oldest version that survives the loss of a member: older ones lose messages for good, or abort the process.
 const OLDEST: (c_uint, c_uint) = (1, 16);
-/// All messages wait until there is room for them.
+/// Makes all messages wait until there is memory for them.
 const ALL_WAIT: (&CStr, &CStr) = (c"RNDV_THRESH", c"0");
-/// Receivers read from senders' memory: so they alone write into theirs, and not once they have given up.
+/// Makes receivers read from senders' memory: so only they write into theirs, and not after they have cancelled.
 const RECEIVERS_READ: (&CStr, &CStr) = (c"RNDV_SCHEME", c"get_zcopy");
-/// Without RDMA nobody writes but a process itself. Messages would be cut into pieces and copied if receivers had to read.
+/// Without RDMA only the process itself writes its memory. Messages would be cut into pieces and copied if receivers
+/// had to read.
 const AS_IS_FASTEST: (&CStr, &CStr) = (c"RNDV_SCHEME", c"auto");
 /// The network cards of this machine that have RDMA.
 const CARDS: &str = "/sys/class/infiniband";
 
-/// The library's functions, and its context, which all workers of this process share.
+/// The library's functions and its context, which all workers of this process share.
 pub(crate) struct Ucx {
     pub(super) call: Functions,
     pub(super) context: Handle,
 }
 
-// SAFETY: functions of a library that stays, and a context that is made for workers of several threads.
+// SAFETY: functions of a library that stays loaded, and a context made for workers of several threads.
 unsafe impl Send for Ucx {}
 // SAFETY: as above.
 unsafe impl Sync for Ucx {}
@@ -35,10 +36,10 @@ impl std::fmt::Debug for Ucx {
 }
 
 impl Ucx {
-    /// The library: the first one of these names or paths that is there and fits, unless the process has it already.
+    /// Opens the first suitable library of these names or paths, unless the process has one already.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there is none.
+    /// [`Error::Invalid`] if there is none.
     pub(crate) fn open(libraries: &[String]) -> Result<&'static Self> {
         static OPENED: Mutex<Option<&'static Ucx>> = Mutex::new(None);
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -48,7 +49,7 @@ impl Ucx {
         let mut found = Vec::new();
         for name in libraries {
             match Self::load(name) {
-                // It stays: its hooks in the process cannot be taken out.
+                // It stays loaded: its hooks in the process cannot be removed.
                 Ok(ucx) => return Ok(opened.insert(Box::leak(Box::new(ucx)))),
                 Err(error) => found.push(format!("{name}: {error}")),
             }
@@ -62,15 +63,15 @@ impl Ucx {
     }
 
     fn load(name: &str) -> std::result::Result<Self, String> {
-        let path = CString::new(name).map_err(|_| "a path has no NUL".to_owned())?;
-        // SAFETY: a C string; what the library does at its start is UCX's business.
+        let path = CString::new(name).map_err(|_| "expected a path without NUL".to_owned())?;
+        // SAFETY: a C string; the library's initialisers are UCX's own.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            // SAFETY: it is null, or a C string that stays until this thread's next call.
+            // SAFETY: null, or a C string that is valid until this thread's next call.
             let error = unsafe { libc::dlerror().as_ref().map(|error| CStr::from_ptr(error)) };
             return Err(error.map_or("not found".into(), |error| error.to_string_lossy().into_owned()));
         }
-        // SAFETY: it is libucp's, as it has these names, and is never closed.
+        // SAFETY: the library is libucp, as it has these names, and is never closed.
         let call = unsafe { Functions::resolve(handle) }.map_err(|name| format!("it has no {name}"))?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
         // SAFETY: room for three numbers.
@@ -82,14 +83,14 @@ impl Ucx {
         Ok(Self { call, context })
     }
 
-    /// Fails with UCX's words for an error.
+    /// Returns UCX's text for an error as an error.
     pub(super) fn check(&self, status: Status) -> std::io::Result<()> {
         if status < ffi::OK { Err(std::io::Error::other(explain(&self.call, status))) } else { Ok(()) }
     }
 }
 
 fn explain(call: &Functions, status: Status) -> String {
-    // SAFETY: it is a C string that stays, for all numbers.
+    // SAFETY: it returns a static C string for all numbers.
     let text = unsafe { CStr::from_ptr((call.ucs_status_string)(status)) };
     format!("UCX: {}", text.to_string_lossy())
 }
@@ -108,10 +109,10 @@ fn start(call: &Functions) -> std::result::Result<Handle, String> {
     let params = Params::of_messages();
     let (mut context, (major, minor)) = (std::ptr::null_mut(), OLDEST);
     let started = set.and_then(|()| {
-        // SAFETY: all live through the call; the fields in the mask are set.
+        // SAFETY: all arguments live through the call; the fields in the mask are set.
         done(unsafe { (call.ucp_init_version)(major, minor, &raw const params, config, &raw mut context) })
     });
-    // SAFETY: it was read above, and is not used any more.
+    // SAFETY: it was read above, and is not used afterwards.
     unsafe { (call.ucp_config_release)(config) };
     started.map(|()| context)
 }

@@ -1,20 +1,21 @@
-//! Bytes of long messages by UCX: by RDMA where the network has it, else by what UCX has found.
+//! Long messages over UCX: by RDMA if the network has it, or else by the transport that UCX selects.
 //!
-//! The connection of a message's tag and number stays the one that carries requests and headers, and tells of losses. Each
-//! has a worker of UCX at both ends, which its threads alone use, and no thread of UCX's moves bytes:
+//! The connection of a message still carries requests and headers, and signals losses. It has a UCX worker at both
+//! ends, which only its own threads use; no thread of UCX's moves bytes:
 //!
 //! ```text
 //! receiver                                       sender
 //!    │ hello … its worker's address ───────────►  │ connects to the worker
 //!    │ request(tag, number, room) ─────────────►  │
-//!    │  ◄────────────── header(tag, number, length)│ once it is there
+//!    │  ◄────────────── header(tag, number, length)│ once it is ready
 //!    │  ◄═════════════════════════ bytes, by UCX  │ the receiver reads them from the sender's memory
 //!    │ has come(tag, number) ──────────────────►  │
 //!    │  ◄───────────────────────────────── number │ the bytes were the message's until they had come
 //! ```
 //!
-//! When the connection ends, both give up: they end their workers, and only then say that the message has failed. What an
-//! RDMA network, or the kernel, still reads of a sender's memory then is never taken for a message: its number is missing.
+//! When the connection ends, both sides cancel: they end their workers, and only then report the message as failed. An
+//! RDMA network, or the kernel, may still read a sender's memory then. The result is never taken for a message, as its
+//! number is missing.
 
 mod address;
 mod ffi;
@@ -24,18 +25,18 @@ mod worker;
 pub(crate) use library::Ucx;
 
 use super::wire::explain;
-use crate::reach::unforeseen;
+use crate::reachability::unpredictable;
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc;
 use worker::Worker;
 
-/// Shorter messages go by the connection itself, which takes less time.
+/// Shorter messages are sent on the connection itself, which is faster.
 pub(super) const MIN_BYTES: usize = 64 << 10;
-/// Bytes that say a message's tag.
+/// Size of the confirmation, which is a message's tag.
 const WORD: usize = 8;
 
-/// The end of a connection that receives.
+/// The receiving end of a connection.
 pub(super) struct Receiver {
     /// None once a message has failed.
     worker: Option<Worker>,
@@ -44,21 +45,21 @@ pub(super) struct Receiver {
 }
 
 impl Receiver {
-    /// The other side reaches it where its connection does.
+    /// Creates a receiver; the other side connects to it at the address of its connection.
     pub(super) fn new(ucx: &'static Ucx, stream: &TcpStream) -> Result<Self> {
         let worker = Worker::at(ucx, stream.local_addr()?.ip())?;
         let address = worker.address().map_or_else(String::new, |address| address.to_string());
-        let tag = unforeseen();
+        let tag = unpredictable();
         let introduction = [&tag[..], &[address.len() as u8], address.as_bytes()].concat();
         Ok(Self { worker: Some(worker), introduction, next: u64::from_le_bytes(tag) })
     }
 
-    /// What the other side has to know first.
+    /// Bytes that the other side must read first.
     pub(super) fn introduction(&self) -> &[u8] {
         &self.introduction
     }
 
-    /// Receives a message of this length. When it returns, nothing writes into the room any more.
+    /// Receives a message of this length. When it returns, nothing writes into the memory any more.
     pub(super) fn receive(&mut self, stream: &TcpStream, room: &mut [u8]) -> Result<()> {
         let result = self.receive_bytes(stream, room);
         if result.is_err() {
@@ -69,18 +70,22 @@ impl Receiver {
 
     fn receive_bytes(&mut self, stream: &TcpStream, room: &mut [u8]) -> Result<()> {
         let worker = self.worker.as_mut().ok_or(ErrorKind::ConnectionReset)?;
-        // SAFETY: where one of both fails, the worker ends before the caller has its memory back.
+        // SAFETY: if either fails, the worker ends before the caller gets its memory back.
         unsafe { worker.receive(room, self.next) }?;
         let nbytes = worker.wait(stream)?;
-        if nbytes == room.len() { Ok(()) } else { Err(wrong("it has sent another message than it said")) }
+        if nbytes == room.len() {
+            Ok(())
+        } else {
+            Err(wrong("it has sent another message than it announced"))
+        }
     }
 
-    /// Waits until the sender, which knows that the bytes have come, says that they were the message's.
+    /// Waits for the sender's confirmation: the sender knows that the bytes have arrived and were the message's.
     pub(super) fn confirm(&mut self, mut stream: &TcpStream) -> Result<()> {
-        let mut whole = [0; WORD];
-        stream.read_exact(&mut whole)?;
-        if u64::from_le_bytes(whole) != self.next {
-            return Err(wrong("it has sent another message than it said"));
+        let mut confirmed = [0; WORD];
+        stream.read_exact(&mut confirmed)?;
+        if u64::from_le_bytes(confirmed) != self.next {
+            return Err(wrong("it has sent another message than it announced"));
         }
         self.next = self.next.wrapping_add(1);
         Ok(())
@@ -91,7 +96,7 @@ fn wrong(why: &str) -> Error {
     Error::new(ErrorKind::InvalidData, why)
 }
 
-/// What a receiver has said about itself.
+/// A receiver's introduction.
 pub(super) struct Introduction {
     next: u64,
     address: SocketAddr,
@@ -107,19 +112,19 @@ impl Introduction {
         let address = std::str::from_utf8(&address).ok().and_then(|text| text.parse().ok());
         Ok(Self {
             next: u64::from_le_bytes(tag),
-            address: address.ok_or_else(|| wrong("it has no address for UCX"))?,
+            address: address.ok_or_else(|| wrong("it has sent no address for UCX"))?,
         })
     }
 }
 
-/// The end of a connection that sends.
+/// The sending end of a connection.
 pub(super) struct Sender {
     ucx: &'static Ucx,
     receiver: Introduction,
-    /// Says each time that a message has come; ends with the connection. UCX says no such thing: what it has sent may be on
-    /// its way, or lost with the other side.
+    /// Signals each arrival of a message; ends with the connection. UCX does not report arrivals: messages that it has
+    /// sent may still be in transit, or lost with the other side.
     come: mpsc::Receiver<()>,
-    /// None until there is a long message, and once one has failed.
+    /// None until there is a long message, and after one has failed.
     worker: Option<Worker>,
 }
 
@@ -128,7 +133,7 @@ impl Sender {
         Self { ucx, receiver, come, worker: None }
     }
 
-    /// Sends a message, whose header the other side has. When it returns, nothing of this member reads the bytes any more.
+    /// Sends a message whose header was sent before. When it returns, nothing in this process reads the bytes any more.
     pub(super) fn send(&mut self, stream: &TcpStream, bytes: &[u8]) -> Result<()> {
         let result = self.send_whole(stream, bytes).map_err(explain);
         if result.is_err() {
@@ -142,7 +147,7 @@ impl Sender {
             Some(worker) => worker,
             none => none.insert(Worker::to(self.ucx, self.receiver.address)?),
         };
-        // SAFETY: where one of both fails, the worker ends before the caller has its memory back.
+        // SAFETY: if either fails, the worker ends before the caller gets its memory back.
         unsafe { worker.send(bytes, self.receiver.next) }?;
         worker.wait(stream)?;
         self.come.recv().map_err(|_| ErrorKind::ConnectionReset)?;

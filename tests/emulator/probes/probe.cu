@@ -15,7 +15,7 @@ extern "C" __global__ void shuffles(int32_t* out) {
   mine[6] = static_cast<int32_t>(__ballot_sync(~0u, lane % 3 == 0));
   mine[7] = __reduce_max_sync(~0u, lane * 7 % 32);
 }
-// Lanes of both halves meet apart; the double is shuffled whole.
+// Lanes of both halves meet separately; the double is shuffled as one value.
 extern "C" __global__ void halves(double* out) {
   const bool low = threadIdx.x % 32 < 16;
   if (low) out[threadIdx.x] = __shfl_sync(0xffffu, threadIdx.x + 0.5, 1);
@@ -84,8 +84,8 @@ extern "C" __global__ void writes_a_constant(uint32_t* out) {
   static const uint32_t kValues[2] = {1, 2};
   if (threadIdx.x == 0) const_cast<uint32_t*>(kValues)[out[0]] = 3;
 }
-// out[i] = 1 + ... + (i + 1), block by block: each waits for the sum of the one before it, which it may do only if it knows
-// that this one has begun, as a ticket says. A state is twice the sum, plus 1 when it is there.
+// out[i] = 1 + ... + (i + 1), block by block: each waits for the sum of the previous one, which it may do only if it
+// knows that the previous one has begun, as a ticket shows. A state is twice the sum, plus 1 when it is present.
 extern "C" __global__ void running_sums(unsigned long long* states, uint32_t* next_ticket, uint32_t* out, size_t with_tickets,
                                         size_t with_wait) {
   if (threadIdx.x > 0) return;

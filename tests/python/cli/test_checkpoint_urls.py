@@ -76,7 +76,7 @@ def test_a_checkpoint_at_a_url_is_exported(spot, capsys, tmp_path):
 
 def test_impossible_input_is_an_error_of_one_line(spot, capsys):
     for arguments, message in [
-        (["list", "ftp://host/run"], "ftp:// is not known"),
+        (["list", "ftp://host/run"], "the scheme ftp:// is unknown"),
         (["show", f"{URL}/step-00000009"], "is no manifest of a checkpoint: it is not there"),
         (["verify", "s3://bucket/nothing"], "expected a checkpoint, found none"),
     ]:

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from evermoe._native import Door, FailureDetector, ask_all
+from evermoe._native import FailureDetector, ProbeServer, probe_all
 from evermoe.comm.failure_detector import FailureDetector as GroupWatch
 from evermoe.comm.group import Group
 from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
@@ -20,9 +20,9 @@ HOUR = 3_600_000
 
 
 def answer(connection):
-    """A member's door, until the process is killed or told to leave."""
-    door = Door("a", "127.0.0.1")
-    connection.send(door.port)
+    """A member's probe server, until the process is killed or told to leave."""
+    server = ProbeServer("a", "127.0.0.1")
+    connection.send(server.port)
     connection.recv()
 
 
@@ -53,13 +53,13 @@ def test_a_killed_member_is_noticed_between_two_questions(member):
 
 
 def open_and_fork(connection):
-    """A door, and a child, as a loader of data has, that has inherited what was open, and outlives the process."""
-    door = Door("a", "127.0.0.1")
+    """A probe server, and a child such as a data loader that inherits open descriptors and outlives the process."""
+    server = ProbeServer("a", "127.0.0.1")
     child = os.fork()
     if not child:
         while True:
             signal.pause()
-    connection.send((door.port, child))
+    connection.send((server.port, child))
     connection.recv()
 
 
@@ -79,21 +79,21 @@ def test_a_killed_member_is_noticed_though_a_child_of_it_lives():
 
 
 def test_a_door_answers_many_and_those_that_ask_in_bits():
-    door = Door("a", "127.0.0.1")
-    address = ("127.0.0.1", door.port)
+    server = ProbeServer("a", "127.0.0.1")
+    address = ("127.0.0.1", server.port)
     with contextlib.ExitStack() as visits:
         silent = [visits.enter_context(socket.create_connection(address)) for _ in range(100)]
         slow = visits.enter_context(socket.create_connection(address))
-        for byte in bytes(16):  # two knocks, each of a number of 8 bytes
+        for byte in bytes(16):  # two probes, each a nonce of 8 bytes
             slow.send(bytes([byte]))
         slow.settimeout(PATIENCE)
         assert len(slow.makefile("rb").read(48)) == 48  # what it says in 16 bytes, and 8 that prove it, twice
-        assert ask_all([("a", f"127.0.0.1:{door.port}")] * 50, round(1000 * PATIENCE)) == ([(0, 0)] * 50, [])
-        del door
+        assert probe_all([("a", f"127.0.0.1:{server.port}")] * 50, round(1000 * PATIENCE)) == ([(0, 0)] * 50, [])
+        del server
         for each in silent:
             each.settimeout(PATIENCE)
             assert each.recv(1) == b""
-    assert ask_all([("a", f"127.0.0.1:{address[1]}")], round(1000 * PATIENCE)) == ([None], ["a"])
+    assert probe_all([("a", f"127.0.0.1:{address[1]}")], round(1000 * PATIENCE)) == ([None], ["a"])
 
 
 def test_a_watch_that_is_stopped_sees_nothing(member):

@@ -319,7 +319,7 @@ def test_captures_hold_the_tensors_as_they_were(name, device, tmp_path):
         engine.close_gate()
         for tensor in tensors:
             tensor.zero_()
-        if capture.state == "whole":
+        if capture.state == "complete":
             assert arena.versions()[0] == (capture.index, version)
             assert arena.verify(capture.index) == []
             buffer = torch.from_numpy(arena.buffer(capture.index))

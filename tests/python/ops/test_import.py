@@ -37,4 +37,4 @@ def test_torch_that_does_not_load_libtorch(tmp_path):
         tmp_path,
         '__version__ = "2.10.0"\nclass Tensor: ...\n',
     )
-    assert last == ("ImportError: libtorch_cpu.so is not loaded in this process: `import torch` comes first")
+    assert last == ("ImportError: libtorch_cpu.so is not loaded in this process: `import torch` first")

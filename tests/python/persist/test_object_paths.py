@@ -47,7 +47,7 @@ def test_paths_and_file_urls_are_folders(tmp_path):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("ftp://host/run", "ftp:// is not known; expected s3://"),
+        ("ftp://host/run", "the scheme ftp:// is unknown; expected s3://"),
         ("s3:///run", "names no bucket"),
         ("s3://key:hidden@bucket/run", "credentials come from the environment"),
         ("https://host/run?signature=hidden", "credentials come from the environment"),
@@ -193,7 +193,7 @@ def test_checkpoints_are_read_by_http_without_credentials(published):
 def test_nothing_is_written_by_http(published):
     place = locate(published).place
     for act in (lambda: place.put("a", b""), lambda: place.create("a", b""), lambda: place.remove(["a"])):
-        with pytest.raises(OSError, match="is for reading alone: write to s3://"):
+        with pytest.raises(OSError, match="is read-only: write to s3://"):
             act()
     with pytest.raises(FileNotFoundError, match=r"has no index.json, and lists cannot be had by HTTP"):
         find(locate(f"{published}/nothing"))

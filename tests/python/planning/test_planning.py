@@ -63,7 +63,7 @@ def test_recovery_plan_is_readable_and_read_only():
     assert plan.lost == []
     assert plan.transfers == [("w", 1, 0, "active"), ("w", 2, 2, "snapshot")]
     assert plan.conflicts == [("w", 0, 1, 2)]
-    assert plan.reason == "the newest version is whole"
+    assert plan.reason == "the newest version is complete"
     assert repr(plan).startswith("RecoveryPlan(version=4, 0 lost, 2 transfers, 1 conflicts")
     with pytest.raises(AttributeError):
         plan.version = 5  # type: ignore[misc]
@@ -80,7 +80,7 @@ def test_recovery_plan_with_a_unit_that_lags():
     plan = planning.recovery_plan([("w", 8), ("x", 4)], holdings, [["w", "x"], ["x"]], may_lag=["x"])
     assert (plan.version, plan.stale) == (9, [("x", 7)])
     assert plan.transfers == [("x", 1, 0, "persisted"), ("x", 1, 1, "persisted")]
-    assert plan.reason == "the newest version that is whole; of the units that may lag, 1 are older"
+    assert plan.reason == "the newest complete version; of the units that may lag, 1 are older"
     assert planning.recovery_plan([("w", 8), ("x", 4)], holdings, [[], []]).version is None
 
 
@@ -161,7 +161,7 @@ def test_lost_units_have_names():
         (lambda: planning.copy_holders(["a"], 0), r"copies: expected 1"),
         (lambda: planning.primaries([[]], [1], 1), r"holders: unit 0 has none"),
         (lambda: planning.primaries([[0]], [-1], 1), r"nbytes: expected an integer"),
-        (lambda: planning.recovery_plan([("w", 1)] * 2, [], []), r"units: a name is there twice"),
+        (lambda: planning.recovery_plan([("w", 1)] * 2, [], []), r"units: a name occurs twice"),
         (
             lambda: planning.recovery_plan([], [[("w", 1, 1, "active")]], [[]]),
             r"holdings: rank 0 names \"w\"",

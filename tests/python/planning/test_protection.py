@@ -167,7 +167,7 @@ def test_state_of_one_rank_that_training_needs_is_copied_whatever_it_costs(repla
     assert not expert.holders or expert.period > 1
     assert (owned.kind, owned.primary, owned.period, len(owned.holders)) == ("snapshot", 1, 1, 1)
     assert (everywhere.kind, everywhere.holders) == ("active", ())
-    assert "snapshots of 1 more beyond the budget" in plan.summary
+    assert "snapshots of 1 more essential units, beyond the budget" in plan.summary
     plan = plan_protection("auto", units, members(3), copies=2, budget=0.01)
     assert plan.by_unit["owned"].kind == ("replayed" if replayable else "snapshot")
     assert "beyond the budget" not in plan.summary

@@ -12,7 +12,7 @@ from evermoe.planning.schedule import (
     Memory,
     Receiver,
     plan_chunks,
-    snapshot_places,
+    snapshot_memory,
 )
 from evermoe.planning.trace import SentChunk, chrome_trace, merge_traces
 from evermoe.planning.windows import Span, StepProfile, Windows, find_windows, has_changed
@@ -114,8 +114,8 @@ def test_json_comes_back():
 
 
 def test_snapshots_go_where_there_is_room():
-    assert snapshot_places(10, [5, 6, 5]) == ["host", "device", "host"]
-    assert snapshot_places(10, [5, 6, 5], reserve=11) == ["host"] * 3
+    assert snapshot_memory(10, [5, 6, 5]) == ["host", "device", "host"]
+    assert snapshot_memory(10, [5, 6, 5], reserve=11) == ["host"] * 3
 
 
 def events(trace, kind):
@@ -231,24 +231,24 @@ SPAN = Span("a", "send", "network", 0.0, 1.0)
         (lambda: plan(memory=Memory(1, 1), pieces=pieces(1 << 40)), r"memory: sub-buffers of 1 bytes make 439804651"),
         (lambda: plan(policy="moon"), r"policy: expected one of gemini, baft, moetion, auto, got 'moon'"),
         (lambda: plan(max_steps=0), r"max_steps: expected 1 to 4096, got 0"),
-        (lambda: plan(pieces=[*pieces(), *pieces()]), r"pieces: unit \"expert0\" is there twice"),
+        (lambda: plan(pieces=[*pieces(), *pieces()]), r"pieces: unit \"expert0\" occurs twice"),
         (lambda: plan(pieces=pieces(destinations=[])), r"pieces: unit \"expert0\" has no destination"),
         (lambda: plan(pieces=pieces(destinations=[1, 1])), r"pieces: unit \"expert0\" has a destination twice"),
         (lambda: plan(pieces=pieces(-1)), r"pieces: bytes: expected an integer"),
         (lambda: plan(pieces=[CopyItem(3, 1, [1])]), r"pieces: unit: expected names, which are strings, got 3"),
         (
             lambda: plan(policy="baft"),
-            r"receivers: \"baft\" sends in the windows of both ends; there are none of rank 1",
+            r"receivers: \"baft\" sends in the windows of both ends; rank 1 has none",
         ),
-        (lambda: plan(receivers=[Receiver(1, windows())] * 2), r"receivers: rank 1 is there twice"),
+        (lambda: plan(receivers=[Receiver(1, windows())] * 2), r"receivers: rank 1 occurs twice"),
         (lambda: plan(receivers=[Receiver(1, windows(), float("inf"))]), r"receivers: clock_offset of rank 1"),
         (lambda: chrome_trace([step()], None, plan()), r"plan: a chunk is in a window that is not one of the 0"),
         (lambda: chrome_trace([step()], start=float("nan")), r"start: expected finite seconds"),
         (lambda: chrome_trace([step()], sent=[SentChunk(0.0, -1.0, 1, 1)]), r"sent: number 0 has a time that is none"),
-        (lambda: merge_traces(["{}"]), r"traces: number 0 is no trace of a rank: traceEvents is missing"),
-        (lambda: merge_traces(["x"]), r"traces: number 0 is no trace of a rank: expected value"),
+        (lambda: merge_traces(["{}"]), r"traces: number 0 is not a trace of one rank: traceEvents is missing"),
+        (lambda: merge_traces(["x"]), r"traces: number 0 is not a trace of one rank: expected value"),
         (lambda: merge_traces([chrome_trace([step()])] * 2), r"traces: numbers 0 and 1 are both of rank 0"),
-        (lambda: snapshot_places(-1, []), r"free_bytes: expected an integer"),
+        (lambda: snapshot_memory(-1, []), r"free_bytes: expected an integer"),
     ],
 )
 def test_errors_name_their_argument(call, message):

@@ -143,7 +143,7 @@ def test_a_received_payload_is_checked_before_it_is_shown(path):
 
 def test_an_existing_path_is_never_replaced(path):
     write(Arena.create(path, "first", UNITS), 1)
-    with pytest.raises(FileExistsError, match="it exists; open it, or unlink it first"):
+    with pytest.raises(FileExistsError, match="the file exists; open it, or unlink it first"):
         Arena.create(path, "second", UNITS)
     assert Arena.open(path).meta == "first"
 
@@ -187,14 +187,14 @@ def test_wrong_calls_are_value_errors(path):
     for call in (arena.digests, arena.verify):
         with pytest.raises(ValueError, match="no complete version"):
             call(0)
-    with pytest.raises(ValueError, match="there twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         Arena.create(path + "2", "", [("a", 1), ("a", 1)])
     with pytest.raises(ValueError, match="contiguous"):
         _native.digest(np.zeros(8, np.uint8)[::2])
 
 
 def test_too_little_space_is_an_error_and_leaves_nothing(path):
-    with pytest.raises(OSError, match=r"needs \d+ bytes and \d+ are free; use a smaller arena"):
+    with pytest.raises(OSError, match=r"needs \d+ bytes, but \d+ are free; use a smaller arena"):
         Arena.create(path, "", [("huge", 1 << 46)])
     assert os.listdir(os.path.dirname(path)) == []
 

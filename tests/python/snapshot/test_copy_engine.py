@@ -67,7 +67,7 @@ def test_a_capture_is_what_a_commit_would_have_made(path):
     assert capture.wait(timeout=0) == 0
     engine.open()
     assert capture.wait() == arena.payload_bytes == capture.done_bytes
-    assert capture.state == "whole"
+    assert capture.state == "complete"
     assert capture.seconds_busy > 0
     assert arena.versions() == [(0, 7)]
     assert memory.is_in(arena, 0)
@@ -95,20 +95,20 @@ def test_bytes_may_be_sent_while_the_rest_is_copied(path):
 
 def test_memory_is_kept_until_the_end_and_no_longer(path):
     arena, engine = Arena.create(path, "", UNITS), CopyEngine()
-    for version, end in enumerate(["whole", "cancelled", "shut down"]):
+    for version, end in enumerate(["complete", "cancelled", "shut down"]):
         memory, capture = start(engine, arena, version)
         kept = weakref.ref(memory)
         del memory
         gc.collect()
         assert kept() is not None, "the engine will still read it"
-        if end == "whole":
+        if end == "complete":
             capture.hurry()
             capture.wait()
         elif end == "cancelled":
             capture.cancel()
         else:
             engine.shutdown()
-        assert capture.state in {"whole", "cancelled"}
+        assert capture.state in {"complete", "cancelled"}
         gc.collect()
         assert kept() is None, end
 
@@ -179,7 +179,7 @@ def test_wrong_calls_are_value_errors_and_begin_nothing(path):
         engine.capture(arena, 3, runs[:2], memory)
     with pytest.raises(ValueError, match=r'unit "layers.0.experts.1": expected runs of 300000 bytes in all, got'):
         engine.capture(arena, 3, [runs[0], [], runs[2][1:]], memory)
-    with pytest.raises(ValueError, match="are no memory"):
+    with pytest.raises(ValueError, match="are outside the address space"):
         engine.capture(arena, 3, [[(0, 1000)], [], runs[2]], memory)
     assert [version for _, version in arena.versions()] == [2, 1]
     with pytest.raises(ValueError, match="at most"):
@@ -223,7 +223,7 @@ def capture_and_die(path, nbytes):
     first, _, last = arena.units()
     reached = first[1] + nbytes if nbytes < 1000 else last[1] + nbytes - 1000
     capture.wait(reached if 0 < nbytes < UNIT_BYTES else nbytes and None, timeout=60)
-    assert capture.state == ("waiting" if nbytes == 0 else "whole" if nbytes == UNIT_BYTES else "copying")
+    assert capture.state == ("waiting" if nbytes == 0 else "complete" if nbytes == UNIT_BYTES else "copying")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

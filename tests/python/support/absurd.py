@@ -178,7 +178,7 @@ def _copies(draw: Draw) -> Any:
     )
 
 
-def _arrange(draw: Draw) -> Any:
+def _plan_protection(draw: Draw) -> Any:
     link = lambda: (draw.real(), draw.real())  # noqa: E731
     units = draw.few(
         lambda: (draw.size(), draw.size(), draw.few(lambda: draw.size() % 5, 4), draw.real(), *draw.flags(2))
@@ -196,7 +196,7 @@ def _arrange(draw: Draw) -> Any:
         )
     )
     copying = draw.word("chosen", "everything", "to_previous", "uncovered", "nothing")
-    return _native.arrange(draw.name(), copying, units, ranks, draw.size(), draw.real())
+    return _native.plan_protection(draw.name(), copying, units, ranks, draw.size(), draw.real())
 
 
 def _select(draw: Draw) -> Any:
@@ -250,7 +250,7 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
         draw.sizes(), draw.size_lists(), draw.few(draw.name), draw.size()
     ),
     "choose_copies": _copies,
-    "arrange": _arrange,
+    "plan_protection": _plan_protection,
     "recovery_plan": _recovery,
     "retained_versions": lambda draw: _native.retained_versions(
         draw.size_lists(), draw.size_lists(), draw.sizes(), draw.sizes(), draw.size()
@@ -272,7 +272,7 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
         draw.real(),
         draw.size(),
     ),
-    "snapshot_places": lambda draw: _native.snapshot_places(draw.size(), draw.sizes(), draw.size()),
+    "snapshot_memory": lambda draw: _native.snapshot_memory(draw.size(), draw.sizes(), draw.size()),
     "Windows.from_json": lambda draw: _native.Windows.from_json(draw.damaged(WINDOWS.to_json())).rows,
     "ChunkPlan.from_json": lambda draw: _native.chrome_trace(
         STEPS, WINDOWS, _native.ChunkPlan.from_json(draw.damaged(PLAN.to_json())), [], draw.size(), draw.real()

@@ -21,13 +21,13 @@ def told(messages: Messages, generation: int) -> dict[str, Any]:
         "inquires": False,
         "is_done": False,
         "is_spare": False,
-        "seat": None,
+        "last_group": None,
         "known": 0,
         "begun": [],
     }
     addresses = {
         "store": "localhost:1",
-        "door": "localhost:2",
+        "probe_address": "localhost:2",
         "transport": "localhost:3",
         "node": "n",
         "domain": "",

@@ -19,7 +19,7 @@ N = TypeVar("N", int, float)
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY}
 MAX_SEEDS = 1000
 CLUSTER_FIELDS = ("nodes", "spares", "devices", "nodes_per_rack", "host_bytes")
-OPTIONS = [each.name for each in fields(SimulatedOptions) if each.name not in ("dense", "plans_anew")]
+OPTIONS = [each.name for each in fields(SimulatedOptions) if each.name not in ("dense", "replans")]
 """Options of a session that have no separate flag."""
 DESCRIPTION = """\
 Compare ways to survive on a cluster that fails: the presets of a session, and restarts from checkpoints. evermoe's
@@ -279,7 +279,7 @@ def _session(options: argparse.Namespace) -> SimulatedOptions:
         except ValueError:
             raise ValueError(f"--option {name}: expected a number, true, false or null, got {value!r}") from None
     session = SimulatedOptions(**found)
-    return replace(session, plans_anew=False) if options.takes_over else session
+    return replace(session, replans=False) if options.takes_over else session
 
 
 def _load_trace(path: str) -> tuple[tuple[int, tuple[float, ...]], ...]:

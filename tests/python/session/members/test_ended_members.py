@@ -86,7 +86,7 @@ class Job:
 
     def told(self, members):
         """Return what the members of this job that speak for themselves say: they all know this one's port."""
-        return [Told(each, "job", {"door": self.reach.address}) for each in members]
+        return [Told(each, "job", {"probe_address": self.reach.address}) for each in members]
 
 
 def test_a_set_with_one_that_is_spoken_for_has_another_number(patient):
@@ -150,13 +150,15 @@ def test_who_speaks_for_itself_is_not_spoken_for(patient):
 
 
 def test_one_that_asked_before_it_ended_is_spoken_for_when_members_ask_again():
-    """Its door, unlike that of one that lives, refuses who asks."""
+    """Its probe server refuses connections, unlike a live member's."""
     job, gone = Job(), Reachability("b", Endpoint(LOOPBACK, LOOPBACK))
-    told = [*job.told("a"), Told("b", "job", {"door": gone.address})]
+    told = [*job.told("a"), Told("b", "job", {"probe_address": gone.address})]
     with job.speaking("http://127.0.0.1:9", "b", "ab"):
         pass
     gone.close()
-    wait_until(lambda: bool(job.reach.knock({"b": gone.address})) and job.reach.ended == {"b"}, "the door is closed")
+    wait_until(
+        lambda: bool(job.reach.probe({"b": gone.address})) and job.reach.ended == {"b"}, "the probe server is closed"
+    )
     job.ended.check(1, told, "ab")
     assert job.reach.ended == {"b"}
     job.ended.check(2, told[:1], "a")
@@ -166,7 +168,7 @@ def test_one_that_asked_before_it_ended_is_spoken_for_when_members_ask_again():
 def test_members_that_do_not_answer_are_asked_again_in_time_though_the_lighthouse_is_asked_meanwhile():
     job, back = Job(), Reachability("b", Endpoint(LOOPBACK, LOOPBACK))
     job.reach.unreachable = {"b": back.address}
-    job.reach.knock({"c": "127.0.0.1:1"})
+    job.reach.probe({"c": "127.0.0.1:1"})
     pause = 0.2
     end = time.monotonic() + PATIENCE
     while job.reach.unreachable and time.monotonic() < end:
@@ -183,7 +185,7 @@ def test_one_that_lives_after_all_has_not_ended():
     job, alive = Job(), Reachability("b", Endpoint(LOOPBACK, LOOPBACK))
     with job.speaking("http://127.0.0.1:9", "b", "ab"):
         pass
-    job.ended.check(1, [*job.told("a"), Told("b", "job", {"door": alive.address})], "ab")
+    job.ended.check(1, [*job.told("a"), Told("b", "job", {"probe_address": alive.address})], "ab")
     assert job.reach.ended == set()
 
 
@@ -215,7 +217,7 @@ def test_the_number_of_a_set_that_is_not_believed_is_noted_by_those_that_it_name
     """Or those that resume later take it for one in which others resumed without them."""
     said = messages()
     ended = EndedMembers("a", said, Reachability("a", Endpoint(LOOPBACK, LOOPBACK)))
-    told = [Told(each, "job", {"door": "127.0.0.1:1"}) for each in "ac"]
+    told = [Told(each, "job", {"probe_address": "127.0.0.1:1"}) for each in "ac"]
     said.read([Spoken("b", said.write_ended("b")["b"])], is_established=True)
     with pytest.raises(ConnectionError, match="whether b has ended"):
         ended.check(7, told, "abc")

@@ -52,7 +52,7 @@ def addresses_of_workers(job):
     job.open_gate(10)
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
-    assert all(len(each) >= 4 for each in found), "torchft's server, a store, a door, and gloo's groups"
+    assert all(len(each) >= 4 for each in found), "torchft's server, a store, a probe server and gloo's groups"
     return {address for each in found for address, _ in each}
 
 

@@ -18,7 +18,7 @@ HEARTBEAT_LIMIT = 2.0
 HANG_LIMIT = 60.0
 """Far longer than any test here may take to resume: only missing answers are found within `HEARTBEAT_LIMIT`."""
 SLACK = 10.0
-"""Seconds on top of it: 2 on this machine when it is idle, for a knock, the Lighthouse's limits and a recovery."""
+"""Seconds on top of it: 2 on this machine when it is idle, for a probe, the Lighthouse's limits and a recovery."""
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def call_in_generations(group, lighthouse, folder, alone):
     options, identity = Membership(lighthouse=lighthouse), Identity("job", "layout")
     node = "adbc"[group.rank]
     membership = MembershipManager(options, lighthouse=lighthouse, identity=identity, node=node, device=cpu)
-    about = {"node": node, "domain": "", "role": "train", "door": membership.reach.address}
+    about = {"node": node, "domain": "", "role": "train", "probe_address": membership.reach.address}
     everyone = gather_json(group, [membership.id, about])
     lost = LostMembers(membership, lambda gone: found.append(gone.node), group.size, lambda event: None)
 

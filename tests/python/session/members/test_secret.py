@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evermoe._native import Door, Secret, ask_all
+from evermoe._native import ProbeServer, Secret, probe_all
 from evermoe.comm.group import Group
 from evermoe.comm.sealed_store import SealedStore
 from support.history import check_history, check_recovered
@@ -22,7 +22,7 @@ from support.worker import Fault
 
 RIGHT, WRONG = "correct horse battery", "another horse battery"
 WHY = {
-    WRONG: "its EVERMOE_SECRET is another one than this worker's",
+    WRONG: "its EVERMOE_SECRET differs from this worker's",
     None: "it has an EVERMOE_SECRET, this worker has none",
 }
 
@@ -92,24 +92,24 @@ def test_tags_are_those_of_pythons_hmac():
 
 
 def test_door_answers_those_alone_that_have_the_secret():
-    door = Door("a", "127.0.0.1", Secret(RIGHT))
-    members = [("a", f"127.0.0.1:{door.port}")]
-    assert ask_all(members, 5000, Secret(RIGHT)) == ([(0, 0)], [])
-    assert ask_all([("b", members[0][1])], 5000, Secret(RIGHT)) == ([None], [])
-    assert ask_all(members, 5000, Secret(WRONG)) == ([None], [])
-    assert ask_all(members, 300) == ([None], [])
-    with socket.create_connection(("127.0.0.1", door.port), timeout=5) as stranger:
+    server = ProbeServer("a", "127.0.0.1", Secret(RIGHT))
+    members = [("a", f"127.0.0.1:{server.port}")]
+    assert probe_all(members, 5000, Secret(RIGHT)) == ([(0, 0)], [])
+    assert probe_all([("b", members[0][1])], 5000, Secret(RIGHT)) == ([None], [])
+    assert probe_all(members, 5000, Secret(WRONG)) == ([None], [])
+    assert probe_all(members, 300) == ([None], [])
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
         stranger.sendall(bytes(40))
         assert stranger.recv(40) == b"", "it says nothing"
-    with socket.create_connection(("127.0.0.1", door.port), timeout=5) as member:
-        member.sendall(b"12345678" + expected_tag(RIGHT, "knock", b"a", b"12345678"))
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as member:
+        member.sendall(b"12345678" + expected_tag(RIGHT, "probe", b"a", b"12345678"))
         said = bytes(16)
         assert member.recv(48) == said + expected_tag(RIGHT, "answer", b"a", b"12345678", said)
 
 
 def test_open_door_does_not_answer_for_one_with_a_secret():
-    door = Door("a", "127.0.0.1")
-    assert ask_all([("a", f"127.0.0.1:{door.port}")], 5000, Secret(RIGHT)) == ([None], [])
+    server = ProbeServer("a", "127.0.0.1")
+    assert probe_all([("a", f"127.0.0.1:{server.port}")], 5000, Secret(RIGHT)) == ([None], [])
 
 
 def test_store_refuses_what_strangers_have_stored(tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from evermoe._native import PROTOCOL, promote
+from evermoe._native import PROTOCOL, encode_promotion
 from evermoe.comm._torchft import torchft
 from evermoe.comm.messages import Identity, Messages
 from support.history import check_history
@@ -92,7 +92,7 @@ def test_operators_word_is_of_no_use_once_the_members_have_gone_on():
         return messages.is_promoted
 
     def word(generation, job="job"):
-        return promote("p0", job, generation)
+        return encode_promotion("p0", job, generation)
 
     assert not is_promoted(3)
     assert not is_promoted(3, word(None))

@@ -1,4 +1,4 @@
-//! Copies of all units of a session, as its preset wants them.
+//! Protection plan of a session: the copies of all units by its preset.
 
 use super::choose::choose_copies;
 use super::plan::CopyKind;
@@ -9,36 +9,36 @@ use crate::schedule::Link;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Versions of its own snapshots that a rank has room for.
+/// Number of versions of its own snapshots for which a rank reserves memory.
 pub const OWN_VERSIONS: u64 = 2;
-/// Steps that a log needs room for: the newest, which can still be undone, and the one that is voted on.
+/// Number of steps for which a log needs room: the newest, which can still be undone, and the one in the vote.
 pub const LOGGED_STEPS: u64 = 2;
-/// What a logged gradient counts for beside its bytes, at most.
+/// Maximum overhead of a logged gradient, in bytes.
 pub const RECORD_BYTES: u64 = 256;
-/// Probability that a node fails in a step; the same for all, it only weighs units against each other.
+/// Probability that a node fails in a step. It is the same for all nodes, as it only weighs units against each other.
 pub const FAILURE: f64 = 1e-4;
-/// Seconds of a step that was not profiled yet.
+/// Assumed seconds of a step that is not profiled yet.
 const UNKNOWN_SECONDS: f64 = 1e6;
-/// The link that is assumed until one is measured: 50 µs and 1 GB a second.
+/// Assumed link until one is measured: 50 µs and 1 GB/s.
 pub const DEFAULT_LINK: Link = Link { alpha: 50e-6, beta: 1e9 };
-/// Steps between two snapshots of a unit at most.
+/// Maximum number of steps between two snapshots of a unit.
 const MAX_PERIOD: usize = 64;
 /// Steps between two persisted versions.
 const PERSIST_PERIOD: usize = 1000;
 /// Gradients that a replayed copy keeps before it applies them.
 pub const LOG_STEPS: u64 = 8;
 
-/// The copies that a preset keeps beside active holders.
+/// Copies that a preset keeps in addition to the active holders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Copying {
-    /// What [`choose_copies`] says (`auto`).
+    /// Copies by [`choose_copies`] (`auto`).
     Chosen,
     /// Snapshots of all units to peers (`gemini`).
     Everything,
-    /// Snapshots of all units to the nodes before (`baft`).
+    /// Snapshots of all units to the previous nodes (`baft`).
     ToPrevious,
-    /// Replayed copies of what too few nodes train (`moetion`).
+    /// Replayed copies of units that too few nodes train (`moetion`).
     Uncovered,
     /// None on other nodes (`lazarus`, `pec`).
     Nothing,
@@ -46,57 +46,57 @@ pub enum Copying {
 
 /// A unit to protect.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SessionUnit {
+pub struct UnitInfo {
     /// Bytes of its state.
     pub state_bytes: u64,
     /// Bytes of its gradient as it is sent.
     pub gradient_bytes: u64,
     /// Ranks that train on it.
     pub active: Vec<usize>,
-    /// Tokens that it gets in a step.
+    /// Tokens that it receives in a step.
     pub tokens: f64,
-    /// Whether its optimizer's steps can be repeated to the bit.
+    /// Whether its optimizer's steps can be repeated bit for bit.
     pub replayable: bool,
-    /// Whether the rest can go on with an older version of it, as with an expert's.
+    /// Whether training can continue with an older version of it, as with an expert.
     pub may_lag: bool,
 }
 
-/// What a rank offers, as it reports itself.
+/// Capacity of a rank, as it reports it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SessionRank {
-    /// Its node, or the rack or zone over which copies are spread. Ranks of one fail together, if there are several.
+pub struct RankInfo {
+    /// Its node, or the rack or zone over which copies are spread. Ranks with the same one fail together, unless all have it.
     pub node: String,
-    /// Host memory that it may take.
+    /// Host memory that it may use.
     pub free_bytes: u64,
-    /// False for a replica node, which then keeps what is not trained on several nodes.
+    /// False for a replica node, which keeps copies of units that too few nodes train.
     pub trains: bool,
-    /// Seconds of its step; none before a profile was made.
+    /// Seconds of its step; none before it is profiled.
     pub step_seconds: Option<f64>,
-    /// Idle seconds of its network in a step; none if not known.
+    /// Idle seconds of its network in a step; none if unknown.
     pub network_seconds: Option<f64>,
     /// Capacity of its log of gradients.
     pub log_bytes: u64,
-    /// Measured link; none before there was enough to measure.
+    /// Measured link; none before enough was sent to measure it.
     pub link: Option<Link>,
-    /// Measured bytes per second from where the state is to host memory; none before a snapshot was made.
+    /// Measured bytes per second from the state to host memory; none before the first snapshot.
     pub host_speed: Option<f64>,
 }
 
-/// Protection of one unit beside its active holders.
+/// Protection of one unit in addition to its active holders.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Kept {
-    /// [`CopyKind::Active`] where there are no copies.
+pub struct UnitProtection {
+    /// Kind of the copies; [`CopyKind::Active`] without copies.
     pub kind: CopyKind,
-    /// The rank that sends, one of the active ones.
+    /// The active rank that sends.
     pub primary: usize,
-    /// Ranks that keep copies; of snapshots the primary keeps its own, too, without it.
+    /// Other ranks that keep copies. Of a snapshot, the primary keeps one as well.
     pub holders: Vec<usize>,
-    /// Ranks that train the unit and keep snapshots of it in the memory of their own nodes: on `copies` nodes, if as many
-    /// train it. None where `holders` keep snapshots.
+    /// Ranks that train the unit and keep snapshots of it in the memory of their own nodes: on `copies` nodes, or on all that
+    /// train it if they are fewer. Empty if `holders` keep snapshots.
     pub own: Vec<usize>,
 }
 
-impl Kept {
+impl UnitProtection {
     fn active(primary: usize) -> Self {
         Self { kind: CopyKind::Active, primary, holders: Vec::new(), own: Vec::new() }
     }
@@ -108,55 +108,55 @@ impl Kept {
 
 /// Protection of all units.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Arrangement {
+pub struct ProtectionPlan {
     /// By unit.
-    pub units: Vec<Kept>,
+    pub units: Vec<UnitProtection>,
     /// Summary in one sentence.
     pub summary: String,
     /// Seconds by which `choose_copies` expects copies to delay a step; 0 for other presets.
     pub delay_seconds: f64,
 }
 
-/// Units, ranks and wishes of a session.
+/// Units, ranks and options of a session.
 #[derive(Clone, Copy, Debug)]
-pub struct SessionRequest<'a> {
+pub struct ProtectionRequest<'a> {
     /// Name of the preset, for the summary.
     pub name: &'a str,
     /// The copies that the preset keeps.
     pub copying: Copying,
     /// All units.
-    pub units: &'a [SessionUnit],
+    pub units: &'a [UnitInfo],
     /// All ranks.
-    pub ranks: &'a [SessionRank],
-    /// Nodes that are to hold each unit; 0 or 1 for no copies.
+    pub ranks: &'a [RankInfo],
+    /// Number of nodes that should hold each unit; 0 or 1 for no copies.
     pub copies: usize,
     /// Share of a step by which copies may delay it (`auto`).
     pub budget: f64,
 }
 
-/// Arranges who keeps copies of what in a session.
+/// Plans which rank keeps which copies in a session.
 ///
-/// Copies go to replica nodes where there are some. Of `auto`, units whose gradients do not fit into the logs of their
-/// holders get snapshots of each step instead; and what one node alone has, and the rest cannot go on without, gets
-/// snapshots of each step whatever they cost. What several nodes train has snapshots in the memory of `copies` of them,
-/// so that a crash of all processes and the loss of fewer nodes leave one; each makes its own, and nothing is sent.
+/// If there are replica nodes, copies go to them. In `auto`, units whose gradients do not fit into the logs of their
+/// holders get a snapshot in each step instead. Essential units (those that may not lag) of one node alone get a snapshot in
+/// each step at any cost. Units that several nodes train have snapshots in the memory of `copies` of these nodes, so that
+/// one survives a crash of all processes and the loss of fewer nodes. Each node makes its own, and nothing is sent.
 ///
 /// ```
-/// use evermoe::protection::{CopyKind, Copying, SessionRank, SessionRequest, SessionUnit, arrange};
-/// let rank = |node: &str| SessionRank {
+/// use evermoe::protection::{CopyKind, Copying, RankInfo, ProtectionRequest, UnitInfo, plan_protection};
+/// let rank = |node: &str| RankInfo {
 ///     node: node.into(), free_bytes: 1 << 30, trains: true, step_seconds: None, network_seconds: None,
 ///     log_bytes: 1 << 30, link: None, host_speed: None,
 /// };
-/// let unit = |active: &[usize], may_lag| SessionUnit {
+/// let unit = |active: &[usize], may_lag| UnitInfo {
 ///     state_bytes: 1200, gradient_bytes: 400, active: active.to_vec(), tokens: 64.0, replayable: may_lag, may_lag,
 /// };
 /// // An expert on each of two nodes, a router on both: each expert is replayed on the other, the router needs nothing.
 /// let units = [unit(&[0], true), unit(&[1], true), unit(&[0, 1], false)];
 /// let ranks = [rank("a"), rank("b")];
-/// let request = SessionRequest {
+/// let request = ProtectionRequest {
 ///     name: "auto", copying: Copying::Chosen, units: &units, ranks: &ranks, copies: 2, budget: 0.01,
 /// };
-/// let found = arrange(&request)?;
+/// let found = plan_protection(&request)?;
 /// assert_eq!(found.units[0].kind, CopyKind::Replayed);
 /// assert_eq!((&found.units[0].holders[..], &found.units[1].holders[..]), (&[1][..], &[0][..]));
 /// assert_eq!(found.units[2].kind, CopyKind::Active);
@@ -167,11 +167,11 @@ pub struct SessionRequest<'a> {
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) as of [`choose_copies`] and
 /// [`unit_copy_holders`](crate::placement::unit_copy_holders).
-pub fn arrange(request: &SessionRequest<'_>) -> Result<Arrangement> {
+pub fn plan_protection(request: &ProtectionRequest<'_>) -> Result<ProtectionPlan> {
     let mut found = match request.copying {
         Copying::Chosen => request.chosen()?,
-        Copying::Nothing => request.active_only("no copies on other nodes beside the active ones")?,
-        _ if request.copies < 2 => request.active_only("no copies on other nodes beside the active ones")?,
+        Copying::Nothing => request.active_only("no copies beyond the nodes that train each unit")?,
+        _ if request.copies < 2 => request.active_only("no copies beyond the nodes that train each unit")?,
         Copying::Uncovered => request.uncovered()?,
         Copying::Everything | Copying::ToPrevious => request.everything()?,
     };
@@ -187,18 +187,18 @@ pub fn arrange(request: &SessionRequest<'_>) -> Result<Arrangement> {
     Ok(found)
 }
 
-impl SessionRequest<'_> {
+impl ProtectionRequest<'_> {
     fn active(&self) -> Vec<Vec<usize>> {
         self.units.iter().map(|unit| unit.active.clone()).collect()
     }
 
-    /// The rank that sends each unit: one that trains it, so that all have as many bytes to send as can be.
+    /// The rank that sends each unit: one that trains it, chosen so that the bytes to send are balanced.
     fn primaries(&self) -> Result<Vec<usize>> {
         let sizes: Vec<u64> = self.units.iter().map(|unit| unit.state_bytes).collect();
         primaries(&self.active(), &sizes, self.ranks.len())
     }
 
-    /// The failure domain of each rank, from 0 on; on one node alone each rank is one of its own.
+    /// The failure domain of each rank, numbered from 0. If all ranks share one node, each rank is a domain of its own.
     fn domains(&self) -> Vec<usize> {
         let mut numbers = BTreeMap::new();
         for rank in self.ranks {
@@ -211,13 +211,13 @@ impl SessionRequest<'_> {
         }
     }
 
-    fn active_only(&self, summary: &str) -> Result<Arrangement> {
-        let units = self.primaries()?.into_iter().map(Kept::active).collect();
-        Ok(Arrangement { units, summary: format!("{}: {summary}", self.name), delay_seconds: 0.0 })
+    fn active_only(&self, summary: &str) -> Result<ProtectionPlan> {
+        let units = self.primaries()?.into_iter().map(UnitProtection::active).collect();
+        Ok(ProtectionPlan { units, summary: format!("{}: {summary}", self.name), delay_seconds: 0.0 })
     }
 
     /// Gemini and BAFT: snapshots of all units; each unit is sent by one of the ranks that have it.
-    fn everything(&self) -> Result<Arrangement> {
+    fn everything(&self) -> Result<ProtectionPlan> {
         let nodes: Vec<&str> = self.ranks.iter().map(|rank| rank.node.as_str()).collect();
         let primaries = self.primaries()?;
         let holders: Vec<Vec<usize>> = if self.copying == Copying::ToPrevious {
@@ -227,22 +227,22 @@ impl SessionRequest<'_> {
             unit_copy_holders(&primaries, &self.active(), &nodes, self.copies)?
         };
         let kept = primaries.into_iter().zip(holders);
-        let units: Vec<Kept> =
-            kept.map(|(primary, holders)| Kept::snapshot(primary, holders[1..].to_vec())).collect();
+        let units: Vec<UnitProtection> =
+            kept.map(|(primary, holders)| UnitProtection::snapshot(primary, holders[1..].to_vec())).collect();
         let sent =
             self.units.iter().zip(&units).map(|(unit, kept)| unit.state_bytes * kept.holders.len() as u64);
         let (megabytes, count) = (sent.sum::<u64>() as f64 / 1e6, units.len());
         let summary =
             format!("{}: snapshots of all {count} units, {megabytes:.1} MB to peers each step", self.name);
-        Ok(Arrangement { units, summary, delay_seconds: 0.0 })
+        Ok(ProtectionPlan { units, summary, delay_seconds: 0.0 })
     }
 
-    /// MoEtion: copies of what no peer holds already, replayed where that is exact: with the nodes that train a unit it is
-    /// on `copies` of them.
+    /// MoEtion: copies of units until `copies` nodes hold each, including those that train it. Copies are replayed if that is
+    /// exact.
     ///
-    /// Ranks are data-parallel peers. What one of them trains alone, an expert or what it owns, is like a part of a ZeRO
-    /// state: [`training_copy_holders`] says where it goes. What nothing goes on without is copied at each step.
-    fn uncovered(&self) -> Result<Arrangement> {
+    /// Ranks are data-parallel peers. A unit of one rank alone, an expert or a module that it owns, is like a shard of a ZeRO
+    /// state: [`training_copy_holders`] chooses its holders. Essential units are copied at each step.
+    fn uncovered(&self) -> Result<ProtectionPlan> {
         let (domains, primaries) = (self.domains(), self.primaries()?);
         let holders = unit_copy_holders(&primaries, &self.active(), &domains, self.copies)?;
         let wanted = self.copies.min(distinct(domains.iter().copied()));
@@ -254,26 +254,26 @@ impl SessionRequest<'_> {
             let missing = wanted.saturating_sub(distinct(unit.active.iter().map(|&rank| domains[rank])));
             let holders: Vec<usize> = found[1..].iter().copied().take(missing).collect();
             if holders.is_empty() {
-                return Kept::active(primary);
+                return UnitProtection::active(primary);
             }
             let is_replayed = unit.replayable || unit.may_lag;
             let kind = if is_replayed { CopyKind::Replayed } else { CopyKind::Snapshot { period: 1 } };
-            Kept { kind, holders, ..Kept::active(primary) }
+            UnitProtection { kind, holders, ..UnitProtection::active(primary) }
         });
-        let units: Vec<Kept> = kept.collect();
+        let units: Vec<UnitProtection> = kept.collect();
         let is_chosen =
-            |(unit, kept): &(&SessionUnit, &Kept)| unit.may_lag && kept.kind == CopyKind::Replayed;
+            |(unit, kept): &(&UnitInfo, &UnitProtection)| unit.may_lag && kept.kind == CopyKind::Replayed;
         let chosen = self.units.iter().zip(&units).filter(is_chosen).count();
         let always = units.iter().filter(|kept| !kept.holders.is_empty()).count() - chosen;
         let mut summary =
             format!("{}: copies of up to {chosen} of {} units within the budget", self.name, units.len());
         if always > 0 {
-            summary += &format!("; of {always} more, which nothing goes on without, at each step");
+            summary += &format!("; of {always} more essential units at each step");
         }
-        Ok(Arrangement { units, summary, delay_seconds: 0.0 })
+        Ok(ProtectionPlan { units, summary, delay_seconds: 0.0 })
     }
 
-    fn chosen(&self) -> Result<Arrangement> {
+    fn chosen(&self) -> Result<ProtectionPlan> {
         let domains = self.domains();
         if self.copies < 2 || distinct(domains.iter().copied()) < 2 {
             return self.active_only("one node alone keeps no copies");
@@ -294,17 +294,17 @@ impl SessionRequest<'_> {
             log_steps: LOG_STEPS,
         })?;
         let kept = plan.units.iter().zip(&primaries).map(|(choice, &primary)| match choice.kind {
-            CopyKind::Active | CopyKind::Uncovered => Kept {
+            CopyKind::Active | CopyKind::Uncovered => UnitProtection {
                 holders: choice.holders.iter().map(|holder| holder.node).collect(),
-                ..Kept::active(primary)
+                ..UnitProtection::active(primary)
             },
-            kind => Kept {
+            kind => UnitProtection {
                 kind,
                 holders: choice.holders.iter().map(|holder| holder.node).collect(),
-                ..Kept::active(choice.sender)
+                ..UnitProtection::active(choice.sender)
             },
         });
-        let mut found = Arrangement {
+        let mut found = ProtectionPlan {
             units: kept.collect(),
             summary: format!("{}: {}", self.name, plan.summary),
             delay_seconds: plan.delay_seconds,
@@ -321,7 +321,7 @@ impl SessionRequest<'_> {
             }
         }
         let step_seconds = self.step_seconds();
-        let node = |((&domain, rank), own): ((&usize, &SessionRank), u64)| CopyNode {
+        let node = |((&domain, rank), own): ((&usize, &RankInfo), u64)| CopyNode {
             failure: FAILURE,
             domain,
             host_bytes: rank.free_bytes.saturating_sub(own),
@@ -332,20 +332,20 @@ impl SessionRequest<'_> {
         domains.iter().zip(self.ranks).zip(own).map(node).collect()
     }
 
-    /// The slowest link that was measured.
+    /// The slowest measured link.
     fn network(&self) -> Link {
         let slowest =
             |one: Link, two: Link| Link { alpha: one.alpha.max(two.alpha), beta: one.beta.min(two.beta) };
         self.ranks.iter().filter_map(|rank| rank.link).reduce(slowest).unwrap_or(DEFAULT_LINK)
     }
 
-    /// The slowest way from state to host memory that was measured.
+    /// The slowest measured path from the state to host memory.
     fn host_link(&self) -> Link {
         let slowest = self.ranks.iter().filter_map(|rank| rank.host_speed).reduce(f64::min);
         Link { beta: slowest.unwrap_or(DEFAULT_LINK.beta), ..DEFAULT_LINK }
     }
 
-    /// Step seconds of the slowest training member; so long that nothing is too slow until all were profiled.
+    /// Step seconds of the slowest training member. Until all are profiled: a large value, so that no copy is too slow.
     fn step_seconds(&self) -> f64 {
         let training = self.ranks.iter().filter(|rank| rank.trains);
         let known: Option<Vec<f64>> = training.map(|rank| rank.step_seconds).collect();
@@ -353,28 +353,27 @@ impl SessionRequest<'_> {
         slowest.unwrap_or(UNKNOWN_SECONDS)
     }
 
-    /// Snapshots of each step, whatever they cost, of what one node alone has and the rest cannot go on without.
-    fn always_copy(&self, found: &mut Arrangement, domains: &[usize], primaries: &[usize]) -> Result<()> {
+    /// Adds a snapshot in each step, at any cost, of essential units that one node alone has.
+    fn always_copy(&self, found: &mut ProtectionPlan, domains: &[usize], primaries: &[usize]) -> Result<()> {
         let holders = unit_copy_holders(primaries, &self.active(), domains, self.copies)?;
         let mut number = 0;
         for ((unit, kept), holders) in self.units.iter().zip(&mut found.units).zip(holders) {
             let is_alone = !unit.may_lag && distinct(unit.active.iter().map(|&rank| domains[rank])) == 1;
             if is_alone && (kept.holders.is_empty() || kept.kind.period() > 1) {
                 let (primary, others) = (holders[0], holders[1..].to_vec());
-                *kept = Kept::snapshot(primary, others);
+                *kept = UnitProtection::snapshot(primary, others);
                 number += 1;
             }
         }
         if number > 0 {
-            found.summary +=
-                &format!("; snapshots of {number} more beyond the budget, which nothing goes on without");
+            found.summary += &format!("; snapshots of {number} more essential units, beyond the budget");
         }
         Ok(())
     }
 
-    /// Copies go to replica nodes where there are some, evenly; the other holders keep the rest of them. Each is on another
-    /// domain than those that train the unit or have a copy already, as far as there are enough.
-    fn use_replica_nodes(&self, found: &mut Arrangement) {
+    /// Moves copies to replica nodes, evenly; the planned holders keep the rest. As far as possible, each copy is on another
+    /// domain than those that train the unit or have a copy already.
+    fn use_replica_nodes(&self, found: &mut ProtectionPlan) {
         let replicas = self.ranks.iter().enumerate().filter(|(_, rank)| !rank.trains);
         let mut load: Vec<(u64, usize)> = replicas.map(|(rank, _)| (0, rank)).collect();
         if load.is_empty() {
@@ -403,8 +402,8 @@ impl SessionRequest<'_> {
         }
     }
 
-    /// Ranks that keep snapshots of what they train in the memory of their own nodes: on `copies` of the nodes that train
-    /// it, from the primary's on in a ring, so that all have as many bytes of what all train.
+    /// Ranks that keep snapshots of a unit that they train in the memory of their own nodes. They are on `copies` of the
+    /// nodes that train it, in a ring from the primary's, so that bytes are balanced for units that all train.
     fn own_keepers(&self, primary: usize, active: &[usize]) -> Vec<usize> {
         let node = |rank: usize| self.ranks[rank].node.as_str();
         let mut ranks_of: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
@@ -420,8 +419,8 @@ impl SessionRequest<'_> {
         ring.map(|(_, ranks)| ranks[place % ranks.len()]).collect()
     }
 
-    /// Snapshots of each step instead, of units whose gradients do not fit into the logs of their holders.
-    fn keep_within_logs(&self, found: &mut Arrangement) {
+    /// Replaces replay by a snapshot in each step for units whose gradients do not fit into the logs of their holders.
+    fn keep_within_logs(&self, found: &mut ProtectionPlan) {
         let mut room: Vec<u64> = self.ranks.iter().map(|rank| rank.log_bytes).collect();
         let mut number = 0;
         for (unit, kept) in self.units.iter().zip(&mut found.units) {
@@ -443,7 +442,7 @@ impl SessionRequest<'_> {
     }
 }
 
-fn copy_unit(unit: &SessionUnit) -> CopyUnit {
+fn copy_unit(unit: &UnitInfo) -> CopyUnit {
     CopyUnit {
         state_bytes: unit.state_bytes,
         gradient_bytes: unit.gradient_bytes,

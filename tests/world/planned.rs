@@ -1,4 +1,4 @@
-//! Copies after a recovery: whole before training goes on, or made beside the next step and whole at its vote.
+//! Copies after a recovery: complete before training resumes, or made during the next step and complete with its vote.
 
 use super::copies::{Content, Snapshot, kept};
 use super::group::Part;
@@ -7,18 +7,18 @@ use super::pace::Pace;
 use super::{Mistake, Setting, World};
 use evermoe::protocol::{Event, step_of};
 
-/// The copies that a member makes beside its step, and of which group they are.
+/// The copies that a member makes during its step, and their group.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Arranged {
+pub(crate) struct Planned {
     pub epoch: u64,
     generation: u64,
     members: Vec<usize>,
-    /// Units that it trains, as of the state that is copied.
+    /// Units that it trains, in the state that is copied.
     own: Snapshot,
 }
 
 impl World {
-    /// All members plan alike; copies of before stay until those of the plan are whole everywhere.
+    /// All members plan the same copies; previous ones stay until those of the plan are complete on all members.
     pub(crate) fn copied(&mut self, number: usize, parts: &[Part], setting: &Setting) {
         let epoch = self.nodes[number].group.expect("in a group");
         let group = self.groups.get(epoch).clone();
@@ -31,7 +31,7 @@ impl World {
             self.break_rule("members protect different versions, or some of them wait");
         }
         let generation = self.nodes[number].protocol.generation();
-        self.nodes[number].arranged = Some(Arranged { epoch, generation, members: group.members, own });
+        self.nodes[number].planned = Some(Planned { epoch, generation, members: group.members, own });
         if setting.mistake == Some(Mistake::GivenUpEarly) && !waits {
             self.give_up_older(number, setting);
         }
@@ -43,39 +43,39 @@ impl World {
         }
     }
 
-    /// The copies that this member keeps for the one before it, and its own snapshots, are whole.
+    /// Completes the copies that this member keeps for the previous one, and its own snapshots.
     pub(crate) fn receive_copies(&mut self, number: usize, setting: &Setting) {
         let node = &mut self.nodes[number];
-        let Some(arranged) = &node.arranged else { unreachable!("it makes copies") };
-        let (version, content) = (arranged.own.version, arranged.own.content);
-        let kept = arranged.kept(number, setting);
+        let Some(planned) = &node.planned else { unreachable!("it makes copies") };
+        let (version, content) = (planned.own.version, planned.own.content);
+        let kept = planned.kept(number, setting);
         node.copies.push(kept, version, content, usize::MAX);
         if setting.keeper.steps().is_some() {
-            node.copies.push(arranged.own.units, version, content, usize::MAX);
+            node.copies.push(planned.own.units, version, content, usize::MAX);
         }
     }
 
-    /// All members have waited for their copies.
+    /// Completes the copies of members that have waited for them.
     pub(crate) fn protected(&mut self, number: usize, setting: &Setting) {
         self.nodes[number].late = 0;
         self.settle_copies(number, setting);
         self.feed(number, Event::Protected { is_whole: true }, setting);
     }
 
-    /// The copies of the plan are whole everywhere, if this member has made some: earlier ones are given up.
+    /// Completes the copies of the plan, if this member has made some: earlier ones are dropped.
     pub(crate) fn settle_copies(&mut self, number: usize, setting: &Setting) {
-        if self.nodes[number].arranged.is_some() {
+        if self.nodes[number].planned.is_some() {
             self.give_up_older(number, setting);
-            let arranged = self.nodes[number].arranged.take().expect("it makes copies");
-            self.nodes[number].pace = Pace::from(step_of(arranged.own.version));
-            self.promise_again(arranged.generation, arranged.own.content, arranged.members);
+            let planned = self.nodes[number].planned.take().expect("it makes copies");
+            self.nodes[number].pace = Pace::from(step_of(planned.own.version));
+            self.promise_again(planned.generation, planned.own.content, planned.members);
         }
     }
 
     fn give_up_older(&mut self, number: usize, setting: &Setting) {
         let node = &mut self.nodes[number];
-        let Some(arranged) = &node.arranged else { unreachable!("it makes copies") };
-        let (own, kept) = (arranged.own, arranged.kept(number, setting));
+        let Some(planned) = &node.planned else { unreachable!("it makes copies") };
+        let (own, kept) = (planned.own, planned.kept(number, setting));
         let is_new = |units: &u8, versions: &[(u64, Content)]| {
             let is_kept = *units == kept || (*units == own.units && setting.keeper.steps().is_some());
             is_kept && versions.iter().any(|&(known, _)| known == own.version)
@@ -84,9 +84,9 @@ impl World {
         node.copies.0.values_mut().for_each(|versions| versions.retain(|&(known, _)| known == own.version));
     }
 
-    /// All copies of a group are whole: from now on, fewer losses than copies undo nothing.
+    /// All copies of a group are complete: from now on, fewer losses than copies undo nothing.
     ///
-    /// A member that was frozen may learn this of a group that the others have left long since.
+    /// A member that was frozen may learn this about a group that the others have left long ago.
     fn promise_again(&mut self, generation: u64, content: Content, members: Vec<usize>) {
         if generation < self.promise.generation {
             return;
@@ -101,7 +101,7 @@ impl World {
     }
 }
 
-impl Arranged {
+impl Planned {
     /// Units that the member keeps for others.
     fn kept(&self, number: usize, setting: &Setting) -> u8 {
         let rank = self.members.iter().position(|&member| member == number).expect("it is of the group");

@@ -1,11 +1,11 @@
-//! Places of tensors in the host's memory: where transfers go without chunks in between.
+//! Transfers directly to the tensors' places in host memory, without chunks in between.
 
 use crate::cpu::ChunkLayout;
 use std::ops::Range;
 
-/// Consecutive bytes of the stream of chunks that are consecutive on the host, too.
+/// Bytes that are consecutive both in the stream of chunks and on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PlacedRun {
+pub(super) struct HostRun {
     /// First byte in the stream.
     pub(super) from: usize,
     /// First byte on the host.
@@ -14,12 +14,13 @@ pub(super) struct PlacedRun {
     pub(super) bytes: usize,
 }
 
-/// The runs of a part of the stream, when tensor t is at `places[t]` on the host. What is between tensors is left out.
+/// Returns the runs of a part of the stream, when tensor t is at `places[t]` on the host. Gaps between tensors are left
+/// out.
 ///
-/// Example: tensors of 16 and 5 bytes at 64 and 80, which follow each other in both: one run of 21 bytes. At 64 and 128 they
-/// are two.
-pub(super) fn runs(layout: &ChunkLayout, places: &[usize], part: &Range<usize>) -> Vec<PlacedRun> {
-    let mut runs: Vec<PlacedRun> = vec![];
+/// Example: tensors of 16 and 5 bytes at 64 and 80 are adjacent in both: one run of 21 bytes. At 64 and 128 they are
+/// two runs.
+pub(super) fn runs(layout: &ChunkLayout, places: &[usize], part: &Range<usize>) -> Vec<HostRun> {
+    let mut runs: Vec<HostRun> = vec![];
     let first = layout.starts().partition_point(|&start| start <= part.start).saturating_sub(1);
     for (tensor, &place) in places.iter().enumerate().skip(first) {
         let start = layout.starts()[tensor];
@@ -33,7 +34,7 @@ pub(super) fn runs(layout: &ChunkLayout, places: &[usize], part: &Range<usize>) 
         let (to, bytes) = (place + from - start, end - from);
         match runs.last_mut() {
             Some(last) if last.from + last.bytes == from && last.to + last.bytes == to => last.bytes += bytes,
-            _ => runs.push(PlacedRun { from, to, bytes }),
+            _ => runs.push(HostRun { from, to, bytes }),
         }
     }
     runs
@@ -48,7 +49,7 @@ mod tests {
         let sizes = [5000, 0, 16, 4080, 3, 0, 9000, 7];
         let layout = ChunkLayout::new(&sizes, 4096).unwrap();
         let end = layout.num_chunks() * 4096;
-        // One after the other, as in an arena's unit.
+        // Consecutive, as in an arena's unit.
         let places: Vec<usize> =
             sizes.iter().scan(64, |at, size| Some(std::mem::replace(at, *at + size))).collect();
         for step in [4096, 8192, end] {
@@ -69,8 +70,8 @@ mod tests {
                 );
             }
         }
-        let run = |from, to, bytes| PlacedRun { from, to, bytes };
-        // 16 and 4080 bytes follow each other in both.
+        let run = |from, to, bytes| HostRun { from, to, bytes };
+        // The tensors of 16 and 4080 bytes are adjacent in both.
         assert_eq!(runs(&layout, &places, &(4096..8192)), [run(4096, 64 + 4096, 904), run(5008, 5064, 3184)]);
     }
 }

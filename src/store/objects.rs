@@ -1,4 +1,4 @@
-//! A place: objects under a prefix of a bucket, by their names below it.
+//! An object store: objects under a prefix of a bucket, named relative to it.
 
 use super::address::{Address, Scheme};
 use super::pace::Pace;
@@ -12,8 +12,7 @@ use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, ClientConfigKey, ClientOptions, ObjectStore, ObjectStoreExt, PutMode, PutPayload,
-    RetryConfig,
+    BackoffConfig, ClientConfigKey, ClientOptions, ObjectStoreExt, PutMode, PutPayload, RetryConfig,
 };
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,27 +20,27 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-/// Bytes of a part: what is larger goes and comes in several at once.
+/// Size of a part: larger objects are transferred in several parts at once.
 pub const PART_BYTES: usize = 8 << 20;
-/// Parts on their way in a process at most: with their size, what all requests hold in memory.
+/// Maximum number of parts in transfer per process; with their size it bounds the memory of all requests.
 const MAX_PARTS: usize = 16;
 const MAX_REQUEST: Duration = Duration::from_secs(60);
 const MIN_REQUEST: Duration = Duration::from_secs(1);
-/// More than fit into any patience.
+/// More retries than fit into any patience.
 const MAX_RETRIES: usize = 1_000_000;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 static PARTS: Semaphore = Semaphore::const_new(MAX_PARTS);
 
-/// How a place is used.
+/// Options of an object store.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Time for which a request is tried again while the service does not answer, or answers that it cannot now.
+    /// Time for which a request is retried while the service does not answer, or reports that it is unavailable.
     pub patience: Duration,
-    /// Bytes per second that are written at most; `None` for no limit.
+    /// Maximum bytes per second that are written; `None` for no limit.
     pub upload_limit: Option<f64>,
-    /// Bytes per second that [`Place::read_into`] reads at most; `None` for no limit.
+    /// Maximum bytes per second that [`ObjectStore::read_into`] reads; `None` for no limit.
     pub download_limit: Option<f64>,
 }
 
@@ -59,23 +58,23 @@ impl Options {
     }
 }
 
-/// An object, as a list tells it.
+/// An entry in a list of objects.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
-    /// Name below the place.
+    /// Name relative to the store's prefix.
     pub name: String,
-    /// Bytes.
+    /// Size in bytes.
     pub nbytes: u64,
-    /// Seconds since 1970, by the service's clock, when it was written last.
+    /// Time of the last write by the service's clock, in seconds since 1970.
     pub modified: f64,
 }
 
-/// Objects under a URL. Every operation waits for its end, and is tried again with back-off.
+/// Objects under a URL. Every operation blocks until it is done, and is retried with back-off.
 ///
-/// Names are paths below the URL, such as `step-00000120/manifest.json`.
+/// Names are paths relative to the URL, such as `step-00000120/manifest.json`.
 #[derive(Debug)]
-pub struct Place {
-    store: Arc<dyn ObjectStore>,
+pub struct ObjectStore {
+    store: Arc<dyn object_store::ObjectStore>,
     prefix: Path,
     shown: String,
     is_read_only: bool,
@@ -86,24 +85,23 @@ pub struct Place {
     process: u32,
 }
 
-impl Place {
-    /// Opens a place with the credentials of the provider's chain; asks the service nothing yet.
+impl ObjectStore {
+    /// Opens a store with the credentials of the provider's chain; sends no request yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for options or variables that cannot be. [`Error::Io`] with `EACCES` where there are no
-    /// credentials.
+    /// [`Error::Invalid`] for invalid options or variables. [`Error::Io`] with `EACCES` if there are no credentials.
     pub fn open(address: &Address, options: Options) -> Result<Self> {
         options.check()?;
         if let Some(advice) = credentials::missing(address.scheme, |name| std::env::var(name).ok()) {
-            let told = format!("there are no credentials: {advice}");
-            return Err(problem::failed(&address.to_string(), libc::EACCES, &told));
+            let text = format!("there are no credentials: {advice}");
+            return Err(problem::failed(&address.to_string(), libc::EACCES, &text));
         }
         let path = Path::from_url_path(address.url.path())
-            .map_err(|error| Error::invalid(format!("{address} has no path of objects: {error}")))?;
-        // Encrypts with ring; where another part of the process has chosen something else, that stays.
+            .map_err(|error| Error::invalid(format!("{address} has no valid path: {error}")))?;
+        // Uses ring for TLS, unless another part of the process has installed another provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let store = build(address, &options).map_err(|error| {
-            Error::invalid(format!("{address} cannot be opened: {}", problem::told(&error)))
+            Error::invalid(format!("{address} cannot be opened: {}", problem::text_of(&error)))
         })?;
         Ok(Self {
             store,
@@ -118,15 +116,15 @@ impl Place {
         })
     }
 
-    /// Whether nothing can be written there, whatever the credentials.
+    /// Whether the store is read-only regardless of the credentials.
     pub fn is_read_only(&self) -> bool {
         self.is_read_only
     }
 
-    /// Writes an object, or replaces it; one of more than [`PART_BYTES`] in parts.
+    /// Writes or replaces an object; in parts if it has more than [`PART_BYTES`].
     ///
     /// # Errors
-    /// [`Error::Io`]: it is not there, or the one before is.
+    /// [`Error::Io`]: the object is missing or has its previous content.
     pub fn put(&self, name: &str, data: &[u8]) -> Result<()> {
         self.check_writable()?;
         let path = self.path(name)?;
@@ -162,17 +160,18 @@ impl Place {
                 failed => failed,
             };
             if sent.is_err() {
-                let _ = upload.abort().await; // the service removes what is left, or its owner's rules do
+                let _ = upload.abort().await; // the service, or its owner's lifecycle rules, remove the rest
             }
             sent
         })
     }
 
-    /// Makes an object unless its name is taken. Whether the object of that name has these bytes now: where an answer
-    /// got lost the object is read, so give bytes that no other writer gives, or that mean the same from any.
+    /// Creates an object unless its name is taken. Returns whether the object of that name has these bytes now. If an
+    /// answer is lost, the object is read and compared. So the bytes should be unique to the writer, or mean the same
+    /// from any writer.
     ///
     /// # Errors
-    /// [`Error::Io`]: nothing is known.
+    /// [`Error::Io`]: the outcome is unknown.
     pub fn create(&self, name: &str, data: &[u8]) -> Result<bool> {
         self.check_writable()?;
         let path = self.path(name)?;
@@ -190,7 +189,7 @@ impl Place {
                 if Instant::now() > deadline {
                     return Err(failed);
                 }
-                match self.read_whole(&path).await {
+                match self.read_all(&path).await {
                     Ok(found) => return Ok(found == data),
                     Err(object_store::Error::NotFound { .. }) => {}
                     Err(error) if problem::is_passing(&error) => {}
@@ -202,11 +201,11 @@ impl Place {
         })
     }
 
-    async fn read_whole(&self, path: &Path) -> object_store::Result<Vec<u8>> {
+    async fn read_all(&self, path: &Path) -> object_store::Result<Vec<u8>> {
         Ok(self.store.get(path).await?.bytes().await?.to_vec())
     }
 
-    /// Reads an object of at most so many bytes; `None` if there is none.
+    /// Reads an object of at most `most_bytes`; returns `None` if there is none.
     ///
     /// # Errors
     /// [`Error::Corrupt`] if it is larger. [`Error::Io`] if it cannot be read.
@@ -228,10 +227,10 @@ impl Place {
         })
     }
 
-    /// Size of an object in bytes; `None` if there is none.
+    /// Returns the size of an object in bytes, or `None` if there is none.
     ///
     /// # Errors
-    /// [`Error::Io`] if the service does not tell.
+    /// [`Error::Io`] if the service does not report it.
     pub fn size(&self, name: &str) -> Result<Option<u64>> {
         let path = self.path(name)?;
         self.wait(name, async || match self.store.head(&path).await {
@@ -240,17 +239,17 @@ impl Place {
         })
     }
 
-    /// Reads the bytes from `start` on into `out`, several parts at once.
+    /// Reads bytes from `start` into `out`, several parts at once.
     ///
     /// # Errors
-    /// [`Error::Io`] if they cannot be read, or the object has fewer.
+    /// [`Error::Io`] if they cannot be read, or if the object has fewer.
     pub fn read_into(&self, name: &str, start: u64, out: &mut [u8]) -> Result<()> {
         let path = self.path(name)?;
         self.run(name, async {
             let parts = out.chunks_mut(PART_BYTES).zip((start..).step_by(PART_BYTES)).map(|(part, start)| {
                 let path = &path;
                 async move {
-                    self.downloads.wait(part.len()).await; // which counts as no time of its requests
+                    self.downloads.wait(part.len()).await; // which does not count as time of the requests
                     self.retried(async || self.read_part(path, start, part).await).await
                 }
             });
@@ -270,7 +269,7 @@ impl Place {
         Ok(())
     }
 
-    /// The objects below a name; of all that are there with an empty one.
+    /// Lists the objects below a name; all objects for an empty name.
     ///
     /// # Errors
     /// [`Error::Io`] if they cannot be listed.
@@ -284,7 +283,7 @@ impl Place {
         Ok(stored.collect())
     }
 
-    /// Names directly below the place: of objects, and what comes before the first slash of those below.
+    /// Lists the names directly below the prefix: of objects, and of the first component of longer names.
     ///
     /// # Errors
     /// [`Error::Io`] if they cannot be listed.
@@ -294,10 +293,10 @@ impl Place {
         Ok(found.common_prefixes.into_iter().chain(objects).filter_map(|path| self.name(&path)).collect())
     }
 
-    /// Removes objects; those that are not there are no error.
+    /// Removes objects; missing ones are no error.
     ///
     /// # Errors
-    /// [`Error::Io`]: some may be left.
+    /// [`Error::Io`]: some may remain.
     pub fn remove(&self, names: &[String]) -> Result<()> {
         self.check_writable()?;
         let paths = names.iter().map(|name| self.path(name)).collect::<Result<Vec<_>>>()?;
@@ -316,16 +315,16 @@ impl Place {
 
     fn check_writable(&self) -> Result<()> {
         if self.is_read_only {
-            let told = "a place behind HTTP is for reading alone: write to s3://, gs://, az:// or a folder";
-            return Err(problem::failed(&self.shown, libc::EROFS, told));
+            let text = "a store behind HTTP is read-only: write to s3://, gs://, az:// or a folder";
+            return Err(problem::failed(&self.shown, libc::EROFS, text));
         }
         Ok(())
     }
 
     fn path(&self, name: &str) -> Result<Path> {
-        let whole = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
-        Path::parse(whole.trim_start_matches('/'))
-            .map_err(|error| Error::invalid(format!("{name:?} is no name of an object: {error}")))
+        let path = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
+        Path::parse(path.trim_start_matches('/'))
+            .map_err(|error| Error::invalid(format!("{name:?} is not a valid object name: {error}")))
     }
 
     fn name(&self, path: &Path) -> Option<String> {
@@ -334,13 +333,13 @@ impl Place {
         (!below.is_empty()).then(|| below.join("/"))
     }
 
-    /// Waits for an operation, which is tried again.
+    /// Runs an operation with retries and blocks until it is done.
     fn wait<T>(&self, name: &str, operation: impl AsyncFnMut() -> object_store::Result<T>) -> Result<T> {
         self.run(name, self.retried(operation))
     }
 
-    /// Does an operation, again where the service is away in a way that requests do not try again by themselves, such as
-    /// a connection that ends between two of them.
+    /// Runs an operation. Repeats it for failures of the service that requests do not retry by themselves, such as a
+    /// connection that ends between two requests.
     async fn retried<T>(
         &self,
         mut operation: impl AsyncFnMut() -> object_store::Result<T>,
@@ -358,7 +357,7 @@ impl Place {
         }
     }
 
-    /// Waits for the end of what is done with an object.
+    /// Blocks until the work on an object is done.
     fn run<T>(&self, name: &str, work: impl Future<Output = object_store::Result<T>>) -> Result<T> {
         if self.process != std::process::id() {
             return Err(Error::Internal(format!(
@@ -371,7 +370,7 @@ impl Place {
     }
 }
 
-fn build(address: &Address, options: &Options) -> object_store::Result<Arc<dyn ObjectStore>> {
+fn build(address: &Address, options: &Options) -> object_store::Result<Arc<dyn object_store::ObjectStore>> {
     let backoff = BackoffConfig { init_backoff: FIRST_PAUSE, max_backoff: MAX_PAUSE, base: 2.0 };
     let retry = RetryConfig { backoff, max_retries: MAX_RETRIES, retry_timeout: options.patience };
     let request = options.patience.clamp(MIN_REQUEST, MAX_REQUEST);

@@ -1,11 +1,14 @@
-//! Who keeps copies in a session: each preset keeps what `copies` says, in every shape, and snapshots of its own are spread.
+//! Copies in a session: each preset keeps what `copies` requires, in every shape, and snapshots of own units are
+//! balanced.
 
-use evermoe::protection::{CopyKind, Copying, Kept, SessionRank, SessionRequest, SessionUnit, arrange};
+use evermoe::protection::{
+    CopyKind, Copying, ProtectionRequest, RankInfo, UnitInfo, UnitProtection, plan_protection,
+};
 use std::collections::BTreeSet;
 
 const UNIT_BYTES: u64 = 1200;
 
-/// Nodes, ranks of each, whether what is no expert has owners, and the nodes of ranks that keep copies alone.
+/// Nodes, ranks of each, whether modules that are no experts have owners, and the nodes of replica ranks.
 #[derive(Clone, Debug)]
 struct Shape {
     nodes: usize,
@@ -35,8 +38,8 @@ impl Shape {
         self.nodes * self.ranks_per_node
     }
 
-    fn ranks(&self) -> Vec<SessionRank> {
-        let rank = |node: String, trains| SessionRank {
+    fn ranks(&self) -> Vec<RankInfo> {
+        let rank = |node: String, trains| RankInfo {
             node,
             free_bytes: 1 << 30,
             trains,
@@ -51,8 +54,8 @@ impl Shape {
     }
 
     /// An expert on each rank, one on the first two nodes, and as many modules as there are ranks.
-    fn units(&self) -> Vec<SessionUnit> {
-        let unit = |active: Vec<usize>, is_expert| SessionUnit {
+    fn units(&self) -> Vec<UnitInfo> {
+        let unit = |active: Vec<usize>, is_expert| UnitInfo {
             state_bytes: UNIT_BYTES,
             gradient_bytes: UNIT_BYTES / 3,
             active,
@@ -61,7 +64,7 @@ impl Shape {
             may_lag: is_expert,
         };
         let trainers = self.trainers();
-        let mut units: Vec<SessionUnit> = (0..trainers).map(|rank| unit(vec![rank], true)).collect();
+        let mut units: Vec<UnitInfo> = (0..trainers).map(|rank| unit(vec![rank], true)).collect();
         if self.nodes > 1 {
             units.push(unit(vec![0, self.ranks_per_node], true));
         }
@@ -77,20 +80,21 @@ fn arranged(
     shape: &Shape,
     copying: Copying,
     copies: usize,
-) -> (Vec<SessionUnit>, Vec<SessionRank>, Vec<Kept>) {
+) -> (Vec<UnitInfo>, Vec<RankInfo>, Vec<UnitProtection>) {
     let (units, ranks) = (shape.units(), shape.ranks());
-    let request = SessionRequest { name: "any", copying, units: &units, ranks: &ranks, copies, budget: 0.01 };
-    let kept = arrange(&request).unwrap().units;
+    let request =
+        ProtectionRequest { name: "any", copying, units: &units, ranks: &ranks, copies, budget: 0.01 };
+    let kept = plan_protection(&request).unwrap().units;
     (units, ranks, kept)
 }
 
-/// What fails together: nodes, or the ranks where there is one node alone.
-fn domain(ranks: &[SessionRank], rank: usize) -> String {
+/// Failure domains: nodes, or the ranks if there is only one node.
+fn domain(ranks: &[RankInfo], rank: usize) -> String {
     let nodes: BTreeSet<&str> = ranks.iter().map(|rank| rank.node.as_str()).collect();
     if nodes.len() == 1 { rank.to_string() } else { ranks[rank].node.clone() }
 }
 
-fn domains(ranks: &[SessionRank], some: impl Iterator<Item = usize>) -> BTreeSet<String> {
+fn domains(ranks: &[RankInfo], some: impl Iterator<Item = usize>) -> BTreeSet<String> {
     some.map(|rank| domain(ranks, rank)).collect()
 }
 
@@ -127,7 +131,7 @@ fn two_lost_nodes_leave_each_unit_with_three_copies() {
             let all: Vec<String> = domains(&ranks, 0..ranks.len()).into_iter().collect();
             for (at, one) in all.iter().enumerate() {
                 for two in &all[at + 1..] {
-                    let is_left = |(unit, kept): (&SessionUnit, &Kept)| {
+                    let is_left = |(unit, kept): (&UnitInfo, &UnitProtection)| {
                         let held = unit.active.iter().chain(&kept.holders).copied();
                         domains(&ranks, held).iter().any(|node| node != one && node != two)
                     };
@@ -177,7 +181,7 @@ fn what_several_nodes_train_has_snapshots_on_as_many_of_them_as_copies_says() {
     }
 }
 
-/// Of what all ranks train each has as many snapshots as any other, so that none captures more than its part.
+/// For units that all ranks train, each has the same number of snapshots, so that none captures more than its share.
 #[test]
 fn own_snapshots_of_what_all_train_are_spread_evenly() {
     for shape in Shape::all().filter(|shape| !shape.is_sharded && shape.replica_nodes.is_empty()) {

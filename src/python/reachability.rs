@@ -1,32 +1,33 @@
-//! [`crate::reach`] for Python.
+//! Python bindings of [`crate::reachability`].
 
 use crate::error::Error;
 use crate::python::secret::Secret;
-use crate::reach::{self, Answer};
+use crate::reachability::{self, Answer};
 use pyo3::prelude::*;
 use std::net::IpAddr;
 use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(ask_all, module)?)?;
-    module.add_class::<Door>()?;
-    module.add_class::<Watch>()
+    module.add_function(wrap_pyfunction!(probe_all, module)?)?;
+    module.add_class::<ProbeServer>()?;
+    module.add_class::<FailureDetector>()
 }
 
-/// A port that answers for one member.
+/// See [`reachability::ProbeServer`].
 #[pyclass(frozen, module = "evermoe._native")]
-struct Door(reach::Door);
+struct ProbeServer(reachability::ProbeServer);
 
 #[pymethods]
-impl Door {
+impl ProbeServer {
     #[new]
     #[pyo3(signature = (member, address=None, secret=None))]
     fn new(py: Python<'_>, member: &str, address: Option<&str>, secret: Option<&Secret>) -> PyResult<Self> {
-        let wrong =
-            |error| Error::invalid(format!("Door: expected a numeric address, got {address:?}: {error}"));
+        let wrong = |error| {
+            Error::invalid(format!("ProbeServer: expected a numeric address, got {address:?}: {error}"))
+        };
         let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
         let secret = secret.map(Secret::get);
-        Ok(Self(py.detach(|| reach::Door::open(member, address, secret))?))
+        Ok(Self(py.detach(|| reachability::ProbeServer::open(member, address, secret))?))
     }
 
     #[getter]
@@ -43,46 +44,47 @@ impl Door {
     }
 }
 
-/// What a door says: the groups for which the member computes, and in which it has waited in vain.
-type Said = (u64, u64);
+/// Group for whose next step the member computes, and group in which its wait timed out; 0 for none.
+type Report = (u64, u64);
 
 #[pyfunction]
 #[pyo3(signature = (members, milliseconds, secret=None))]
-fn ask_all(
+fn probe_all(
     py: Python<'_>,
     members: Vec<(String, String)>,
     milliseconds: u64,
     secret: Option<&Secret>,
-) -> (Vec<Option<Said>>, Vec<String>) {
+) -> (Vec<Option<Report>>, Vec<String>) {
     let secret = secret.map(Secret::get);
-    let answers = py.detach(|| reach::ask_all(&members, Duration::from_millis(milliseconds), secret));
-    let (mut said, mut ended) = (Vec::new(), Vec::new());
+    let answers =
+        py.detach(|| reachability::probe_all(&members, Duration::from_millis(milliseconds), secret));
+    let (mut reports, mut ended) = (Vec::new(), Vec::new());
     for (answer, (member, _)) in answers.into_iter().zip(members) {
-        said.push(match answer {
-            Answer::Said(said) => Some((said.computes, said.gave_up)),
+        reports.push(match answer {
+            Answer::Report(report) => Some((report.computes, report.gave_up)),
             Answer::Ended | Answer::Nothing => None,
         });
         ended.extend((answer == Answer::Ended).then_some(member));
     }
-    (said, ended)
+    (reports, ended)
 }
 
-/// Threads that ask members until one falls silent.
+/// See [`reachability::FailureDetector`].
 #[pyclass(frozen, module = "evermoe._native")]
-struct Watch(reach::Watch);
+struct FailureDetector(reachability::FailureDetector);
 
 #[pymethods]
-impl Watch {
+impl FailureDetector {
     #[new]
     #[pyo3(signature = (members, group, milliseconds, secret=None))]
     fn new(members: Vec<(String, String)>, group: u64, milliseconds: u64, secret: Option<&Secret>) -> Self {
         let limit = Duration::from_millis(milliseconds);
-        Self(reach::Watch::start(members, group, limit, secret.map(Secret::get)))
+        Self(reachability::FailureDetector::start(members, group, limit, secret.map(Secret::get)))
     }
 
     fn wait(&self, py: Python<'_>) -> (Vec<String>, bool, Option<String>) {
-        let seen = py.detach(|| self.0.wait());
-        (seen.silent, seen.has_ended, seen.gave_up)
+        let finding = py.detach(|| self.0.wait());
+        (finding.silent, finding.has_ended, finding.gave_up)
     }
 
     fn stop(&self) {
