@@ -81,7 +81,7 @@ mod tests {
         assert!(message("\"at_risk\":[2", "\"at_risk\":[9").contains("layer 0 expert 0 has seen 8"));
         assert!(message("\"at_risk\":[2", "\"at_risk\":[-2").contains("at_risk has a negative"));
         assert!(message("\"lost\":[0", "\"lost\":[9223372036854775807").contains("layer 0 expert 0"));
-        assert!(message("\"waiting\":[0,1,0", "\"waiting\":[0,1,7").contains("waits for nothing"));
+        assert!(message("\"waiting\":[0,1,0", "\"waiting\":[0,1,7").contains("waits without tokens at risk"));
         assert!(message("ledger\":1", "ledger\":2").contains("expected layout 1, got 2"));
         assert!(message("0.1", "1e999").contains("JSON of a token ledger"));
         assert!(message("0.1", "2.5").contains("max_lost_token_fraction"));
