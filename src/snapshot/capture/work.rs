@@ -476,6 +476,8 @@ mod tests {
         );
         let huge = Run { address: usize::MAX - 2, bytes: 4 };
         assert!(message(&[vec![huge], vec![]]).contains("\"u0\": 4 bytes at address 0xfff"));
-        assert!(message(&[vec![Run { address: 0, bytes: 4 }], vec![]]).contains("are outside the address space"));
+        assert!(
+            message(&[vec![Run { address: 0, bytes: 4 }], vec![]]).contains("are outside the address space")
+        );
     }
 }
