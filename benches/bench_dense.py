@@ -1,4 +1,4 @@
-"""Memory and step time of dense="sharded" against dense="replicated": real workers on this machine, taking turns.
+"""Memory and step time of shard_optimizer=True against False: real workers on this machine, taking turns.
 
     python benches/bench_dense.py [--workers 3] [--width 512] [--layers 12] [--rounds 3] [--json PATH]
 

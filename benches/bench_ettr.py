@@ -150,7 +150,7 @@ def row(model, costs, constants, arguments):
         days=arguments.hours / 24,
         failures=failures,
         constants=constants,
-        options=SimulatedOptions(dense=arguments.dense),
+        options=SimulatedOptions(shard_optimizer=arguments.dense == "sharded"),
         expert_parallel=job.group(workload),
     )
     found = {

@@ -77,7 +77,7 @@ class Job:
         placement = before.place(0, newborn)
         needs = [before.needs(placement, rank) for rank in range(everyone)]
         self.ranks = [RankInfo(node, 1 << 40, link=(5e-5, 1e9)) for node in self.nodes]
-        plan = plan_protection("auto", self.infos(placement, everyone), self.ranks, copies=COPIES, budget=0.01)
+        plan = plan_protection("auto", self.infos(placement, everyone), self.ranks, replication=COPIES, budget=0.01)
         numbers = {unit.name: number for number, unit in enumerate(self.state.catalog.units)}
         holdings = [[Holding(unit, NOW, numbers[unit], "active") for unit in units] for units in needs]
         for each in plan.units:
@@ -130,7 +130,7 @@ def recovery(job):
     part("needs", lambda: [job.target.needs(found["place"], rank) for rank in range(members)])
     part("plan", lambda: recovery_plan(list(sizes.items()), found["usable"], found["needs"]))
     infos = job.infos(found["place"], members)
-    part("protect", lambda: plan_protection("auto", infos, job.ranks, copies=COPIES, budget=0.01))
+    part("protect", lambda: plan_protection("auto", infos, job.ranks, replication=COPIES, budget=0.01))
     copies = KeptCopies([set(units) for units in found["needs"]], 0, {})
     part("covered", lambda: covered(found["protect"], job.active, job.ranks))
     part("covered now", lambda: covered_now(found["protect"], job.active, job.ranks, copies))

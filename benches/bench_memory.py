@@ -53,8 +53,13 @@ def session_options(options: argparse.Namespace, name: str, dense: str) -> dict[
     slots = -(-options.experts * setting["replicas"] // options.workers)
     log = options.log_mib << 20
     preset = "auto" if name == "none" and dense == "sharded" else setting["preset"]
-    chosen = {"preset": preset, "copies": setting["copies"], "slots": slots, "min_replicas": setting["replicas"]}
-    return chosen | {"dense": dense, "replay_log_bytes": log}
+    chosen = {
+        "preset": preset,
+        "replication": setting["copies"],
+        "expert_slots": slots,
+        "min_replicas": setting["replicas"],
+    }
+    return chosen | {"shard_optimizer": dense == "sharded", "replay_log_bytes": log}
 
 
 def session_arguments(options: argparse.Namespace, name: str, dense: str) -> dict[str, Any]:
@@ -64,9 +69,9 @@ def session_arguments(options: argparse.Namespace, name: str, dense: str) -> dic
     log = {"replay_log_bytes": found["replay_log_bytes"]} if issubclass(preset, ReplayedCopies) else {}
     return {
         "preset": preset(**log),
-        "replication": found["copies"],
-        "placement": evermoe.Placement(expert_slots=found["slots"], min_replicas=found["min_replicas"]),
-        "shard_optimizer": dense == "sharded",
+        "replication": found["replication"],
+        "placement": evermoe.Placement(expert_slots=found["expert_slots"], min_replicas=found["min_replicas"]),
+        "shard_optimizer": found["shard_optimizer"],
     }
 
 

@@ -8,7 +8,7 @@ time over that turn's: a slow moment of the machine hits both. Processes have a 
 rounds shows: with `--launches` all of them are started anew so often, and what is shown is over the launches' medians.
 
 A preset can have options: `auto+snapshot_interval=100` is `auto` with fewer snapshots in own memory, which shows
-what doing less would cost. Beside the presets there are (all with copies=0):
+what doing less would cost. Beside the presets there are (all with replication=0):
 
     none        no copies
     again       the same once more: how far its ratio is from 1 is what chance does here

@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
     copying: list[float] = []
     for number in range(options.rounds):
         for copies in (0, 2):
-            run = Run(options, folder / f"{number}-{copies}", console=console, title=f"copies={copies}")
+            run = Run(options, folder / f"{number}-{copies}", console=console, title=f"replication={copies}")
             events = run.run_workers({}, None, options.steps, copies)
             seconds[copies] += step_seconds(events)
             copying += copy_seconds(events) if copies else []

@@ -95,7 +95,7 @@ def run(flags, console):
     kills = check(options)
     with tempfile.TemporaryDirectory() as folder:
         events = Run(options, Path(folder), console=console, title="real").run_workers(
-            kills, None, options.steps, options.copies
+            kills, None, options.steps, options.replication
         )
     begun = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")
     taken = max(event["time"] for rows in events.values() for event in rows if event["event"] == "update")

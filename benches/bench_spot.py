@@ -115,8 +115,8 @@ def scenario_of(options, schedule):
         failures=(Failure.at_times(events),),
         constants=costs,
         options=SimulatedOptions(
-            copies=options.copies,
-            slots=slots,
+            replication=options.replication,
+            expert_slots=slots,
             checkpoint_interval=options.ft_checkpoint_interval,
         ),
         expert_parallel=options.expert_parallel,

@@ -208,8 +208,8 @@ def write_hub(folder: Path, options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, float]]:
     """What each worker of a job says."""
-    names = ("layers", "hidden", "intermediate", "experts", "copies", "slots", "preset")
-    own = [f"--{name}={getattr(options, name)}" for name in names]
+    names = ("layers", "hidden", "intermediate", "experts", "replication", "expert_slots", "preset")
+    own = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     job = f"--job=bench-start-{uuid.uuid4().hex[:8]}"
     command = [sys.executable, "-m", "evermoe", "run", "--workers", str(options.workers), job, __file__, "--worker"]
     done = subprocess.run(

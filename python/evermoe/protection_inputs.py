@@ -207,7 +207,7 @@ def expected_arenas(
 def plan_copies(options: CopyConfig, units: Sequence[UnitInfo], ranks: Sequence[RankInfo]) -> ProtectionPlan:
     """Return who keeps copies of what: see `plan_protection`."""
     budget = options.preset.group(LocalSnapshots).copy_budget
-    return plan_protection(options.name, units, ranks, copies=options.replication, budget=budget)
+    return plan_protection(options.name, units, ranks, replication=options.replication, budget=budget)
 
 
 def copies_are_late(plan: ProtectionPlan, options: CopyConfig) -> bool:

@@ -80,7 +80,7 @@ class UnitChoice(NamedTuple):
     bytes: int
     """Sent in a step, to all holders together."""
     covered: bool
-    """Every loss of fewer than `copies` domains is survived without a lost step."""
+    """Every loss of fewer than `replication` domains is survived without a lost step."""
     most_lost_steps: int
     """Steps lost at most if all that hold it actively fail and a copy survives; without copies what the store lags."""
     lost_tokens: float
@@ -131,7 +131,7 @@ class CopyPlan(NamedTuple):
     lost_tokens: float
     """Expected tokens lost in a step, over all units."""
     survival: list[LossSurvival]
-    """For 1 to `copies` failed domains."""
+    """For 1 to `replication` failed domains."""
     summary: str
     """One sentence."""
 
@@ -143,7 +143,7 @@ def choose_copies(
     network: Link,
     host_link: Link,
     step_seconds: float,
-    copies: int = 2,
+    replication: int = 2,
     budget: float = 0.01,
     max_period: int = 64,
     persist_period: int = 1000,
@@ -151,8 +151,8 @@ def choose_copies(
 ) -> CopyPlan:
     """The cheapest way to keep each unit safe, within idle windows, memory and a budget.
 
-    Wanted is that every loss of fewer than `copies` domains costs no step. A unit that fewer domains train on gets on
-    further domains what takes the fewest seconds: the gradient of each step, nothing if it is idle, or its
+    Wanted is that every loss of fewer than `replication` domains costs no step. A unit that fewer domains train on gets
+    on further domains what takes the fewest seconds: the gradient of each step, nothing if it is idle, or its
     state. Where not all fit, expected lost tokens (probability that all current holders fail in a step, times tokens,
     times steps lost) are made small: greedily by tokens saved for a second of links, then by exchanges of pairs.
 
@@ -178,7 +178,7 @@ def choose_copies(
         network: between nodes; alpha seconds, beta bytes a second.
         host_link: between the device and host memory of a node.
         step_seconds: of a step.
-        copies: domains that are to hold each unit at the current step, the active ones included.
+        replication: domains that are to hold each unit at the current step, the active ones included.
         budget: share of a step by which copies may delay it, beyond the windows.
         max_period: steps between two snapshots of a unit at most, up to 4096.
         persist_period: steps between two persisted versions: what is lost where no copy survives.
@@ -193,7 +193,7 @@ def choose_copies(
         (number("network.alpha", network.alpha), number("network.beta", network.beta)),
         (number("host_link.alpha", host_link.alpha), number("host_link.beta", host_link.beta)),
         number("step_seconds", step_seconds),
-        count("copies", copies),
+        count("replication", replication),
         number("budget", budget),
         count("max_period", max_period),
         count("persist_period", persist_period),

@@ -194,7 +194,7 @@ def _recovery(old: Seating, new: Seating, is_roomy: bool) -> list[Moment]:
         layers = old.shape.layers
         travelling = max(fetched + retained // layers, retained + fetched // layers)  # layer by layer one gives way
         moving.append(quiet._replace(working=new.layer_experts(rank) * old.options.unit_bytes, fetched=travelling))
-        repeating = after[rank] if is_roomy and old.options.copies else start[rank]
+        repeating = after[rank] if is_roomy and old.options.replication else start[rank]
         protecting.append(
             repeating._replace(
                 fetched=retained,

@@ -21,36 +21,38 @@ class TrainingCopies(NamedTuple):
     """Holders of each rank's optimizer state."""
 
 
-def copy_holders(nodes: Sequence[str], copies: int, *, policy: CopyPolicy = "mixed") -> list[list[int]]:
+def copy_holders(nodes: Sequence[str], replication: int, *, policy: CopyPolicy = "mixed") -> list[list[int]]:
     """For each rank, the ranks that keep copies of what it is primary for, itself first.
 
     Nodes are sorted by name and a node's copies go to the next nodes of its group or ring. "mixed" is Gemini's
-    placement (SOSP'23, §4): groups of `copies` nodes, and a ring of the last ones if the groups do not come out
+    placement (SOSP'23, §4): groups of `replication` nodes, and a ring of the last ones if the groups do not come out
     even. "group" insists that they do. "ring" is one ring of all nodes, which survives less but loses less at a
     time; "previous" is that ring the other way round, to the nodes before, as in BAFT. With fewer nodes than
     copies all nodes are used; the ranks of a single node copy to each other.
 
-        >>> copy_holders(["a", "b", "c", "d", "e"], copies=2)
+        >>> copy_holders(["a", "b", "c", "d", "e"], replication=2)
         [[0, 1], [1, 0], [2, 3], [3, 4], [4, 2]]
-        >>> copy_holders(["a", "b", "c", "d", "e"], copies=2, policy="ring")
+        >>> copy_holders(["a", "b", "c", "d", "e"], replication=2, policy="ring")
         [[0, 1], [1, 2], [2, 3], [3, 4], [4, 0]]
 
     Args:
         nodes: name of the node of each rank.
-        copies: how many, the rank's own included; fewer where there are fewer nodes.
+        replication: how many, the rank's own included; fewer where there are fewer nodes.
         policy: "mixed", "group", "ring" or "previous".
 
     Raises:
-        ValueError: `copies` is 0 or, for "group", does not divide the number of nodes; `policy` is another.
+        ValueError: `replication` is 0 or, for "group", does not divide the number of nodes; `policy` is another.
     """
-    return _native.copy_holders(names("nodes", nodes), count("copies", copies), choice("policy", policy, COPY_POLICIES))
+    return _native.copy_holders(
+        names("nodes", nodes), count("replication", replication), choice("policy", policy, COPY_POLICIES)
+    )
 
 
 def training_copy_holders(
     nodes: Sequence[str],
     data_parallel: Sequence[int],
     pipeline: Sequence[int],
-    copies: int,
+    replication: int,
     *,
     zero_stage: int = 0,
 ) -> TrainingCopies:
@@ -71,20 +73,20 @@ def training_copy_holders(
         data_parallel: data-parallel coordinate of each rank.
         pipeline: pipeline stage of each rank; ranks of one stage are data-parallel peers, so tensor- or
             expert-parallel parts of a stage need numbers of their own.
-        copies: how many ranks are to hold everything, a rank's own state included. With fewer nodes than that, a
+        replication: how many ranks are to hold everything, a rank's own state included. With fewer nodes than that, a
             node keeps more than one.
         zero_stage: 0 if peers have the same parameters and optimizer state, 1 or 2 if only the parameters, 3 if
             neither.
 
     Raises:
-        ValueError: the lists differ in length, two ranks share coordinate and stage, `copies` is 0 or more than
+        ValueError: the lists differ in length, two ranks share coordinate and stage, `replication` is 0 or more than
             there are ranks, or `zero_stage` is more than 3.
     """
     found = _native.training_copy_holders(
         names("nodes", nodes),
         counts("data_parallel", data_parallel),
         counts("pipeline", pipeline),
-        count("copies", copies),
+        count("replication", replication),
         count("zero_stage", zero_stage),
     )
     return TrainingCopies(*found)
@@ -107,22 +109,25 @@ def primaries(holders: Sequence[Sequence[int]], nbytes: Sequence[int], ranks: in
 
 
 def unit_copy_holders(
-    primaries: Sequence[int], active: Sequence[Sequence[int]], nodes: Sequence[str], copies: int
+    primaries: Sequence[int], active: Sequence[Sequence[int]], nodes: Sequence[str], replication: int
 ) -> list[list[int]]:
-    """For each unit, the ranks that keep its copies: its primary, then `copies - 1` others.
+    """For each unit, the ranks that keep its copies: its primary, then `replication - 1` others.
 
     The others are the primary's partners of `copy_holders`; a partner on a node that trains on the unit anyway
     gives way to the next rank whose node does not, so that each copy protects against one more loss.
 
-        >>> unit_copy_holders([2, 0], [[2, 3], [0]], ["a", "b", "c", "d"], copies=2)
+        >>> unit_copy_holders([2, 0], [[2, 3], [0]], ["a", "b", "c", "d"], replication=2)
         [[2, 0], [0, 1]]
 
     Args:
         primaries: for each unit, the rank that makes its copies, from `primaries`.
         active: for each unit, the ranks that hold it in the running model.
         nodes: name of the node of each rank.
-        copies: how many, the primary's own included; fewer where there are fewer nodes.
+        replication: how many, the primary's own included; fewer where there are fewer nodes.
     """
     return _native.unit_copy_holders(
-        counts("primaries", primaries), count_lists("active", active), names("nodes", nodes), count("copies", copies)
+        counts("primaries", primaries),
+        count_lists("active", active),
+        names("nodes", nodes),
+        count("replication", replication),
     )

@@ -203,20 +203,20 @@ def failure_domains(nodes: Sequence[str]) -> list[list[int]]:
     return list(ranks_of.values()) if len(ranks_of) > 1 else [[rank] for rank in range(len(nodes))]
 
 
-def spread_over(nodes: Sequence[str], domains: Sequence[str], copies: int) -> list[str]:
+def spread_over(nodes: Sequence[str], domains: Sequence[str], replication: int) -> list[str]:
     """By rank, the name of what copies are spread over: the largest domains of which there are enough, or nodes.
 
         >>> nodes, domains = ["a", "b", "c", "d"], ["east/r1", "east/r1", "east/r2", "east/r3"]
-        >>> spread_over(nodes, domains, copies=2)  # there is one zone, and there are three racks
+        >>> spread_over(nodes, domains, replication=2)  # there is one zone, and there are three racks
         ['east/r1', 'east/r1', 'east/r2', 'east/r3']
-        >>> spread_over(nodes, domains, copies=4)
+        >>> spread_over(nodes, domains, replication=4)
         ['a', 'b', 'c', 'd']
 
     Args:
         nodes: name of the node of each rank.
         domains: of each rank, what its node is in, from the largest to the smallest, with slashes; empty where that is
             unknown, and then nodes count. Ranks of a node have the domain of the first of them.
-        copies: nodes that are to hold each unit.
+        replication: nodes that are to hold each unit.
     """
     of_node: dict[str, list[str]] = {}
     for node, domain in zip(nodes, domains, strict=True):
@@ -224,7 +224,7 @@ def spread_over(nodes: Sequence[str], domains: Sequence[str], copies: int) -> li
     levels = min(map(len, of_node.values()), default=0)
     for level in range(1, levels + 1):
         names = ["/".join(of_node[node][:level]) for node in nodes]
-        if len(set(names)) >= max(2, copies):
+        if len(set(names)) >= max(2, replication):
             return names
     return list(nodes)
 

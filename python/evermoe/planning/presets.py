@@ -46,15 +46,15 @@ class Preset(NamedTuple):
     needs_checkpoint_dir: bool = False
     """Whether copies go to a place that all members share."""
     active_copies: bool = False
-    """Whether `copies` counts the ranks that train each expert."""
+    """Whether `replication` counts the ranks that train each expert."""
     token_split: SplitPolicy = "balanced"
     """How replicas of an expert share its tokens, unless a layer says it."""
 
-    def replicas(self, copies: int, min_replicas: int | None) -> int:
+    def replicas(self, replication: int, min_replicas: int | None) -> int:
         """Active replicas of each expert that are wanted; `min_replicas`: as asked for, if so."""
         if min_replicas is not None:
             return min_replicas
-        return max(1, copies) if self.active_copies else 1
+        return max(1, replication) if self.active_copies else 1
 
     @property
     def chooses_copies(self) -> bool:
@@ -73,7 +73,7 @@ class Preset(NamedTuple):
 
     @property
     def most_copies(self) -> int | None:
-        """The most that `copies` may be: what a preset keeps on one node alone is on no more, whatever it says."""
+        """The most that `replication` may be: what a preset keeps on one node alone is on no more, whatever it says."""
         return 2 if self.copying == "nothing" and not self.active_copies else None
 
     @property

@@ -80,7 +80,7 @@ class UnitProtection:
     period: int = 1
     """Steps between two versions of a snapshot."""
     own: tuple[int, ...] = ()
-    """Ranks that train it and keep snapshots of it in the memory of their own nodes: on `copies` nodes, if as many
+    """Ranks that train it and keep snapshots of it in the memory of their own nodes: on `replication` nodes, if as many
     train it. None where `holders` keep snapshots."""
 
 
@@ -103,7 +103,7 @@ def plan_protection(
     units: Sequence[UnitInfo],
     ranks: Sequence[RankInfo],
     *,
-    copies: int,
+    replication: int,
     budget: float,
 ) -> ProtectionPlan:
     """The protection plan of a preset.
@@ -112,7 +112,7 @@ def plan_protection(
         preset: a name of `planning.PRESETS`.
         subjects: all units.
         members: by rank.
-        copies: nodes that are to hold each unit; 0 or 1 for no copies.
+        replication: nodes that are to hold each unit; 0 or 1 for no copies.
         budget: share of a step by which copies may delay it (`auto`).
 
     Example: two nodes, an expert on each, a router on both, `auto`: each expert is replayed on the other node, the
@@ -138,7 +138,7 @@ def plan_protection(
             )
             for info in ranks
         ],
-        copies,
+        replication,
         budget,
     )
     plans = [

@@ -60,31 +60,30 @@ class FootprintOptions:
     """float32 numbers that the optimizer keeps of each parameter in addition to its master: 2 for AdamW, 1 for SGD."""
     preset: PresetName = "auto"
     """As `Session(preset=)`."""
-    copies: int = 2
-    """As `Session(copies=)`."""
-    slots: int | None = None
-    """As `Session(slots=)`."""
+    replication: int = 2
+    """As `Session(replication=)`."""
+    expert_slots: int | None = None
+    """As `Placement(expert_slots=)`."""
     min_replicas: int | None = None
-    """As `Session(min_replicas=)`."""
-    dense: Dense = "replicated"
-    """As `Session(dense=)`."""
+    """As `Placement(min_replicas=)`."""
+    shard_optimizer: bool = False
+    """As `Session(shard_optimizer=)`."""
     replay_log_bytes: int = 1 << 30
-    """As `Session(replay_log_bytes=)`."""
+    """As `evermoe.presets.Auto(replay_log_bytes=)`."""
     faults: int = 1
     """Nodes that are lost at once."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "workers_per_node", "moments", "copies", "replay_log_bytes", "faults"):
+        for name in ("workers", "workers_per_node", "moments", "replication", "replay_log_bytes", "faults"):
             count(name, getattr(self, name))
         choice("weights", self.weights, ("float32", "bfloat16", "float16"))
         choice("preset", self.preset, tuple(PRESETS))
-        choice("dense", self.dense, ("replicated", "sharded"))
         if self.workers < 1 or self.workers_per_node < 1:
             raise ValueError(f"workers: expected 1 or more on each node, got {self.workers} of {self.workers_per_node}")
-        if self.dense == "sharded" and not self.choices.protects_owners:
+        if self.shard_optimizer and not self.choices.protects_owners:
             fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_owners)
             raise ValueError(
-                f"dense: expected 'replicated' with preset {self.preset}, which copies no units; or preset {fitting}"
+                f"shard_optimizer: expected False with preset {self.preset}, which copies no units; or preset {fitting}"
             )
 
     @property
@@ -160,7 +159,7 @@ class Seating:
         self, shape: ModelShape, options: FootprintOptions, nodes: Sequence[str], before: Seating | None = None
     ) -> None:
         self.shape, self.options, self.nodes, self._before = shape, options, nodes, before
-        self.ranks, self.is_sharded = len(nodes), options.dense == "sharded"
+        self.ranks, self.is_sharded = len(nodes), options.shard_optimizer
         self._dense = dense_modules(shape.dense_parameters, shape.largest_module, shape.layers)
         self.placed_RE = self._place_experts()
         self.owners = self._place_owners() if self.is_sharded else []
@@ -168,8 +167,8 @@ class Seating:
 
     def _place_experts(self) -> NDArray[np.bool_]:
         options, experts, domains = self.options, self.shape.experts, failure_domains(self.nodes)
-        replicas = options.choices.replicas(options.copies, options.min_replicas)
-        slots = session_slots(experts, [len(domain) for domain in domains], options.slots, replicas)
+        replicas = options.choices.replicas(options.replication, options.min_replicas)
+        slots = session_slots(experts, [len(domain) for domain in domains], options.expert_slots, replicas)
         load = np.ones(experts)
         previous = None if self._before is None else self._before.placed_RE[: self.ranks].astype(np.int64)
         with warnings.catch_warnings():
@@ -267,20 +266,20 @@ class Seating:
     def _plan(self) -> ProtectionPlan:
         options = self.options
         infos = [RankInfo(node, NO_LIMIT, log_bytes=options.replay_log_bytes) for node in self.nodes]
-        return plan_protection(options.preset, self._units, infos, copies=options.copies, budget=0.01)
+        return plan_protection(options.preset, self._units, infos, replication=options.replication, budget=0.01)
 
     @cached_property
     def copies_late(self) -> bool:
         """Whether copies of a step are made during the next one."""
-        if not self.options.copies or self.options.choices.copies_late:
-            return self.options.copies > 0
+        if not self.options.replication or self.options.choices.copies_late:
+            return self.options.replication > 0
         return any(each.kind == "snapshot" and each.period == 1 for each in self._plan.units)
 
     @cached_property
     def held_RE(self) -> NDArray[np.bool_]:
         """`[R, E]` whether a rank has an expert's bytes, trained or as a copy; of the first layer."""
         held = self.placed_RE.copy()
-        if self.options.copies:
+        if self.options.replication:
             for expert, each in enumerate(self._plan.units[: self.shape.experts]):
                 held[list(each.holders), expert] = True
         return held
@@ -288,7 +287,7 @@ class Seating:
     @property
     def dense_holders(self) -> list[tuple[int, ...]]:
         """Ranks with copies of each dense module."""
-        if not self.options.copies:
+        if not self.options.replication:
             return [() for _ in self._dense]
         return [each.holders for each in self._plan.units[self.shape.layers * self.shape.experts :]]
 
@@ -296,7 +295,7 @@ class Seating:
     def copies(self) -> list[CopyTotals]:
         """By rank, what copies take."""
         options, shape, totals = self.options, self.shape, [CopyTotals() for _ in self.nodes]
-        if not options.copies:
+        if not options.replication:
             return totals
         for unit, each in zip(self._units, self._plan.units, strict=True):
             if each.kind == "replayed":

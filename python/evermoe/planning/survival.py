@@ -86,7 +86,7 @@ def copy_recovery_probability(
 
         >>> from evermoe.planning import copy_holders
         >>> nodes = [f"node{number:02}" for number in range(16)]
-        >>> found = copy_recovery_probability(copy_holders(nodes, copies=2), failures=2)
+        >>> found = copy_recovery_probability(copy_holders(nodes, replication=2), failures=2)
         >>> f"{found.probability:.1%}", found.method
         ('93.3%', 'exact')
 

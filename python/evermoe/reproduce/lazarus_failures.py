@@ -122,7 +122,10 @@ def outcomes(of: Trained, minutes: float, every: Sequence[int], failures: Sequen
             failures=tuple(failures),
             constants=_constants(scheme),
             options=SimulatedOptions(
-                slots=SLOTS, min_replicas=LEAST, rebalance_interval=200, checkpoint_interval=steps if is_lazarus else 0
+                expert_slots=SLOTS,
+                min_replicas=LEAST,
+                rebalance_interval=200,
+                checkpoint_interval=steps if is_lazarus else 0,
             ),
             load_trace=_loads(workload.experts, layer),
             expert_parallel=None if is_lazarus else of.expert_parallel,

@@ -113,11 +113,11 @@ def simulate(
         checkpoint_interval=scenario.restart_interval,
         join_seconds=scenario.join_seconds,
     )
-    if scenario.options.dense == "sharded" and not keeps_owners(scheme):
+    if scenario.options.shard_optimizer and not keeps_owners(scheme):
         fitting = ", ".join(name for name in SCHEMES if keeps_owners(name))
         raise ValueError(
-            f"dense='sharded' leaves the optimizer's state of a module to one node, and {scheme} has no copies of it: "
-            f"expected one of {fitting}"
+            f"shard_optimizer=True leaves the optimizer's state of a module to one node, and {scheme} has no copies of "
+            f"it: expected one of {fitting}"
         )
     found = json.loads(
         _native.simulate(scenario.to_json(), json.dumps(given), checked("seed", seed, int, least=0), progress)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from evermoe import _native
 from evermoe.planning.models import dense_modules
@@ -94,13 +94,13 @@ class Failure:
 class SimulatedOptions:
     """Options of a session, as in `evermoe.Session`, and of its simulation."""
 
-    slots: int | None = None
+    expert_slots: int | None = None
     most_slots: int | None = None
     """Largest number of replicas per layer for which a node has memory; a job that needs more waits for nodes."""
     min_replicas: int | None = None
-    dense: Literal["replicated", "sharded"] = "replicated"
-    """Location of the optimizer state of dense parameters: on every device, or of each module on one node."""
-    copies: int = 2
+    shard_optimizer: bool = False
+    """Keep the optimizer state of each dense module on one node; False: on every device."""
+    replication: int = 2
     copy_budget: float = 0.01
     snapshot_interval: int | None = None
     join_interval: int = 1
@@ -214,9 +214,16 @@ class Scenario:
                 "drift_interval": self.drift_interval,
                 "trace": self.load_trace,
             },
-            "session": vars(self.options),
+            "session": _as_simulated(self.options),
             "failures": [failure.fields for failure in self.failures],
             "seconds": self.days * DAY,
             "steps": self.steps,
         }
         return json.dumps(given)
+
+
+def _as_simulated(options: SimulatedOptions) -> dict[str, Any]:
+    """Return the options by the names that the simulator has for them."""
+    given = vars(options) | {"dense": "sharded" if options.shard_optimizer else "replicated"}
+    del given["shard_optimizer"]
+    return {{"replication": "copies", "expert_slots": "slots"}.get(name, name): value for name, value in given.items()}

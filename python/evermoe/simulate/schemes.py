@@ -20,7 +20,7 @@ SCHEMES: Mapping[SchemeName, str] = {
 
 
 def keeps_owners(name: SchemeName) -> bool:
-    """Return whether a scheme can keep units that one node alone trains, as owners do with `dense="sharded"`."""
+    """Return whether a scheme can keep units that one node alone trains, as owners do with `shard_optimizer=True`."""
     return name in BASELINES or PRESETS[name].protects_owners  # type: ignore[index]
 
 

@@ -29,7 +29,7 @@ class Workload:
     dense_parameters: int
     """Dense parameters; every device has their weights."""
     largest_module: int = 0
-    """Parameters of the largest dense module; 0 if unknown. With `dense="sharded"` it has one owner."""
+    """Parameters of the largest dense module; 0 if unknown. With `shard_optimizer=True` it has one owner."""
     step_seconds: float
     """Seconds of a step on all nodes of the cluster, with an even load."""
     tokens_per_step: int = 1 << 20

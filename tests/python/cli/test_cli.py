@@ -91,7 +91,8 @@ def on_event(event):
     if isinstance(event, events.Recovered) and event.step >= 4:
         print("sources", event.sources, flush=True)
 
-session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), on_event=on_event, hang_timeout=10)
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), on_event=on_event,
+                          membership=evermoe.Membership(hang_timeout=10))
 for step in session.steps(8):
     with step:
         step.backward(layer(data[step.indices]).square().mean())

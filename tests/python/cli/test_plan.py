@@ -17,7 +17,7 @@ from evermoe.cli.plan.loads import read_load
 from evermoe.planning import POLICIES, Survival, allocate, imbalance, place, recovery_probability
 from support.commands import evermoe
 
-SMALL = ["--nodes", "4", "--slots", "4", "--experts", "8"]
+SMALL = ["--nodes", "4", "--expert-slots", "4", "--experts", "8"]
 
 
 def plan(*arguments: str, folder, limit: float = 60) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,7 @@ def plan(*arguments: str, folder, limit: float = 60) -> subprocess.CompletedProc
 
 
 def test_report_of_the_documented_example(tmp_path):
-    example = "--nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4"
+    example = "--nodes 32 --expert-slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4"
     done = plan(*example.split(), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -45,7 +45,7 @@ def test_report_of_the_documented_example(tmp_path):
 
 
 def test_json_is_what_the_planners_say(tmp_path):
-    flags = "--nodes 6 --slots 5 --experts 12 --layers 3 --load lognormal:1.2 --seed 7 --min-replicas 2 --fail 1,3..4"
+    flags = "--nodes 6 --expert-slots 5 --experts 12 --layers 3 --load lognormal:1.2 --seed 7 --min-replicas 2 --fail 1,3..4"
     policies = ["--policy", "spread", "--policy", "balanced", "--policy", "spread"]
     files = ["--json", "new/out.json", "--plot", "new/out.png"]
     done = plan(*flags.split(), *policies, "--domain-size", "1", *files, folder=tmp_path)
@@ -109,7 +109,7 @@ def test_load_files(tmp_path, name):
 
 def test_a_file_says_how_many_layers_and_experts_there_are(tmp_path):
     (tmp_path / "load.csv").write_text("4,1,1,2\n0,0,0,0\n0,0,5,5\n")
-    flags = ["--nodes", "4", "--slots", "2", "--load", "load.csv"]
+    flags = ["--nodes", "4", "--expert-slots", "2", "--load", "load.csv"]
     done = plan(*flags, "--json", "o.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "load.csv, 3 layers; hottest expert 50.0% of its layer's tokens (expert 0 of layer 0;" in done.stdout
@@ -165,12 +165,15 @@ def test_missing_and_pickled_files(tmp_path):
     [
         (["--nodes", "0"], "--nodes: expected 1 to 1048576, got 0"),
         (["--nodes", "9" * 30], "--nodes: expected 1 to 1048576, got 999"),
-        (["--slots", "-1"], "--slots: expected 1 to"),
-        (["--slots", "1"], "8 experts do not fit in 4 nodes × 1 slots = 4; use at least 2 slots"),
+        (["--expert-slots", "-1"], "--expert-slots: expected 1 to"),
+        (["--expert-slots", "1"], "8 experts do not fit in 4 nodes × 1 slots = 4; use at least 2 slots"),
         (["--experts", "0"], "--experts: expected 1 or more, got 0"),
         (["--experts", "9" * 30], "--experts: expected at most 2^24"),
         (["--layers", "0"], "--layers: expected 1 or more, got 0"),
-        (["--nodes", "999999", "--experts", "32", "--slots", "1"], "expected at most 2^24 nodes × experts and 2^26"),
+        (
+            ["--nodes", "999999", "--experts", "32", "--expert-slots", "1"],
+            "expected at most 2^24 nodes × experts and 2^26",
+        ),
         (["--min-replicas", "0"], "--min-replicas: expected 1 to"),
         (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
         (["--domain-size", "5"], "--domain-size: expected at most 4, the number of nodes, got 5"),
@@ -213,7 +216,7 @@ def test_what_cannot_be_planned(tmp_path, capsys, monkeypatch, flags, message):
 
 
 def test_experts_are_needed_without_a_file(tmp_path):
-    done = plan("--nodes", "4", "--slots", "2", folder=tmp_path)
+    done = plan("--nodes", "4", "--expert-slots", "2", folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "evermoe plan: missing: --experts, those of each layer (or --load with a file)\n"
 
@@ -221,7 +224,7 @@ def test_experts_are_needed_without_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "missing"),
     [
-        ("plan", ["--nodes", "--slots", "--experts"]),
+        ("plan", ["--nodes", "--expert-slots", "--experts"]),
         ("plan --model Qwen/Qwen3-30B-A3B", ["--nodes", "--memory"]),
         ("simulate", ["--model", "--step-seconds", "--nodes"]),
         ("simulate --model OpenAI/GPT-OSS-20b", ["--step-seconds", "--nodes"]),
@@ -250,9 +253,11 @@ def test_says_what_to_install(tmp_path, missing):
 def test_help_has_every_flag_and_an_example(tmp_path):
     done = plan("--help", folder=tmp_path)
     assert done.returncode == 0
-    flags = "nodes slots domain-size experts layers load seed min-replicas fail policy plot json"
+    flags = "nodes expert-slots domain-size experts layers load seed min-replicas fail policy plot json"
     assert all(f"--{flag} " in done.stdout for flag in flags.split())
-    assert "evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4" in done.stdout
+    assert (
+        "evermoe plan --nodes 32 --expert-slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4" in done.stdout
+    )
 
 
 def test_ascii_where_the_terminal_has_nothing_else(tmp_path):

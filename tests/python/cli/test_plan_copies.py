@@ -103,7 +103,7 @@ def test_without_memory_the_job_goes_back_to_the_store():
     advice = show_copies.advise_copies(auto, [*rows(auto).values()])
     assert advice == (
         "8 of 9 units may lose steps, because 0 GiB of host memory are full: raise --host-gib, or give each expert "
-        "2 replicas, which --slots 4 --min-replicas 2 do."
+        "2 replicas, which --expert-slots 4 --min-replicas 2 do."
     )
 
 
@@ -157,7 +157,7 @@ def test_everything_in_each_step():
 
 
 def test_more_copies_are_sent_to_more_nodes():
-    found = rows(report(copies_wanted=3))
+    found = rows(report(replication=3))
     assert found["gemini"].peer_bytes == 24
     assert found["baft"].peer_bytes == 24  # to the two previous nodes
     assert found["moetion"].peer_bytes <= 2 * 12
@@ -237,7 +237,7 @@ def test_a_single_node_has_nobody_to_send_to():
     found = rows(report(cluster=(1, 8, 1, 1, (1,))))
     assert {row.peer_bytes for row in found.values()} == {0}
     assert {row.survives for row in found.values()} == {0}
-    assert "there is only 1 node for --copies-wanted 2" in show_copies.advise_copies(
+    assert "there is only 1 node for --replication 2" in show_copies.advise_copies(
         report(cluster=(1, 8, 1, 1, (1,))), [*found.values()]
     )
 
@@ -258,7 +258,7 @@ def plan(*arguments: str, folder) -> subprocess.CompletedProcess[str]:
 
 
 def test_report_and_json(tmp_path):
-    cluster = "--nodes 4 --slots 2 --experts 8 --layers 1 --policy balanced --policy spread --fail 1..3"
+    cluster = "--nodes 4 --expert-slots 2 --experts 8 --layers 1 --policy balanced --policy spread --fail 1..3"
     done = plan(*cluster.split(), "--copies", *FLAGS.split(), "--json", "o.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 100
@@ -285,7 +285,7 @@ def test_report_and_json(tmp_path):
 
 
 def test_without_the_flag_nothing_changes(tmp_path):
-    done = plan("--nodes", "4", "--slots", "2", "--experts", "8", "--json", "o.json", folder=tmp_path)
+    done = plan("--nodes", "4", "--expert-slots", "2", "--experts", "8", "--json", "o.json", folder=tmp_path)
     assert "is protected" not in done.stdout
     assert "copies" not in json.loads((tmp_path / "o.json").read_text())
 
@@ -305,7 +305,7 @@ def test_help_has_every_flag(tmp_path):
         (["--copies", "--expert-parameters", "0"], "--expert-parameters: expected 1 to 1e+15, got 0"),
         (["--copies", "--expert-parameters", "nan"], "--expert-parameters: expected 1 to 1e+15, got nan"),
         (
-            ["--copies", "--expert-parameters", "1e15", "--copies-wanted", "64"],
+            ["--copies", "--expert-parameters", "1e15", "--replication", "64"],
             "--expert-parameters: expected fewer than 2^60 bytes in all",
         ),
         (["--copies", "--dense-parameters", "-1"], "--dense-parameters: expected 0 to"),
@@ -319,7 +319,7 @@ def test_help_has_every_flag(tmp_path):
         (["--copies", "--host-gib", "-1"], "--host-gib: expected 0 to"),
         (["--copies", "--device-gib", "-1"], "--device-gib: expected 0 to"),
         (["--copies", "--mtbf-hours", "0"], "--mtbf-hours: expected 0.001 to"),
-        (["--copies", "--copies-wanted", "0"], "--copies-wanted: expected 1 to 64, got 0"),
+        (["--copies", "--replication", "0"], "--replication: expected 1 to 64, got 0"),
         (["--copies", "--budget", "2"], "--budget: expected 0 to 1, got 2"),
         (["--copies", "--persist-steps", "1"], "--persist-steps: expected 2 to 1e+06, got 1"),
         (["--copies", "--experts-per-save", "9"], "--experts-per-save: expected 1 to 8, the experts of a layer, got 9"),
@@ -336,7 +336,7 @@ def test_what_cannot_be_planned(tmp_path, capsys, monkeypatch, flags, message):
 
     monkeypatch.chdir(tmp_path)
     try:
-        code = main(["plan", "--nodes", "4", "--slots", "4", "--experts", "8", "--json", "out.json", *flags])
+        code = main(["plan", "--nodes", "4", "--expert-slots", "4", "--experts", "8", "--json", "out.json", *flags])
     except SystemExit as error:
         code = error.code
     assert code == 2

@@ -32,7 +32,7 @@ def test_the_table_has_what_the_json_has(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 100
     text = " ".join(done.stdout.split())
     assert "gpt-l-moe: 1.715 billion parameters, 12 × 16 experts of 8.394 million, 103.1 million others" in text
-    assert "4 nodes × 1, 24.0 GB each; preset auto with 2 copies, dense replicated" in text
+    assert "4 nodes × 1, 24.0 GB each; preset auto with 2 copies, optimizer state replicated" in text
     found = json.loads((tmp_path / "out/fit.json").read_text())
     assert (found["fits"], found["memory"], found["device"]) == (True, 24 * 10**9, "gpu")
     assert list(found["peaks"]) == list(PHASES)
@@ -44,7 +44,7 @@ def test_the_table_has_what_the_json_has(tmp_path):
 
 @pytest.mark.full
 def test_the_fewest_nodes_are_those_that_a_search_of_all_finds():
-    for flags in ([], ["--dense", "sharded"], ["--workers-per-node", "2"], ["--slots", "1"]):
+    for flags in ([], ["--shard-optimizer"], ["--workers-per-node", "2"], ["--expert-slots", "1"]):
         asked = setting("--model", "gpt-l-moe", "--nodes", "4", "--memory", "9GB", *flags)
         fitting = [
             nodes
@@ -68,7 +68,7 @@ def test_what_does_not_fit_says_on_how_many_nodes_it_would():
     larger = plan_fit(setting("--model", "mixtral-8x7b", "--nodes", "4", "--memory", "141GB"))
     assert larger.fewest_nodes is None
     ((flags, nodes),) = larger.ways
-    assert flags == "--dense sharded --slots 1"
+    assert flags == "--shard-optimizer --expert-slots 1"
     taken = plan_fit(setting("--model", "mixtral-8x7b", "--nodes", str(nodes), "--memory", "141GB", *flags.split()))
     assert taken.fits
 
@@ -119,18 +119,18 @@ def test_sizes(text, size):
             "--model: unknown model 'gpt-5'; known are gpt-s-moe, gpt-m-moe",
         ),
         (["--model", "gpt-s-moe", "--nodes", "4"], "missing: --memory, that of each worker"),
-        (["--memory", "80GB", "--nodes", "4", "--slots", "2"], "--memory: expected --model with it"),
-        (["--no-copies", "--nodes", "4", "--slots", "2"], "--no-copies: expected --model with it"),
-        (["--nodes", "4"], "missing: --slots, the expert replicas of a layer"),
+        (["--memory", "80GB", "--nodes", "4", "--expert-slots", "2"], "--memory: expected --model with it"),
+        (["--no-copies", "--nodes", "4", "--expert-slots", "2"], "--no-copies: expected --model with it"),
+        (["--nodes", "4"], "missing: --expert-slots, the expert replicas of a layer"),
         ([*ASKED, "--memory", "80"], "--memory: expected a size such as 80GB, 24GiB or 512MiB, got '80'"),
         ([*ASKED, "--memory", "0GB"], "--memory: expected a size"),
         ([*ASKED, "--nodes", "0"], "--nodes: expected 1 to 16384"),
-        ([*ASKED, "--slots", "0"], "--slots: expected 1 to"),
+        ([*ASKED, "--expert-slots", "0"], "--expert-slots: expected 1 to"),
         ([*ASKED, "--workers-per-node", "0"], "--workers-per-node: expected 1 to"),
         ([*ASKED, "--copies"], "--copies: expected no such flag with --model"),
         ([*ASKED, "--load", "zipf:1"], "--load: expected no such flag with --model"),
         ([*ASKED, "--experts", "8"], "--experts: expected no such flag with --model"),
-        ([*ASKED, "--dense", "sharded", "--preset", "lazarus"], "dense: expected 'replicated' with preset lazarus"),
+        ([*ASKED, "--shard-optimizer", "--preset", "lazarus"], "shard_optimizer: expected False with preset lazarus"),
     ],
 )
 def test_flags_that_are_wrong_name_what_was_expected(tmp_path, flags, message):

@@ -24,7 +24,8 @@ layer = evermoe.MoE(8, 16, 6, top_k=1)
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 data = torch.randn(100, 3, 8)
 session = evermoe.Session(
-    layer, optimizer, evermoe.ElasticSampler(100, 12), on_event=JsonLines("events.jsonl"), join_interval=1, slots=1
+    layer, optimizer, evermoe.ElasticSampler(100, 12), on_event=JsonLines("events.jsonl"),
+    membership=evermoe.Membership(join_interval=1), placement=evermoe.Placement(expert_slots=1)
 )
 for step in session.steps(10**6):
     with step:
@@ -93,7 +94,7 @@ def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(star
 @pytest.mark.timeout(120)
 @pytest.mark.long
 def test_the_only_worker_is_not_demoted(start, tmp_path, capsys):
-    (tmp_path / "turn.py").write_text(SCRIPT.replace("slots=1", "copies=1"))
+    (tmp_path / "turn.py").write_text(SCRIPT.replace("placement=evermoe.Placement(expert_slots=1)", "replication=1"))
     events = Events(tmp_path / "events.jsonl")
     command = start("--workers", "1", "turn.py")
     event = events.wait_for("commit", count=3)

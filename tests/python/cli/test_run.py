@@ -139,7 +139,7 @@ def test_worker_that_fails_before_the_job_begins_ends_it_at_once(start, tmp_path
 @pytest.mark.timeout(200)
 def test_a_lost_worker_and_the_recovery_are_logged_once_without_any_setting(start, tmp_path):
     killed = "if step.number == 4 and os.environ['LOCAL_RANK'] == '1': os.kill(os.getpid(), 9)"
-    script = SCRIPT.replace("    with step:", f"    {killed}\n    with step:").replace("copies=1", "copies=2")
+    script = SCRIPT.replace("    with step:", f"    {killed}\n    with step:").replace("replication=1", "replication=2")
     (tmp_path / "train.py").write_text(script)
     code, said = start("--workers", "3", "train.py", "8", "10").end()
     assert code == 0, said
@@ -245,7 +245,7 @@ torch.manual_seed(0)
 layer = evermoe.MoE(8, 16, 4, top_k=1)
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 data = torch.randn(100, 3, 8)
-session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), copies=1)
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), replication=1)
 for step in session.steps(10**6):
     with step:
         step.backward(layer(data[step.indices]).square().mean())
@@ -277,7 +277,9 @@ def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the
 def test_what_asks_for_another_machine_is_called_once_for_a_loss(start, tmp_path):
     """A command of the user's that prints its environment."""
     dies = 'if os.environ["LOCAL_RANK"] == "1" and step.number == 2: os.kill(os.getpid(), 9)'
-    body = SCRIPT.replace("copies=1)", "copies=2)").replace("    with step:\n", f"    {dies}\n    with step:\n")
+    body = SCRIPT.replace("replication=1,", "replication=2,").replace(
+        "    with step:\n", f"    {dies}\n    with step:\n"
+    )
     (tmp_path / "dies.py").write_text(body)
     note = f"echo $EVERMOE_LOST_KEY $EVERMOE_LOST_KIND >> {tmp_path}/asked"
     code, said = start("--workers", "3", "--on-lost", note, "dies.py", "8", "10").end()

@@ -41,7 +41,7 @@ def test_a_trace_and_files(tmp_path):
     done = evermoe("simulate", *flags.split(), "--cluster", "cluster.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 3 nodes and 1 spare" in done.stdout
-    more = "--maintenance 1h,1,5m --stragglers 1h,1.5,5m --rack-mtbf 5h --option copies=1 --takes-over"
+    more = "--maintenance 1h,1,5m --stragglers 1h,1.5,5m --rack-mtbf 5h --option replication=1 --takes-over"
     done = evermoe("simulate", *SMALL, "--seeds", "1", *more.split(), "--nodes-per-rack", "2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -75,7 +75,10 @@ def test_each_preset_reports(capsys, monkeypatch):
         ("--model none --nodes 8 --step-seconds 1", "model: expected a file or one of"),
         ("--model gpt-s-moe --step-seconds 1", "--nodes"),
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --option speed=1", "--option: expected NAME=VALUE"),
-        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --option copies=x", "--option copies: expected a number"),
+        (
+            "--model gpt-s-moe --step-seconds 1 --nodes 2 --option replication=x",
+            "--option replication: expected a number",
+        ),
         (
             "--model gpt-s-moe --step-seconds 1 --nodes 2 --maintenance 1d,2",
             "--maintenance: expected a time, a whole number",

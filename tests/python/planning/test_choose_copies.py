@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_older_and_says_why():
 def test_a_thousand_experts_on_many_nodes():
     units = [CopyUnit(14_000, 2000 * (expert % 5), [expert % 64], float(expert % 5)) for expert in range(1024)]
     nodes = [CopyNode(1e-5, node // 4, 1 << 22, 0, 100.0, 100.0) for node in range(64)]
-    plan = choose(units, nodes, copies=3)
+    plan = choose(units, nodes, replication=3)
     assert all(unit.covered for unit in plan.units)
     for choice in plan.units:
         domains = {nodes[node].domain for node in (choice.primary, *(holder.node for holder in choice.holders))}
@@ -72,7 +72,7 @@ def test_a_thousand_experts_on_many_nodes():
         (lambda: choose([CopyUnit(1, 1, 0, 1)]), r"units\[0\].active: expected a list"),  # type: ignore[arg-type]
         (lambda: choose([CopyUnit(1, 1, [0], "x")]), r"units\[0\].tokens: expected a number"),  # type: ignore[arg-type]
         (lambda: choose([], [CopyNode(2.0, 0, 0)]), r"nodes: failure of node 0: expected a probability"),
-        (lambda: choose([], copies=0), r"copies: expected 1"),
+        (lambda: choose([], replication=0), r"replication: expected 1|copies: expected 1"),
         (lambda: choose([], budget=1.5), r"budget: expected a share"),
         (lambda: choose([], max_period=5000), r"max_period: expected 1 to 4096"),
     ],

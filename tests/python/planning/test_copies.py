@@ -50,7 +50,7 @@ def test_each_unit_is_on_as_many_nodes_or_the_session_refuses(preset, copies, de
         for name, ranks in active.items()
     ]
     ranks = [RankInfo(f"node{rank}", 1 << 40) for rank in range(NODES)]
-    plan = plan_protection(preset, units, ranks, copies=copies, budget=0.01)
+    plan = plan_protection(preset, units, ranks, replication=copies, budget=0.01)
     held = {each.unit: {*active[each.unit], *each.holders} for each in plan.units}
     if preset == "pec":  # a portion of the tokens is lost, as its summary says
         assert all(not each.holders for each in plan.units)
@@ -74,7 +74,7 @@ def test_what_several_nodes_train_has_snapshots_on_as_many(preset, copies, dense
     active = trained(options)
     units = [UnitInfo(name, 1200, 400, ranks, 10.0, may_lag=name[0] == "e") for name, ranks in active.items()]
     ranks = [RankInfo(f"node{rank}", 1 << 40) for rank in range(NODES)]
-    plan = plan_protection(preset, units, ranks, copies=copies, budget=0.01)
+    plan = plan_protection(preset, units, ranks, replication=copies, budget=0.01)
     for each in plan.units:
         keepers = {each.primary, *each.holders} if each.kind == "snapshot" else {*each.own}
         assert len(keepers) >= min(copies, len(active[each.unit])), each

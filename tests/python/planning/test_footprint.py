@@ -20,7 +20,7 @@ from evermoe.replay import exchange, repeater, replica
 from evermoe.state.model_shape import shape_of
 
 SMALL = ModelShape(dense_parameters=1000, largest_module=400, layers=3, experts=8, expert_parameters=500)
-FOUR = FootprintOptions(workers=4, weights="float32", slots=2)
+FOUR = FootprintOptions(workers=4, weights="float32", expert_slots=2)
 
 
 def peak(phase, shape=SMALL, **options):
@@ -29,12 +29,12 @@ def peak(phase, shape=SMALL, **options):
 
 def test_a_share_is_what_a_worker_trains():
     held = 1000 + 3 * 2 * 500
-    use = peak("step", copies=0)
+    use = peak("step", replication=0)
     assert (use.parameters, use.masters, use.moments, use.gradients) == (4 * held, 0, 8 * held, 4 * held)
     assert use.share == 16 * held
-    half = peak("step", copies=0, weights="bfloat16")
+    half = peak("step", replication=0, weights="bfloat16")
     assert (half.parameters, half.masters, half.moments, half.gradients) == (2 * held, 4 * held, 8 * held, 2 * held)
-    momentum = peak("step", copies=0, moments=1)
+    momentum = peak("step", replication=0, moments=1)
     assert momentum.moments == 4 * held
 
 
@@ -51,7 +51,7 @@ def test_there_are_no_gradients_at_the_start_nor_while_units_move():
 
 
 def test_sharded_masters_and_moments_are_divided():
-    complete, parts = peak("step", copies=0), footprint(SMALL, replace(FOUR, copies=0, dense="sharded"))
+    complete, parts = peak("step", replication=0), footprint(SMALL, replace(FOUR, replication=0, shard_optimizer=True))
     steps = next(each.uses for each in parts.moments if each.phase == "step")
     assert all(use.parameters == complete.parameters for use in steps), "weights are on all"
     assert sum(use.moments for use in steps) == 8 * (1000 + 4 * 3 * 2 * 500), "each module's moments are on one"
@@ -60,7 +60,7 @@ def test_sharded_masters_and_moments_are_divided():
 
 def test_snapshots_of_everything_take_two_versions_on_each_node_that_keeps_it():
     for copies in (2, 3):
-        step = footprint(SMALL, replace(FOUR, preset="gemini", copies=copies)).moments[-4]
+        step = footprint(SMALL, replace(FOUR, preset="gemini", replication=copies)).moments[-4]
         assert step.phase == "step"
         complete = 12 * SMALL.parameters
         assert sum(use.snapshots for use in step.uses) == 2 * copies * complete
@@ -97,9 +97,9 @@ def test_a_recovery_has_the_previous_copies_until_the_new_ones_are_complete():
 
 
 def test_no_recovery_where_nobody_is_left():
-    alone = footprint(SMALL, FootprintOptions(workers=1, copies=0))
+    alone = footprint(SMALL, FootprintOptions(workers=1, replication=0))
     assert {each.phase for each in alone.moments} == {"start", "step"}
-    node = footprint(SMALL, replace(FOUR, workers_per_node=4, copies=0))
+    node = footprint(SMALL, replace(FOUR, workers_per_node=4, replication=0))
     assert {each.phase for each in node.moments} == {"start", "step"}
     two = footprint(SMALL, replace(FOUR, workers_per_node=2))
     assert len(two.moments[-1].uses) == 2, "a node's workers are lost together"
@@ -131,8 +131,8 @@ def test_the_planner_has_the_constants_of_what_it_plans():
         ({"workers": -1}, "workers: expected an integer"),
         ({"weights": "int8"}, "weights: expected one of"),
         ({"preset": "none"}, "preset: expected one of"),
-        ({"dense": "split"}, "dense: expected one of"),
-        ({"dense": "sharded", "preset": "lazarus"}, "dense: expected 'replicated' with preset lazarus"),
+        ({"replication": -1}, "replication: expected"),
+        ({"shard_optimizer": True, "preset": "lazarus"}, "shard_optimizer: expected False with preset lazarus"),
     ],
 )
 def test_options_that_are_none(options, message):

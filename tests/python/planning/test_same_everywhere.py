@@ -63,7 +63,7 @@ def copies(rng: np.random.Generator) -> list[str]:
     nodes = [planning.CopyNode(1e-4, rank // 2, 400, 100, 0.1, 0.1) for rank in range(12)]
     link = schedule.Link(1e-4, 900.0)
     found = [
-        planning.choose_copies(units, nodes, network=link, host_link=link, step_seconds=1.0, copies=copies)
+        planning.choose_copies(units, nodes, network=link, host_link=link, step_seconds=1.0, replication=copies)
         for copies in (2, 3)
     ]
     return [repr(plan) for plan in found]

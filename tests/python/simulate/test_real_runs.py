@@ -53,10 +53,10 @@ def test_events_steps_and_bytes_are_those_of_a_real_run(preset, tmp_path):
     given = options()
     given.preset = preset
     if preset == "lazarus":  # active replicas alone: each expert on two workers, then on both that are left
-        given.slots = 2
+        given.expert_slots = 2
     kills = check(given)
     events = Run(given, tmp_path, console=Console(quiet=True), title="").run_workers(
-        kills, None, given.steps, given.copies
+        kills, None, given.steps, given.replication
     )
     (episode,) = episodes(events)
     scenario = Scenario(
@@ -64,7 +64,7 @@ def test_events_steps_and_bytes_are_those_of_a_real_run(preset, tmp_path):
         nodes=WORKERS,
         steps=STEPS,
         failures=(Failure.in_steps([(KILL[1], [KILL[0]])]),),
-        options=SimulatedOptions(slots=given.slots, checkpoint_interval=0),
+        options=SimulatedOptions(expert_slots=given.expert_slots, checkpoint_interval=0),
     )
     outcome = simulate(scenario, preset, seed=0)
     begin, lost, resumed = outcome.happened

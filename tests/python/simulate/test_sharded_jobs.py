@@ -29,7 +29,7 @@ EXPERT_STATE, MODULE_STATE = EXPERTS * EXPERT * STATE, MODULE * STATE
 ALL_WEIGHTS = MODULES * MODULE * WEIGHT
 
 
-def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, replayable=True, **options):
+def job(shard_optimizer=False, *, devices=1, fails=True, constants=QUICK, replayable=True, **options):
     """Every node trains all experts of one layer; four modules are no expert. One node is lost and comes back."""
     workload = Workload(
         name="small",
@@ -52,7 +52,9 @@ def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, replayabl
         days=SECONDS / 86_400,
         failures=(Failure.at_times(events if fails else events[:1]),),
         constants=constants,
-        options=SimulatedOptions(slots=EXPERTS, dense=dense, checkpoint_interval=0, **options),
+        options=SimulatedOptions(
+            expert_slots=EXPERTS, shard_optimizer=shard_optimizer, checkpoint_interval=0, **options
+        ),
     )
 
 
@@ -65,7 +67,7 @@ def test_a_node_that_comes_back_fetches_all_that_is_no_expert():
 
 def test_with_owners_it_fetches_weights_and_the_state_of_its_own_module():
     """The lost module is taken over by the node that has its copy, and goes back: with two it has a tenth too much."""
-    found = simulate(job("sharded"), "auto", seed=0)
+    found = simulate(job(shard_optimizer=True), "auto", seed=0)
     assert (found.losses, found.recoveries, found.undone_steps) == (1, 3, 0)
     sent = [members - 1 for members in (NODES, NODES - 1, NODES)]  # weights to all others, after each change
     assert found.local_bytes == MODULE_STATE
@@ -74,12 +76,12 @@ def test_with_owners_it_fetches_weights_and_the_state_of_its_own_module():
 
 def test_where_steps_cannot_be_repeated_copies_are_a_step_late():
     """An owner's copy is a snapshot then: all go back to it from snapshots of their own."""
-    found = simulate(job("sharded", replayable=False), "auto", seed=0)
+    found = simulate(job(shard_optimizer=True, replayable=False), "auto", seed=0)
     assert (found.losses, found.recoveries, found.undone_steps, found.checkpoint_loads) == (1, 3, 1, 0)
 
 
 def test_each_module_has_a_copy_of_its_steps():
-    found = simulate(job("sharded", fails=False), "auto", seed=0)
+    found = simulate(job(shard_optimizer=True, fails=False), "auto", seed=0)
     assert found.first_bytes == MODULES * MODULE_STATE
     assert found.copy_bytes == found.steps * MODULES * MODULE * 4
 
@@ -91,7 +93,7 @@ def test_memory_has_weights_on_each_device_and_the_optimizer_once(devices):
     replicated = simulate(job(devices=devices, fails=False), "auto", seed=0)
     snapshots = versions * nodes * (EXPERT_STATE + MODULES * MODULE_STATE) // NODES
     assert replicated.memory_bytes == EXPERT_STATE + devices * MODULES * MODULE_STATE + snapshots
-    sharded = simulate(job("sharded", devices=devices, fails=False), "auto", seed=0)
+    sharded = simulate(job(shard_optimizer=True, devices=devices, fails=False), "auto", seed=0)
     own = MODULE * (STATE - WEIGHT)
     copy = MODULE_STATE + log_steps * MODULE * 4
     snapshots = versions * nodes * EXPERT_STATE // NODES + versions * MODULE_STATE
@@ -135,5 +137,5 @@ def test_what_a_save_takes_is_the_same_for_all():
 
 
 def test_a_preset_that_keeps_no_copies_of_modules_is_refused():
-    with pytest.raises(ValueError, match=r"dense='sharded' leaves the optimizer's state .* lazarus has no copies"):
-        simulate(job("sharded"), "lazarus", seed=0)
+    with pytest.raises(ValueError, match=r"shard_optimizer=True leaves the optimizer's state .* lazarus has no copies"):
+        simulate(job(shard_optimizer=True), "lazarus", seed=0)

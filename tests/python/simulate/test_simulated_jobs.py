@@ -131,7 +131,7 @@ def test_losses_in_steps():
         ({"days": -1.0}, "seconds: expected a finite number above 0"),
         ({"zipf": float("inf")}, "load.zipf|scenario"),
         ({"failures": (Failure.poisson(mtbf_seconds=0, repair_seconds=1),)}, "mtbf_seconds: expected"),
-        ({"options": SimulatedOptions(slots=3, most_slots=2)}, "session.slots: expected at most most_slots"),
+        ({"options": SimulatedOptions(expert_slots=3, most_slots=2)}, "session.slots: expected at most most_slots"),
         ({"load_trace": ((0, (1.0,)),)}, "load.trace: expected 8 numbers"),
     ],
 )

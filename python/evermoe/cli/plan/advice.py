@@ -134,14 +134,14 @@ def _copies(comparison: Comparison, chosen: Result) -> str:
     cluster = comparison.cluster
     if cluster.domain_size > 1:
         return (
-            "Copies in host memory, Session(copies=2), keep each expert on one more node than trains on it; they do "
-            "not look at domains."
+            "Copies in host memory, Session(replication=2), keep each expert on one more node than trains on it; they "
+            "do not look at domains."
         )
     losses = min(chosen.distinct, cluster.nodes - 1)
     if losses == 0:
         return "Copies in host memory need a second node; checkpoints on disk protect a single one."
     return (
-        "This counts active replicas only: copies in host memory, Session(copies=2), keep each expert on one more "
+        "This counts active replicas only: copies in host memory, Session(replication=2), keep each expert on one more "
         f"node, so that any loss of {_losses(comparison, losses)} is survived."
     )
 

@@ -174,7 +174,7 @@ def plan_auto(layout: Layout, policy: str) -> AutoReport:
         network=setting.network,
         host_link=setting.host_link,
         step_seconds=setting.step_seconds,
-        copies=setting.copies_wanted,
+        replication=setting.replication,
         budget=setting.budget,
         max_period=MAX_PERIOD,
         persist_period=setting.persist_steps,

@@ -40,10 +40,11 @@ def main(options: argparse.Namespace) -> int:
     if options.model is not None:
         return _fit(options)
     refuse_fit_flags(options)
+    slots = "--expert-slots, the expert replicas of a layer that a node holds (or --model, for its memory)"
     require(
         {
             "--nodes, the machines that fail on their own": options.nodes,
-            "--slots, the expert replicas of a layer that a node holds (or --model, for its memory)": options.slots,
+            slots: options.expert_slots,
             "--experts, those of each layer (or --load with a file)": True
             if is_file(options.load)
             else options.experts,
@@ -92,7 +93,7 @@ def parse_cluster(options: argparse.Namespace) -> Cluster:
     """Check the flags about machines and failures, and return them."""
     for name, most in (
         ("nodes", MAX_NODES),
-        ("slots", 1 << 24),
+        ("expert_slots", 1 << 24),
         ("min_replicas", 1 << 24),
         ("domain_size", MAX_NODES),
     ):
@@ -105,7 +106,7 @@ def parse_cluster(options: argparse.Namespace) -> Cluster:
         )
     domains = -(-options.nodes // options.domain_size)
     failures = tuple(range(1, min(3, domains) + 1)) if options.fail is None else parse_failures(options.fail, domains)
-    return Cluster(options.nodes, options.slots, options.min_replicas, options.domain_size, failures)
+    return Cluster(options.nodes, options.expert_slots, options.min_replicas, options.domain_size, failures)
 
 
 def parse_failures(text: str, most: int) -> tuple[int, ...]:

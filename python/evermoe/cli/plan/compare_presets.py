@@ -143,7 +143,7 @@ def _keep(layout: Layout, name: PresetName) -> _Kept:
         for number, unit in enumerate(units)
     ]
     ranks = [RankInfo(f"node{node:07}", 1 << 62) for node in range(nodes)]
-    plan = plan_protection(name, infos, ranks, copies=setting.copies_wanted, budget=setting.budget)
+    plan = plan_protection(name, infos, ranks, replication=setting.replication, budget=setting.budget)
     return _Kept(layout, units, plan.units)
 
 

@@ -21,11 +21,11 @@ MAX_NODES = 4096
 MAX_WORKERS = 1 << 14
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-LIMITS = {"slots": 1 << 24, "min_replicas": 1 << 24, "copies_wanted": 64, "workers_per_node": 1 << 10}
+LIMITS = {"expert_slots": 1 << 24, "min_replicas": 1 << 24, "replication": 64, "workers_per_node": 1 << 10}
 """Largest values of flags; the least is 1."""
-OWN = ("memory", "workers_per_node", "weights", "preset", "device", "no_copies")
+OWN = ("memory", "workers_per_node", "weights", "preset", "device", "no_copies", "shard_optimizer")
 """Flags that need `--model`."""
-SHARED = ("dense", "copies_wanted")
+SHARED = ("replication",)
 """Flags of the group `copies` that also work with `--model`."""
 
 
@@ -96,7 +96,12 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of parameters and gradients; the 16-bit ones have a float32 master (bfloat16)",
     )
     group.add_argument("--preset", choices=PRESET_NAMES, help="how the state is protected (auto)")
-    group.add_argument("--no-copies", action="store_true", help="copies=0: nothing is protected")
+    group.add_argument(
+        "--shard-optimizer",
+        action="store_true",
+        help="keep the optimizer state of each module that is no expert on one worker",
+    )
+    group.add_argument("--no-copies", action="store_true", help="replication=0: nothing is protected")
     group.add_argument(
         "--device",
         choices=("gpu", "cpu"),
@@ -137,12 +142,12 @@ def parse_fit(options: argparse.Namespace) -> FitSetting:
     if not 1 <= options.nodes <= MAX_WORKERS // per_node:
         raise ValueError(f"--nodes: expected 1 to {MAX_WORKERS // per_node} with --model, got {options.nodes}")
     given = {
-        "slots": options.slots,
+        "expert_slots": options.expert_slots,
         "min_replicas": options.min_replicas,
         "weights": options.weights,
         "preset": options.preset,
-        "dense": options.dense,
-        "copies": 0 if options.no_copies else options.copies_wanted,
+        "shard_optimizer": options.shard_optimizer,
+        "replication": 0 if options.no_copies else options.replication,
     }
     chosen = FootprintOptions(
         workers=options.nodes * per_node,
@@ -156,7 +161,7 @@ def parse_fit(options: argparse.Namespace) -> FitSetting:
 def _refuse_others(options: argparse.Namespace) -> None:
     """Refuse flags that do not concern a model's memory."""
     defaults: dict[str, Any] = {"load": "uniform", "seed": 0, "domain_size": 1}
-    kept = {*OWN, *SHARED, "command", "model", "nodes", "slots", "min_replicas", "json"}
+    kept = {*OWN, *SHARED, "command", "model", "nodes", "expert_slots", "min_replicas", "json"}
     for name, value in vars(options).items():
         if name not in kept and value not in (None, False, defaults.get(name)):
             raise ValueError(
@@ -214,13 +219,13 @@ def plan_fit(setting: FitSetting) -> FitReport:
 def _ways(setting: FitSetting) -> Iterator[tuple[str, int]]:
     """Yield the first combination of memory-saving flags with which the model fits."""
     options, flags = setting.options, list[str]()
-    if options.dense == "replicated" and options.choices.protects_owners:
-        options, flags = replace(options, dense="sharded"), ["--dense sharded"]
+    if not options.shard_optimizer and options.choices.protects_owners:
+        options, flags = replace(options, shard_optimizer=True), ["--shard-optimizer"]
         tried = [(flags, options)]
     else:
         tried = []
-    if options.slots is None and options.choices.replicas(options.copies, options.min_replicas) == 1:
-        tried.append(([*flags, "--slots 1"], replace(options, slots=1)))
+    if options.expert_slots is None and options.choices.replicas(options.replication, options.min_replicas) == 1:
+        tried.append(([*flags, "--expert-slots 1"], replace(options, expert_slots=1)))
     for each, chosen in tried:
         nodes = fewest_nodes(replace(setting, options=chosen))
         if nodes is not None:
@@ -238,8 +243,8 @@ def fewest_nodes(setting: FitSetting) -> int | None:
     for nodes in _candidates(setting):
         found = setting.on(nodes)
         if setting.is_on_gpu:  # copies are in host memory, which is not compared
-            replicas = found.options.choices.replicas(found.options.copies, found.options.min_replicas)
-            found = replace(found, options=replace(found.options, copies=0, min_replicas=replicas))
+            replicas = found.options.choices.replicas(found.options.replication, found.options.min_replicas)
+            found = replace(found, options=replace(found.options, replication=0, min_replicas=replicas))
         try:
             peaks = _peaks(found, footprint(found.shape, found.options))
         except ValueError:  # too few slots for all experts
@@ -259,7 +264,7 @@ def _candidates(setting: FitSetting) -> Iterator[int]:
         if _least(setting.on(nodes)) <= setting.memory:
             yield nodes
         is_thin = nodes * per_node > 2 * setting.shape.experts
-        if is_thin and setting.options.dense == "replicated":
+        if is_thin and not setting.options.shard_optimizer:
             return
         nodes += max(1, nodes // 16) if is_thin else 1
 
@@ -267,11 +272,14 @@ def _candidates(setting: FitSetting) -> Iterator[int]:
 def _least(setting: FitSetting) -> int:
     """Return a lower bound of the bytes of the largest worker in a step."""
     shape, options = setting.shape, setting.options
-    replicas = options.choices.replicas(options.copies, options.min_replicas)
+    replicas = options.choices.replicas(options.replication, options.min_replicas)
     domains = [options.workers_per_node] * setting.nodes
-    layer = min(shape.experts, session_slots(shape.experts, domains, options.slots, replicas)) * shape.expert_parameters
+    layer = (
+        min(shape.experts, session_slots(shape.experts, domains, options.expert_slots, replicas))
+        * shape.expert_parameters
+    )
     owned = shape.dense_parameters
-    if options.dense == "sharded":
+    if options.shard_optimizer:
         owned = max(shape.largest_module, owned // options.workers)
     held = shape.dense_parameters + shape.layers * layer
     least = held * 2 * options.weight_bytes + (owned + shape.layers * layer) * options.optimizer_bytes

@@ -15,9 +15,9 @@ how likely every expert survives when nodes fail at once, and which policy to ta
 expert would be protected, and the cost. With --model, show instead how much memory each worker needs, whether it fits,
 and on how many nodes. Nothing is started or trained.
 
-  evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4
-  evermoe plan --nodes 32 --slots 18 --load counts.npy --domain-size 4 --plot plan.png --json plan.json
-  evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --copies --network-idle 0.4
+  evermoe plan --nodes 32 --expert-slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4
+  evermoe plan --nodes 32 --expert-slots 18 --load counts.npy --domain-size 4 --plot plan.png --json plan.json
+  evermoe plan --nodes 32 --expert-slots 9 --experts 256 --layers 58 --load zipf:1.0 --copies --network-idle 0.4
   evermoe plan --model mixtral-8x7b --nodes 4 --workers-per-node 8 --memory 80GB"""
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, help="number of machines, which fail independently")
     cluster.add_argument(
-        "--slots",
+        "--expert-slots",
         type=int,
         help="expert replicas of each MoE layer that a node holds; with --model: that a worker holds (a session's "
         "default)",

@@ -52,7 +52,7 @@ class CopySetting:
     """Free device memory of a node for copies."""
     mtbf_hours: float = 5000.0
     """Mean time between failures of one node."""
-    copies_wanted: int = 2
+    replication: int = 2
     """Domains that should hold each unit, those that train it included."""
     budget: float = 0.01
     """Share of a step by which copies may prolong it."""
@@ -120,7 +120,7 @@ HELP = {
     "host_gib": ("GIB", "free host memory of a node for copies"),
     "device_gib": ("GIB", "free device memory of a node for copies"),
     "mtbf_hours": ("HOURS", "mean time between failures of one node"),
-    "copies_wanted": ("COPIES", "domains that should hold each unit, those that train it included"),
+    "replication": ("COPIES", "domains that should hold each unit, those that train it included"),
     "budget": ("SHARE", "share of a step by which copies may prolong it, 0 to 1"),
     "persist_steps": ("STEPS", "steps from one version in the store to the next"),
     "experts_per_save": ("EXPERTS", "experts of each layer that pec saves to the store at a time (default: a quarter)"),
@@ -152,7 +152,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "host_gib": (0, 1e9),
     "device_gib": (0, 1e9),
     "mtbf_hours": (1e-3, 1e12),
-    "copies_wanted": (1, 64),
+    "replication": (1, 64),
     "budget": (0, 1),
     "persist_steps": (2, 1e6),
     "experts_per_save": (1, 1 << 24),
@@ -211,7 +211,7 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
     _check_levels(setting, experts)
     parameters = layers * experts * setting.expert_parameters + setting.dense_parameters
     each = 2 * setting.state_bytes + 8 * setting.gradient_bytes
-    if parameters * each * setting.copies_wanted > MAX_BYTES:
+    if parameters * each * setting.replication > MAX_BYTES:
         raise ValueError(
             f"--expert-parameters: expected fewer than 2^60 bytes in all copies, got {parameters} parameters in all"
         )

@@ -47,7 +47,7 @@ def advise_copies(auto: AutoReport, presets: Sequence[PresetRow]) -> str:
     open_units = [choice for choice in plan.units if not choice.covered]
     row = {row.preset: row for row in presets}
     if not open_units:
-        lost = _losses(auto, layout.setting.copies_wanted - 1)
+        lost = _losses(auto, layout.setting.replication - 1)
         what = "nothing is sent" if not auto.bytes else f"{row['auto'].peer_bytes:.3g} bytes a parameter in each step"
         gemini = f"copies of everything (gemini) take {row['gemini'].peer_bytes:.3g}"
         return f"auto survives any loss of {lost} without a lost step: {what}, where {gemini}."
@@ -73,13 +73,12 @@ def _time_cure(auto: AutoReport) -> str:
 def _slots_cure(auto: AutoReport) -> str:
     """Return the slots with which experts train on enough nodes and need no copies."""
     layout = auto.layout
-    cluster, wanted = layout.cluster, layout.setting.copies_wanted
+    cluster, wanted = layout.cluster, layout.setting.replication
     slots = cluster.slots_for(layout.share_LE.shape[1], wanted)
     if cluster.min_replicas >= wanted and slots <= cluster.slots:
         return ""
-    return (
-        f", or give each expert {wanted} replicas, which --slots {max(slots, cluster.slots)} --min-replicas {wanted} do"
-    )
+    flags = f"--expert-slots {max(slots, cluster.slots)} --min-replicas {wanted}"
+    return f", or give each expert {wanted} replicas, which {flags} do"
 
 
 def _domains_cure(auto: AutoReport) -> str:
@@ -89,7 +88,7 @@ def _domains_cure(auto: AutoReport) -> str:
         if len(cluster.domains) == 1
         else f"there are {len(cluster.domains)} {cluster.unit}s"
     )
-    return f"{available} for --copies-wanted {auto.layout.setting.copies_wanted}"
+    return f"{available} for --replication {auto.layout.setting.replication}"
 
 
 _CURES: dict[str, Callable[[AutoReport], str]] = {

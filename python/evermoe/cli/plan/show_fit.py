@@ -43,8 +43,9 @@ def show_fit(console: Console, report: FitReport) -> None:
 def _facts(report: FitReport) -> list[tuple[str, str]]:
     setting, shape, options = report.setting, report.setting.shape, report.setting.options
     each = options.unit_bytes + options.weight_bytes
-    copies = "no copies" if not options.copies else f"preset {options.preset} with {options.copies} copies"
-    slots = "a session's own slots" if options.slots is None else f"{options.slots} slots"
+    copies = "no copies" if not options.replication else f"preset {options.preset} with {options.replication} copies"
+    slots = "a session's own slots" if options.expert_slots is None else f"{options.expert_slots} slots"
+    sharding = "optimizer state sharded" if options.shard_optimizer else "optimizer state replicated"
     facts = [
         (
             "model",
@@ -55,7 +56,7 @@ def _facts(report: FitReport) -> list[tuple[str, str]]:
         (
             "workers",
             f"{count(setting.nodes, 'node')} × {options.workers_per_node}, {size(setting.memory)} "
-            f"each; {copies}, dense {options.dense}, {slots}",
+            f"each; {copies}, {sharding}, {slots}",
         ),
         ("fits", verdict(report)),
     ]

@@ -19,7 +19,7 @@ N = TypeVar("N", int, float)
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY}
 MAX_SEEDS = 1000
 CLUSTER_FIELDS = ("nodes", "spares", "devices", "nodes_per_rack", "host_bytes")
-OPTIONS = [each.name for each in fields(SimulatedOptions) if each.name not in ("dense", "replans")]
+OPTIONS = [each.name for each in fields(SimulatedOptions) if each.name not in ("shard_optimizer", "replans")]
 """Options of a session that have no separate flag."""
 DESCRIPTION = """\
 Compare ways to survive on a cluster that fails: the presets of a session, and restarts from checkpoints. evermoe's
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=tuple(SCHEMES),
         metavar="NAME",
-        help=f"presets to simulate: {', '.join(SCHEMES)} (default: all that support the value of --dense)",
+        help=f"presets to simulate: {', '.join(SCHEMES)} (default: all that support --shard-optimizer, if it is given)",
     )
     runs.add_argument("--days", type=float, default=1.0, help="simulated days (%(default)s)")
     runs.add_argument(
@@ -58,11 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"an option of the session: {', '.join(OPTIONS)}; repeatable",
     )
     runs.add_argument(
-        "--dense",
-        choices=("replicated", "sharded"),
-        default="replicated",
-        help="whether the optimizer state of dense parameters is on every device, or of each module on one "
-        "(%(default)s)",
+        "--shard-optimizer",
+        action="store_true",
+        help="keep the optimizer state of each dense module on one node (default: on every device)",
     )
     runs.add_argument(
         "--takes-over",
@@ -269,7 +267,7 @@ def _three(flag: str, text: str, kind: Callable[[str], N]) -> tuple[float, N, fl
 
 
 def _session(options: argparse.Namespace) -> SimulatedOptions:
-    found: dict[str, Any] = {"dense": options.dense}
+    found: dict[str, Any] = {"shard_optimizer": options.shard_optimizer}
     for text in options.option:
         name, separator, value = text.partition("=")
         if not separator or name not in OPTIONS:

@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
     if options.plot:
         import matplotlib  # noqa: F401  a missing package is reported before any work
     out = console()
-    fitting = [name for name in SCHEMES if scenario.options.dense == "replicated" or keeps_owners(name)]
+    fitting = [name for name in SCHEMES if not scenario.options.shard_optimizer or keeps_owners(name)]
     presets = tuple(dict.fromkeys(options.presets or fitting))
     samples = simulate_presets(scenario, presets, options.seed, options.seeds)
     files: dict[str, tuple[str, bytes]] = {}
