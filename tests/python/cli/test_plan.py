@@ -45,7 +45,8 @@ def test_report_of_the_documented_example(tmp_path):
 
 
 def test_json_is_what_the_planners_say(tmp_path):
-    flags = "--nodes 6 --expert-slots 5 --experts 12 --layers 3 --load lognormal:1.2 --seed 7 --min-replicas 2 --fail 1,3..4"
+    flags = "--nodes 6 --expert-slots 5 --experts 12 --layers 3 --load lognormal:1.2 --seed 7"
+    flags += " --min-replicas 2 --fail 1,3..4"
     policies = ["--policy", "spread", "--policy", "balanced", "--policy", "spread"]
     files = ["--json", "new/out.json", "--plot", "new/out.png"]
     done = plan(*flags.split(), *policies, "--domain-size", "1", *files, folder=tmp_path)
