@@ -1,10 +1,13 @@
 """Flags and environment variables that are derived from the fields of options."""
 
 import argparse
+import ast
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import evermoe
 from evermoe import Checkpoints, Membership, Placement
 from evermoe.config.copies import CopyConfig
 from evermoe.config.descriptions import descriptions, first_sentence
@@ -139,3 +142,12 @@ def test_a_preset_is_a_name_or_its_options():
     assert preset_options(given) is given
     with pytest.raises(ValueError, match=r"expected preset to be one of auto, gemini, .*, got 'fast'"):
         preset_options("fast")
+
+
+def test_each_option_is_read_where_it_has_its_effect():
+    """Of the sources outside of the options themselves: an option that nothing reads has no effect."""
+    package = Path(evermoe.__file__).parent
+    paths = [path for path in package.rglob("*.py") if path.name != "presets.py" and "config" not in path.parts]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {each.name for kind in GROUPS for each in fields(kind)} <= read

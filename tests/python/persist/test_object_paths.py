@@ -232,5 +232,7 @@ def test_a_session_starts_from_http_and_writes_nothing(public, monkeypatch, tmp_
 
 
 def test_pec_needs_a_place_to_write_to():
-    with pytest.raises(ValueError, match=r"expected checkpoints to be a folder that all members share, s3://.* got https://host/pec"):
+    with pytest.raises(
+        ValueError, match=r"expected checkpoints to be a folder that all members share, s3://.* got https://host/pec"
+    ):
         Session(Model(), None, None, preset="pec", checkpoints="https://host/pec")
