@@ -109,7 +109,7 @@ def test_bytes_come_back_as_they_went_in_parts(keys, nbytes):
     assert found.tobytes() == data[1:]
     with pytest.raises(OSError, match="parts/deep/er/object"):
         place.read_into("deep/er/object", 1, np.zeros(nbytes + 1, np.uint8))
-    place.remove(["deep/er/object", "not/there"])
+    place.remove(["deep/er/object", "no/such"])
     assert place.names() == []
 
 
