@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from evermoe.persist.checkpoint_write import THREAD, CheckpointWrite
 from evermoe.persist.object_store import Location, locate
 from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
+from evermoe.persist.save_place import place_to_save
 from evermoe.run_claim import Run
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units
@@ -68,6 +70,8 @@ class Checkpointer:
     ) -> None:
         self._options, self._state, self._membership, self._emit = options, state, membership, emit
         self._newest = -1
+        self._path: Location | None = None
+        """Of the newest checkpoint."""
         self._write: CheckpointWrite | None = None
         """The checkpoint that is under way, on all members or none."""
         self._mine: list[str] | None = None
@@ -171,18 +175,17 @@ class Checkpointer:
                 )
             return False
         self._is_owed = False
-        self._write = self._begin(version)
+        self._write = self._begin(version, self._store)
         return True
 
-    def _begin(self, version: int) -> CheckpointWrite:
-        assert self._store is not None
+    def _begin(self, version: int, store: CheckpointStore) -> CheckpointWrite:
         group, generation = self._membership.trainer_group, self._membership.generation
         if self._mine is None:
             active = self._state.active(group.size)
             self._mine = primary_units(self._state.catalog.units, active, group.rank, group.size)
         self._is_told, attempt = False, next(self._attempts)
         self._worker = self._worker or Worker(THREAD)
-        return CheckpointWrite(self._store, self._state, self._mine, version, generation, group, attempt, self._worker)
+        return CheckpointWrite(store, self._state, self._mine, version, generation, group, attempt, self._worker)
 
     def advance(self) -> None:
         """What is under way is over on all members. A failure is told by a warning.
@@ -205,7 +208,7 @@ class Checkpointer:
         self._note(version, path)
 
     def _note(self, version: int, path: Location) -> None:
-        self._newest, self._published = version, step_of(version)
+        self._newest, self._path, self._published = version, path, step_of(version)
         self._emit(Checkpoint(step_of(version), str(path)))
 
     def lag(self, step: int) -> dict[str, int]:
@@ -216,7 +219,7 @@ class Checkpointer:
     # ---- the end
 
     def finish(self, version: int) -> None:
-        """Waits for what is under way, then for the checkpoint of the state, which is that of `version`; collective.
+        """Wait for the checkpoint under way, then for that of the state, whose version this is; collective.
 
         Raises:
             PersistFailed: the latter could not be written; the same on all members.
@@ -228,12 +231,51 @@ class Checkpointer:
             return
         path = self._find(version)
         if path is None:
-            self._write = write = self._write or self._begin(version)
+            self._write = write = self._write or self._begin(version, self._store)
             try:
                 path = write.complete()
             finally:
                 self._write = None
             self._note(version, path)
+        self._newest, self._path = version, path
+
+    def save(self, version: int, path_or_name: str | Path | None) -> Location:
+        """Write a checkpoint of the state, whose version this is, and wait for it; collective.
+
+        Raises:
+            ValueError: it has no place.
+            PersistFailed: it could not be written; the same on all members.
+            PeerLost: a member is gone, and nothing is written.
+        """
+        home, timeout = self._options.checkpoints(), self._options.store_timeout
+        if path_or_name is not None:
+            where: Location | None = place_to_save(path_or_name, self._options.checkpoint_dir, timeout)
+        else:
+            where = home
+        if where is None:
+            raise ValueError("session.save: this session has no place for checkpoints; give a path or a URL")
+        self.finish(version)
+        if where == home:
+            assert self._path is not None
+            return self._path
+        return self._save_elsewhere(version, where)
+
+    def _save_elsewhere(self, version: int, where: Location) -> Location:
+        """Write a checkpoint to another place than the session's own. All that were written there stay."""
+        owner = Owner(self._membership.identity.job, self._state.catalog.layout)
+        store, problem = None, ""
+        try:
+            store = open_store(where, owner, self._membership.id, Retention(newest=sys.maxsize))
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        try:
+            problems = gather_json(self._membership.trainer_group, problem)
+            if store is None or any(problems):
+                raise PersistFailed(next(filter(None, problems)))
+            return self._begin(version, store).complete()
+        finally:
+            if store is not None:
+                store.close()
 
     def _find(self, version: int) -> Location | None:
         """Folder of the checkpoint if it is there, as rank 0 finds it; None while it is under way."""

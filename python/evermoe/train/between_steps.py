@@ -165,6 +165,32 @@ class BetweenSteps:
         """
         self._driver.asks_to_stop = True
 
+    def save(self, path_or_name: str | Path | None = None) -> str | None:
+        """Write a checkpoint now and wait for it.
+
+            if step.committed and session.loss < best:
+                best = session.loss
+                session.save("best")
+
+        All members that train call it, between steps, inside the loop of `steps`. `evermoe.load_weights` reads the
+        checkpoint, and a session whose checkpoints are at that path resumes from it.
+
+        Args:
+            path_or_name: a path or a URL; or a name without a slash: that of a folder below the session's checkpoints.
+                All checkpoints that are written there stay. None: one more among the session's own.
+
+        Returns:
+            Path or URL of the checkpoint. None if a member was lost meanwhile: the session recovers before the next
+            step, after which the call can be repeated.
+
+        Raises:
+            ValueError: None or a name is given, and the session has no place for checkpoints.
+            PersistFailed: it could not be written; the same on all members. Training can continue.
+            RuntimeError: not inside the loop of `steps`.
+        """
+        check_trains(self)
+        return self._driver.save(self._protocol.version, path_or_name)
+
     def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Return the complete `model.state_dict()` on rank 0, with the experts of all members; collective.
 

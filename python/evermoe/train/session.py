@@ -214,6 +214,11 @@ class Session(BetweenSteps):
         return self._driver.grad_norm
 
     @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step, of the optimizer's first group of parameters."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
     def skipped(self) -> int:
         """Steps whose update all members have left out, since this process began; see `on_nonfinite`."""
         return self._driver.skipped

@@ -284,6 +284,18 @@ class SessionDriver(RecoveryDriver):
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             _warn_unwritten(version, lost)
 
+    def save(self, version: int, path_or_name: str | Path | None) -> str | None:
+        """Write a checkpoint of `version` and wait for it; None if a member was lost meanwhile. Collective."""
+        try:
+            path = self._checkpointer.save(version, path_or_name)
+        except PeerLost as lost:
+            self._group.drop(str(lost))
+            _warn_unwritten(version, lost)
+            return None
+        if path_or_name is None:
+            self._protection.ledger.checkpointed(version)
+        return str(path)
+
     def settle(self) -> Event:
         """Wait for the copies of the last step, which no vote follows or after which members leave.
 

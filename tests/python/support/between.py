@@ -108,6 +108,12 @@ class Script:
 
         self.record.write("saved", tensors=self.session.repeated(work))
 
+    def checkpoint(self) -> None:
+        if self.session.step in (3, 4):
+            self.record.fault("saving", self.session.step)
+            found = self.session.save(Path(self.options.folder) / "kept")
+            self.record.write("saved", step=self.session.step, path=found)
+
     def twice(self, found: list[str]) -> None:
         """An evaluation before each attempt at step 2."""
         count = "first" if self.options.name in "abc" and not found else "second"
@@ -148,6 +154,7 @@ AFTER_STEP = {
     "skip": Script.skip,
     "alone": Script.alone,
     "save": Script.save,
+    "checkpoint": Script.checkpoint,
     "stop_all": Script.stop_all,
     "stop_one": Script.stop_one,
 }
