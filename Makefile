@@ -117,7 +117,7 @@ lint: package ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	$(BIN)/cargo-shear
 
 kernels: package ## Whether the build has every CUDA kernel; it has none without nvcc
-	$(BIN)/python -c "import evermoe.ops as o; assert o.has_cuda_kernels(), 'the build has no CUDA kernels'"
+	$(BIN)/python -c "from evermoe.ops.cache import has_cuda_kernels; assert has_cuda_kernels(), 'the build has no CUDA kernels'"
 
 docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d out/docs

@@ -25,6 +25,9 @@ import torch
 
 from common import Table, medians, parse, parser, take_turns, where
 from evermoe import ops
+from evermoe.ops.chunks import BLOCK_BYTES, hash_blocks, pack_chunks, unpack_chunks
+from evermoe.ops.fp8 import dequantize_rows, quantize_rows
+from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 from kernel_table import COPIED, OPS, PARAMETERS, E, H, K, R, T
 
 METRICS = {
@@ -61,9 +64,9 @@ def calls():
     yield "unpermute_backward", lambda: backward(x_TH, rows_NH, positions_TK, weights_TK)
     counts_Re = torch.full((8, E // 8), T * K // E, device="cuda")
     yield "regroup", lambda: ops.regroup(rows_NH, counts_Re)
-    yield "quantize_rows", lambda: ops.quantize_rows(x_TH)
-    packed = ops.quantize_rows(rows_NH)
-    yield "dequantize_rows", lambda: ops.dequantize_rows(packed, H, torch.bfloat16)
+    yield "quantize_rows", lambda: quantize_rows(x_TH)
+    packed = quantize_rows(rows_NH)
+    yield "dequantize_rows", lambda: dequantize_rows(packed, H, torch.bfloat16)
     replicas_RE = torch.zeros(R, E, dtype=torch.int64, device="cuda")
     experts = torch.arange(E, device="cuda")
     replicas_RE[experts % R, experts] = 1
@@ -72,16 +75,16 @@ def calls():
     yield "split_tokens", lambda: ops.split_tokens(counts_ER, replicas_RE, 3)
     p, m, v, g = (draw(PARAMETERS) for _ in range(4))
     v.abs_()
-    adamw = ops.adamw_step(t=1, lr=1e-3)[None]
-    yield "adamw_, adamw_all_ (a step)", lambda: ops.adamw_(p, m, v, [g], adamw)
-    sgd = ops.sgd_step(is_first=False, lr=1e-3, momentum=0.9, weight_decay=1e-4)[None]
-    yield "sgd_, sgd_all_ with momentum", lambda: ops.sgd_(p, m, [g], sgd)
+    adamw = adamw_step(t=1, lr=1e-3)[None]
+    yield "adamw_, adamw_all_ (a step)", lambda: adamw_(p, m, v, [g], adamw)
+    sgd = sgd_step(is_first=False, lr=1e-3, momentum=0.9, weight_decay=1e-4)[None]
+    yield "sgd_, sgd_all_ with momentum", lambda: sgd_(p, m, [g], sgd)
     chunks = torch.empty(COPIED >> 22, 4 << 20, dtype=torch.uint8, device="cuda")
-    hashes = torch.empty(len(chunks), (4 << 20) // ops.BLOCK_BYTES, dtype=torch.int64, device="cuda")
+    hashes = torch.empty(len(chunks), (4 << 20) // BLOCK_BYTES, dtype=torch.int64, device="cuda")
     wrong = torch.empty(len(chunks), dtype=torch.int64, device="cuda")
-    yield "pack_chunks", lambda: ops.pack_chunks([a], 0, chunks, hashes)
-    yield "unpack_chunks", lambda: ops.unpack_chunks(chunks, hashes, 0, [a], wrong)
-    yield "hash_blocks", lambda: ops.hash_blocks(chunks, hashes)
+    yield "pack_chunks", lambda: pack_chunks([a], 0, chunks, hashes)
+    yield "unpack_chunks", lambda: unpack_chunks(chunks, hashes, 0, [a], wrong)
+    yield "hash_blocks", lambda: hash_blocks(chunks, hashes)
 
 
 def launch():

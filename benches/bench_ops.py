@@ -15,6 +15,8 @@ import torch
 
 from common import Table, medians, parse, parser, ratio, take_turns, where
 from evermoe import ops
+from evermoe.ops.dispatch import expert_histograms, permute_out, unpermute_out
+from evermoe.ops.fp8 import dequantize_rows, quantize_rows
 
 raw = torch.ops.evermoe
 RANKS = 8
@@ -54,7 +56,7 @@ def of_ids(tokens, top_k, experts, device):
     histogram = {"ours": lambda: ops.expert_histogram(ids_TK, experts)}
     histogram["torch"] = lambda: torch.bincount(ids_TK.flatten(), minlength=experts)
     yield "histogram", histogram | copy, ids_TK.nbytes
-    of_layers = {"ours": lambda: ops.expert_histograms(layers, experts), "torch": bincounts}
+    of_layers = {"ours": lambda: expert_histograms(layers, experts), "torch": bincounts}
     yield (
         "histograms, 16 layers",
         of_layers | {"copy": lambda: [ids_copy.copy_(ids) for ids in layers]},
@@ -87,7 +89,7 @@ def of_rows(tokens, hidden, experts, top_k, dtype, device):
 
     permute = {"ours": lambda: ops.permute(x_TH, row_ids, positions_TK)}
     yield "permute", permute | {"torch": lambda: x_TH.index_select(0, tokens_of_rows)} | copy, 2 * rows
-    into = {"ours": lambda: ops.permute_out(x_TH, row_ids, positions_TK, rows_NH)}
+    into = {"ours": lambda: permute_out(x_TH, row_ids, positions_TK, rows_NH)}
     yield (
         "permute_out",
         into | {"torch": lambda: torch.index_select(x_TH, 0, tokens_of_rows, out=rows_NH)} | copy,
@@ -96,16 +98,16 @@ def of_rows(tokens, hidden, experts, top_k, dtype, device):
     combine = {"ours": lambda: ops.unpermute(rows_NH, positions_TK, weights_TK), "torch": plain_unpermute}
     yield "unpermute", combine | copy, rows + token_rows
     combine_out = {
-        "ours": lambda: ops.unpermute_out(rows_NH, positions_TK, weights_TK, out_TH),
+        "ours": lambda: unpermute_out(rows_NH, positions_TK, weights_TK, out_TH),
         "torch": plain_unpermute,
     }
     yield "unpermute_out", combine_out | copy, rows + token_rows
     backward = {"ours": lambda: raw.unpermute_backward_out(x_TH, rows_NH, positions_TK, weights_TK, *grads)}
     yield "unpermute_backward_out", backward | copy, 3 * rows
     yield "regroup", {"ours": lambda: ops.regroup(rows_NH, counts_Re)} | copy, 2 * rows
-    packed = ops.quantize_rows(rows_NH)
-    yield "quantize_rows", {"ours": lambda: ops.quantize_rows(rows_NH)} | copy, rows + packed.nbytes
-    back = {"ours": lambda: ops.dequantize_rows(packed, rows_NH.shape[1], rows_NH.dtype)}
+    packed = quantize_rows(rows_NH)
+    yield "quantize_rows", {"ours": lambda: quantize_rows(rows_NH)} | copy, rows + packed.nbytes
+    back = {"ours": lambda: dequantize_rows(packed, rows_NH.shape[1], rows_NH.dtype)}
     yield "dequantize_rows", back | copy, rows + packed.nbytes
 
 

@@ -17,7 +17,7 @@ import torch
 import torch._inductor.config
 
 from common import Table, medians, parse, parser, take_turns, where
-from evermoe import ops
+from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 
 BATCH = 8
 
@@ -64,14 +64,14 @@ def benches(elements, device):
     state, loop_state = state_of(elements, device), state_of(elements, device)
     wide = torch.full_like(state[0], 1e-3)
     narrow = wide.bfloat16()
-    steps = torch.stack([ops.adamw_step(t=t, lr=1e-3) for t in range(1, BATCH + 1)])
+    steps = torch.stack([adamw_step(t=t, lr=1e-3) for t in range(1, BATCH + 1)])
 
     def ours(gradients):
-        return lambda: ops.adamw_(*state, gradients, steps[: len(gradients)])
+        return lambda: adamw_(*state, gradients, steps[: len(gradients)])
 
     zeros = torch.zeros_like(wide)
     p, buffer, _ = state_of(elements, device)
-    sgd_row = ops.sgd_step(is_first=False, lr=1e-3, momentum=0.9, weight_decay=1e-4)[None]
+    sgd_row = sgd_step(is_first=False, lr=1e-3, momentum=0.9, weight_decay=1e-4)[None]
     sgd = {"optimizer": torch.optim.SGD, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
     return {
         "limit": (lambda: limit_loop(*loop_state, zeros), 1, 28 * elements),
@@ -84,7 +84,7 @@ def benches(elements, device):
         "evermoe, 8 in bf16": (ours([narrow.clone() for _ in range(BATCH)]), BATCH, (24 + 2 * BATCH) * elements),
         "evermoe, 8 of zeros": (ours([None] * BATCH), BATCH, 24 * elements),
         "SGD limit": (lambda: sgd_limit_loop(*loop_state[:2], zeros), 1, 20 * elements),
-        "evermoe SGD": (lambda: ops.sgd_(p, buffer, [wide], sgd_row), 1, 20 * elements),
+        "evermoe SGD": (lambda: sgd_(p, buffer, [wide], sgd_row), 1, 20 * elements),
         "torch SGD fused": (torch_step(elements, device, fused=True, **sgd), 1, 20 * elements),
     }
 

@@ -35,20 +35,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evermoe.planning import (
-    Survival,
-    allocate,
-    copy_holders,
-    copy_recovery_probability,
-    imbalance,
-    migrate,
-    place,
-    recovery_probability,
-    schedule,
-    select_experts,
-    split_tokens,
-    training_copy_holders,
-)
+from evermoe.planning import allocate, migrate, place, recovery_probability, schedule, split_tokens
+from evermoe.planning.dispatch import imbalance
+from evermoe.planning.holders import copy_holders, training_copy_holders
+from evermoe.planning.selection import select_experts
+from evermoe.planning.survival import Survival, copy_recovery_probability
 from evermoe.planning.windows import Span, StepProfile, find_windows
 from peers import eplb
 

@@ -40,7 +40,7 @@ from pathlib import Path
 
 from common import Table
 from evermoe.launch import LocalJob
-from evermoe.planning import PRESET_NAMES
+from evermoe.planning.presets import PRESET_NAMES
 from preset_worker import BASELINES, MODEL, SPANS
 
 SETTINGS = ("idle", "busy")

@@ -23,7 +23,7 @@ from evermoe.cli.measurements import measure_session
 from evermoe.demo.driver import Run
 from evermoe.demo.flags import add_arguments, check
 from evermoe.demo.summary import episodes
-from evermoe.planning import PRESET_NAMES
+from evermoe.planning.presets import PRESET_NAMES
 from evermoe.simulate import Constants, Failure, Scenario, simulate
 from evermoe.simulate.scenario import SimulatedOptions
 

@@ -21,7 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from common import Table, medians, parse, parser, ratio, take_turns, where
-from evermoe.integrations.transformers import ElasticExperts
+from evermoe.integrations.transformers.elastic import ElasticExperts
 
 HIDDEN = 256
 CASES = {

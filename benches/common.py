@@ -10,9 +10,9 @@ import time
 
 import torch
 
-from evermoe import ops
 from evermoe.demo.flags import add_arguments as add_demo_arguments
 from evermoe.demo.model import ByteGPT
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.simulate import Workload
 
 FLUSHED_BYTES = 256 << 20
@@ -34,7 +34,7 @@ def parse(made):
     arguments = made.parse_args()
     if arguments.device == "cuda":
         arguments.threads = arguments.threads[:1]
-        if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        if not (torch.cuda.is_available() and has_cuda_kernels()):
             print("skipped: no CUDA device, or no kernels in this build")
             sys.exit(0)
     return arguments

@@ -57,7 +57,7 @@ def main():
         print(f"balance {balance}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, busiest expert {busiest:.2f} x the mean")
         assert losses[-1] < losses[0] / 2
     print(model.experts)
-    print("layers found:", list(evermoe.moe_layers(model)))
+    print("layers found:", [name for name, module in model.named_modules() if isinstance(module, evermoe.MoE)])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python examples/04_optimizer_calibration.py
 
-`evermoe.replay.calibrate` tries an optimizer on scratch tensors and says which arithmetic it follows. For one that can
+`calibrate` tries an optimizer on scratch tensors and says which arithmetic it follows. For one that can
 be repeated, a replica in the same process gets the state once, then only gradients, and has the trainer's bits after
 every step.
 """
@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import evermoe
-from evermoe import replay
+from evermoe.replay.calibrate import calibrate
+from evermoe.replay.replica import Replica
+from evermoe.replay.sender import GradientSender
 
 
 def try_optimizers(parameters):
@@ -23,8 +25,8 @@ def try_optimizers(parameters):
         "torch Adagrad": torch.optim.Adagrad(parameters, lr=1e-2),
     }.items():
         try:
-            print(f"{name:21} can be repeated: {replay.calibrate(optimizer).variant}")
-        except evermoe.NotReplayable as reason:
+            print(f"{name:21} can be repeated: {calibrate(optimizer).variant}")
+        except evermoe.errors.NotReplayable as reason:
             print(f"{name:21} is sent as a state: {str(reason)[:90]}...")
 
 
@@ -35,9 +37,9 @@ def main():
     try_optimizers(list(model.parameters()))
 
     optimizer = evermoe.optim.AdamW(model.parameters(), lr=1e-2)
-    sender = replay.GradientSender(optimizer, {"model": dict(model.named_parameters())})
+    sender = GradientSender(optimizer, {"model": dict(model.named_parameters())})
     sent = []
-    with replay.Replica(sender.layouts()) as replica:
+    with Replica(sender.layouts()) as replica:
         for step in range(1, 21):
             optimizer.zero_grad()
             model(torch.randn(128, 64)).square().mean().backward()

@@ -7,6 +7,8 @@ every rank. `evermoe plan` on the command line uses these functions.
 """
 
 from evermoe import planning
+from evermoe.planning.dispatch import imbalance
+from evermoe.planning.placement import POLICIES
 from evermoe.planning.schedule import CopyItem, Link, Memory, plan_chunks
 from evermoe.planning.windows import Span, StepProfile, find_windows
 
@@ -18,10 +20,10 @@ def place_experts():
     load = [1000 / (rank + 1) for rank in range(EXPERTS)]  # expert 0 gets 12 times the tokens of expert 11
     replicas = planning.allocate(load, NODES, SLOTS, min_replicas=2)
     print("replicas by load:", replicas.tolist())
-    for policy in planning.POLICIES:
+    for policy in POLICIES:
         placed = planning.place(replicas, NODES, SLOTS, policy, load)
         survival = [float(planning.recovery_probability(placed.matrix, failures)) for failures in (1, 2)]
-        even = planning.imbalance(placed.matrix, load, policy="balanced")
+        even = imbalance(placed.matrix, load, policy="balanced")
         print(
             f"  {policy:9} busiest node {even:.2f} x the mean; survives 1 loss {survival[0]:.0%}, 2 {survival[1]:.0%}"
         )

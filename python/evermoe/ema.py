@@ -20,7 +20,7 @@ class EMA:
     of the optimizer's state, so that a session places, copies and restores them with their experts. Make it before the
     session. Replicas cannot repeat its steps from gradients alone, so they get the state after each step.
 
-        ema = evermoe.EMA(optimizer, decay=0.999)
+        ema = evermoe.optim.EMA(optimizer, decay=0.999)
         session = evermoe.Session(model, optimizer, sampler)
         for step in session.steps(1000):
             ...

@@ -1,5 +1,17 @@
 """Exceptions of evermoe, by what the caller can do about them."""
 
+__all__ = [
+    "CorruptCopy",
+    "EvermoeError",
+    "LeftBehind",
+    "LostExperts",
+    "NonFiniteLoss",
+    "PeerLost",
+    "PersistFailed",
+    "UnequalForwards",
+    "UnsupportedState",
+]
+
 LEFT_CODE = 143
 """Exit code of a process that has left its job on SIGTERM: 128 and the number of that signal."""
 REQUEUE_CODE = 75

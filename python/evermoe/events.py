@@ -11,6 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# fmt: off
+__all__ = [
+    "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CoverageChanged",
+    "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
+    "ProtectionPlanned", "Recovered", "Reduce", "Send", "Skipped", "SnapshotReceived", "StandsBy", "Update",
+    "Verified", "Vote",
+]
+# fmt: on
+
 
 def name_of(kind: type[Event]) -> str:
     """Return the name of a kind of event in logs: that of its class, in snake case (`member_lost`)."""
@@ -33,7 +42,6 @@ class Event:
 
 Listener = Callable[[Event], None]
 """Callback for each event of a session."""
-
 
 # ---- in a step, from the training thread
 

@@ -23,7 +23,8 @@ from evermoe.moe_copies import PartialExperts
 from evermoe.moe_exchange import MAX_RANKS, Exchange, HostMemory, Padding, Placed
 from evermoe.moe_load import TokenCount
 from evermoe.moe_turns import Manner, Turns
-from evermoe.planning import SPLITS, SplitPolicy, split_tokens
+from evermoe.planning import split_tokens
+from evermoe.planning.dispatch import SPLITS, SplitPolicy
 
 
 class Experts(PartialExperts):

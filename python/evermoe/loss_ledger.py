@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
 from evermoe.moe_load import TokenCount
-from evermoe.planning import TokenLedger, presets
+from evermoe.planning import presets
+from evermoe.planning.ledger import TokenLedger
 from evermoe.presets import Pec
 from evermoe.state.copy_marks import CHECKPOINT, LOCAL, SAVED, Places
 from evermoe.state.training_state import TrainingState

@@ -18,7 +18,7 @@ from evermoe import moe_checkpoint
 from evermoe.expert import Activation, Expert
 from evermoe.experts import Experts, expert_layers, sum_over_members
 from evermoe.moe_load import TokenCount
-from evermoe.planning import SplitPolicy
+from evermoe.planning.dispatch import SplitPolicy
 from evermoe.router import Router
 
 

@@ -39,7 +39,7 @@ class PartialExperts(nn.Module):
         if average is not None and self.group.is_elastic:
             raise UnsupportedState(
                 "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: make an "
-                "evermoe.EMA(optimizer) before the session, whose averages move with them"
+                "evermoe.optim.EMA(optimizer) before the session, whose averages move with them"
             )
         if len(self.ids) < self.num_experts:
             raise UnsupportedState(

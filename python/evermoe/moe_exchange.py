@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe import ops
+from evermoe.ops.dispatch import invert_positions
 
 PADDED_BYTES = 64 << 20
 """Largest buffer of a padded exchange; a larger one would cost more time than the wait that it spares."""
@@ -177,7 +178,7 @@ class Exchange:
         shifts_R = (self.starts_R - ends_R + rows_R).to(positions_TK.dtype)
         ranks_TK = torch.searchsorted(ends_R.to(positions_TK.dtype), positions_TK, right=True)
         padded_TK = positions_TK + shifts_R.take(ranks_TK)
-        return ops.invert_positions(padded_TK, sum(self.sent_R)), padded_TK
+        return invert_positions(padded_TK, sum(self.sent_R)), padded_TK
 
 
 @dataclass(frozen=True, kw_only=True)

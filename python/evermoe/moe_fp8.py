@@ -13,6 +13,7 @@ from torch import Tensor
 from evermoe import ops
 from evermoe.comm.group import Group
 from evermoe.moe_exchange import Exchange
+from evermoe.ops.fp8 import dequantize_rows, quantize_rows
 
 
 class _Send(torch.autograd.Function):
@@ -22,12 +23,12 @@ class _Send(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(positions_TK)
         ctx.exchange, ctx.group = exchange, group
-        tokens = ops.quantize_rows(x_TH)  # each once, not once for each expert
+        tokens = quantize_rows(x_TH)  # each once, not once for each expert
         rows = ops.permute(tokens.view(torch.float16), row_ids, positions_TK).view(torch.uint8)
         rows = rows.narrow(0, 0, sum(exchange.sent_R))
         if group.size > 1:
             rows = group.all_to_all(rows, exchange.sent_R, exchange.received_R)
-        return ops.dequantize_rows(exchange.by_expert(rows), x_TH.shape[1], x_TH.dtype)
+        return dequantize_rows(exchange.by_expert(rows), x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -61,7 +62,7 @@ def send(x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, exchange: Exchange
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor) -> Tensor:
-        return ops.dequantize_rows(ops.quantize_rows(x_TH), x_TH.shape[1], x_TH.dtype)
+        return dequantize_rows(quantize_rows(x_TH), x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

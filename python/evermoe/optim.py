@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from evermoe import ops
+from evermoe.ema import EMA
+from evermoe.ops.optim import adamw_all_, adamw_step, sgd_all_, sgd_step
+
+__all__ = ["EMA", "SGD", "AdamW"]
 
 HALF = torch.bfloat16, torch.float16
 """Types of parameters that have a master."""
@@ -176,14 +179,14 @@ class AdamW(_Optimizer):
 
     def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
         options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
-        return ops.adamw_step(t=t, lr=float(group["lr"]), **options)
+        return adamw_step(t=t, lr=float(group["lr"]), **options)
 
     def _step_all(
         self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
     ) -> None:
         states = [self.state[parameter] for parameter in parameters]
         m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        ops.adamw_all_(targets, m, v, gradients, numbers)
+        adamw_all_(targets, m, v, gradients, numbers)
         for state in states:
             state["step"] += 1
 
@@ -232,7 +235,7 @@ class SGD(_Optimizer):
 
     def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return ops.sgd_step(is_first=t == 1, lr=float(group["lr"]), **{name: group[name] for name in names})
+        return sgd_step(is_first=t == 1, lr=float(group["lr"]), **{name: group[name] for name in names})
 
     def _step_all(
         self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
@@ -240,7 +243,7 @@ class SGD(_Optimizer):
         momenta = numbers[:, 4].tolist()
         moving = [parameter for parameter, momentum in zip(parameters, momenta, strict=True) if momentum != 0]
         buffers = [self._buffer(parameter) for parameter in moving]
-        ops.sgd_all_(targets, buffers, gradients, numbers)
+        sgd_all_(targets, buffers, gradients, numbers)
         for parameter, buffer in zip(moving, buffers, strict=True):
             self.state[parameter]["momentum_buffer"] = buffer
 

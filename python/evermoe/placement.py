@@ -9,6 +9,9 @@ import numpy as np
 
 from evermoe import planning
 from evermoe.config.placement import Placement
+from evermoe.planning.dispatch import imbalance
+from evermoe.planning.migrate import keep_in_place as keep_rows
+from evermoe.planning.placement import FewerReplicas, failure_domains, is_worth_moving, session_slots
 from evermoe.state.training_state import TrainingState
 
 LayerPlacements = dict[str, np.ndarray]
@@ -35,13 +38,13 @@ def place_layers(
         boosts: factors of the load of the experts of some layers.
         spread: name of what fails with each rank, such as its rack, over which replicas are spread; None: its node.
     """
-    sizes = [len(ranks) for ranks in planning.failure_domains(nodes)]
-    domains = planning.failure_domains(nodes if spread is None else spread)
+    sizes = [len(ranks) for ranks in failure_domains(nodes)]
+    domains = failure_domains(nodes if spread is None else spread)
     failures = options.failures and min(options.failures, max(1, len(domains) - 1))
     wanted, policy = options.min_replicas or 1, options.policy or "balanced"
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
-        slots = planning.session_slots(number, sizes, options.expert_slots, wanted)
+        slots = session_slots(number, sizes, options.expert_slots, wanted)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         now = previous[path].sum(axis=0)
         replicas = planning.allocate(load, len(nodes), slots, wanted, now)
@@ -67,10 +70,8 @@ def keep_in_place(
         nbytes: bytes of each expert of each layer.
         nodes: name of the node of each rank; ranks of one node fail together.
     """
-    domains = planning.failure_domains(nodes)
-    return {
-        path: planning.keep_in_place(held[path], matrix, nbytes[path], domains) for path, matrix in placement.items()
-    }
+    domains = failure_domains(nodes)
+    return {path: keep_rows(held[path], matrix, nbytes[path], domains) for path, matrix in placement.items()}
 
 
 def vacant_rows(before_RE: np.ndarray, now_RE: np.ndarray) -> list[list[int]]:
@@ -122,11 +123,11 @@ def should_rebalance(
     previous = {path: layer.matrix_RE for path, layer in state.layers.items()}
     load_LE = state.expert_load.mean_LE.tolist()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", planning.FewerReplicas)  # the recovery at the start has said it
+        warnings.simplefilter("ignore", FewerReplicas)  # the recovery at the start has said it
         planned = place_layers(experts, load_LE, previous, nodes, options, boosts, spread)
     for row, (path, layer) in zip(load_LE, state.layers.items(), strict=True):
         load = row[: layer.num_experts]
-        now, then = (planning.imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))
-        if planning.is_worth_moving(now, then):
+        now, then = (imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))
+        if is_worth_moving(now, then):
             return True
     return False

@@ -26,7 +26,6 @@ __all__ = [
     "Pec",
     "PipelineBaft",
     "PipelineMoetion",
-    "PresetOptions",
 ]
 
 SnapshotMemory = Literal["host", "gpu", "auto"]

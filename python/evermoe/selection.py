@@ -11,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from evermoe import planning
 from evermoe.loss_ledger import LossLedger
-from evermoe.planning import TokenLedger, budgets
+from evermoe.planning import budgets
+from evermoe.planning.holders import primaries
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.selection import select_experts, select_per_rank
 from evermoe.presets import Moetion, Pec, PresetOptions
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -33,7 +35,7 @@ def most_at_risk(at_risk: Mapping[str, ArrayLike], budget_bytes: int, expert_byt
     tokens_LE = np.zeros((len(at_risk), max(map(np.size, at_risk.values()), default=0)), np.int64)
     for row, tokens_E in zip(tokens_LE, at_risk.values(), strict=True):
         row[: np.size(tokens_E)] = tokens_E
-    chosen = planning.select_experts("budget", tokens_LE, budget_bytes=budget_bytes, expert_bytes=expert_bytes)
+    chosen = select_experts("budget", tokens_LE, budget_bytes=budget_bytes, expert_bytes=expert_bytes)
     return {expert_unit(path, e) for path, experts in zip(at_risk, chosen, strict=True) for e in experts}
 
 
@@ -62,7 +64,7 @@ class ExpertSelector:
     def replan(self, active: Mapping[str, Collection[int]], ranks: int) -> None:
         """Ranks train experts otherwise from now on: `active`, by unit."""
         names = [expert_unit(path, expert) for path, number in self._layers.items() for expert in range(number)]
-        found = iter(planning.primaries([list(active[name]) for name in names], [1] * len(names), ranks))
+        found = iter(primaries([list(active[name]) for name in names], [1] * len(names), ranks))
         for row, number in zip(self._ranks_LE, self._layers.values(), strict=True):
             row[:number] = [next(found) for _ in range(number)]
 
@@ -109,13 +111,11 @@ class ExpertSelector:
             return set()
         each = ledger.experts_per_layer
         if self._turns.expert_selection == "sequential":
-            chosen = planning.select_experts("sequential", ledger.at_risk, ledger.checkpoint, experts_per_layer=each)
+            chosen = select_experts("sequential", ledger.at_risk, ledger.checkpoint, experts_per_layer=each)
             numbers = self._layers.values()
             return self._names([[e for e in row if e < number] for row, number in zip(chosen, numbers, strict=True)])
         return self._names(
-            planning.select_per_rank(
-                ledger.at_risk, ledger.checkpoint, ledger.waiting, self._ranks_LE, experts_per_layer=each
-            )
+            select_per_rank(ledger.at_risk, ledger.checkpoint, ledger.waiting, self._ranks_LE, experts_per_layer=each)
         )
 
     def _by_budget(self, at_risk: np.ndarray, budget: int | None) -> set[str]:

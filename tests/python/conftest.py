@@ -79,9 +79,9 @@ def start_job(request, tmp_path):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """Each device that the ops run on."""
-    from evermoe import ops
+    from evermoe.ops.cache import has_cuda_kernels
 
-    if request.param == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+    if request.param == "cuda" and not (torch.cuda.is_available() and has_cuda_kernels()):
         pytest.skip("no CUDA device, or no kernels in this build")
     return request.param
 
@@ -89,9 +89,9 @@ def device(request):
 @pytest.fixture
 def cuda():
     """The CUDA device, for tests marked `gpu`."""
-    from evermoe import ops
+    from evermoe.ops.cache import has_cuda_kernels
 
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+    if not (torch.cuda.is_available() and has_cuda_kernels()):
         pytest.skip("no CUDA device, or no kernels in this build")
     return torch.device("cuda", torch.cuda.current_device())
 

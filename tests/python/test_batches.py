@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
 
-import evermoe
 from evermoe import ElasticLoader
 from evermoe.plain_state import from_json, to_json
+from evermoe.sampler import Share
 
 N = 7
 X, Y = torch.arange(3.0 * N).view(N, 3), torch.arange(N)
@@ -158,7 +158,7 @@ def test_parts_of_all_members_are_the_batch(kind):
 @pytest.mark.parametrize("kind", BATCHES)
 def test_samples_of_a_share_of_ones_own_are_divided_the_same_way(kind):
     make, samples_of = BATCHES[kind]
-    share = evermoe.Share(torch.arange(N), 1.0, make())
+    share = Share(torch.arange(N), 1.0, make())
     assert list(itertools.chain(*(samples_of(part.samples) for part in share.parts(3)))) == samples_of(make())
 
 
@@ -260,7 +260,7 @@ def test_a_batch_that_changes_its_structure_is_named():
 
 def test_a_share_with_other_samples_than_indices_is_refused():
     with pytest.raises(ValueError, match="Share: expected samples for 9 indices, got 7"):
-        list(evermoe.Share(torch.arange(9), 1.0, X).parts(2))
+        list(Share(torch.arange(9), 1.0, X).parts(2))
 
 
 def test_states_return_from_json_as_they_were():

@@ -12,8 +12,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from evermoe import MoE, load_balancing_loss, moe_layers
+from evermoe import MoE, load_balancing_loss
 from evermoe.errors import PeerLost
+from evermoe.moe import moe_layers
 from support.ranks import run_ranks
 from test_moe import PLACEMENTS, hold
 

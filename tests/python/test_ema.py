@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from evermoe import EMA
 from evermoe.ema import is_averaged
+from evermoe.optim import EMA
 from evermoe.replay.replicas import find_arithmetic
 from evermoe.state.training_state import TrainingState
 from support.models import OPTIMIZERS, Tied, digests, train

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from evermoe import Expert, Experts, MoE, clamped_swiglu
+from evermoe import Expert, Experts, MoE
 from evermoe.comm.collectives import ExpertReducer
+from evermoe.expert import clamped_swiglu
 from support.ranks import run_ranks
 
 H, INNER, EXPERTS, TOP_K = 8, 8, 5, 3

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from evermoe.planning import PRESET_NAMES
+from evermoe.planning.presets import PRESET_NAMES
 from support import fast_set
 from support.harness import SERVER, Job
 from support.ranks import run_ranks

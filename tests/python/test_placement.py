@@ -7,7 +7,9 @@ import pytest
 
 from evermoe import Placement, planning
 from evermoe.placement import place_layers
+from evermoe.planning.dispatch import imbalance
 from evermoe.planning.owners import place_owners
+from evermoe.planning.placement import POLICIES, failure_domains
 
 LOAD = [18.0, 17.0, 13.0, 13.0, 8.0, 7.0, 7.0, 7.0]
 
@@ -26,14 +28,14 @@ def survival(matrix, failures, domains=None):
 def test_a_placement_is_made_for_as_many_failures_as_asked():
     one, default = placed("abcd", failures=1), placed("abcd")
     assert (survival(one, 1), survival(default, 1)) == (0.75, 0.5)
-    evenness = [planning.imbalance(matrix, LOAD, "balanced") for matrix in (one, default)]
+    evenness = [imbalance(matrix, LOAD, "balanced") for matrix in (one, default)]
     assert evenness[0] > evenness[1]  # the price
     assert (placed("abcd", failures=2) == default).all()
 
 
 def test_failures_are_those_of_nodes_and_not_of_workers():
     nodes = [node for node in "abcd" for _ in range(2)]
-    domains = planning.failure_domains(nodes)
+    domains = failure_domains(nodes)
     for failures in (1, 2, 3):
         matrix = placed(nodes, policy="safest", failures=failures)
         replicas = planning.allocate(LOAD, len(nodes), 4, 1)
@@ -44,8 +46,8 @@ def test_failures_are_those_of_nodes_and_not_of_workers():
 
 @pytest.mark.parametrize("nodes", ["a", "ab", "aabb", "aaa", "abc"])
 def test_a_job_that_has_shrunk_is_placed_for_the_loss_of_all_nodes_but_one(nodes):
-    most = max(1, len(planning.failure_domains(nodes)) - 1)
-    for placement in planning.POLICIES:
+    most = max(1, len(failure_domains(nodes)) - 1)
+    for placement in POLICIES:
         shrunk = placed(nodes, policy=placement, failures=100)
         assert (shrunk == placed(nodes, policy=placement, failures=most)).all()
 

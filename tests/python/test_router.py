@@ -8,6 +8,7 @@ import torch
 
 import evermoe
 from evermoe import Expert, Experts, MoE, Router
+from evermoe.moe import update_balance
 from support.ranks import run_ranks
 from support.routers import best_ids
 from test_moe import PLACEMENTS, TOKENS, expert, hold
@@ -84,7 +85,7 @@ def on_rank(group, kind, matrix, tokens):
     start = sum(tokens[: group.rank])
     mine = slice(start, start + tokens[group.rank])
     out = layer(draw(sum(tokens))[mine])
-    evermoe.update_balance(layer)
+    update_balance(layer)
     return {"out": out.detach(), "load": layer.load_E.tolist(), "balance": router.balance}
 
 

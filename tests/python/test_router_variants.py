@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import evermoe
 from evermoe import Expert, Experts, MoE, Router
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
+from evermoe.moe import update_balance
 from support.ranks import run_ranks
 from support.routers import best_ids
 
@@ -152,7 +152,7 @@ def on_rank(group, variant, matrix, tokens):
     reduce_dense(list(router.parameters()), group)
     ExpertReducer([matrix], [experts.weights.shape[1]], group.rank).reduce([experts.weights.grad], group)
     load = torch.from_numpy(layer.load_E).float()
-    evermoe.update_balance(layer)
+    update_balance(layer)
     return {
         "out": out_TH.detach(),
         "x": x_TH.grad,

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from evermoe import ops
+from evermoe.ops.cache import has_cuda_kernels
 from support import stand_in
 from support.kernels import ROOT, build
 
@@ -57,7 +57,7 @@ IN_LONG = (
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each in IN_LONG)) for each in CASES])
 def test_gpu_tests_pass_behind_stand_ins(tmp_path, case):
-    if torch.version.cuda is None or not ops.has_cuda_kernels():
+    if torch.version.cuda is None or not has_cuda_kernels():
         pytest.skip("needs a torch with CUDA, and kernels in this build")
     policy, paths, chosen = CASES[case]
     folder = ROOT / "target/emulator/driver"

@@ -288,8 +288,9 @@ def _info(options: argparse.Namespace) -> int:
     import torch
 
     import evermoe
+    from evermoe.ops.cache import has_cuda_kernels
 
-    has_kernels = evermoe.ops.has_cuda_kernels()
+    has_kernels = has_cuda_kernels()
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if options.json:
         found = {"evermoe": evermoe.__version__, "cuda_kernels": has_kernels}

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from evermoe.compare import processes
 from evermoe.demo.flags import worker_arguments
 from evermoe.launch import LocalJob
-from evermoe.planning import PRESET_NAMES, PRESETS
-from evermoe.planning.presets import PresetName
+from evermoe.planning.presets import PRESET_NAMES, PRESETS, PresetName
 
 
 class Launch:

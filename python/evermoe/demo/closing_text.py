@@ -12,7 +12,7 @@ from rich.table import Table
 from evermoe.demo.flags import copied_at_a_time
 from evermoe.demo.summary import PHASES
 from evermoe.options import count
-from evermoe.planning import PRESETS
+from evermoe.planning.presets import PRESETS
 
 WHEN_SENT = {
     "idle": "before windows were known",

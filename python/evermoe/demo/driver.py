@@ -27,7 +27,7 @@ from evermoe.demo.timeline import timeline
 from evermoe.errors import LaunchError
 from evermoe.launch import LocalJob, Worker
 from evermoe.options import count
-from evermoe.planning import PRESETS
+from evermoe.planning.presets import PRESETS
 from evermoe.profile.files import merge_files
 
 START_LIMIT = 180.0

@@ -9,8 +9,7 @@ from evermoe.config.flags import as_flags, given_preset
 from evermoe.demo.worker_flags import add_arguments as add_worker_arguments
 from evermoe.demo.worker_flags import session_arguments
 from evermoe.options import checked
-from evermoe.planning import PRESETS
-from evermoe.planning.presets import levels
+from evermoe.planning.presets import PRESETS, levels
 from evermoe.presets import Moetion, Pec
 
 SIZES = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")

@@ -25,7 +25,7 @@ from evermoe.demo.worker_flags import add_arguments, session_arguments
 from evermoe.environment import local_rank
 from evermoe.events import Event
 from evermoe.moe import moe_layers
-from evermoe.planning import PRESETS
+from evermoe.planning.presets import PRESETS
 from evermoe.profile import Profiler
 from evermoe.router import Routes
 

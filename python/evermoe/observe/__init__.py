@@ -4,8 +4,7 @@ session = evermoe.Session(..., on_event=[JsonLines("events.jsonl"), Metrics(port
 """
 
 from evermoe.observe.json_lines import JsonLines
-from evermoe.observe.listeners import combined, from_environment
 from evermoe.observe.metrics import Metrics
 from evermoe.observe.tensorboard import TensorBoard
 
-__all__ = ["JsonLines", "Metrics", "TensorBoard", "combined", "from_environment"]
+__all__ = ["JsonLines", "Metrics", "TensorBoard"]

@@ -22,55 +22,17 @@ from evermoe.ops import _load  # first: it says which torch is needed
 
 # isort: split
 from evermoe.ops import _fakes
-from evermoe.ops.cache import cpu_cache_bytes, has_cuda_kernels, set_cpu_cache_limit
-from evermoe.ops.chunks import BLOCK_BYTES, checksums, hash_blocks, num_chunks, pack_chunks, unpack_chunks
-from evermoe.ops.dispatch import (
-    dispatch_plan,
-    expert_histogram,
-    expert_histograms,
-    invert_positions,
-    permute,
-    permute_out,
-    regroup,
-    regroup_out,
-    split_tokens,
-    unpermute,
-    unpermute_out,
-)
-from evermoe.ops.fp8 import dequantize_rows, quantize_rows
-from evermoe.ops.optim import adamw_, adamw_all_, adamw_step, sgd_, sgd_all_, sgd_step
+from evermoe.ops.dispatch import dispatch_plan, expert_histogram, permute, regroup, split_tokens, unpermute
 from evermoe.ops.routing_map import routing_map_to_ids
 
 __all__ = [
-    "BLOCK_BYTES",
-    "adamw_",
-    "adamw_all_",
-    "adamw_step",
-    "checksums",
-    "cpu_cache_bytes",
-    "dequantize_rows",
     "dispatch_plan",
     "expert_histogram",
-    "expert_histograms",
-    "has_cuda_kernels",
-    "hash_blocks",
-    "invert_positions",
-    "num_chunks",
-    "pack_chunks",
     "permute",
-    "permute_out",
-    "quantize_rows",
     "regroup",
-    "regroup_out",
     "routing_map_to_ids",
-    "set_cpu_cache_limit",
-    "sgd_",
-    "sgd_all_",
-    "sgd_step",
     "split_tokens",
-    "unpack_chunks",
     "unpermute",
-    "unpermute_out",
 ]
 
 del _fakes, _load

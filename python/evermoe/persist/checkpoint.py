@@ -68,7 +68,7 @@ def _take_over(manifest: Manifest, name: str, tensors: Mapping[str, Tensor], tar
 
 
 class CheckpointWeights:
-    """Reads a deferred model's first weights from a checkpoint, without optimizer state; see `evermoe.WeightSource`.
+    """Reads a deferred model's first weights from a checkpoint, without optimizer state; see `WeightSource`.
 
         session = evermoe.Session(model, optimizer, sampler, weights=evermoe.CheckpointWeights("run/step-00000500"))
 
@@ -89,7 +89,7 @@ class CheckpointWeights:
         return f"version {self._manifest.version} of {self._manifest.layout}"
 
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Writes the first values of one unit; see `evermoe.WeightSource`."""
+        """Writes the first values of one unit; see `WeightSource`."""
         name = (path or "model") if expert is None else expert_unit(path, expert)
         for _, found in read_units(self._manifest, [name]):
             _take_over(self._manifest, name, found, tensors)

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
@@ -229,7 +230,7 @@ class Checkpointer:
             self.advance()
         if self._store is None or self._newest == version:
             return
-        path = self._find(version)
+        path = None if self._write is not None else self._find(version, self._store)
         if path is None:
             self._write = write = self._write or self._begin(version, self._store)
             try:
@@ -247,9 +248,9 @@ class Checkpointer:
             PersistFailed: it could not be written; the same on all members.
             PeerLost: a member is gone, and nothing is written.
         """
-        home, timeout = self._options.checkpoints(), self._options.store_timeout
+        home, timeout = find_location(self._options), self._options.store_timeout
         if path_or_name is not None:
-            where: Location | None = place_to_save(path_or_name, self._options.checkpoint_dir, timeout)
+            where: Location | None = place_to_save(path_or_name, self._options.url, timeout)
         else:
             where = home
         if where is None:
@@ -272,18 +273,14 @@ class Checkpointer:
             problems = gather_json(self._membership.trainer_group, problem)
             if store is None or any(problems):
                 raise PersistFailed(next(filter(None, problems)))
-            return self._begin(version, store).complete()
+            return self._find(version, store) or self._begin(version, store).complete()
         finally:
             if store is not None:
                 store.close()
 
-    def _find(self, version: int) -> Location | None:
-        """Folder of the checkpoint if it is there, as rank 0 finds it; None while it is under way."""
-        assert self._store is not None
-        if self._write is not None:
-            return None
-        group, directory = self._membership.trainer_group, self._store.directory
-        path = None
+    def _find(self, version: int, store: CheckpointStore) -> Location | None:
+        """Return where a store has the checkpoint of a version, as rank 0 finds it. None: it has none."""
+        group, directory, path = self._membership.trainer_group, store.directory, None
         if group.rank == 0:
             with contextlib.suppress(OSError):  # then it is written, or that says why it cannot be
                 path = find(directory).get(version)

@@ -113,7 +113,7 @@ ExpertMatrices = Callable[[SafetensorsFiles, str, int], Iterable[Tensor]]
 
 
 class FolderWeights:
-    """Reads a deferred model's first weights from safetensors files; see `evermoe.WeightSource`.
+    """Reads a deferred model's first weights from safetensors files; see `WeightSource`.
 
         def matrices(files, path, expert):
             return (files.tensor(f"{path}.{expert}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj"))
@@ -146,7 +146,7 @@ class FolderWeights:
         return self.files.describe()
 
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Writes the first values of one unit; see `evermoe.WeightSource`."""
+        """Writes the first values of one unit; see `WeightSource`."""
         if expert is not None:
             self._fill_expert(path, tensors["weights"], expert)
             return

@@ -28,7 +28,7 @@ Piece = dict[str, Any]
 
 
 class LiveWeights:
-    """Brings one rank the weights of a model that ranks train, as an `evermoe.WeightSource`; collective.
+    """Brings one rank the weights of a model that ranks train, as a `WeightSource`; collective.
 
     All ranks ask for the same units in the same order; only the root gets them.
 
@@ -45,7 +45,7 @@ class LiveWeights:
 
     @torch.no_grad()
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Writes the values of one unit; see `evermoe.WeightSource`. An expert's tensors are on the CPU.
+        """Writes the values of one unit; see `WeightSource`. An expert's tensors are on the CPU.
 
         Raises:
             PeerLost: a member is gone.

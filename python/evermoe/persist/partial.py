@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from evermoe import planning
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
@@ -23,6 +22,7 @@ from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.manifest import Part
 from evermoe.persist.partial_store import PartialStore
 from evermoe.persist.persister import Persister
+from evermoe.planning.save_shares import save_shares
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import digests_of, read_part
@@ -193,7 +193,7 @@ class PartialCheckpoints(StateKeeper):
         assert self._assignment is not None
         chosen, active = set(experts), self._assignment.active
         units = [unit for unit in self._state.catalog.units if unit.layer is None or unit.name in chosen]
-        shares = planning.save_shares(
+        shares = save_shares(
             [unit.nbytes for unit in units],
             [active[unit.name] for unit in units],
             [unit.expert is not None for unit in units],

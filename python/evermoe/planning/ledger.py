@@ -39,7 +39,7 @@ class TokenLedger:
     A ledger belongs to one kind of copy; snapshots and persisted ones have one each. Save `to_json()` with the
     checkpoint: training that goes back to the checkpoint goes back to that ledger, and then calls `lose`.
 
-        >>> from evermoe.planning import select_experts
+        >>> from evermoe.planning.selection import select_experts
         >>> ledger = TokenLedger(1, 4, experts_per_layer=1, max_lost_token_fraction=0.05)
         >>> ledger.add([[60, 30, 10, 0]])
         >>> chosen = select_experts("load-aware", ledger.at_risk, ledger.checkpoint, waiting=ledger.waiting,

@@ -7,7 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from evermoe import _native, planning
+from evermoe import _native
+from evermoe.planning.placement import failure_domains
+from evermoe.planning.presets import PRESETS, PresetName
+from evermoe.planning.survival import copy_recovery_probability
 
 Kind = Literal["active", "replayed", "snapshot"]
 """Copies in addition to the active holders: none; copies that repeat its steps; or copies of its state."""
@@ -99,7 +102,7 @@ class ProtectionPlan:
 
 
 def plan_protection(
-    preset: planning.PresetName,
+    preset: PresetName,
     units: Sequence[UnitInfo],
     ranks: Sequence[RankInfo],
     *,
@@ -120,7 +123,7 @@ def plan_protection(
     """
     kept, summary = _native.plan_protection(
         preset,
-        planning.PRESETS[preset].copying,
+        PRESETS[preset].copying,
         [
             (unit.nbytes, unit.gradient_bytes, list(unit.active), unit.tokens, unit.replayable, unit.may_lag)
             for unit in units
@@ -164,7 +167,7 @@ def survival(
     domains = _node_numbers([info.node for info in ranks])
     nodes = [f"{domain:06d}" for domain in domains]
     found = [
-        planning.copy_recovery_probability(sorted(held), failures, nodes=nodes).probability
+        copy_recovery_probability(sorted(held), failures, nodes=nodes).probability
         if failures < len(set(domains))
         else 0.0
         for failures in (1, 2)
@@ -186,7 +189,7 @@ def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -
         By the nodes' names, joined by ` + `; a loss that contains another one is not listed. At most
         `MAX_FATAL`, single nodes first, then those of most units.
     """
-    domains = planning.failure_domains(nodes)
+    domains = failure_domains(nodes)
     is_alone = len(set(nodes)) == 1
     name = {rank: f"rank {rank}" if is_alone else nodes[rank] for ranks in domains for rank in ranks}
     lost = Counter(frozenset(name[rank] for rank in ranks) for ranks in holders.values())
@@ -221,6 +224,6 @@ def riskiest_first(
 
 def _node_numbers(nodes: Sequence[str]) -> list[int]:
     """Number of each rank's node, as `planning.failure_domains` counts them."""
-    found = planning.failure_domains(nodes)
+    found = failure_domains(nodes)
     number = {rank: place for place, ranks in enumerate(found) for rank in ranks}
     return [number[rank] for rank in range(len(nodes))]

@@ -84,7 +84,7 @@ def copy_recovery_probability(
     Exact for any number of failures. For groups it is what Gemini (SOSP'23, §4) has in closed form up to
     twice the copies; its Corollary 1 is only a lower bound beyond that.
 
-        >>> from evermoe.planning import copy_holders
+        >>> from evermoe.planning.holders import copy_holders
         >>> nodes = [f"node{number:02}" for number in range(16)]
         >>> found = copy_recovery_probability(copy_holders(nodes, replication=2), failures=2)
         >>> f"{found.probability:.1%}", found.method

@@ -7,10 +7,6 @@ for the schedules of `torch.distributed.pipelining`, without a change to the mod
 explains the use of windows.
 """
 
-from evermoe.profile.gathered import GatheredProfile
-from evermoe.profile.meeting import meet
-from evermoe.profile.peers import ClockOffset, clock_offset
 from evermoe.profile.profiler import Profiler
-from evermoe.profile.recorder import Recorded
 
-__all__ = ["ClockOffset", "GatheredProfile", "Profiler", "Recorded", "clock_offset", "meet"]
+__all__ = ["Profiler"]

@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from evermoe import planning
 from evermoe._native import RecoveryPlan
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
@@ -22,6 +21,7 @@ from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import read_manifest
+from evermoe.planning.recovery import recovery_plan
 from evermoe.recovery.fetch import Fetch, Transfer, origins_of
 from evermoe.recovery.late_fetch import LateFetch
 from evermoe.recovery.report import Outcome
@@ -212,7 +212,7 @@ class Recovery:
     def _plan(self, holdings: list[list[Holding]], needs: list[list[str]], may_lag: bool) -> RecoveryPlan:
         catalog = self.state.catalog
         lagging = catalog.experts() if may_lag else []
-        return planning.recovery_plan(
+        return recovery_plan(
             catalog.sizes(), holdings, needs, may_lag=lagging, nodes=self.target.nodes(self.group.size)
         )
 

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, get_args
 import numpy as np
 from torch import Tensor
 
-from evermoe import planning
 from evermoe._native import digest
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.persist.checkpoint_store import find, find_saved
 from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.object_store import LOOK_SECONDS, Location, hurried
-from evermoe.planning.recovery import Lagging
+from evermoe.planning.recovery import Lagging, usable_holdings
 from evermoe.recovery.early_survey import GROUP_BYTES
 from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, lent, read_stored
 from evermoe.state.training_state import TrainingState
@@ -335,7 +334,7 @@ def _seen(
 def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Holding]]) -> list[list[Holding]]:
     """The holdings of each rank that count (see `planning.usable_holdings`), without those that were `refused`."""
     standings = [(inventory.standing.established, inventory.standing.saw_progress) for inventory in inventories]
-    found = planning.usable_holdings(standings, [inventory.holdings for inventory in inventories])
+    found = usable_holdings(standings, [inventory.holdings for inventory in inventories])
     return [
         [holding for holding in map(Holding._make, held) if (rank, holding) not in refused]
         for rank, held in enumerate(found)

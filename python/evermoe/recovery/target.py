@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe import planning
 from evermoe.comm.group import Group
 from evermoe.config.placement import Placement
 from evermoe.options import count
@@ -22,6 +21,8 @@ from evermoe.placement import (
     vacant_rows,
     with_vacant,
 )
+from evermoe.planning.owners import place_owners
+from evermoe.planning.placement import FewerReplicas
 from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory, newest_trainer
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -133,7 +134,7 @@ class ExpertTarget:
         boosts = newest.standing.boosts
         with warnings.catch_warnings():
             if self._group.rank > 0:  # one member says it for all
-                warnings.simplefilter("ignore", planning.FewerReplicas)
+                warnings.simplefilter("ignore", FewerReplicas)
             placement = place_layers(experts, newest.load, previous, self._nodes, self._options, boosts, self._spread)
         rows = self._rows(version, self._in_memory(version, inventories))
         placement = keep_in_place(placement, rows, self._sizes(), self._spread)
@@ -153,7 +154,7 @@ class ExpertTarget:
         loads = np.zeros(len(self._nodes), np.int64)
         for path, sizes in self._sizes().items():
             loads += placement[path].astype(bool) @ np.array(sizes)
-        owners = planning.place_owners([by_name[unit].nbytes for unit in units], trained, copied, loads.tolist())
+        owners = place_owners([by_name[unit].nbytes for unit in units], trained, copied, loads.tolist())
         return np.eye(len(self._nodes), dtype=np.int64)[:, owners]
 
     def _rows(self, version: int, in_memory: Sequence[Set[str]]) -> LayerPlacements:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evermoe import ops
 from evermoe.errors import NotReplayable
+from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 from evermoe.optim import HALF, MASTER
 from evermoe.options import count
 
@@ -82,11 +82,11 @@ class Arithmetic:
         shared["maximize"] = bool(group.get("maximize", False))
         if self.rule == "sgd":
             shared |= {name: float(group[name]) for name in ("momentum", "dampening")}
-            return ops.sgd_step(is_first=t == 1, nesterov=bool(group["nesterov"]), **shared)
+            return sgd_step(is_first=t == 1, nesterov=bool(group["nesterov"]), **shared)
         betas = float(group["betas"][0]), float(group["betas"][1])
         if self.variant == "torch_cuda_fused":
             shared["powers"] = powers(betas, t, device)
-        return ops.adamw_step(t=t, betas=betas, eps=float(group["eps"]), **shared)
+        return adamw_step(t=t, betas=betas, eps=float(group["eps"]), **shared)
 
     def take_steps(
         self, p: Tensor, state: Mapping[str, Tensor], gradients: Sequence[Tensor | None], steps: Tensor
@@ -104,9 +104,9 @@ class Arithmetic:
             RuntimeError: an argument is not as above; nothing is changed then.
         """
         if self.rule == "sgd":
-            ops.sgd_(p, state.get("momentum_buffer"), gradients, steps)
+            sgd_(p, state.get("momentum_buffer"), gradients, steps)
         else:
-            ops.adamw_(p, state["exp_avg"], state["exp_avg_sq"], gradients, steps)
+            adamw_(p, state["exp_avg"], state["exp_avg_sq"], gradients, steps)
 
 
 def powers(betas: tuple[float, float], t: int, device: torch.device | str) -> tuple[float, float]:

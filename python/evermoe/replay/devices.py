@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from evermoe import ops
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.presets import ReplayedCopies
 
 
@@ -15,7 +15,7 @@ def check_device(options: ReplayedCopies) -> ReplayedCopies:
         ValueError: it has no such GPU, or its build has no CUDA kernels.
     """
     name, device = options.replica_device, torch.device(options.replica_device)
-    if device.type == "cuda" and not ((device.index or 0) < torch.cuda.device_count() and ops.has_cuda_kernels()):
+    if device.type == "cuda" and not ((device.index or 0) < torch.cuda.device_count() and has_cuda_kernels()):
         raise ValueError(
             f"replica_device is {name!r}, but this process has no such GPU, or this build no CUDA kernels; use cpu"
         )

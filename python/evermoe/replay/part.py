@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe import ops
 from evermoe._native import state_digest
 from evermoe.errors import CorruptCopy
+from evermoe.ops.optim import adamw_, sgd_
 from evermoe.optim import MASTER
 from evermoe.state.unit import TensorSpec, Unit
 
@@ -143,9 +143,9 @@ def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence
         p, gradients = flat[MASTER], _clip_in(parameter.dtype, gradients, steps)
     try:
         if steps.shape[1] == 9:
-            ops.sgd_(p, flat.get("momentum_buffer"), gradients, steps)
+            sgd_(p, flat.get("momentum_buffer"), gradients, steps)
         else:
-            ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], gradients, steps)
+            adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], gradients, steps)
     except KeyError as error:
         raise RuntimeError(f"{layout.name}: a step of AdamW came for a state without {error}") from None
     if p is not parameter:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evermoe.planning import TokenLedger, select_experts
-from evermoe.planning.selection import Policy
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.selection import Policy, select_experts
 from evermoe.reproduce.figure import Row, stated
 
 LAYERS, EXPERTS = 2, 8

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from itertools import combinations, product
 
-from evermoe.planning import copy_holders, copy_recovery_probability
+from evermoe.planning.holders import copy_holders
+from evermoe.planning.survival import copy_recovery_probability
 from evermoe.reproduce import gemini_times
 from evermoe.reproduce.figure import Figure, Row, stated
 

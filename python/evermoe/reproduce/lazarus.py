@@ -9,16 +9,10 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.planning import (
-    FewerReplicas,
-    PlacementPolicy,
-    allocate,
-    imbalance,
-    migrate,
-    place,
-    recovery_probability,
-)
+from evermoe.planning import allocate, migrate, place, recovery_probability
+from evermoe.planning.dispatch import imbalance
 from evermoe.planning.models import MODELS
+from evermoe.planning.placement import FewerReplicas, PlacementPolicy
 from evermoe.reproduce import lazarus_failures
 from evermoe.reproduce.figure import Figure, Row, stated
 from evermoe.reproduce.routing import skewed_load

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.planning import ModelSize, TokenLedger, checkpoint_bytes, select_experts
+from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.models import MODELS
+from evermoe.planning.selection import select_experts
+from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 from evermoe.reproduce.drop_run import dropped_tokens
 from evermoe.reproduce.fault_run import spikes
 from evermoe.reproduce.figure import Figure, Row, stated

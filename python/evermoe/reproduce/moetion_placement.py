@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from evermoe.planning import TrainingCopies, training_copy_holders
+from evermoe.planning.holders import TrainingCopies, training_copy_holders
 from evermoe.reproduce.figure import Row, stated
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.planning import ModelSize, TokenLedger, checkpoint_bytes, select_experts, shard_modules
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.selection import select_experts, shard_modules
+from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 from evermoe.reproduce.fault_run import accuracy_by_choice, fault_losses
 from evermoe.reproduce.figure import Figure, Row, stated
 from evermoe.reproduce.routing import drifting_tokens

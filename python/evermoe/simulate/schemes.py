@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from evermoe.planning import PRESET_NAMES, PRESETS, PresetName
+from evermoe.planning.presets import PRESET_NAMES, PRESETS, PresetName
 
 BaselineName = Literal["restart", "restart-groups"]
 BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)

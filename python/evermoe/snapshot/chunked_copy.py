@@ -22,9 +22,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from evermoe import _native, ops
+from evermoe import _native
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.errors import CorruptCopy
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.ops.chunks import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -101,7 +102,7 @@ class ChunkedCopy:
             self._wrong = torch.from_numpy(self._copier.wrong())[: shape[0]]
 
     def _open(self, chunk_bytes: int, host: Tensor | None, staging: int, for_captures: bool) -> _native.ChunkCopier:
-        if not ops.has_cuda_kernels():
+        if not has_cuda_kernels():
             raise RuntimeError("tensors: got CUDA tensors, but this build of evermoe has no CUDA kernels")
         return open_copier(self._tensors, chunk_bytes, staging, host=host, for_captures=for_captures)
 

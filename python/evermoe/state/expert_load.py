@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evermoe.experts import Experts
 from evermoe.moe_load import TokenCount
-from evermoe.planning import LoadAverage
+from evermoe.planning.load import LoadAverage
 from evermoe.state.copy_marks import CopyMarks
 from evermoe.state.unit import expert_unit
 

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe import _native, ops
+from evermoe import _native
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.ops.chunks import open_copier
 from evermoe.warn import warn
 
@@ -59,7 +60,7 @@ def gpu_digests(
     Raises:
         RuntimeError: an error of a device.
     """
-    if not ops.has_cuda_kernels():
+    if not has_cuda_kernels():
         return {}
     jobs, places = [], []
     try:

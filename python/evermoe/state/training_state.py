@@ -35,7 +35,7 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def _is_state(name: str, tensor: Tensor) -> bool:
-    """Whether only an update needs a tensor of the optimizer. Averages (`evermoe.EMA`) are for evaluation, too."""
+    """Whether only an update needs a tensor of the optimizer. Averages of `EMA` are for evaluation, too."""
     return tensor.dim() > 0 and not name.endswith("/ema")
 
 

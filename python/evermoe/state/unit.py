@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from evermoe import planning
 from evermoe._native import digests
 from evermoe.experts import expert_layers
+from evermoe.planning.holders import primaries
 from evermoe.state.gpu_digests import bytes_of, gpu_digests
 
 SESSION = "session"
@@ -192,5 +192,5 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def primary_units(units: Sequence[Unit], holders: Mapping[str, Sequence[int]], rank: int, ranks: int) -> list[str]:
     """Names of the units that this rank copies for all: each unit has one such rank among its holders."""
-    primaries = planning.primaries([holders[unit.name] for unit in units], [unit.nbytes for unit in units], ranks)
-    return [unit.name for unit, primary in zip(units, primaries, strict=True) if primary == rank]
+    chosen = primaries([holders[unit.name] for unit in units], [unit.nbytes for unit in units], ranks)
+    return [unit.name for unit, primary in zip(units, chosen, strict=True) if primary == rank]

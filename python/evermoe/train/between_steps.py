@@ -173,7 +173,8 @@ class BetweenSteps:
                 session.save("best")
 
         All members that train call it, between steps, inside the loop of `steps`. `evermoe.load_weights` reads the
-        checkpoint, and a session whose checkpoints are at that path resumes from it.
+        checkpoint, and a session whose checkpoints are at that path resumes from it. Call it outside of `EMA.applied`,
+        inside of which the parameters are their averages.
 
         Args:
             path_or_name: a path or a URL; or a name without a slash: that of a folder below the session's checkpoints.
@@ -189,7 +190,8 @@ class BetweenSteps:
             RuntimeError: not inside the loop of `steps`.
         """
         check_trains(self)
-        return self._driver.save(self._protocol.version, path_or_name)
+        self._driver.substitute.put_back()
+        return self._driver.saving.save(self._protocol.version, path_or_name)
 
     def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Return the complete `model.state_dict()` on rank 0, with the experts of all members; collective.

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from evermoe import ops
-from evermoe.ops.chunks import BLOCK_BYTES
+from evermoe.ops.cache import has_cuda_kernels
+from evermoe.ops.chunks import BLOCK_BYTES, hash_blocks
 from evermoe.state.unit import digests_of
 
 
@@ -66,7 +67,7 @@ class BorderDigest:
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        has_kernels = ops.has_cuda_kernels()
+        has_kernels = has_cuda_kernels()
         on_gpu = [each for each in tensors if each.is_cuda and has_kernels]
         on_host = [each for each in tensors if not (each.is_cuda and has_kernels)]
         self._number = digests_of([on_host], beside_steps=True)[0]
@@ -96,5 +97,5 @@ def _block_hashes(tensor: Tensor) -> Tensor:
         parts.append(rest)
     hashes = [torch.empty(1, part.shape[1] // BLOCK_BYTES, dtype=torch.int64, device=data.device) for part in parts]
     for part, found in zip(parts, hashes, strict=True):
-        ops.hash_blocks(part, found)
+        hash_blocks(part, found)
     return torch.cat([*hashes, torch.empty(1, 0, dtype=torch.int64, device=data.device)], dim=1)

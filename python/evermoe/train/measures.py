@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe import planning
 from evermoe.events import Listener, Measured
 from evermoe.experts import Experts
 from evermoe.persist.checkpointer import Checkpointer
+from evermoe.planning.dispatch import imbalance
 from evermoe.protection import Protection
 from evermoe.state.training_state import TrainingState
 
@@ -84,6 +84,6 @@ def imbalances(load_LE: NDArray[np.int64], layers: Iterable[Experts]) -> tuple[f
     for row_E, layer in zip(load_LE, layers, strict=True):
         load_E = row_E[: layer.num_experts]
         if load_E.any():
-            of_members = planning.imbalance(layer.matrix_RE, load_E, layer.token_split)
+            of_members = imbalance(layer.matrix_RE, load_E, layer.token_split)
             found.append((of_members, float(load_E.max() / load_E.mean())))
     return (max(each for each, _ in found), max(each for _, each in found)) if found else None

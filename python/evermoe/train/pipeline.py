@@ -24,7 +24,7 @@ from evermoe.config.membership import Membership
 from evermoe.errors import UnsupportedState
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
-from evermoe.observe import combined, from_environment
+from evermoe.observe.listeners import combined, from_environment
 from evermoe.presets import PipelineVersions
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.lr_schedule import class_name

@@ -30,7 +30,7 @@ from evermoe.config.variables import find_membership
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
-from evermoe.observe import combined, from_environment
+from evermoe.observe.listeners import combined, from_environment
 from evermoe.planning.presets import PresetName
 from evermoe.planning.windows import Windows
 from evermoe.presets import PresetOptions
@@ -85,7 +85,7 @@ class Session(BetweenSteps):
             they are not seeded.
         scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
         scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
-        weights: source of the first weights of a model built in `evermoe.deferred`: an `evermoe.WeightSource`, or a
+        weights: source of the first weights of a model built in `evermoe.deferred`: a `WeightSource`, or a
             function that initialises a module. None: its constructors.
         on_gradients: called in each step on each member that trains, with the reduced gradients as an
             `evermoe.StepGradients`, before they are sent to replicas and clipped: what it changes in place is part of
@@ -321,7 +321,7 @@ class Session(BetweenSteps):
         self._protocol.vote(ballot)
         is_taken = self._driver.taken > before
         if is_taken:
-            self._driver.checkpoint_if_due(self.version)
+            self._driver.saving.begin_if_scheduled(self.version)
         return is_taken
 
     def _fail(self, failure: BaseException | None) -> None:

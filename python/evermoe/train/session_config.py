@@ -18,8 +18,7 @@ from evermoe.options import Options, checked, option
 from evermoe.persist.checkpoint_store import is_read_only
 from evermoe.persist.checkpointer import find_location
 from evermoe.persist.object_store import Location
-from evermoe.planning import PRESETS
-from evermoe.planning.presets import PresetName
+from evermoe.planning.presets import PRESETS, PresetName
 from evermoe.presets import PresetOptions, preset_options
 from evermoe.state.deferred import Initializer, WeightSource
 from evermoe.state.loop_state import Stateful, check_stateful

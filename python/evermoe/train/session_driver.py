@@ -24,6 +24,7 @@ from evermoe.train import gradients, step_notices
 from evermoe.train.commands import Event
 from evermoe.train.reduced_gradients import ReducedGradients
 from evermoe.train.role_request import RoleRequest
+from evermoe.train.saving import Saving, warn_unwritten
 from evermoe.train.script_guard import ScriptGuard
 from evermoe.train.session_recovery import RecoveryDriver, SessionContext
 from evermoe.train.step import Step
@@ -48,6 +49,7 @@ class SessionDriver(RecoveryDriver):
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
         self.skipped = 0
         """Steps whose update was left out, as a loss or a gradient was not finite."""
+        self.saving = Saving(self._checkpointer, self._protection.ledger, self._group)
         self.guard = ScriptGuard(self._script)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         self._random = ExitStack()
@@ -276,26 +278,6 @@ class SessionDriver(RecoveryDriver):
 
     # ---- checkpoints and the end
 
-    def checkpoint_if_due(self, version: int) -> None:
-        """Begin a checkpoint of `version` if one is scheduled for its step."""
-        try:
-            if self._checkpointer.begin_if_due(version):
-                self._protection.ledger.checkpointed(version)
-        except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
-            _warn_unwritten(version, lost)
-
-    def save(self, version: int, path_or_name: str | Path | None) -> str | None:
-        """Write a checkpoint of `version` and wait for it; None if a member was lost meanwhile. Collective."""
-        try:
-            path = self._checkpointer.save(version, path_or_name)
-        except PeerLost as lost:
-            self._group.drop(str(lost))
-            _warn_unwritten(version, lost)
-            return None
-        if path_or_name is None:
-            self._protection.ledger.checkpointed(version)
-        return str(path)
-
     def settle(self) -> Event:
         """Wait for the copies of the last step, which no vote follows or after which members leave.
 
@@ -316,7 +298,7 @@ class SessionDriver(RecoveryDriver):
                 self._checkpointer.finish(self._version)
                 self._protection.ledger.checkpointed(self._version)
             except (PeerLost, PersistFailed) as failed:
-                _warn_unwritten(self._version, failed)
+                warn_unwritten(self._version, failed)
         elif self._group.rank == 0:
             _warn_unsaved(self._step, self._leaving, members)
 
@@ -357,7 +339,3 @@ def _warn_unsaved(step: int, leaving: int, members: int) -> None:
         members,
         step,
     )
-
-
-def _warn_unwritten(version: int, why: Exception) -> None:
-    warn(f"the checkpoint of step {step_of(version)} was not written: {why}")

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from evermoe import planning
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import MembershipManager
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
@@ -19,6 +18,7 @@ from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.observe.recovery_log import log_recovery
 from evermoe.persist.checkpointer import Checkpointer, find_location
 from evermoe.placement import should_rebalance
+from evermoe.planning.placement import spread_over
 from evermoe.profile.memory import return_freed_memory, return_freed_memory_beside
 from evermoe.protection import Protection
 from evermoe.recovery.early_survey import EarlySurvey
@@ -353,4 +353,4 @@ class RecoveryDriver(Driver):
 def _places(at: MembershipManager, copies: int) -> tuple[list[str], list[str]]:
     """Return the node of each rank that trains, and the domains over which replicas are spread."""
     nodes, domains = at.nodes[: at.num_trainers], at.domains[: at.num_trainers]
-    return nodes, planning.spread_over(nodes, domains, copies)
+    return nodes, spread_over(nodes, domains, copies)

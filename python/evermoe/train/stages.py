@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evermoe import planning
 from evermoe.errors import UnsupportedState
 from evermoe.experts import expert_layers
-from evermoe.planning.presets import PresetName
+from evermoe.planning.holders import copy_holders, training_copy_holders
+from evermoe.planning.presets import PRESETS, PresetName
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.expert_load import ExpertLoad
@@ -117,14 +117,14 @@ def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: 
     width = sum(stage_rank.stage == 0 for stage_rank in layout)
     names, holders = [], []
     before = _ranks_before(layout, width, replication)
-    kept = planning.training_copy_holders(
+    kept = training_copy_holders(
         [stage_rank.node for stage_rank in layout],
         [stage_rank.data_parallel for stage_rank in layout],
         [stage_rank.stage for stage_rank in layout],
         min(max(1, replication), len(layout)),
         zero_stage=1,
     )
-    leaves_to_peers = not planning.PRESETS[preset].copies_to_previous_node
+    leaves_to_peers = not PRESETS[preset].copies_to_previous_node
     goes_back = leaves_to_peers and any(stage_rank.own for stage_rank in layout)
     for first in range(0, len(layout), width):
         ranks = range(first, first + width)
@@ -170,9 +170,7 @@ def _ranks_before(layout: Sequence[StageRank], width: int, replication: int) -> 
     for first in range(width):
         ranks = range(first, len(layout), width)
         order = {node: f"{place:09}" for place, node in enumerate(dict.fromkeys(layout[rank].node for rank in ranks))}
-        keepers = planning.copy_holders(
-            [order[layout[rank].node] for rank in ranks], max(1, replication), policy="previous"
-        )
+        keepers = copy_holders([order[layout[rank].node] for rank in ranks], max(1, replication), policy="previous")
         found.update({rank: [ranks[each] for each in held[1:]] for rank, held in zip(ranks, keepers, strict=True)})
     return found
 

@@ -237,7 +237,7 @@ def _refuse_averages(model: nn.Module) -> None:
     if any(is_averaged_apart(layer) for layer in expert_layers(model).values()):
         raise UnsupportedState(
             "a torch.optim.swa_utils.AveragedModel of this model exists: its experts stay where they are while a "
-            "session moves the model's, so that it would average other experts. Make an evermoe.EMA(optimizer) "
+            "session moves the model's, so that it would average other experts. Make an evermoe.optim.EMA(optimizer) "
             "instead, whose averages move with them"
         )
 

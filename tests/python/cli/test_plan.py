@@ -14,7 +14,10 @@ import pytest
 from evermoe.cli.plan.advice import advise, best, percent
 from evermoe.cli.plan.compare import Cluster, Comparison, Heavy, LoadSummary, Result, compare
 from evermoe.cli.plan.loads import read_load
-from evermoe.planning import POLICIES, Survival, allocate, imbalance, place, recovery_probability
+from evermoe.planning import allocate, place, recovery_probability
+from evermoe.planning.dispatch import imbalance
+from evermoe.planning.placement import POLICIES
+from evermoe.planning.survival import Survival
 from support.commands import evermoe
 
 SMALL = ["--nodes", "4", "--expert-slots", "4", "--experts", "8"]

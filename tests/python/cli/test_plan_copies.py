@@ -14,7 +14,7 @@ from evermoe.cli.plan.compare import Cluster, compare
 from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
 from evermoe.cli.plan.loads import read_load
 from evermoe.cli.plan.setting import CopySetting
-from evermoe.planning import PRESET_NAMES
+from evermoe.planning.presets import PRESET_NAMES
 from support.commands import evermoe
 
 SMALL = CopySetting(

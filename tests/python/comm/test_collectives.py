@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evermoe import PeerLost
 from evermoe.comm import collectives as collectives_module
 from evermoe.comm import group as group_module
 from evermoe.comm.collectives import ExpertReducer, Slice, complete_gradients, reduce_dense
 from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
+from evermoe.errors import PeerLost
 from support.ranks import run_ranks
 
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from evermoe import PeerLost
 from evermoe.comm import waits as waits_module
 from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.group import Group
 from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
 from evermoe.comm.waits import Wait
+from evermoe.errors import PeerLost
 from support.harness import PATIENCE
 from support.ranks import members, run_ranks
 

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from evermoe import CorruptCopy, load_weights
-from evermoe.errors import FolderInUse, PersistFailed
+from evermoe import load_weights
+from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.persist.attempts import Attempts, Cleaner
 from evermoe.persist.checkpoint_store import find, prune, stored
 from evermoe.persist.copying import copy

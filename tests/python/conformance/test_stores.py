@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 
-from evermoe import CorruptCopy
+from evermoe.errors import CorruptCopy
 from evermoe.persist.owner import LOCK, OWNER
 from support.harness import SERVER, wait_until
 from support.kills import kill_at_each_operation, operations

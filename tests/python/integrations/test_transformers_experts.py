@@ -13,8 +13,10 @@ from torch import nn
 from support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from evermoe import Expert, Experts, UnsupportedState  # noqa: E402
-from evermoe.integrations.transformers import ElasticExperts, make_elastic  # noqa: E402
+from evermoe import Expert, Experts  # noqa: E402
+from evermoe.errors import UnsupportedState  # noqa: E402
+from evermoe.integrations.transformers import make_elastic  # noqa: E402
+from evermoe.integrations.transformers.elastic import ElasticExperts  # noqa: E402
 
 H, INNER, EXPERTS, T, K = 16, 24, 5, 11, 3
 CONFIG = {

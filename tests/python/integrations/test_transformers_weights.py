@@ -15,7 +15,8 @@ from evermoe.state.unit import expert_unit
 from support.hub import MODELS, build, config
 
 transformers = pytest.importorskip("transformers")
-from evermoe.integrations.transformers import HubWeights, export, from_pretrained, make_elastic  # noqa: E402
+from evermoe.integrations.transformers import export, from_pretrained, make_elastic  # noqa: E402
+from evermoe.integrations.transformers.hub_folder import HubWeights  # noqa: E402
 
 
 def keys(folder):
@@ -58,7 +59,9 @@ def test_quantised_weights_are_refused(tmp_path):
     for key in ("model.layers.0.block_sparse_moe.experts.1.w2.weight", "model.embed_tokens.weight"):
         save_file(tensors | {key: tensors[key].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
         model, source = from_pretrained(tmp_path / "source")
-        with pytest.raises(evermoe.CorruptCopy, match=r"is quantised, to torch.float8_e4m3fn: expected weights of 16"):
+        with pytest.raises(
+            evermoe.errors.CorruptCopy, match=r"is quantised, to torch.float8_e4m3fn: expected weights of 16"
+        ):
             export(source, model, tmp_path / key)
 
 
@@ -68,14 +71,14 @@ def test_folders_of_other_models(tmp_path):
         model = transformers.AutoModelForCausalLM.from_config(config("mixtral", intermediate_size=56))
     other = HubWeights(tmp_path / "source", make_elastic(model))
     with pytest.raises(
-        evermoe.CorruptCopy, match=r"experts.gate_up_proj in .* belongs to another model: expected \[1, 112"
+        evermoe.errors.CorruptCopy, match=r"experts.gate_up_proj in .* belongs to another model: expected \[1, 112"
     ):
         export(other, model, tmp_path / "out")
-    with pytest.raises(evermoe.CorruptCopy, match="expected safetensors files"):
+    with pytest.raises(evermoe.errors.CorruptCopy, match="expected safetensors files"):
         HubWeights(tmp_path, model)
     with torch.device("meta"):
         model = make_elastic(transformers.AutoModelForCausalLM.from_config(config("olmoe")))
     with pytest.raises(
-        evermoe.CorruptCopy, match=r"has no weights for model.layers.0.self_attn.q_norm.weight|another model"
+        evermoe.errors.CorruptCopy, match=r"has no weights for model.layers.0.self_attn.q_norm.weight|another model"
     ):
         export(HubWeights(tmp_path / "source", model), model, tmp_path / "more")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evermoe import ops
+from evermoe.ops.fp8 import dequantize_rows, quantize_rows
 from support.kernels import Buffer
 from support.tokens import FP8_WIDTHS, draw_rows, fp8_row_bytes
 
@@ -15,12 +15,12 @@ def check(kernels, x, name, blocks=2, threads=64):
     size = fp8_row_bytes(width)
     packed = Buffer([rows, size], torch.uint8)
     kernels(f"quantize_{name}", blocks, threads, 0, x, packed, rows, width, size)
-    expected = ops.quantize_rows(x)
+    expected = quantize_rows(x)
     packed.equals(expected)
     back = Buffer([rows, width], x.dtype)
     kernels(f"dequantize_{name}", blocks, threads, 0, packed, back, rows, width, size)
     back.tensor[back.tensor.isnan()] = torch.nan
-    wanted = ops.dequantize_rows(expected, width, x.dtype)
+    wanted = dequantize_rows(expected, width, x.dtype)
     wanted[wanted.isnan()] = torch.nan
     back.tensor, wanted = back.tensor.nan_to_num(7.5), wanted.nan_to_num(7.5)
     back.equals(wanted)

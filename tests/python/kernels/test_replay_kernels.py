@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from evermoe import ops
+from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 from support.kernels import Buffer
 
 SIZES = [(0, 1), (1, 4), (3, 4), (7, 1), (8, 4), (15, 4), (257, 4), (1031, 1), (1031, 4)]
@@ -92,9 +92,9 @@ def test_adamw(kernels, arithmetic, size, per_thread):
     rows = []
     for t, options in enumerate([ADAMW, ADAMW, ADAMW | {"weight_decay": 0.0}, ADAMW | {"lr": 0.0}, OTHER_END], start=1):
         powers = tuple(beta**t for beta in options["betas"]) if arithmetic == "torch_cuda_fused" else None
-        rows.append(ops.adamw_step(t=t, arithmetic=arithmetic, powers=powers, **options))
+        rows.append(adamw_step(t=t, arithmetic=arithmetic, powers=powers, **options))
     for state in states:
-        check(kernels, "adamw", ops.adamw_, torch.stack(rows), Stepped(state, gradients, per_thread))
+        check(kernels, "adamw", adamw_, torch.stack(rows), Stepped(state, gradients, per_thread))
 
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
@@ -104,25 +104,25 @@ def test_sgd(kernels, arithmetic, size, per_thread):
     gradients, states = draw(size)
     later = [SGD | {"nesterov": True}, SGD | {"dampening": 0.4}, SGD | {"weight_decay": 0.0, "momentum": 0.0}]
     later.append(SGD | {"maximize": True, "loss_scale": 3.0, "clip": 0.7})
-    rows = [ops.sgd_step(is_first=True, arithmetic=arithmetic, **SGD)]
-    rows += [ops.sgd_step(is_first=False, arithmetic=arithmetic, **options) for options in later]
+    rows = [sgd_step(is_first=True, arithmetic=arithmetic, **SGD)]
+    rows += [sgd_step(is_first=False, arithmetic=arithmetic, **options) for options in later]
     for state in states:
-        check(kernels, "sgd", ops.sgd_, torch.stack(rows), Stepped(state[:2], gradients, per_thread))
-    rows = [ops.sgd_step(is_first=False, arithmetic=arithmetic, **options | {"momentum": 0.0}) for options in [SGD] * 5]
+        check(kernels, "sgd", sgd_, torch.stack(rows), Stepped(state[:2], gradients, per_thread))
+    rows = [sgd_step(is_first=False, arithmetic=arithmetic, **options | {"momentum": 0.0}) for options in [SGD] * 5]
     for state in states:
-        check(kernels, "sgd", ops.sgd_, torch.stack(rows), Stepped(state[:1], gradients, per_thread))
+        check(kernels, "sgd", sgd_, torch.stack(rows), Stepped(state[:1], gradients, per_thread))
 
 
 def test_arithmetics_of_one_batch_may_differ(kernels):
     gradients, states = draw(71)
     arithmetics = ["torch_cpu_fused", "evermoe", "torch_cuda_foreach", "torch_cuda_fused", "torch_cpu_fused"]
     rows = [
-        ops.adamw_step(
+        adamw_step(
             t=1, arithmetic=arithmetic, powers=(0.9, 0.97) if arithmetic == "torch_cuda_fused" else None, **ADAMW
         )
         for arithmetic in arithmetics
     ]
-    check(kernels, "adamw", ops.adamw_, torch.stack(rows), Stepped(states[0], gradients))
+    check(kernels, "adamw", adamw_, torch.stack(rows), Stepped(states[0], gradients))
 
 
 def many(steps, arrays):
@@ -140,31 +140,31 @@ def many(steps, arrays):
 
 
 def test_adamw_of_many_tensors(kernels):
-    steps = [ops.adamw_step(t=t, arithmetic=ARITHMETICS[t % 3], **ADAMW) for t in range(1, MAX_STEPS + 1)]
-    check(kernels, "adamw", ops.adamw_, torch.stack(steps), *many(steps, 3))
+    steps = [adamw_step(t=t, arithmetic=ARITHMETICS[t % 3], **ADAMW) for t in range(1, MAX_STEPS + 1)]
+    check(kernels, "adamw", adamw_, torch.stack(steps), *many(steps, 3))
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_sgd_of_many_tensors(kernels, momentum):
     options = SGD | {"momentum": momentum}
-    steps = [ops.sgd_step(is_first=t == 1, arithmetic=ARITHMETICS[t % 2], **options) for t in range(MAX_STEPS)]
-    check(kernels, "sgd", ops.sgd_, torch.stack(steps), *many(steps, 2 if momentum else 1))
+    steps = [sgd_step(is_first=t == 1, arithmetic=ARITHMETICS[t % 2], **options) for t in range(MAX_STEPS)]
+    check(kernels, "sgd", sgd_, torch.stack(steps), *many(steps, 2 if momentum else 1))
 
 
 def test_tensors_with_and_without_a_buffer(kernels):
     gradients, states = draw(40)
-    steps = torch.stack([ops.sgd_step(is_first=False, **SGD), ops.sgd_step(is_first=False, lr=0.3)])
+    steps = torch.stack([sgd_step(is_first=False, **SGD), sgd_step(is_first=False, lr=0.3)])
     tensors = [Stepped(states[0][:2], gradients[:1]), Stepped(states[1][:1], gradients[4:], first_step=1)]
-    check(kernels, "sgd", ops.sgd_, steps, *tensors)
+    check(kernels, "sgd", sgd_, steps, *tensors)
 
 
 @pytest.mark.long
 def test_large(fast_kernels):
     gradients, states = draw(200_003)
-    rows = torch.stack([ops.adamw_step(t=t, **ADAMW) for t in range(1, 6)])
+    rows = torch.stack([adamw_step(t=t, **ADAMW) for t in range(1, 6)])
     small = [
         Stepped([values[:9] for values in states[1]], [gradients[3][:9]], first_step=t, blocks=1) for t in range(5)
     ]
-    check(fast_kernels, "adamw", ops.adamw_, rows, *small, Stepped(states[0], gradients, blocks=5))
-    rows = torch.stack([ops.sgd_step(is_first=t == 0, **SGD) for t in range(5)])
-    check(fast_kernels, "sgd", ops.sgd_, rows, Stepped(states[0][:2], gradients))
+    check(fast_kernels, "adamw", adamw_, rows, *small, Stepped(states[0], gradients, blocks=5))
+    rows = torch.stack([sgd_step(is_first=t == 0, **SGD) for t in range(5)])
+    check(fast_kernels, "sgd", sgd_, rows, Stepped(states[0][:2], gradients))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from evermoe import ops
+from evermoe.ops.cache import has_cuda_kernels
 from support.compiled import disassembled, fat_binaries, images, tool, usages
 from support.kernels import ROOT
 
@@ -103,7 +103,7 @@ class Compiled:
 
 @pytest.fixture(scope="module")
 def texts():
-    if not ops.has_cuda_kernels():
+    if not has_cuda_kernels():
         pytest.skip("this build has no CUDA kernels")
     if not (tool("cuobjdump") and tool("nvdisasm")):
         pytest.skip("needs nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm")

@@ -29,8 +29,9 @@ from evermoe.events import (
     Skipped,
     Vote,
 )
-from evermoe.observe import JsonLines, Metrics, combined, from_environment
+from evermoe.observe import JsonLines, Metrics
 from evermoe.observe.json_lines import INNER, read_line
+from evermoe.observe.listeners import combined, from_environment
 from evermoe.observe.metrics import METRICS
 from evermoe.state.training_state import TrainingState
 from support.worker import SAMPLES, Model, dataset

@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evermoe import Checkpoints, ElasticSampler, Membership, Session
 from evermoe.events import Commit, CoverageChanged, Damaged, Measured, Recovered, Skipped
-from evermoe.observe import TensorBoard, from_environment
+from evermoe.observe import TensorBoard
+from evermoe.observe.listeners import from_environment
 from support.worker import SAMPLES, Model, dataset
 
 FULL = """

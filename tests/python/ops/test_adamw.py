@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from evermoe import ops
+from evermoe.ops.cache import has_cuda_kernels
+from evermoe.ops.optim import adamw_, adamw_step
 from evermoe.replay.calibrate import powers
 from support.floats import KINDS, log_uniform, normal, same_bits, subnormal
 
@@ -42,7 +43,7 @@ def fresh_state(p):
 
 
 def numbers(settings, steps, **more):
-    return torch.stack([ops.adamw_step(t=t, **settings, **more) for t in steps])
+    return torch.stack([adamw_step(t=t, **settings, **more) for t in steps])
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -59,7 +60,7 @@ def test_equals_torch_bit_for_bit(settings, kind, arithmetic, sizes, device):
         for t in range(1, 31):
             gradient = KINDS[kind](size, random)
             theirs.step(gradient)
-            ops.adamw_(*ours, [gradient.to(device)], numbers(settings, [t], arithmetic=arithmetic))
+            adamw_(*ours, [gradient.to(device)], numbers(settings, [t], arithmetic=arithmetic))
             assert theirs.equals(ours), (size, t)
 
 
@@ -80,8 +81,8 @@ def test_equals_torch_over_a_thousand_steps(settings, device):
             gradient = torch.zeros(512) if t % 7 == 0 else next(kinds)(512, random)
             theirs.step(gradient)
             gradients.append(None if t % 7 == 0 else gradient.to(device))
-            rows.append(ops.adamw_step(t=t, **settings | {"lr": rate}))
-        ops.adamw_(*ours, gradients, torch.stack(rows))
+            rows.append(adamw_step(t=t, **settings | {"lr": rate}))
+        adamw_(*ours, gradients, torch.stack(rows))
         assert theirs.equals(ours), first
 
 
@@ -93,10 +94,10 @@ def test_batched_steps_equal_single_steps(size, device):
     gradients = [normal(size, random).to(device) for _ in range(11)]
     gradients[3], gradients[10], gradients[5] = None, None, gradients[5].bfloat16()
     steps = numbers(SETTINGS["odd"], range(1, 12))
-    steps[4] = ops.adamw_step(t=5, loss_scale=1024.0, clip=0.3, maximize=True, **SETTINGS["odd"])
-    ops.adamw_(*at_once, gradients, steps)
+    steps[4] = adamw_step(t=5, loss_scale=1024.0, clip=0.3, maximize=True, **SETTINGS["odd"])
+    adamw_(*at_once, gradients, steps)
     for gradient, step in zip(gradients, steps, strict=True):
-        ops.adamw_(*one_by_one, [gradient], step[None])
+        adamw_(*one_by_one, [gradient], step[None])
     assert all(same_bits(one, two) for one, two in zip(at_once, one_by_one, strict=True))
     assert size == 0 or not same_bits(at_once[0], start)
 
@@ -105,8 +106,8 @@ def test_bfloat16_gradients_are_their_values(device):
     random = torch.Generator().manual_seed(2)
     start, gradient = normal(1000, random).to(device), log_uniform(1000, random).bfloat16().to(device)
     narrow, wide = fresh_state(start), fresh_state(start)
-    ops.adamw_(*narrow, [gradient], numbers(STEP, [1]))
-    ops.adamw_(*wide, [gradient.float()], numbers(STEP, [1]))
+    adamw_(*narrow, [gradient], numbers(STEP, [1]))
+    adamw_(*wide, [gradient.float()], numbers(STEP, [1]))
     assert all(same_bits(one, two) for one, two in zip(narrow, wide, strict=True))
 
 
@@ -114,10 +115,10 @@ def test_loss_scale_divides_then_clip_multiplies_then_maximize_negates(device):
     random = torch.Generator().manual_seed(3)
     start, gradient = normal(1000, random).to(device), normal(1000, random)
     ours, plain = fresh_state(start), fresh_state(start)
-    step = ops.adamw_step(t=1, loss_scale=3.0, clip=0.7, maximize=True, **STEP)
-    ops.adamw_(*ours, [gradient.to(device)], step[None])
+    step = adamw_step(t=1, loss_scale=3.0, clip=0.7, maximize=True, **STEP)
+    adamw_(*ours, [gradient.to(device)], step[None])
     scaled = -((gradient / 3.0) * 0.7)  # on the CPU: torch multiplies by 1 / 3 on a GPU
-    ops.adamw_(*plain, [scaled.to(device)], numbers(STEP, [1]))
+    adamw_(*plain, [scaled.to(device)], numbers(STEP, [1]))
     assert all(same_bits(one, two) for one, two in zip(ours, plain, strict=True))
 
 
@@ -125,10 +126,10 @@ def test_subnormals_are_kept_whatever_the_thread_does():
     random = torch.Generator().manual_seed(4)
     state, gradient = fresh_state(normal(200_000, random)), subnormal(200_000, random)
     flushed = fresh_state(state[0])
-    ops.adamw_(*state, [gradient], numbers(STEP, [1]))
+    adamw_(*state, [gradient], numbers(STEP, [1]))
     torch.set_flush_denormal(True)
     try:
-        ops.adamw_(*flushed, [gradient], numbers(STEP, [1]))
+        adamw_(*flushed, [gradient], numbers(STEP, [1]))
         still_flushes = bool((gradient[:100] * 0.5 == 0).all())
     finally:
         torch.set_flush_denormal(False)
@@ -146,7 +147,7 @@ def test_bits_do_not_depend_on_threads():
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results.append(fresh_state(start))
-            ops.adamw_(*results[-1], [gradient], numbers(STEP, [1]))
+            adamw_(*results[-1], [gradient], numbers(STEP, [1]))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -155,18 +156,18 @@ def test_bits_do_not_depend_on_threads():
 
 def test_the_documented_example(device):
     p, m, v = fresh_state(torch.tensor([4.0], device=device))
-    step = ops.adamw_step(t=1, lr=0.5, betas=(0.5, 0.75), eps=0.0, weight_decay=0.5)
-    ops.adamw_(p, m, v, [torch.tensor([2.0], device=device)], step[None])
+    step = adamw_step(t=1, lr=0.5, betas=(0.5, 0.75), eps=0.0, weight_decay=0.5)
+    adamw_(p, m, v, [torch.tensor([2.0], device=device)], step[None])
     assert (p.item(), m.item(), v.item()) == (2.5, 1.0, 1.0)
-    step = ops.adamw_step(t=1, lr=0.5, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5)
+    step = adamw_step(t=1, lr=0.5, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5)
     assert step.tolist() == [0, 1, 1, 0.75, 0.5, 0.25, 0.75, 1, 0.5, 0.25]
 
 
 def test_gradients_need_not_be_contiguous(device):
     gradient = torch.arange(12.0, device=device).view(3, 4).t()
     ours, plain = fresh_state(torch.ones(4, 3, device=device)), fresh_state(torch.ones(4, 3, device=device))
-    ops.adamw_(*ours, [gradient], numbers(STEP, [1]))
-    ops.adamw_(*plain, [gradient.contiguous()], numbers(STEP, [1]))
+    adamw_(*ours, [gradient], numbers(STEP, [1]))
+    adamw_(*plain, [gradient.contiguous()], numbers(STEP, [1]))
     assert all(same_bits(one, two) for one, two in zip(ours, plain, strict=True))
 
 
@@ -179,7 +180,7 @@ def test_opcheck(device):
 
 def test_compiled_step(device):
     def train(p, m, v, gradient, step):
-        ops.adamw_(p, m, v, [gradient * 2], step)
+        adamw_(p, m, v, [gradient * 2], step)
         return p + 1
 
     start = torch.linspace(-1, 1, 40, device=device)
@@ -194,7 +195,7 @@ def test_compiled_step(device):
 def test_autograd_learns_that_the_buffer_changed(device):
     state = fresh_state(torch.ones(4, device=device))
     versions = [tensor._version for tensor in state]
-    ops.adamw_(*state, [None], numbers(STEP, [1]))
+    adamw_(*state, [None], numbers(STEP, [1]))
     assert [tensor._version for tensor in state] == [version + 1 for version in versions]
 
 
@@ -202,23 +203,23 @@ def refusals(device):
     p, m, v = fresh_state(torch.ones(4, 6, device=device))
     gradient, steps, memory = torch.ones_like(p), numbers(STEP, [1]), torch.ones(100, device=device)
     leaf = p.clone().requires_grad_()
-    yield "p: expected float32 of shape", lambda: ops.adamw_(p.double(), m, v, [gradient], steps)
-    yield r"m: expected float32 of shape \[4, 6\], got bfloat16", lambda: ops.adamw_(p, m.bfloat16(), v, [None], steps)
-    yield r"v: expected float32 of shape \[4, 6\], got .*\[3, 6\]", lambda: ops.adamw_(p, m, v[:3], [None], steps)
-    yield "p: expected a contiguous", lambda: ops.adamw_(p.t(), m.t(), v.t(), [None], steps)
-    yield "m: expected memory of its own, got .* overlaps p", lambda: ops.adamw_(p, p, v, [None], steps)
+    yield "p: expected float32 of shape", lambda: adamw_(p.double(), m, v, [gradient], steps)
+    yield r"m: expected float32 of shape \[4, 6\], got bfloat16", lambda: adamw_(p, m.bfloat16(), v, [None], steps)
+    yield r"v: expected float32 of shape \[4, 6\], got .*\[3, 6\]", lambda: adamw_(p, m, v[:3], [None], steps)
+    yield "p: expected a contiguous", lambda: adamw_(p.t(), m.t(), v.t(), [None], steps)
+    yield "m: expected memory of its own, got .* overlaps p", lambda: adamw_(p, p, v, [None], steps)
     yield (
         "v: expected memory of its own, got .* overlaps m",
-        lambda: ops.adamw_(memory[80:], memory[:20], memory[10:30], [None], steps),
+        lambda: adamw_(memory[80:], memory[:20], memory[10:30], [None], steps),
     )
-    yield "gradients: .* overlaps v", lambda: ops.adamw_(p, m, v, [v], steps)
-    yield "gradients: expected float32 or bfloat16", lambda: ops.adamw_(p, m, v, [gradient.half()], steps)
-    yield r"gradients: .*\[4, 6\], got float32 .*\[24\]", lambda: ops.adamw_(p, m, v, [gradient.view(-1)], steps)
-    yield r"steps: expected float32 of shape \[2, 10\]", lambda: ops.adamw_(p, m, v, [None, None], steps)
-    yield "steps: expected float32 of shape .*, got float64", lambda: ops.adamw_(p, m, v, [None], steps.double())
+    yield "gradients: .* overlaps v", lambda: adamw_(p, m, v, [v], steps)
+    yield "gradients: expected float32 or bfloat16", lambda: adamw_(p, m, v, [gradient.half()], steps)
+    yield r"gradients: .*\[4, 6\], got float32 .*\[24\]", lambda: adamw_(p, m, v, [gradient.view(-1)], steps)
+    yield r"steps: expected float32 of shape \[2, 10\]", lambda: adamw_(p, m, v, [None, None], steps)
+    yield "steps: expected float32 of shape .*, got float64", lambda: adamw_(p, m, v, [None], steps.double())
     unknown = torch.full_like(steps, 4.0)
-    yield "steps: expected rows that begin with the number", lambda: ops.adamw_(p, m, v, [None], unknown)
-    yield "no gradient", lambda: ops.adamw_(leaf, m, v, [gradient], steps)
+    yield "steps: expected rows that begin with the number", lambda: adamw_(p, m, v, [None], unknown)
+    yield "no gradient", lambda: adamw_(leaf, m, v, [gradient], steps)
 
 
 @pytest.mark.parametrize("index", range(13))
@@ -247,13 +248,13 @@ def test_refusals_say_what_was_expected_and_change_nothing(index, device):
 )
 def test_numbers_out_of_range_are_named(name, value):
     with pytest.raises(ValueError, match=f"{name}: expected"):
-        ops.adamw_step(**STEP | {"t": 1} | {name: value})
+        adamw_step(**STEP | {"t": 1} | {name: value})
 
 
 @pytest.mark.parametrize("wrong", [None, (1.0, 0.5), (0.95, 0.5), (-0.1, 0.5)])
 def test_powers_are_asked_for_where_they_are_needed(wrong):
     with pytest.raises(ValueError, match="powers: expected beta"):
-        ops.adamw_step(t=1, arithmetic="torch_cuda_fused", powers=wrong, **STEP)
+        adamw_step(t=1, arithmetic="torch_cuda_fused", powers=wrong, **STEP)
 
 
 @pytest.mark.gpu
@@ -272,7 +273,7 @@ def test_equals_torch_on_cuda_bit_for_bit(settings, kind, variant):
         theirs = torch.nn.Parameter(start.cuda())
         optimizer = torch.optim.AdamW([theirs], **settings, **{variant: True})
         states = {"cpu": fresh_state(start)}
-        if ops.has_cuda_kernels():
+        if has_cuda_kernels():
             states["cuda"] = fresh_state(start.cuda())
         for t in range(1, 31):
             gradient = KINDS[kind](size, random)
@@ -280,7 +281,7 @@ def test_equals_torch_on_cuda_bit_for_bit(settings, kind, variant):
             optimizer.step()
             given = {"powers": powers(settings["betas"], t, "cuda")} if variant == "fused" else {}
             for where, ours in states.items():
-                ops.adamw_(*ours, [gradient.to(where)], numbers(settings, [t], arithmetic=arithmetic, **given))
+                adamw_(*ours, [gradient.to(where)], numbers(settings, [t], arithmetic=arithmetic, **given))
         moments = optimizer.state[theirs]
         for ours in states.values():
             for one, two in zip(ours, (theirs.detach(), moments["exp_avg"], moments["exp_avg_sq"]), strict=True):

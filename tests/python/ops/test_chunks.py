@@ -5,8 +5,10 @@ import ctypes
 import pytest
 import torch
 
-from evermoe import CorruptCopy, _native, ops
+from evermoe import _native
+from evermoe.errors import CorruptCopy
 from evermoe.ops import chunks
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.snapshot import chunked_copy
 
 BLOCK = chunks.BLOCK_BYTES
@@ -337,7 +339,7 @@ def test_captures_hold_the_tensors_as_they_were(name, device, tmp_path):
 @pytest.mark.gpu
 def test_a_capture_does_not_wait_for_what_the_stream_is_given_later(tmp_path):
     """It is complete while later work of torch's stream still runs."""
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+    if not (torch.cuda.is_available() and has_cuda_kernels()):
         pytest.skip("no CUDA device, or no kernels in this build")
     tensors = [torch.full((1 << 20,), 7.0, device="cuda")]
     copy, engine = chunked_copy.ChunkedCopy(tensors, 1 << 20), _native.CopyEngine()
@@ -357,7 +359,7 @@ def test_a_capture_does_not_wait_for_what_the_stream_is_given_later(tmp_path):
 @pytest.mark.parametrize("staging", [1, 3, 100])
 def test_values_are_those_before_release(staging):
     """The source is overwritten on torch's stream right behind `release`, time and again, without waiting."""
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+    if not (torch.cuda.is_available() and has_cuda_kernels()):
         pytest.skip("no CUDA device, or no kernels in this build")
     tensors = [torch.zeros(size, device="cuda") for size in (5 << 20, 1, 3 << 20, 1001)]
     copy = chunked_copy.ChunkedCopy(tensors, 1 << 20, staging=staging)
@@ -377,7 +379,7 @@ def test_values_are_those_before_release(staging):
 @pytest.mark.gpu
 def test_pinned_memory_is_cached():
     """Write-combined memory, which the host reads about a hundred times slower, has a flag."""
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+    if not (torch.cuda.is_available() and has_cuda_kernels()):
         pytest.skip("no CUDA device, or no kernels in this build")
     copy = chunked_copy.ChunkedCopy([torch.ones(1 << 20, device="cuda")])
     flags, write_combined = ctypes.c_uint(), 4

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from evermoe import ops, planning
+from evermoe.ops.dispatch import expert_histograms, regroup_out
+from evermoe.planning.load import LoadAverage
 from support.tokens import COUNTS, draw_split, make_ids
 
 raw = torch.ops.evermoe
@@ -20,7 +22,7 @@ def test_layers_are_counted_each_for_itself(experts, device):
     types = [torch.int32, torch.int64]
     layers = [torch.randint(-1, experts, s, generator=random).to(types[i % 2]) for i, s in enumerate(shapes)]
     layers.append(make_ids(70_001, 2, experts).t())  # not contiguous, more than one block
-    counts = ops.expert_histograms([ids.to(device) for ids in layers], experts)
+    counts = expert_histograms([ids.to(device) for ids in layers], experts)
     assert counts.dtype == torch.int64 and counts.device.type == device
     expected = [torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts) for ids in layers]
     assert torch.equal(counts.cpu(), torch.stack(expected))
@@ -28,12 +30,12 @@ def test_layers_are_counted_each_for_itself(experts, device):
 
 def test_histograms_example(device):
     layers = [torch.tensor([[0, 2], [2, -1]], device=device), torch.tensor([1], device=device)]
-    assert ops.expert_histograms(layers, 3).tolist() == [[1, 0, 2], [0, 1, 0]]
+    assert expert_histograms(layers, 3).tolist() == [[1, 0, 2], [0, 1, 0]]
 
 
 def test_more_layers_than_one_launch_takes(device):
     layers = [make_ids(layer % 11, 2, 5, seed=layer).to(device) for layer in range(150)]
-    assert torch.equal(ops.expert_histograms(layers, 5), torch.stack([ops.expert_histogram(ids, 5) for ids in layers]))
+    assert torch.equal(expert_histograms(layers, 5), torch.stack([ops.expert_histogram(ids, 5) for ids in layers]))
 
 
 def test_histograms_name_the_layer():
@@ -44,9 +46,9 @@ def test_histograms_name_the_layer():
         ([ids, ids, torch.tensor([0, 9])], r"layer 2: ids\[1\].* = 9 is out of range.*num_experts = 2"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            ops.expert_histograms(layers, 2)
+            expert_histograms(layers, 2)
     with pytest.raises(RuntimeError, match="num_experts: expected 1 to"):
-        ops.expert_histograms([ids], 0)
+        expert_histograms([ids], 0)
 
 
 # ---- split of tokens --------------------------------------------------------------------------
@@ -156,12 +158,12 @@ def test_regroup_out_fills_the_buffer_and_autograd_learns_of_it(device):
     counts, rows = torch.tensor(COUNTS[0], device=device), torch.randn(6, 3, device=device)
     out = torch.empty_like(rows)
     before = out._version
-    assert ops.regroup_out(rows, counts, False, out) is out
+    assert regroup_out(rows, counts, False, out) is out
     assert out._version == before + 1 and torch.equal(out, ops.regroup(rows, counts))
     for call, message in [
-        (lambda: ops.regroup_out(rows, counts, False, rows), "out: expected memory of its own.*overlaps rows"),
-        (lambda: ops.regroup_out(rows, counts, False, out[:5]), r"out: expected float32 of shape \[6, 3\]"),
-        (lambda: ops.regroup_out(rows.clone().requires_grad_(), counts, False, out), "has no gradient"),
+        (lambda: regroup_out(rows, counts, False, rows), "out: expected memory of its own.*overlaps rows"),
+        (lambda: regroup_out(rows, counts, False, out[:5]), r"out: expected float32 of shape \[6, 3\]"),
+        (lambda: regroup_out(rows.clone().requires_grad_(), counts, False, out), "has no gradient"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
@@ -215,7 +217,7 @@ def test_opcheck(name, device):
 def test_compiles_to_one_graph_with_dynamic_shapes(device):
     def exchange(rows, ids, counts, replicas):
         ordered = ops.regroup(rows * 2, counts)
-        send, receive = ops.split_tokens(ops.expert_histograms([ids, ids], 3).t().contiguous(), replicas, 1)
+        send, receive = ops.split_tokens(expert_histograms([ids, ids], 3).t().contiguous(), replicas, 1)
         return ops.regroup(ordered.relu(), counts, inverse=True), send, receive
 
     torch._dynamo.reset()
@@ -238,7 +240,7 @@ def test_compiles_to_one_graph_with_dynamic_shapes(device):
 
 
 def test_the_average_is_right_from_the_first_step():
-    average = planning.LoadAverage(2, 3, half_life=7)
+    average = LoadAverage(2, 3, half_life=7)
     assert not average.loads.any()
     average.add([[5, 0, 1], [0, 0, 0]])
     np.testing.assert_array_equal(average.loads, [[5, 0, 1], [0, 0, 0]])
@@ -249,10 +251,10 @@ def test_the_average_is_right_from_the_first_step():
 
 def test_training_continues_elsewhere_with_the_same_bits():
     random = np.random.default_rng(0)
-    first = planning.LoadAverage(3, 5, half_life=2.5)
+    first = LoadAverage(3, 5, half_life=2.5)
     for step in range(30):
         if step == 11:
-            second = planning.LoadAverage(3, 5, half_life=2.5, state=first.state)
+            second = LoadAverage(3, 5, half_life=2.5, state=first.state)
         tokens = random.integers(0, 100, (3, 5))
         first.add(tokens)
         if step >= 11:
@@ -265,14 +267,14 @@ def test_training_continues_elsewhere_with_the_same_bits():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: planning.LoadAverage(1, 2, half_life=0.5), "half_life: expected a finite number of steps, 1 or more"),
-        (lambda: planning.LoadAverage(1, 2, half_life="7"), "half_life: expected a number of steps, got '7'"),
-        (lambda: planning.LoadAverage(-1, 2, half_life=7), "layers: expected an integer from 0"),
-        (lambda: planning.LoadAverage(1, 2, half_life=7, state=[[1, 1]]), r"state: expected shape \[1, 2 \+ 1\]"),
-        (lambda: planning.LoadAverage(1, 1, half_life=7, state=[[1, 0]]), "no steps lead to the numbers of layer 0"),
-        (lambda: planning.LoadAverage(1, 2, half_life=7).add([[1, 2, 3]]), r"tokens: expected shape \[1, 2\]"),
-        (lambda: planning.LoadAverage(1, 2, half_life=7).add([[1, -2]]), "expert 1 of layer 0 has -2"),
-        (lambda: planning.LoadAverage(1, 2, half_life=7).add([[1, 0.5]]), "tokens: expected int64, got float64"),
+        (lambda: LoadAverage(1, 2, half_life=0.5), "half_life: expected a finite number of steps, 1 or more"),
+        (lambda: LoadAverage(1, 2, half_life="7"), "half_life: expected a number of steps, got '7'"),
+        (lambda: LoadAverage(-1, 2, half_life=7), "layers: expected an integer from 0"),
+        (lambda: LoadAverage(1, 2, half_life=7, state=[[1, 1]]), r"state: expected shape \[1, 2 \+ 1\]"),
+        (lambda: LoadAverage(1, 1, half_life=7, state=[[1, 0]]), "no steps lead to the numbers of layer 0"),
+        (lambda: LoadAverage(1, 2, half_life=7).add([[1, 2, 3]]), r"tokens: expected shape \[1, 2\]"),
+        (lambda: LoadAverage(1, 2, half_life=7).add([[1, -2]]), "expert 1 of layer 0 has -2"),
+        (lambda: LoadAverage(1, 2, half_life=7).add([[1, 0.5]]), "tokens: expected int64, got float64"),
     ],
 )
 def test_errors_of_the_average_name_the_argument(call, message):

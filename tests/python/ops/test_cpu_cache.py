@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from evermoe import ops
+from evermoe.ops.cache import cpu_cache_bytes, set_cpu_cache_limit
 
 TOKENS, WIDTH = 1024, 1024  # 4 MiB of float32
 
@@ -14,10 +15,10 @@ pytestmark = pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version
 
 @pytest.fixture(autouse=True)
 def empty_cache():
-    ops.set_cpu_cache_limit(0)
-    ops.set_cpu_cache_limit(None)
+    set_cpu_cache_limit(0)
+    set_cpu_cache_limit(None)
     yield
-    ops.set_cpu_cache_limit(None)
+    set_cpu_cache_limit(None)
 
 
 def rows(value=1.0):
@@ -30,10 +31,10 @@ def test_a_result_takes_the_memory_of_one_that_is_gone():
     first = rows()
     address = first.data_ptr()
     del first
-    assert ops.cpu_cache_bytes() == 4 << 20
+    assert cpu_cache_bytes() == 4 << 20
     second = rows(2.0)
     assert second.data_ptr() == address
-    assert ops.cpu_cache_bytes() == 0
+    assert cpu_cache_bytes() == 0
     assert bool((second == 2).all())
 
 
@@ -60,21 +61,21 @@ def test_memory_that_autograd_keeps_is_left_alone():
 def test_a_limit_holds_and_frees():
     kept = [rows() for _ in range(3)]
     del kept
-    assert ops.cpu_cache_bytes() == 12 << 20
-    ops.set_cpu_cache_limit(5 << 20)
-    assert ops.cpu_cache_bytes() == 4 << 20
-    ops.set_cpu_cache_limit(0)
-    assert ops.cpu_cache_bytes() == 0
+    assert cpu_cache_bytes() == 12 << 20
+    set_cpu_cache_limit(5 << 20)
+    assert cpu_cache_bytes() == 4 << 20
+    set_cpu_cache_limit(0)
+    assert cpu_cache_bytes() == 0
     rows()
-    assert ops.cpu_cache_bytes() == 0
+    assert cpu_cache_bytes() == 0
     with pytest.raises(OverflowError):
-        ops.set_cpu_cache_limit(-1)
+        set_cpu_cache_limit(-1)
 
 
 def test_small_results_are_not_kept():
     small = ops.permute(torch.ones(8, 8), torch.arange(8), torch.arange(8)[:, None])
     del small
-    assert ops.cpu_cache_bytes() == 0
+    assert cpu_cache_bytes() == 0
 
 
 def test_results_may_die_on_other_threads():
@@ -87,7 +88,7 @@ def test_results_may_die_on_other_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    assert 0 < ops.cpu_cache_bytes() <= 16 << 20
+    assert 0 < cpu_cache_bytes() <= 16 << 20
 
 
 def test_a_result_can_be_saved_shared_and_resized(tmp_path):
@@ -97,4 +98,4 @@ def test_a_result_can_be_saved_shared_and_resized(tmp_path):
     assert torch.equal(result.clone().resize_(10), torch.full((10,), 7.0))
     result.share_memory_()
     assert bool((result == 7).all())
-    assert ops.cpu_cache_bytes() == 4 << 20, "shared memory took its place"
+    assert cpu_cache_bytes() == 4 << 20, "shared memory took its place"

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from evermoe import ops
+from evermoe.ops.chunks import BLOCK_BYTES, num_chunks, pack_chunks, unpack_chunks
+from evermoe.ops.optim import adamw_, adamw_step
 from support.tokens import make_ids
 
 raw = torch.ops.evermoe
@@ -77,12 +79,12 @@ def test_rows_past_2_to_the_31_elements(large):
 
 def check_chunks(device, elements):
     state, chunk_bytes = torch.arange(elements, dtype=torch.int32, device=device), 4 << 20
-    chunks = torch.empty(ops.num_chunks([state], chunk_bytes), chunk_bytes, dtype=torch.uint8, device=device)
-    hashes = torch.empty(len(chunks), chunk_bytes // ops.BLOCK_BYTES, dtype=torch.int64, device=device)
-    ops.pack_chunks([state], 0, chunks, hashes)
+    chunks = torch.empty(num_chunks([state], chunk_bytes), chunk_bytes, dtype=torch.uint8, device=device)
+    hashes = torch.empty(len(chunks), chunk_bytes // BLOCK_BYTES, dtype=torch.int64, device=device)
+    pack_chunks([state], 0, chunks, hashes)
     assert torch.equal(chunks.view(-1)[: state.nbytes], state.view(torch.uint8))
     again, wrong = torch.zeros_like(state), torch.ones(len(chunks), dtype=torch.int64, device=device)
-    ops.unpack_chunks(chunks, hashes, 0, [again], wrong)
+    unpack_chunks(chunks, hashes, 0, [again], wrong)
     assert torch.equal(again, state) and not wrong.any()
 
 
@@ -98,9 +100,9 @@ def check_adamw(device, elements):
     for each in arrays:
         each[-last:] += torch.rand(last, device=device)
     small = [each[-last:].clone() for each in arrays]
-    step = ops.adamw_step(t=3, lr=0.1, weight_decay=0.01)[None]
+    step = adamw_step(t=3, lr=0.1, weight_decay=0.01)[None]
     for p, m, v, gradient in (arrays, small):
-        ops.adamw_(p, m, v, [gradient], step)
+        adamw_(p, m, v, [gradient], step)
     for each, expected in zip(arrays, small, strict=True):
         assert torch.equal(each[-last:], expected)
         assert (each[:-last] == each[0]).all()

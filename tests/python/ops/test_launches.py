@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from evermoe import Expert, Experts, ops
+from evermoe.ops.chunks import hash_blocks, num_chunks, pack_chunks, unpack_chunks
+from evermoe.ops.fp8 import dequantize_rows, quantize_rows
+from evermoe.ops.optim import adamw_all_, adamw_step, sgd_all_, sgd_step
 from support import stand_in
 
 sys.path.append(str(Path(__file__).parents[3] / "benches"))
@@ -108,26 +111,26 @@ def test_a_layer_splits_tokens_evenly_by_one_kernel_and_balanced_on_the_host(cud
 
 def test_rows_in_8_bits(cuda, launched):
     x = torch.ones(T, 128, dtype=torch.bfloat16, device=cuda)
-    small = ops.quantize_rows(x)
-    assert launched(lambda: ops.quantize_rows(x)) == of_table("quantize_rows")
-    assert launched(lambda: ops.dequantize_rows(small, 128, torch.bfloat16)) == of_table("dequantize_rows")
+    small = quantize_rows(x)
+    assert launched(lambda: quantize_rows(x)) == of_table("quantize_rows")
+    assert launched(lambda: dequantize_rows(small, 128, torch.bfloat16)) == of_table("dequantize_rows")
 
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_steps_of_optimizers(cuda, launched, count):
     """One launch, of however many parameters."""
     p, m, v, gradients = ([torch.ones(33, device=cuda) for _ in range(count)] for _ in range(4))
-    adamw = torch.stack([ops.adamw_step(t=1, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)] * count)
-    sgd = torch.stack([ops.sgd_step(is_first=False, lr=0.1, momentum=0.9)] * count)
-    assert launched(lambda: ops.adamw_all_(p, m, v, gradients, adamw)) == of_table("adamw_, adamw_all_ (a step)")
-    assert launched(lambda: ops.sgd_all_(p, m, gradients, sgd)) == of_table("sgd_, sgd_all_ with momentum")
+    adamw = torch.stack([adamw_step(t=1, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)] * count)
+    sgd = torch.stack([sgd_step(is_first=False, lr=0.1, momentum=0.9)] * count)
+    assert launched(lambda: adamw_all_(p, m, v, gradients, adamw)) == of_table("adamw_, adamw_all_ (a step)")
+    assert launched(lambda: sgd_all_(p, m, gradients, sgd)) == of_table("sgd_, sgd_all_ with momentum")
 
 
 def test_chunks(cuda, launched):
     tensors = [torch.ones(300, device=cuda), torch.ones(5, device=cuda)]
-    chunks = torch.empty(ops.num_chunks(tensors, 4096), 4096, dtype=torch.uint8, device=cuda)
+    chunks = torch.empty(num_chunks(tensors, 4096), 4096, dtype=torch.uint8, device=cuda)
     hashes = torch.empty(len(chunks), 1, dtype=torch.int64, device=cuda)
     wrong = torch.zeros(len(chunks), dtype=torch.int64, device=cuda)
-    assert launched(lambda: ops.pack_chunks(tensors, 0, chunks, hashes)) == of_table("pack_chunks")
-    assert launched(lambda: ops.unpack_chunks(chunks, hashes, 0, tensors, wrong)) == of_table("unpack_chunks")
-    assert launched(lambda: ops.hash_blocks(chunks, hashes)) == of_table("hash_blocks")
+    assert launched(lambda: pack_chunks(tensors, 0, chunks, hashes)) == of_table("pack_chunks")
+    assert launched(lambda: unpack_chunks(chunks, hashes, 0, tensors, wrong)) == of_table("unpack_chunks")
+    assert launched(lambda: hash_blocks(chunks, hashes)) == of_table("hash_blocks")

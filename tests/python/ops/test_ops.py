@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from evermoe import ops
+from evermoe.ops.dispatch import expert_histograms, permute_out, regroup_out, unpermute_out
 from support.tokens import make_ids
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -229,7 +230,7 @@ def test_compiles_to_one_graph_with_dynamic_shapes(device, backend):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_out_variant(device, backend):
     def fill(x, row_ids, positions, out):
-        ops.permute_out(x, row_ids, positions, out)
+        permute_out(x, row_ids, positions, out)
         return out + 1
 
     x, row_ids, positions, _ = case((7, 3, 5, 13, 2), torch.float32, device)
@@ -243,8 +244,8 @@ def test_out_variants_fill_the_buffer_and_autograd_learns_of_it(device):
     x, row_ids, positions, weights = case((7, 3, 5, 13, 2), torch.bfloat16, device)
     rows, back = torch.empty(21, 13, dtype=x.dtype, device=device), torch.empty_like(x)
     before = rows._version, back._version
-    assert ops.permute_out(x, row_ids, positions, rows) is rows
-    assert ops.unpermute_out(rows, positions, weights, back) is back
+    assert permute_out(x, row_ids, positions, rows) is rows
+    assert unpermute_out(rows, positions, weights, back) is back
     assert (rows._version, back._version) == (before[0] + 1, before[1] + 1)
     assert torch.equal(rows, ops.permute(x, row_ids, positions))
     assert torch.equal(back, ops.unpermute(rows, positions, weights))
@@ -254,7 +255,7 @@ def test_out_variants_fill_the_buffer_and_autograd_learns_of_it(device):
     assert all(torch.equal(one, two) for one, two in zip(grads, expected, strict=True))
     assert [grad._version for grad in grads] == [1, 1]
     saved = torch.ones_like(back, requires_grad=True) * back
-    ops.unpermute_out(rows, positions, None, back)
+    unpermute_out(rows, positions, None, back)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
@@ -281,10 +282,10 @@ def refusals(device):
         r"weights: expected the shape of positions, \[7, 3\]",
         lambda: ops.unpermute(rows, positions, weights[:2]),
     )
-    yield r"out: expected float32 of shape \[21, 13\]", lambda: ops.permute_out(x, row_ids, positions, x)
-    yield "out: expected a contiguous", lambda: ops.permute_out(x, row_ids, positions, big[:42:2])
-    yield "overlaps x", lambda: ops.permute_out(big[:7], row_ids, positions, big[3:24])
-    yield "no gradient", lambda: ops.permute_out(x.clone().requires_grad_(), row_ids, positions, rows)
+    yield r"out: expected float32 of shape \[21, 13\]", lambda: permute_out(x, row_ids, positions, x)
+    yield "out: expected a contiguous", lambda: permute_out(x, row_ids, positions, big[:42:2])
+    yield "overlaps x", lambda: permute_out(big[:7], row_ids, positions, big[3:24])
+    yield "no gradient", lambda: permute_out(x.clone().requires_grad_(), row_ids, positions, rows)
     yield (
         r"grad: expected float32 of shape \[7, 13\]",
         lambda: raw.unpermute_backward(rows, rows, positions, weights),
@@ -311,13 +312,13 @@ def test_refusals_say_what_was_expected(index, device):
     [
         ("x", lambda bad, ids: ops.permute(bad, ids[0], ids)),
         ("positions", lambda bad, ids: ops.permute(torch.ones(2, 3), ids[0], bad)),
-        ("x", lambda bad, ids: ops.permute_out(bad, ids[0], ids, torch.ones(2, 3))),
+        ("x", lambda bad, ids: permute_out(bad, ids[0], ids, torch.ones(2, 3))),
         ("rows", ops.unpermute),
-        ("rows", lambda bad, ids: ops.unpermute_out(bad, ids, None, torch.ones(2, 3))),
+        ("rows", lambda bad, ids: unpermute_out(bad, ids, None, torch.ones(2, 3))),
         ("rows", ops.regroup),
-        ("rows", lambda bad, ids: ops.regroup_out(bad, ids, False, torch.ones(2, 3))),
+        ("rows", lambda bad, ids: regroup_out(bad, ids, False, torch.ones(2, 3))),
         ("ids", lambda bad, ids: ops.expert_histogram(bad, 3)),
-        ("ids", lambda bad, ids: ops.expert_histograms(bad, 3)),
+        ("ids", lambda bad, ids: expert_histograms(bad, 3)),
         ("ids", ops.dispatch_plan),
         ("counts", lambda bad, ids: ops.split_tokens(bad, ids, 0)),
     ],

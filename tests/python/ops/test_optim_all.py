@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from evermoe import ops
+from evermoe.ops.optim import adamw_all_, adamw_step, sgd_, sgd_all_, sgd_step
 from support.floats import normal, same_bits
 
 ADAMW = {"lr": 0.3, "betas": (0.9, 0.97), "eps": 1e-9, "weight_decay": 0.2}
 SGD = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.2}
 SIZES = [1, 7, 0, 8, 2049, 64, 70_001, 15]
 COUNT = 150  # more than two launches take
-PLAIN = ops.sgd_step(is_first=False, lr=0.5)
+PLAIN = sgd_step(is_first=False, lr=0.5)
 raw = torch.ops.evermoe
 
 
@@ -20,8 +21,8 @@ def rows(op, count):
         return torch.empty(0, 10 if op == "adamw" else 9)
     if op == "adamw":
         arithmetics = ["evermoe", "torch_cpu_fused"]
-        return torch.stack([ops.adamw_step(t=i % 3 + 1, arithmetic=arithmetics[i % 2], **ADAMW) for i in range(count)])
-    return torch.stack([ops.sgd_step(is_first=i % 3 == 0, **SGD) for i in range(count)])
+        return torch.stack([adamw_step(t=i % 3 + 1, arithmetic=arithmetics[i % 2], **ADAMW) for i in range(count)])
+    return torch.stack([sgd_step(is_first=i % 3 == 0, **SGD) for i in range(count)])
 
 
 def parameters(count, arrays, device):
@@ -47,9 +48,9 @@ def test_equals_a_call_for_each(op, count, device):
     ours = parameters(count, 3 if op == "adamw" else 2, device)
     theirs = [[tensor.clone() for tensor in array] for array in ours]
     gradients, steps = gradients_of(ours[0]), rows(op, count)
-    getattr(ops, f"{op}_all_")(*ours, gradients, steps)
+    getattr(ops.optim, f"{op}_all_")(*ours, gradients, steps)
     for *state, gradient, step in zip(*theirs, gradients, steps, strict=True):
-        getattr(ops, f"{op}_")(*state, [gradient], step[None])
+        getattr(ops.optim, f"{op}_")(*state, [gradient], step[None])
     for array, other in zip(ours, theirs, strict=True):
         assert all(same_bits(one, two) for one, two in zip(array, other, strict=True))
     assert count == 0 or not torch.equal(ours[0][0], parameters(count, 1, device)[0][0])
@@ -57,11 +58,11 @@ def test_equals_a_call_for_each(op, count, device):
 
 def test_parameters_without_momentum_have_no_buffer(device):
     (ours, buffers), (theirs, again) = parameters(4, 2, device), parameters(4, 2, device)
-    steps = torch.stack([ops.sgd_step(is_first=False, **SGD | {"momentum": 0.9 * (i % 2)}) for i in range(4)])
+    steps = torch.stack([sgd_step(is_first=False, **SGD | {"momentum": 0.9 * (i % 2)}) for i in range(4)])
     gradients = gradients_of(ours)
-    ops.sgd_all_(ours, buffers[1::2], gradients, steps)
+    sgd_all_(ours, buffers[1::2], gradients, steps)
     for p, buffer, gradient, step in zip(theirs, again, gradients, steps, strict=True):
-        ops.sgd_(p, buffer, [gradient], step[None])
+        sgd_(p, buffer, [gradient], step[None])
     for one, two in zip(ours + buffers, theirs + again, strict=True):
         assert same_bits(one, two)
 
@@ -71,17 +72,17 @@ def test_parameters_that_share_memory_are_stepped_in_their_order(device):
     memories = [torch.linspace(-1, 1, 40, device=device) for _ in range(2)]
     ours, theirs = ([memory[:30], memory[10:], memory[:8]] for memory in memories)
     gradients = [[torch.ones(30, device=device), None, memory[20:28]] for memory in memories]
-    steps = torch.stack([ops.sgd_step(is_first=False, lr=0.3, weight_decay=0.5)] * 3)
-    ops.sgd_all_(ours, [], gradients[0], steps)
+    steps = torch.stack([sgd_step(is_first=False, lr=0.3, weight_decay=0.5)] * 3)
+    sgd_all_(ours, [], gradients[0], steps)
     for p, gradient, step in zip(theirs, gradients[1], steps, strict=True):
-        ops.sgd_(p, None, [gradient], step[None])
+        sgd_(p, None, [gradient], step[None])
     assert same_bits(*memories)
 
 
 def test_parameters_may_be_on_two_devices(device):
     parameters = [torch.ones(9), torch.ones(9, device=device)]
     gradients = [torch.ones(9), torch.ones(9, device=device)]
-    ops.sgd_all_(parameters, [], gradients, torch.stack([PLAIN] * 2))
+    sgd_all_(parameters, [], gradients, torch.stack([PLAIN] * 2))
     assert torch.equal(parameters[0], torch.full([9], 0.5))
     assert torch.equal(parameters[1].cpu(), parameters[0])
 
@@ -101,7 +102,7 @@ def test_opcheck_without_buffers(device):
 
 def test_compiled_step(device):
     def train(p, q, steps):
-        ops.sgd_all_([p, q], [], [p * 2, q * 3], steps)
+        sgd_all_([p, q], [], [p * 2, q * 3], steps)
         return p + q
 
     steps = torch.stack([PLAIN] * 2)
@@ -115,7 +116,7 @@ def test_compiled_step(device):
 def test_autograd_learns_that_the_buffer_changed(device):
     state = parameters(3, 3, device)
     versions = [tensor._version for array in state for tensor in array]
-    ops.adamw_all_(*state, [None] * 3, rows("adamw", 3))
+    adamw_all_(*state, [None] * 3, rows("adamw", 3))
     assert [tensor._version for array in state for tensor in array] == [version + 1 for version in versions]
 
 
@@ -127,7 +128,7 @@ def refusals(p, m, v):
         return [value if number == index else tensor for number, tensor in enumerate(tensors)]
 
     def adamw(p=p, m=m, v=v, gradients=gradients, steps=steps):
-        return lambda: ops.adamw_all_(p, m, v, gradients, steps)
+        return lambda: adamw_all_(p, m, v, gradients, steps)
 
     narrow, short = gradients[4].half(), m[3][:4]
     yield "parameter 4: gradients: expected float32 or bfloat16", adamw(gradients=change(gradients, 4, narrow))
@@ -143,11 +144,11 @@ def refusals(p, m, v):
     short = v[:3] + v[3:4] * 2
     yield (
         r"parameter 4: buffer: expected float32 of shape \[2049\], got .*\[8\]",
-        lambda: ops.sgd_all_(p, short, gradients, rows("sgd", 5)),
+        lambda: sgd_all_(p, short, gradients, rows("sgd", 5)),
     )
     yield (
         "buffers: expected one for each of the 5 parameters whose step has momentum, got 1",
-        lambda: ops.sgd_all_(p, v[:1], gradients, rows("sgd", 5)),
+        lambda: sgd_all_(p, v[:1], gradients, rows("sgd", 5)),
     )
 
 

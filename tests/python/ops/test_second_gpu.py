@@ -7,6 +7,7 @@ from evermoe import ops
 from evermoe._native import Arena, CopyEngine
 from evermoe.comm.courier import Courier
 from evermoe.comm.transport import Transport
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.optim import SGD
 from evermoe.snapshot.chunked_copy import ChunkedCopy
 from evermoe.state.gpu_digests import gpu_digests
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def second():
     """The second GPU; the first one stays the current one."""
-    if torch.cuda.device_count() < 2 or not ops.has_cuda_kernels():
+    if torch.cuda.device_count() < 2 or not has_cuda_kernels():
         pytest.skip("no second CUDA device, or no kernels in this build")
     yield torch.device("cuda", 1)
     assert torch.cuda.current_device() == 0

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from evermoe import ops
+from evermoe.ops.optim import adamw_step, sgd_, sgd_step
 from evermoe.optim import SGD
 from support.floats import KINDS, normal, same_bits
 
@@ -45,7 +45,7 @@ def fresh_state(p, settings):
 
 
 def numbers(settings, firsts, **more):
-    return torch.stack([ops.sgd_step(is_first=is_first, **settings, **more) for is_first in firsts])
+    return torch.stack([sgd_step(is_first=is_first, **settings, **more) for is_first in firsts])
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -68,7 +68,7 @@ def test_equals_torch_bit_for_bit(settings, kind, variant, arithmetic, sizes, de
         for t in range(20):
             gradient = KINDS[kind](size, random)
             theirs.step(gradient)
-            ops.sgd_(*ours, [gradient.to(device)], numbers(settings, [t == 0], arithmetic=arithmetic))
+            sgd_(*ours, [gradient.to(device)], numbers(settings, [t == 0], arithmetic=arithmetic))
             assert theirs.equals(*ours), (size, t)
 
 
@@ -90,7 +90,7 @@ def test_equals_torch_over_a_thousand_steps(settings, device):
             theirs.step(gradient)
             gradients.append(None if t % 7 == 0 else gradient.to(device))
             rows.append(numbers(settings | {"lr": rate}, [t == 1], arithmetic="torch_cpu_fused")[0])
-        ops.sgd_(*ours, gradients, torch.stack(rows))
+        sgd_(*ours, gradients, torch.stack(rows))
         assert theirs.equals(*ours), first
 
 
@@ -104,9 +104,9 @@ def test_batched_steps_equal_single_steps(size, settings, device):
     gradients[3], gradients[10], gradients[5] = None, None, gradients[5].bfloat16()
     steps = numbers(settings, [t == 0 for t in range(11)])
     steps[4] = numbers(settings, [False], loss_scale=1024.0, clip=0.3, arithmetic="torch_cpu_fused")[0]
-    ops.sgd_(*at_once, gradients, steps)
+    sgd_(*at_once, gradients, steps)
     for gradient, step in zip(gradients, steps, strict=True):
-        ops.sgd_(*one_by_one, [gradient], step[None])
+        sgd_(*one_by_one, [gradient], step[None])
     kept = slice(None) if settings.get("momentum") else slice(1)
     for one, two in zip(at_once[kept], one_by_one[kept], strict=True):
         assert same_bits(one, two)
@@ -118,17 +118,17 @@ def test_loss_scale_divides_then_clip_multiplies_then_maximize_negates(device):
     start, gradient = normal(1000, random).to(device), normal(1000, random)
     settings = SETTINGS["nesterov"]
     ours, plain = fresh_state(start, settings), fresh_state(start, settings)
-    ops.sgd_(*ours, [gradient.to(device)], numbers(settings, [True], loss_scale=3.0, clip=0.7, maximize=True))
+    sgd_(*ours, [gradient.to(device)], numbers(settings, [True], loss_scale=3.0, clip=0.7, maximize=True))
     scaled = -((gradient / 3.0) * 0.7)  # on the CPU: torch multiplies by 1 / 3 on a GPU
-    ops.sgd_(*plain, [scaled.to(device)], numbers(settings, [True]))
+    sgd_(*plain, [scaled.to(device)], numbers(settings, [True]))
     assert all(same_bits(one, two) for one, two in zip(ours, plain, strict=True))
 
 
 def test_the_documented_example(device):
     p, buffer = torch.tensor([4.0], device=device), torch.tensor([6.0], device=device)
-    step = ops.sgd_step(is_first=False, lr=0.5, momentum=0.5, weight_decay=0.25)
+    step = sgd_step(is_first=False, lr=0.5, momentum=0.5, weight_decay=0.25)
     assert step.tolist() == [0, 1, 1, 0.25, 0.5, 1, 0.5, 0, 0]
-    ops.sgd_(p, buffer, [torch.tensor([2.0], device=device)], step[None])
+    sgd_(p, buffer, [torch.tensor([2.0], device=device)], step[None])
     assert (p.item(), buffer.item()) == (1.0, 6.0)
 
 
@@ -145,7 +145,7 @@ def test_opcheck(with_buffer, device):
 def test_autograd_learns_that_the_buffer_changed(device):
     p, buffer = fresh_state(torch.ones(4, device=device), SETTINGS["momentum"])
     versions = p._version, buffer._version
-    ops.sgd_(p, buffer, [None], numbers(SETTINGS["momentum"], [True]))
+    sgd_(p, buffer, [None], numbers(SETTINGS["momentum"], [True]))
     assert (p._version, buffer._version) == (versions[0] + 1, versions[1] + 1)
 
 
@@ -154,16 +154,16 @@ def refusals(device):
     gradient, steps = torch.ones_like(p), numbers(SETTINGS["momentum"], [True])
     wrong = steps.clone()
     wrong[0, 7] = 0.5
-    adamw = ops.adamw_step(t=1, lr=1.0, arithmetic="torch_cuda_foreach")[None, :9]
-    yield "p: expected float32 of shape", lambda: ops.sgd_(p.double(), buffer, [gradient], steps)
-    yield r"buffer: expected float32 of shape \[4, 6\]", lambda: ops.sgd_(p, buffer[:3], [None], steps)
-    yield "buffer: expected one for a step with momentum 0.9, got None", lambda: ops.sgd_(p, None, [None], steps)
-    yield "buffer: expected memory of its own, got .* overlaps p", lambda: ops.sgd_(p, p, [None], steps)
-    yield "gradients: .* overlaps buffer", lambda: ops.sgd_(p, buffer, [buffer], steps)
-    yield "gradients: expected float32 or bfloat16", lambda: ops.sgd_(p, buffer, [gradient.half()], steps)
-    yield r"steps: expected float32 of shape \[2, 9\]", lambda: ops.sgd_(p, buffer, [None, None], steps)
-    yield "steps: expected 0 or 1 for is_first", lambda: ops.sgd_(p, buffer, [None], wrong)
-    yield "steps: expected rows that begin with the number of an arithmetic", lambda: ops.sgd_(p, buffer, [None], adamw)
+    adamw = adamw_step(t=1, lr=1.0, arithmetic="torch_cuda_foreach")[None, :9]
+    yield "p: expected float32 of shape", lambda: sgd_(p.double(), buffer, [gradient], steps)
+    yield r"buffer: expected float32 of shape \[4, 6\]", lambda: sgd_(p, buffer[:3], [None], steps)
+    yield "buffer: expected one for a step with momentum 0.9, got None", lambda: sgd_(p, None, [None], steps)
+    yield "buffer: expected memory of its own, got .* overlaps p", lambda: sgd_(p, p, [None], steps)
+    yield "gradients: .* overlaps buffer", lambda: sgd_(p, buffer, [buffer], steps)
+    yield "gradients: expected float32 or bfloat16", lambda: sgd_(p, buffer, [gradient.half()], steps)
+    yield r"steps: expected float32 of shape \[2, 9\]", lambda: sgd_(p, buffer, [None, None], steps)
+    yield "steps: expected 0 or 1 for is_first", lambda: sgd_(p, buffer, [None], wrong)
+    yield "steps: expected rows that begin with the number of an arithmetic", lambda: sgd_(p, buffer, [None], adamw)
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -188,7 +188,7 @@ def test_refusals_say_what_was_expected_and_change_nothing(index, device):
 )
 def test_numbers_out_of_range_are_named(name, value):
     with pytest.raises(ValueError, match=f"{name}: expected"):
-        ops.sgd_step(**PLAIN | {"is_first": True} | {name: value})
+        sgd_step(**PLAIN | {"is_first": True} | {name: value})
 
 
 def parameters(seed=0):

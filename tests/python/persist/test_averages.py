@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import evermoe
-from evermoe import EMA, ElasticSampler, Session
+from evermoe import ElasticSampler, Session
+from evermoe.optim import EMA
 from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.partial import PartialCheckpoint
 from evermoe.state.version import step_of

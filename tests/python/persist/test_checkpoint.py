@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import evermoe
-from evermoe import CorruptCopy, ElasticSampler, Session, load_weights
+from evermoe import ElasticSampler, Session, load_weights
 from evermoe.comm.group import Group
+from evermoe.errors import CorruptCopy
 from evermoe.events import Checkpoint, Recovered
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_folder import CheckpointFolder, find

@@ -15,7 +15,7 @@ from evermoe.persist.folder import find_persisted, read_persisted, sweep
 from evermoe.persist.manifest import Part
 from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
-from evermoe.planning import recovery_plan
+from evermoe.planning.recovery import recovery_plan
 from support.harness import PATIENCE
 from support.models import make, read
 from support.persisting import NBYTES, content, versions

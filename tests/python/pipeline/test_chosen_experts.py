@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evermoe.planning import select_experts
+from evermoe.planning.selection import select_experts
 from support.harness import PATIENCE
 from support.pipelines import RANKS, Pipeline, run_undisturbed
 

@@ -323,10 +323,10 @@ def test_a_wait_in_a_store_ends():
     threading.Timer(0.1, store.set, ("late", "value")).start()
     assert patient.get("late") == b"value"
     hasty = torch_groups.WatchedStore(store, lost, timedelta(seconds=0.1))
-    with pytest.raises(evermoe.PeerLost, match="nothing from some rank"):
+    with pytest.raises(evermoe.errors.PeerLost, match="nothing from some rank"):
         hasty.wait(["never"], timedelta(seconds=2 * PATIENCE))
     threading.Timer(0.1, lost.set).start()
-    with pytest.raises(evermoe.PeerLost, match="a rank is lost"):
+    with pytest.raises(evermoe.errors.PeerLost, match="a rank is lost"):
         patient.wait(["never"])
 
 

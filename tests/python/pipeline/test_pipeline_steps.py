@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import evermoe
+from evermoe.errors import UnsupportedState
 from support.pipeline_worker import PEERS, STAGES, Stage, batch, counted_rows, sum_loss
 from support.pipelines import RANKS, Pipeline
 
@@ -146,7 +147,7 @@ class Schedule:
 
 def test_what_a_schedule_does_itself_is_refused_by_name(session):
     step = begin(session)
-    with pytest.raises(evermoe.UnsupportedState, match="schedule runs the backward passes of its microbatches itself"):
+    with pytest.raises(UnsupportedState, match="schedule runs the backward passes of its microbatches itself"):
         step.backward(torch.ones(1, requires_grad=True))
     with pytest.raises(ValueError, match="expected n to be a whole number, >= 1, got 0"):
         step.micro_batches(0)
@@ -156,14 +157,14 @@ def test_what_a_schedule_does_itself_is_refused_by_name(session):
     with pytest.raises(ValueError, match="expected rows that 3 parts divide evenly, got 4"):
         next(step.micro_batches(3)).of(torch.zeros(4, 2))
     assert [part.of(torch.arange(4)).tolist() for part in step.micro_batches(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(evermoe.UnsupportedState, match="outside of `with step:`"):
+    with pytest.raises(UnsupportedState, match="outside of `with step:`"):
         session._loop.new_step().run()
 
 
 def test_losses_that_cannot_be_weighed_are_refused(session):
     weight = torch.ones(1, requires_grad=True)
     compute = session.loss_function(lambda output, target: output)
-    with pytest.raises(evermoe.UnsupportedState, match="a loss was computed outside of a step"):
+    with pytest.raises(UnsupportedState, match="a loss was computed outside of a step"):
         compute(weight * 2, None)
     schedule = Schedule(compute, [torch.ones(1)])
     step = begin(session, schedule)
@@ -183,13 +184,13 @@ def test_losses_that_cannot_be_weighed_are_refused(session):
 def test_a_loss_that_a_scaler_has_scaled_is_refused(session):
     weight, scaler = torch.ones(1, requires_grad=True), torch.amp.GradScaler("cpu")
     compute = session.loss_function(lambda output, target: scaler.scale(output))
-    with pytest.raises(evermoe.UnsupportedState, match=r"scaled by a torch.amp.GradScaler"):
+    with pytest.raises(UnsupportedState, match=r"scaled by a torch.amp.GradScaler"):
         begin(session, Schedule(compute, [weight * 2])).run()
 
 
 def test_a_scaler_for_parameters_in_float16_is_refused():
     module = nn.Linear(2, 2, dtype=torch.float16)
-    with pytest.raises(evermoe.UnsupportedState, match="cannot scale back gradients in float16"):
+    with pytest.raises(UnsupportedState, match="cannot scale back gradients in float16"):
         refused(module, scaler=torch.amp.GradScaler("cpu"))
 
 
@@ -201,24 +202,22 @@ def refused(module, optimizer=None, **options):
 def test_routers_that_follow_the_load_are_refused_by_name():
     router = evermoe.Router(8, 4, 2, balance_rate=1e-3)
     stage = torch.nn.Sequential(evermoe.MoE.of(router, evermoe.Experts(evermoe.Expert(8, 16), 4)))
-    with pytest.raises(evermoe.UnsupportedState, match=r"layer 0\.experts expects the load of all ranks"):
+    with pytest.raises(evermoe.errors.UnsupportedState, match=r"layer 0\.experts expects the load of all ranks"):
         refused(stage)
 
 
 def test_tensor_parallel_stages_are_refused_by_name(tmp_path):
     marked = nn.Linear(2, 2)
     marked.weight.tensor_model_parallel = True
-    with pytest.raises(evermoe.UnsupportedState, match="parameter weight is divided among tensor-parallel ranks"):
+    with pytest.raises(UnsupportedState, match="parameter weight is divided among tensor-parallel ranks"):
         refused(marked)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         divided = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
-        with pytest.raises(
-            evermoe.UnsupportedState, match=r"parameter 0\.weight is divided among tensor-parallel ranks"
-        ):
+        with pytest.raises(UnsupportedState, match=r"parameter 0\.weight is divided among tensor-parallel ranks"):
             refused(divided)
-        with pytest.raises(evermoe.UnsupportedState, match="DistributedDataParallel, at the top of the model"):
+        with pytest.raises(UnsupportedState, match="DistributedDataParallel, at the top of the model"):
             refused(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
     finally:
         dist.destroy_process_group()

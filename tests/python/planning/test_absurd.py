@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evermoe import _native, planning
+from evermoe import _native
+from evermoe.planning.placement import session_slots
 from support import absurd
 
 TESTS = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ def test_a_plan_of_endless_steps_is_refused():
 )
 def test_slots_of_endless_models_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        planning.session_slots(*arguments)
+        session_slots(*arguments)
 
 
 @pytest.mark.parametrize("experts", [1, 7, 8, 64])
@@ -51,7 +52,7 @@ def test_slots_are_the_fewest_with_which_each_expert_has_its_nodes(experts, size
     least = max(-(-experts // sum(sizes)) + 1, -(-experts * min(replicas, sum(sizes)) // sum(sizes)))
     wanted = experts * min(replicas, nodes)
     enough = next(n for n in range(least, 1000) if sum(min(experts, n * size) for size in sizes) >= wanted)
-    assert planning.session_slots(experts, sizes, None, replicas) == enough
+    assert session_slots(experts, sizes, None, replicas) == enough
 
 
 def test_a_log_has_no_other_units():

@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from evermoe.planning import PRESET_NAMES, PRESETS, allocate, place, session_slots
+from evermoe.planning import allocate, place
+from evermoe.planning.placement import session_slots
+from evermoe.planning.presets import PRESET_NAMES, PRESETS
 from evermoe.planning.protection import RankInfo, UnitInfo, plan_protection, survival
 from evermoe.train.session_config import session_config
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from evermoe import planning
+from evermoe.planning.dispatch import imbalance
 
 
 def drawn(experts, ranks, slots, seed):
@@ -27,9 +28,9 @@ def test_balanced_is_one_table_that_meets_its_imbalance(experts, ranks, slots, o
             assert np.array_equal(receive_NE[other], parts[other][0][:, rank])
         computed_N[rank] = receive_NE.sum()
     load_E = tokens_EN.sum(axis=1)
-    fluid = planning.imbalance(matrix_NE, load_E, policy="balanced") * computed_N.mean()
+    fluid = imbalance(matrix_NE, load_E, policy="balanced") * computed_N.mean()
     assert fluid - 1e-6 <= computed_N.max() < fluid + 1
-    assert fluid - 1e-6 <= planning.imbalance(matrix_NE, load_E) * computed_N.mean()
+    assert fluid - 1e-6 <= imbalance(matrix_NE, load_E) * computed_N.mean()
 
 
 def test_even_is_the_default():
@@ -38,13 +39,13 @@ def test_even_is_the_default():
     even = planning.split_tokens(tokens_EN, matrix_NE, 2, "even")
     assert all(np.array_equal(left, right) for left, right in zip(default, even, strict=True))
     load_E = tokens_EN.sum(axis=1)
-    assert planning.imbalance(matrix_NE, load_E) == planning.imbalance(matrix_NE, load_E, "even")
+    assert imbalance(matrix_NE, load_E) == imbalance(matrix_NE, load_E, "even")
 
 
 def test_imbalance_takes_integers_and_no_load():
-    assert planning.imbalance([[1], [0]], np.array([7])) == 2.0
-    assert planning.imbalance([[0, 0]] * 3, [0, 0]) == 1.0
-    assert planning.imbalance(np.zeros((3, 0), np.int64), [], policy="balanced") == 1.0
+    assert imbalance([[1], [0]], np.array([7])) == 2.0
+    assert imbalance([[0, 0]] * 3, [0, 0]) == 1.0
+    assert imbalance(np.zeros((3, 0), np.int64), [], policy="balanced") == 1.0
 
 
 @pytest.mark.parametrize("ranks", [3, 1 << 40])
@@ -67,14 +68,14 @@ def test_no_experts_send_nothing(ranks):
         ),
         (lambda: planning.split_tokens([[1, -3]], [[1], [1]], 0, "balanced"), r"tokens: expert 0 has -3 tokens"),
         (lambda: planning.split_tokens([[2**60] * 2] * 2, [[1, 1]] * 2, 0, "balanced"), r"tokens: .* more than 2\^61"),
-        (lambda: planning.imbalance([[1, 1]], [1.0]), r"load: expected 2 numbers as matrix is \[1, 2\]"),
-        (lambda: planning.imbalance([[1, 1]], [1.0, float("nan")]), r"load: expert 1 has load NaN"),
-        (lambda: planning.imbalance([[1, 1]], [1.0, -2.0]), r"load: expert 1 has load -2"),
-        (lambda: planning.imbalance([[1, 1]], [1e308, 1e308]), r"load: the sum overflows"),
-        (lambda: planning.imbalance([[1, 0]], [1.0, 2.0]), r"matrix: expert 1 has load and no replica"),
-        (lambda: planning.imbalance([[1, -1]], [1.0, 2.0]), r"matrix: expert 1 has -1 replicas on node 0"),
-        (lambda: planning.imbalance(np.zeros((0, 2), np.int64), [1.0, 2.0]), r"matrix: expected 1 node or more"),
-        (lambda: planning.imbalance([[1, 1]], [1.0, 2.0], "fair"), r"policy: expected"),
+        (lambda: imbalance([[1, 1]], [1.0]), r"load: expected 2 numbers as matrix is \[1, 2\]"),
+        (lambda: imbalance([[1, 1]], [1.0, float("nan")]), r"load: expert 1 has load NaN"),
+        (lambda: imbalance([[1, 1]], [1.0, -2.0]), r"load: expert 1 has load -2"),
+        (lambda: imbalance([[1, 1]], [1e308, 1e308]), r"load: the sum overflows"),
+        (lambda: imbalance([[1, 0]], [1.0, 2.0]), r"matrix: expert 1 has load and no replica"),
+        (lambda: imbalance([[1, -1]], [1.0, 2.0]), r"matrix: expert 1 has -1 replicas on node 0"),
+        (lambda: imbalance(np.zeros((0, 2), np.int64), [1.0, 2.0]), r"matrix: expected 1 node or more"),
+        (lambda: imbalance([[1, 1]], [1.0, 2.0], "fair"), r"policy: expected"),
     ],
 )
 def test_errors_name_their_argument(call, message):

@@ -7,6 +7,7 @@ import pytest
 
 from evermoe import planning
 from evermoe.placement import Placement, place_layers
+from evermoe.planning.placement import FewerReplicas
 
 SIZES = [(8, 3), (6, 3), (8, 4), (8, 10), (8, 32), (16, 8), (16, 64), (32, 8), (64, 8), (64, 32), (128, 16), (256, 32)]
 """Experts, nodes."""
@@ -39,7 +40,7 @@ def arrived(after, before):
 def placed(load, nodes, slots, before=None, domains=None):
     now = None if before is None else before.sum(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", planning.FewerReplicas)
+        warnings.simplefilter("ignore", FewerReplicas)
         replicas = planning.allocate(load, nodes, slots, 2, now)
     return planning.place(replicas, nodes, slots, load=load, previous=before, domains=domains)
 

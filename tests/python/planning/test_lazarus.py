@@ -8,6 +8,8 @@ import pytest
 
 from evermoe import Placement, planning
 from evermoe.placement import place_layers
+from evermoe.planning.placement import failure_domains
+from evermoe.planning.presets import PRESETS
 
 LAYOUTS = [sizes for nodes in (1, 2, 3, 4) for sizes in itertools.combinations_with_replacement((1, 2, 3), nodes)]
 
@@ -16,7 +18,7 @@ def placed(sizes, experts, copies, load, **options):
     """[R, E] replicas on each rank, and the node of each rank."""
     nodes = [f"n{node}" for node, size in enumerate(sizes) for _ in range(size)]
     previous = {"layer": np.zeros((len(nodes), experts), np.int64)}
-    config = Placement(**options).resolved(planning.PRESETS["lazarus"], copies)
+    config = Placement(**options).resolved(PRESETS["lazarus"], copies)
     matrix_RE = place_layers({"layer": experts}, [load], previous, nodes, config, {})["layer"]
     return matrix_RE, nodes
 
@@ -52,5 +54,5 @@ def test_a_hot_expert_has_several_replicas_on_a_rank():
 def test_a_node_can_be_lost_where_mro_is_cut(sizes):
     """Three nodes, two slots each, two replicas of three experts: MRO puts the third one's replicas on one node."""
     matrix_RE, nodes = placed(sizes, 6, 2, [1] * 6)
-    domains = planning.failure_domains(nodes)
+    domains = failure_domains(nodes)
     assert float(planning.recovery_probability(matrix_RE, 1, domains=domains)) == 1

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from evermoe import planning
+from evermoe.planning.migrate import Migration
+from evermoe.planning.placement import failure_domains
 
 
 def placed(load_E, ranks, slots, previous=None):
@@ -32,7 +34,7 @@ def test_a_new_placement_arrives_completely(order):
 
 def test_what_ranks_of_a_node_hold_stays_together():
     rng = np.random.default_rng(4)
-    domains = planning.failure_domains(["a", "a", "b", "b", "b", "c", "c", "d"])
+    domains = failure_domains(["a", "a", "b", "b", "b", "c", "c", "d"])
     for _ in range(20):
         old_NE = (rng.random((8, 6)) < 0.5).astype(np.int64)
         old_NE[0] |= old_NE.sum(0) == 0
@@ -47,7 +49,7 @@ def test_what_ranks_of_a_node_hold_stays_together():
 
 def test_a_migration_is_read_only():
     plan = planning.migrate([[1]], [[1]], [8])
-    assert plan == planning.Migration(node_map=[0], transfers=[], nbytes=0)
+    assert plan == Migration(node_map=[0], transfers=[], nbytes=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.nbytes = 1  # type: ignore[misc]
 

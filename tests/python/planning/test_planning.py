@@ -4,6 +4,13 @@ import numpy as np
 import pytest
 
 from evermoe import planning
+from evermoe.planning.dispatch import imbalance
+from evermoe.planning.holders import copy_holders, primaries, unit_copy_holders
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.placement import POLICIES, FewerReplicas
+from evermoe.planning.recovery import recovery_plan
+from evermoe.planning.selection import shard_modules
+from evermoe.planning.survival import copy_recovery_probability
 
 
 def test_allocate_takes_lists_and_integers():
@@ -17,7 +24,7 @@ def test_placement_keeps_experts_where_they_are():
     before = planning.place(replicas, 3, 3).matrix
     assert before.shape == (3, 4)
     assert before.sum(axis=1).tolist() == [3, 3, 3]
-    for policy in planning.POLICIES:
+    for policy in POLICIES:
         before = planning.place(replicas, 3, 3, policy).matrix
         assert np.array_equal(planning.place(replicas, 3, 3, policy, previous=before).matrix, before), policy
 
@@ -32,7 +39,7 @@ def test_placement_gives_its_reason():
 
 
 def test_fewer_replicas_than_wanted_are_reported():
-    with pytest.warns(planning.FewerReplicas, match="3 experts × 2 do not fit in 2 nodes × 2 slots = 4; every"):
+    with pytest.warns(FewerReplicas, match="3 experts × 2 do not fit in 2 nodes × 2 slots = 4; every"):
         assert planning.allocate([1.0, 1.0, 1.0], 2, 2).tolist() == [1, 1, 2]
 
 
@@ -58,7 +65,7 @@ def test_split_tokens_takes_a_torch_tensor():
 
 def test_recovery_plan_is_readable_and_read_only():
     holdings = [[("w", 4, 1, "active")], [("w", 4, 2, "active")], [("w", 4, 2, "snapshot")]]
-    plan = planning.recovery_plan([("w", 64)], holdings, [["w"], [], ["w"]])
+    plan = recovery_plan([("w", 64)], holdings, [["w"], [], ["w"]])
     assert plan.version == 4
     assert plan.lost == []
     assert plan.transfers == [("w", 1, 0, "active"), ("w", 2, 2, "snapshot")]
@@ -71,21 +78,21 @@ def test_recovery_plan_is_readable_and_read_only():
 
 def test_recovery_plan_takes_all_64_bits():
     version, digest = (3 << 40) | 17, (1 << 64) - 1
-    plan = planning.recovery_plan([("w", 1)], [[("w", version, digest, "active")], []], [[], ["w"]])
+    plan = recovery_plan([("w", 1)], [[("w", version, digest, "active")], []], [[], ["w"]])
     assert plan.version == version
 
 
 def test_recovery_plan_with_a_unit_that_lags():
     holdings = [[("w", 9, 1, "active")], [("x", 6, 2, "replayed"), ("x", 7, 3, "persisted")]]
-    plan = planning.recovery_plan([("w", 8), ("x", 4)], holdings, [["w", "x"], ["x"]], may_lag=["x"])
+    plan = recovery_plan([("w", 8), ("x", 4)], holdings, [["w", "x"], ["x"]], may_lag=["x"])
     assert (plan.version, plan.stale) == (9, [("x", 7)])
     assert plan.transfers == [("x", 1, 0, "persisted"), ("x", 1, 1, "persisted")]
     assert plan.reason == "the newest complete version; of the units that may lag, 1 are older"
-    assert planning.recovery_plan([("w", 8), ("x", 4)], holdings, [[], []]).version is None
+    assert recovery_plan([("w", 8), ("x", 4)], holdings, [[], []]).version is None
 
 
 def test_lost_units_have_names():
-    plan = planning.recovery_plan([("w", 1), ("x", 1)], [[("w", 4, 1, "active")]], [["w"]])
+    plan = recovery_plan([("w", 1), ("x", 1)], [[("w", 4, 1, "active")]], [["w"]])
     assert (plan.version, plan.lost, plan.transfers) == (None, ["x"], [])
 
 
@@ -139,44 +146,44 @@ def test_lost_units_have_names():
         (lambda: planning.place([2, 2], 2, 2, domains=[0, 1]), r"domains: expected a list of integers, got 0"),
         (lambda: planning.place([2, 2], 2, 2, previous=[[-1, 1], [1, 1]]), r"previous: node 0 has a negative number"),
         (lambda: planning.place(np.ones(2**17, int), 2**17, 1), r"nodes: 131072 nodes × 131072 experts are more than"),
-        (lambda: planning.imbalance([[1]], [1.0], None), r"policy: expected one of even, balanced, got None"),
-        (lambda: planning.primaries([], [], 2**40), r"ranks: expected at most 2\^24"),
-        (lambda: planning.copy_holders("ab", 2), r"nodes: expected a list of names, got 'ab'"),
-        (lambda: planning.copy_holders([1, 2], 1), r"nodes: expected names, which are strings, got 1"),
+        (lambda: imbalance([[1]], [1.0], None), r"policy: expected one of even, balanced, got None"),
+        (lambda: primaries([], [], 2**40), r"ranks: expected at most 2\^24"),
+        (lambda: copy_holders("ab", 2), r"nodes: expected a list of names, got 'ab'"),
+        (lambda: copy_holders([1, 2], 1), r"nodes: expected names, which are strings, got 1"),
         (
-            lambda: planning.copy_holders(["a"], 1, policy=None),
+            lambda: copy_holders(["a"], 1, policy=None),
             r"policy: expected one of mixed, group, ring, previous, got None",
         ),
-        (lambda: planning.unit_copy_holders([-1], [[0]], ["a"], 1), r"primaries: expected an integer from 0"),
+        (lambda: unit_copy_holders([-1], [[0]], ["a"], 1), r"primaries: expected an integer from 0"),
         (
-            lambda: planning.unit_copy_holders([9], [[0]], ["a"], 1),
+            lambda: unit_copy_holders([9], [[0]], ["a"], 1),
             r"primaries: unit 0 names rank 9; there are",
         ),
-        (lambda: planning.copy_recovery_probability([0, 1], 1), r"holders: expected a list of integers, got 0"),
-        (lambda: planning.shard_modules(None, 1), r"nbytes: expected a list of integers, got None"),
+        (lambda: copy_recovery_probability([0, 1], 1), r"holders: expected a list of integers, got 0"),
+        (lambda: shard_modules(None, 1), r"nbytes: expected a list of integers, got None"),
         (
-            lambda: planning.TokenLedger(1, 1, max_lost_token_fraction="x"),
+            lambda: TokenLedger(1, 1, max_lost_token_fraction="x"),
             r"max_lost_token_fraction: expected a portion from 0 to 1, got 'x'",
         ),
-        (lambda: planning.copy_holders(["a"], 0), r"copies: expected 1"),
-        (lambda: planning.primaries([[]], [1], 1), r"holders: unit 0 has none"),
-        (lambda: planning.primaries([[0]], [-1], 1), r"nbytes: expected an integer"),
-        (lambda: planning.recovery_plan([("w", 1)] * 2, [], []), r"units: a name occurs twice"),
+        (lambda: copy_holders(["a"], 0), r"copies: expected 1"),
+        (lambda: primaries([[]], [1], 1), r"holders: unit 0 has none"),
+        (lambda: primaries([[0]], [-1], 1), r"nbytes: expected an integer"),
+        (lambda: recovery_plan([("w", 1)] * 2, [], []), r"units: a name occurs twice"),
         (
-            lambda: planning.recovery_plan([], [[("w", 1, 1, "active")]], [[]]),
+            lambda: recovery_plan([], [[("w", 1, 1, "active")]], [[]]),
             r"holdings: rank 0 names \"w\"",
         ),
-        (lambda: planning.recovery_plan([], [[]], [["w"]]), r"needs: rank 0 names \"w\""),
+        (lambda: recovery_plan([], [[]], [["w"]]), r"needs: rank 0 names \"w\""),
         (
-            lambda: planning.recovery_plan([("w", 1)], [[("w", 1, 1, "disk")]], [[]]),
+            lambda: recovery_plan([("w", 1)], [[("w", 1, 1, "disk")]], [[]]),
             r"holdings: expected kind \"active\", \"replayed\", \"snapshot\", \"persisted\", got \"disk\"",
         ),
         (
-            lambda: planning.recovery_plan([("w", 1)], [[]], [[]], may_lag=["x"]),
+            lambda: recovery_plan([("w", 1)], [[]], [[]], may_lag=["x"]),
             r"may_lag: it names \"x\", which is not one of units",
         ),
-        (lambda: planning.recovery_plan([("w", 1)], [[]], [[]], may_lag="w"), r"may_lag: expected a list of names"),
-        (lambda: planning.recovery_plan([("w", 1)], [[]], []), r"needs: expected one list for each"),
+        (lambda: recovery_plan([("w", 1)], [[]], [[]], may_lag="w"), r"may_lag: expected a list of names"),
+        (lambda: recovery_plan([("w", 1)], [[]], []), r"needs: expected one list for each"),
     ],
 )
 def test_errors_name_their_argument(call, message):

@@ -10,6 +10,12 @@ import numpy as np
 
 from evermoe import planning
 from evermoe.planning import schedule
+from evermoe.planning.dispatch import SPLITS, imbalance
+from evermoe.planning.holders import copy_holders, training_copy_holders
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.placement import POLICIES
+from evermoe.planning.selection import select_experts, shard_modules
+from evermoe.planning.survival import copy_recovery_probability
 from evermoe.planning.windows import Span, StepProfile, find_windows
 
 NODES = [f"n{rank // 2}" for rank in range(12)]
@@ -22,7 +28,7 @@ def plans() -> list[str]:
     for load in rng.lognormal(size=(3, 24)):
         replicas = planning.allocate(load, 12, 5)
         racks = [list(range(first, first + 2)) for first in range(0, 12, 2)]
-        for policy in planning.POLICIES:
+        for policy in POLICIES:
             for domains in (None, racks):
                 placed = planning.place(replicas, 12, 5, policy, load, previous, domains)
                 said.append(f"{policy} {placed.matrix.tolist()} {placed.reason}")
@@ -32,24 +38,24 @@ def plans() -> list[str]:
             said += [repr(planning.migrate(previous, matrix, [64] * 24, domains)) for domains in (None, racks)]
         previous = matrix
         tokens = rng.integers(0, 50, (24, 12))
-        for split in planning.SPLITS:
+        for split in SPLITS:
             said.append(repr([planning.split_tokens(tokens, matrix, rank, split) for rank in range(12)]))
-            said.append(repr(planning.imbalance(matrix, load, split)))
+            said.append(repr(imbalance(matrix, load, split)))
     said.append(repr(planning.recovery_probability(previous, 3, samples=1000, seed=3)))
     for policy in ("mixed", "group", "ring"):
-        holders = planning.copy_holders(NODES, 2, policy=policy)
-        said.append(f"{holders} {planning.copy_recovery_probability(holders, 3, nodes=NODES)}")
+        holders = copy_holders(NODES, 2, policy=policy)
+        said.append(f"{holders} {copy_recovery_probability(holders, 3, nodes=NODES)}")
     coordinates = [rank % 6 for rank in range(12)], [rank // 6 for rank in range(12)]
-    said += [repr(planning.training_copy_holders(NODES, *coordinates, 3, zero_stage=stage)) for stage in range(4)]
-    ledger = planning.TokenLedger(3, 8, experts_per_layer=2)
+    said += [repr(training_copy_holders(NODES, *coordinates, 3, zero_stage=stage)) for stage in range(4)]
+    ledger = TokenLedger(3, 8, experts_per_layer=2)
     for tokens in rng.integers(0, 90, (6, 3, 8)):
         ledger.add(tokens)
         for policy in ("sequential", "load-aware", "budget"):
-            chosen = planning.select_experts(policy, ledger.at_risk, ledger.checkpoint, experts_per_layer=2)
+            chosen = select_experts(policy, ledger.at_risk, ledger.checkpoint, experts_per_layer=2)
             said.append(f"{policy} {chosen}")
         ledger.copied(chosen)
     said.append(ledger.to_json())
-    said.append(repr(planning.shard_modules([900, 30, 411, 77], 3, [0, 500, 100])))
+    said.append(repr(shard_modules([900, 30, 411, 77], 3, [0, 500, 100])))
     said += copies(rng)
     said += schedules(rng)
     return said

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from evermoe.planning import save_shares
-from evermoe.planning.save_shares import ALIGNMENT
+from evermoe.planning.save_shares import ALIGNMENT, save_shares
 
 
 def drawn(seed):

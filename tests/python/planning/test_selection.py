@@ -5,15 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from evermoe import planning
-from evermoe.planning import (
-    ModelSize,
-    TokenLedger,
-    checkpoint_bytes,
-    select_experts,
-    select_per_rank,
-    shard_modules,
-)
+from evermoe.planning.ledger import Starvation, TokenLedger
+from evermoe.planning.selection import select_experts, select_per_rank, shard_modules
+from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 
 MODEL = ModelSize(non_expert_parameters=1000, layers=2, experts=4, expert_parameters=500)
 
@@ -94,7 +88,7 @@ def test_a_run_with_the_ledger():
     assert ledger.experts_per_layer == 4
     assert np.array_equal(ledger.lost, at_risk)
     assert not ledger.at_risk.any()
-    assert ledger.starvation() == [planning.Starvation(None, 0, 0.0, 0.0)] * 3
+    assert ledger.starvation() == [Starvation(None, 0, 0.0, 0.0)] * 3
     assert repr(ledger).startswith("TokenLedger(3 layers, 8 experts, step 30, checkpoint 30, K=4, PLT 0.")
 
 

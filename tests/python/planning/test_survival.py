@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from evermoe import planning
+from evermoe.planning.holders import copy_holders
+from evermoe.planning.survival import copy_recovery_probability
 
 
 def enumerated(matrix_NE, failures):
@@ -52,13 +54,13 @@ def test_survival_is_frozen():
 
 def test_copies_of_ranks_and_units_on_nodes():
     nodes = ["a", "a", "b", "b", "c", "c"]
-    holders = planning.copy_holders(nodes, 2)
-    by_rank = planning.copy_recovery_probability(holders, 2)
-    by_node = planning.copy_recovery_probability(holders, 2, nodes=nodes)
+    holders = copy_holders(nodes, 2)
+    by_rank = copy_recovery_probability(holders, 2)
+    by_node = copy_recovery_probability(holders, 2, nodes=nodes)
     # three nodes in a ring of two copies: any two of them take one list; of 15 pairs of ranks 6 do
     assert by_node.probability == pytest.approx(0.0, abs=1e-12)
     assert by_rank.probability == pytest.approx(1 - 6 / 15)
-    units = planning.copy_recovery_probability([[0, 2]], 2, nodes=nodes)
+    units = copy_recovery_probability([[0, 2]], 2, nodes=nodes)
     assert units.probability == pytest.approx(2 / 3)
 
 
@@ -79,10 +81,10 @@ def test_copies_of_ranks_and_units_on_nodes():
         (lambda: planning.recovery_probability([[1]], 0, samples=0), r"samples: expected 1 to 2\^32"),
         (lambda: planning.recovery_probability([[1]], 0, samples=-3), r"samples: expected an integer"),
         (lambda: planning.recovery_probability([[1]], 0, seed=-1), r"seed: expected an integer"),
-        (lambda: planning.copy_recovery_probability([[1]], 0), r"holders: item 0 names rank 1; there are 1 ranks"),
-        (lambda: planning.copy_recovery_probability([[-1]], 0), r"holders: expected an integer"),
-        (lambda: planning.copy_recovery_probability([[0]], 2, nodes=["a"]), r"failures: expected 0 to 1"),
-        (lambda: planning.copy_recovery_probability([[0]], 0, samples=1 << 40), r"samples: expected 1 to 2\^32"),
+        (lambda: copy_recovery_probability([[1]], 0), r"holders: item 0 names rank 1; there are 1 ranks"),
+        (lambda: copy_recovery_probability([[-1]], 0), r"holders: expected an integer"),
+        (lambda: copy_recovery_probability([[0]], 2, nodes=["a"]), r"failures: expected 0 to 1"),
+        (lambda: copy_recovery_probability([[0]], 0, samples=1 << 40), r"samples: expected 1 to 2\^32"),
     ],
 )
 def test_errors_name_their_argument(call, message):

@@ -11,10 +11,10 @@ from evermoe.errors import CorruptCopy
 from evermoe.planning.schedule import Receiver
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Span, StepProfile, find_windows
-from evermoe.profile import GatheredProfile, Recorded, meet
 from evermoe.profile.files import merge_files
-from evermoe.profile.gathered import RankProfile, without_gaps
-from evermoe.profile.meeting import in_one_order
+from evermoe.profile.gathered import GatheredProfile, RankProfile, without_gaps
+from evermoe.profile.meeting import in_one_order, meet
+from evermoe.profile.recorder import Recorded
 from support.commands import evermoe as command
 
 # ---- what both ends saw

@@ -14,9 +14,9 @@ from torch import nn
 import evermoe
 from evermoe.comm.collectives import reduce_dense
 from evermoe.comm.group import Group
-from evermoe.profile import Profiler, clock_offset
+from evermoe.profile import Profiler
 from evermoe.profile.clocks import Clock
-from evermoe.profile.peers import connect, offset_of
+from evermoe.profile.peers import clock_offset, connect, offset_of
 from support.commands import evermoe as command
 from support.harness import wait_until
 from support.ranks import run_ranks

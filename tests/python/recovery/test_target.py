@@ -11,6 +11,8 @@ from torch import nn
 import evermoe
 from evermoe import Placement, planning
 from evermoe.placement import place_layers
+from evermoe.planning.placement import failure_domains
+from evermoe.planning.recovery import recovery_plan
 from evermoe.recovery.survey import Holding, Inventory, Standing
 from evermoe.recovery.target import ExpertTarget
 from evermoe.state.training_state import TrainingState
@@ -46,7 +48,7 @@ def from_peers(state, inventories, matrix):
     """Bytes of experts that ranks get from each other for a placement."""
     needs = [[expert_unit(LAYER, int(e)) for e in np.flatnonzero(row)] for row in matrix]
     sizes = [(expert_unit(LAYER, e), state.catalog.by_name[expert_unit(LAYER, e)].nbytes) for e in range(EXPERTS)]
-    plan = planning.recovery_plan(sizes, [each.holdings for each in inventories], needs)
+    plan = recovery_plan(sizes, [each.holdings for each in inventories], needs)
     assert plan.version == NOW
     return sum(dict(sizes)[unit] for unit, source, destination, _ in plan.transfers if source != destination)
 
@@ -76,7 +78,7 @@ def settings(ranks_of_node, config):
 
 
 def survival(matrix, nodes):
-    domains = planning.failure_domains(nodes)
+    domains = failure_domains(nodes)
     return [float(planning.recovery_probability(matrix, lost, domains=domains)) for lost in (1, 2)]
 
 

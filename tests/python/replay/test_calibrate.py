@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import evermoe
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.replay.calibrate import Arithmetic, calibrate, powers
 from support.floats import same_bits
 
@@ -124,11 +125,11 @@ def test_warm_up_does_not_hide_the_arithmetic(lr):
         if name:
             assert calibrate(optimizer).variant == name
         else:
-            with pytest.raises(evermoe.NotReplayable, match="first in p"):
+            with pytest.raises(evermoe.errors.NotReplayable, match="first in p"):
                 calibrate(optimizer)
         assert optimizer.param_groups[0]["lr"] == 1e-3 * lr
     scheduled = torch.optim.AdamW(parameters(), lr=torch.tensor(lr), foreach=False)
-    with pytest.raises(evermoe.NotReplayable, match="first in p"):
+    with pytest.raises(evermoe.errors.NotReplayable, match="first in p"):
         calibrate(scheduled)
     assert scheduled.param_groups[0]["lr"] == lr
 
@@ -136,7 +137,7 @@ def test_warm_up_does_not_hide_the_arithmetic(lr):
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_optimizers_are_refused_with_the_reason(name):
     make, message = REFUSED[name]
-    with pytest.raises(evermoe.NotReplayable, match=message) as refusal:
+    with pytest.raises(evermoe.errors.NotReplayable, match=message) as refusal:
         calibrate(make(parameters()))
     assert "full state" in str(refusal.value)
 
@@ -195,7 +196,7 @@ def test_powers_are_a_gpus():
 @pytest.mark.chip
 @pytest.mark.parametrize("variant", ["fused", "foreach"])
 def test_arithmetic_is_found_on_cuda(variant):
-    if not torch.cuda.is_available() or not evermoe.ops.has_cuda_kernels():
+    if not torch.cuda.is_available() or not has_cuda_kernels():
         pytest.skip("no CUDA device, or no kernels in this build")
     optimizer = torch.optim.AdamW(parameters("cuda"), **{variant: True})
     assert calibrate(optimizer) == Arithmetic("adamw", f"torch_cuda_{variant}")

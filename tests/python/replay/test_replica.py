@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-import evermoe
 from evermoe import optim
 from evermoe._native import digest
 from evermoe.errors import ReplicaBehind
+from evermoe.ops.cache import has_cuda_kernels
 from evermoe.replay.replica import Replica
 from evermoe.replay.sender import GradientSender, Row
 from evermoe.state.training_state import TrainingState
@@ -418,7 +418,7 @@ def test_hooks_are_taken_off():
 
 @pytest.mark.gpu
 def test_replica_on_a_gpu_equals_trainer_on_the_cpu():
-    if not torch.cuda.is_available() or not evermoe.ops.has_cuda_kernels():
+    if not torch.cuda.is_available() or not has_cuda_kernels():
         pytest.skip("no CUDA device, or no kernels in this build")
     trainer = Trainer(adamw)
     with Replica(trainer.sender.layouts(), device="cuda") as replica:

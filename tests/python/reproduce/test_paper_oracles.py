@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evermoe.planning import TokenLedger
+from evermoe.planning.ledger import TokenLedger
 from evermoe.reproduce import baft, drop_run, fault_run, gemini, gemini_times, lazarus, moetion, moetion_placement, pec
 from evermoe.reproduce.registry import FIGURES
 from evermoe.reproduce.routing import drifting_tokens, skewed_load

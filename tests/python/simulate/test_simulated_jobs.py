@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from evermoe.planning import PRESET_NAMES
 from evermoe.planning.models import MODELS
+from evermoe.planning.presets import PRESET_NAMES
 from evermoe.simulate import (
     SCHEMES,
     Constants,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from evermoe import ops
+from evermoe.ops.cache import has_cuda_kernels
 from support.kernels import ROOT, build
 
 SCRIPT = """
@@ -56,7 +56,7 @@ print("complete")
 
 
 def test_units_are_in_their_places(tmp_path):
-    if not ops.has_cuda_kernels():
+    if not has_cuda_kernels():
         pytest.skip("no kernels in this build")
     driver = build(ROOT / "target/emulator/driver", driver=1).with_name("libcuda.so")
     command = [sys.executable, "-c", SCRIPT, str(driver), str(tmp_path)]

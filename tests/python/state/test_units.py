@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from evermoe import ElasticSampler, Session, UnsupportedState
+from evermoe import ElasticSampler, Session
+from evermoe.errors import UnsupportedState
 from evermoe.state.loop_state import PROGRESS_BYTES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit

@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evermoe
+from evermoe.moe import update_balance
+from evermoe.sampler import Share
 from support.flat_options import grouped
 
 VOCABULARY, WIDTH, SAMPLES = 16, 8, 60
@@ -170,7 +172,7 @@ class OwnSampler:
     def share(self, rank, size):
         batch = torch.arange(self.place, self.place + 12) % SAMPLES
         part = batch.tensor_split(size)[rank]
-        return evermoe.Share(part, len(part) / len(batch))
+        return Share(part, len(part) / len(batch))
 
     def advance(self):
         self.place += 12
@@ -262,7 +264,7 @@ def with_balance():
 
 def balanced(model, tokens):
     """The loss after the balance of the step before; the session does that by itself."""
-    evermoe.update_balance(model)
+    update_balance(model)
     model.first.experts.count.forget()
     return cross_entropy(model, tokens)
 
@@ -409,7 +411,7 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
     sampler: Any = habit.sampler() if habit.sampler else evermoe.ElasticSampler(SAMPLES, habit.batch_size)
     if habit.loader is not None:
         sampler = evermoe.ElasticLoader(habit.loader())
-    ema = None if habit.ema is None else evermoe.EMA(optimizer, habit.ema)
+    ema = None if habit.ema is None else evermoe.optim.EMA(optimizer, habit.ema)
 
     def on_event(event):
         if event.name in ("recovered", "verified"):

@@ -26,6 +26,7 @@ from evermoe.comm.torch_groups import WatchedStore
 from evermoe.comm.vote import Ballot
 from evermoe.presets import PIPELINE_BY_NAME
 from evermoe.state.version import step_of
+from evermoe.train.pipeline_step import PipelineStep
 from support.replay_faults import Killer
 
 ROWS, MICROBATCHES = 16, 4
@@ -258,7 +259,7 @@ def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target)[counted_rows(target)].square().mean(1).sum()
 
 
-def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any) -> None:
+def run_attempt(options: Options, attempt: PipelineStep, schedule: Any) -> None:
     """All runs of a step."""
     stage, peer = divmod(options.rank, options.peers)
     is_last = options.stages * options.chunks - 1 in stage_numbers(options)
@@ -290,15 +291,15 @@ def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any) 
 
 def reach_reduction(options: Options, chunks: nn.ModuleList) -> None:
     """Die once gradients are summed over the peers, or makes one of them infinite, if the options say so."""
-    end = evermoe.PipelineStep.end
+    end = PipelineStep.end
 
-    def end_and_reach(step: evermoe.PipelineStep) -> None:
+    def end_and_reach(step: PipelineStep) -> None:
         end(step)
         die_if(options, step.number == options.kill_reduced, step.number)
         if step.number == options.poison:
             next(chunks.parameters()).grad[0] = float("inf")
 
-    evermoe.PipelineStep.end = end_and_reach  # type: ignore[method-assign]
+    PipelineStep.end = end_and_reach  # type: ignore[method-assign]
 
 
 def digests(copies: evermoe.PipelineSession) -> dict[str, int]:

@@ -103,5 +103,5 @@ def own_buffer(write, node, options):
             for duplicate in (torch.optim.swa_utils.AveragedModel, copy.deepcopy):
                 try:
                     duplicate(model)
-                except evermoe.UnsupportedState as error:
+                except evermoe.errors.UnsupportedState as error:
                     write("refused", message=str(error))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from evermoe.planning import PRESET_NAMES
+from evermoe.planning.presets import PRESET_NAMES
 
 RUN_LIMIT_SECONDS = 180
 

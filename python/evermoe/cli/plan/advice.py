@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from evermoe.cli.plan.compare import Comparison, Heavy, Result
-from evermoe.planning import POLICIES, Survival
+from evermoe.planning.placement import POLICIES
+from evermoe.planning.survival import Survival
 
 TOLERANCE = 0.05
 """Survival that `balanced` may give up for evenness."""

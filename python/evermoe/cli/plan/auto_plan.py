@@ -11,18 +11,11 @@ from numpy.typing import NDArray
 from evermoe.cli.plan.advice import best
 from evermoe.cli.plan.compare import Cluster, Comparison, Result
 from evermoe.cli.plan.setting import CopySetting
-from evermoe.planning import (
-    PRESETS,
-    CopyPlan,
-    CopyUnit,
-    NodeUse,
-    Survival,
-    UnitChoice,
-    choose_copies,
-    copy_recovery_probability,
-    shard_modules,
-)
-from evermoe.planning.choose_copies import CopyKind
+from evermoe.planning import CopyUnit, choose_copies
+from evermoe.planning.choose_copies import CopyKind, CopyPlan, NodeUse, UnitChoice
+from evermoe.planning.presets import PRESETS
+from evermoe.planning.selection import shard_modules
+from evermoe.planning.survival import Survival, copy_recovery_probability
 
 LOG_STEPS = 8
 """Steps whose gradients a replayed copy keeps."""

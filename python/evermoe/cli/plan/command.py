@@ -24,7 +24,7 @@ from evermoe.cli.plan.show_copies import advise_copies, show_copies
 from evermoe.cli.plan.show_fit import show_fit
 from evermoe.cli.results import console, write_all
 from evermoe.options import require
-from evermoe.planning import POLICIES
+from evermoe.planning.placement import POLICIES
 
 MAX_FAILURES = 64
 """Largest count of numbers of failures in one call: columns of the report, lines of the plot."""

@@ -12,7 +12,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.planning import FewerReplicas, PlacementPolicy, Survival, allocate, imbalance, place, recovery_probability
+from evermoe.planning import allocate, place, recovery_probability
+from evermoe.planning.dispatch import imbalance
+from evermoe.planning.placement import FewerReplicas, PlacementPolicy
+from evermoe.planning.survival import Survival
 
 MAX_CELLS = 1 << 26
 """Largest number of cells of the [N, L·E] matrix of a model: half a gigabyte. For one layer `allocate` allows 2^24."""

@@ -17,23 +17,16 @@ from numpy.typing import NDArray
 
 from evermoe.cli.plan.auto_plan import AutoReport, Layout
 from evermoe.cli.plan.turns import run_turns
-from evermoe.planning import (
-    PRESET_NAMES,
-    PRESETS,
-    CopyUnit,
-    ModelSize,
-    PresetName,
-    TokenLedger,
-    checkpoint_bytes,
-    copy_recovery_probability,
-    place,
-    primaries,
-    select_experts,
-)
+from evermoe.planning import CopyUnit, place
 from evermoe.planning.budgets import budgets_of
-from evermoe.planning.presets import levels
+from evermoe.planning.holders import primaries
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.presets import PRESET_NAMES, PRESETS, PresetName, levels
 from evermoe.planning.protection import RankInfo, UnitInfo, UnitProtection, plan_protection
 from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Memory, Receiver, plan_chunks
+from evermoe.planning.selection import select_experts
+from evermoe.planning.sizes import ModelSize, checkpoint_bytes
+from evermoe.planning.survival import copy_recovery_probability
 
 BUFFERS = 4
 BUFFER_BYTES = 32 << 20

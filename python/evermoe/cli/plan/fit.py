@@ -11,9 +11,10 @@ from typing import Any
 
 import evermoe
 from evermoe.options import require
-from evermoe.planning import PRESET_NAMES, session_slots
 from evermoe.planning.footprint import PHASES, Footprint, PhaseName, Use, footprint
 from evermoe.planning.models import MODELS, ModelShape, find_model
+from evermoe.planning.placement import session_slots
+from evermoe.planning.presets import PRESET_NAMES
 from evermoe.planning.seating import FootprintOptions
 
 MAX_NODES = 4096

@@ -7,7 +7,7 @@ import argparse
 from evermoe.cli.plan.fit import add_fit_arguments
 from evermoe.cli.plan.loads import FORMS
 from evermoe.cli.plan.setting import add_copy_arguments
-from evermoe.planning import POLICIES
+from evermoe.planning.placement import POLICIES
 
 DESCRIPTION = """\
 Compare placements of experts before a run, or for the load of a running one: how evenly each policy loads the nodes,

@@ -12,7 +12,7 @@ from evermoe.cli.plan.advice import percent, survived
 from evermoe.cli.plan.auto_plan import AutoReport, KindRow
 from evermoe.cli.plan.compare_presets import PresetRow
 from evermoe.cli.plan.show import print_wrapped
-from evermoe.planning import PRESETS
+from evermoe.planning.presets import PRESETS
 
 MAX_EXAMPLES = 6
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.planning import TokenLedger, select_per_rank
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.selection import select_per_rank
 
 
 @dataclass(frozen=True)

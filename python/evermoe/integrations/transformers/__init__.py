@@ -9,9 +9,9 @@ Importing this registers evermoe's ops as transformers' `experts_implementation=
 """
 
 from evermoe.integrations.transformers import seams as _seams
-from evermoe.integrations.transformers.elastic import ElasticExperts, make_elastic
-from evermoe.integrations.transformers.hub_folder import HubWeights, export, from_pretrained
+from evermoe.integrations.transformers.elastic import make_elastic
+from evermoe.integrations.transformers.hub_folder import export, from_pretrained
 
-__all__ = ["ElasticExperts", "HubWeights", "export", "from_pretrained", "make_elastic"]
+__all__ = ["export", "from_pretrained", "make_elastic"]
 
 _seams.register()

@@ -38,7 +38,7 @@ from evermoe.train.session import Session
 
 
 class HubWeights:
-    """Reads a deferred model's first weights from a folder that transformers can load; see `evermoe.WeightSource`.
+    """Reads a deferred model's first weights from a folder that transformers can load; see `WeightSource`.
 
     A rank reads only the units that it holds. Of an expert it reads the expert's own tensors, or its part of a stack.
 
@@ -78,7 +78,7 @@ class HubWeights:
 
     @torch.no_grad()
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Write the first values of one unit; see `evermoe.WeightSource`."""
+        """Write the first values of one unit; see `WeightSource`."""
         path = self._paths.get(id(module), path)
         if expert is not None and isinstance(module, Experts):
             row = tensors["weights"]

@@ -11,7 +11,7 @@ from evermoe.cli.plan.auto_plan import make_layout, plan_auto
 from evermoe.cli.plan.compare import Cluster, compare
 from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
 from evermoe.cli.plan.setting import CopySetting
-from evermoe.planning import PRESET_NAMES, PRESETS
+from evermoe.planning.presets import PRESET_NAMES, PRESETS
 from evermoe.train.session_config import session_config
 from support.worker import Fault
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evermoe.planning import LoadAverage, select_experts
+from evermoe.planning.load import LoadAverage
+from evermoe.planning.selection import select_experts
 from evermoe.state.expert_load import LOAD_HALF_LIFE
 from support.harness import FEWEST
 from support.history import check_history

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evermoe.planning import TokenLedger, select_experts, select_per_rank
+from evermoe.planning.ledger import TokenLedger
+from evermoe.planning.selection import select_experts, select_per_rank
 from support.harness import FEWEST
 from support.history import check_history
 from support.saving import SavingWorker

@@ -6,7 +6,7 @@ import pytest
 
 from evermoe import Membership
 from evermoe.config.variables import find_membership
-from evermoe.planning import spread_over
+from evermoe.planning.placement import spread_over
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.worker import Fault

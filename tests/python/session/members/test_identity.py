@@ -219,7 +219,7 @@ def test_evaluation_ends_early_when_a_peer_is_lost_and_training_continues(tmp_pa
         with session.evaluation():
             seen.append((layer.training, torch.is_grad_enabled()))
             if session.step == 2:
-                raise evermoe.PeerLost("somebody")
+                raise evermoe.errors.PeerLost("somebody")
         assert layer.training
     assert seen == [(False, False)] * 3
     assert session.step == 3

@@ -113,7 +113,7 @@ def test_what_belongs_to_a_rank_is_named_in_the_first_step(start):
         clipped, warned, averaged, copied = events
         assert any("gradients were changed in `with step:` after" in each for each in clipped["warnings"])
         assert re.match(r"state_dict\(\) has \d of the 6 experts of layer first.experts", warned["warnings"][0])
-        assert "evermoe.EMA(optimizer)" in averaged["message"]
+        assert "evermoe.optim.EMA(optimizer)" in averaged["message"]
         assert re.match(
             r"expected a layer with all its 6 experts to copy or pickle, got one with \d", copied["message"]
         )
@@ -197,7 +197,7 @@ def test_scaler_with_parameters_in_float16_is_refused(tmp_path):
 def test_scale_that_cannot_shrink_any_more_ends_the_job(tmp_path):
     model, scaler = Model(), torch.amp.GradScaler("cpu", 4.0)
     session = session_of(model, tmp_path, scaler=scaler)
-    with pytest.raises(evermoe.NonFiniteLoss, match="step 2"):
+    with pytest.raises(evermoe.errors.NonFiniteLoss, match="step 2"):
         for step in session.steps(9):
             with step:
                 step.backward(mean_loss(model, DATA[step.indices]) * float("inf"))
@@ -227,7 +227,7 @@ def test_count_that_is_no_number_is_named(tmp_path, count):
 
 def test_nothing_counted_is_not_finite(tmp_path):
     model = Model()
-    with pytest.raises(evermoe.NonFiniteLoss):
+    with pytest.raises(evermoe.errors.NonFiniteLoss):
         for step in session_of(model, tmp_path).steps(1):
             with step:
                 step.backward(cross_entropy(model, DATA[step.indices], reduction="sum"), count=0)

@@ -120,7 +120,7 @@ def test_gradients_that_the_script_makes_infinite_leave_the_step_out(tmp_path):
             gradient.div_(0)
 
     model = Model()
-    with pytest.raises(evermoe.NonFiniteLoss, match="step 0"):
+    with pytest.raises(evermoe.errors.NonFiniteLoss, match="step 0"):
         run(session_of(model, adamw(model), tmp_path, on_gradients=spoil), model)
 
 
@@ -191,7 +191,7 @@ CODE = {
         ),
         r"optimizer.step = clip of",
     ),
-    "average": (evermoe.EMA, r"post_hook\(EMA._after_step of evermoe.ema\)"),
+    "average": (evermoe.optim.EMA, r"post_hook\(EMA._after_step of evermoe.ema\)"),
 }
 LATE = ["pre", "all after", "instance", "average"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from evermoe import Expert, Experts, UnequalForwards
-from evermoe.errors import PeerLost
+from evermoe import Expert, Experts
+from evermoe.errors import PeerLost, UnequalForwards
 from evermoe.train.step_calls import StepCalls
 from support.ranks import members, run_ranks
 
