@@ -78,12 +78,12 @@ def given_preset(arguments: argparse.Namespace) -> PresetOptions:
         ValueError: an option is wrong, or is one of another preset.
     """
     chosen = BY_NAME[arguments.preset]
-    for preset in BY_NAME.values():
-        for each in fields(preset):
-            if preset is not chosen and getattr(arguments, _dest(preset, each), None) is not None:
+    for kind in BY_NAME.values():
+        for each in fields(kind):
+            if kind is not chosen and getattr(arguments, _dest(kind, each), None) is not None:
                 raise ValueError(
-                    f"{_flag(preset, each)} is an option of the preset {preset.name}, and --preset is {chosen.name}: "
-                    f"expected --preset {preset.name}, or only flags that begin with --{chosen.name}."
+                    f"{_flag(kind, each)} is an option of the preset {kind.name}, and --preset is {chosen.name}: "
+                    f"expected --preset {kind.name}, or only flags that begin with --{chosen.name}."
                 )
     return given_options(arguments, chosen)
 

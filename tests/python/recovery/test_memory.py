@@ -48,7 +48,7 @@ def flip(job, damaged, nodes="abc"):
     return count
 
 
-@pytest.mark.quick("all workers crash, all machines live")
+@pytest.mark.quick("all workers crash, all machines stay up")
 def test_all_processes_crash_and_the_job_resumes_from_shared_memory(start_job):
     job = start_job()
     run_until_crash(job)
@@ -241,7 +241,7 @@ def test_new_job_resumes_from_the_checkpoint_of_an_earlier_one(start_job, tmp_pa
     check_history(before + after)
 
 
-@pytest.mark.quick("… and there is no checkpoint")
+@pytest.mark.quick("… and no checkpoint exists")
 def test_units_lost_everywhere_are_named_and_end_the_job(start_job):
     job = start_job(replication=1, **FEWEST)
     workers = a, b, c = job.start_all({"b": [Fault("vote", 5)]})

@@ -81,7 +81,7 @@ def test_two_of_five_killed_at_once(start_job):
 
 
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
-@pytest.mark.quick("a second worker dies while the first one's loss is being repaired")
+@pytest.mark.quick("a second worker dies during the recovery from the first one's loss")
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, replication=3, join_interval=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
@@ -136,7 +136,7 @@ def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
     assert {each.events("done")[0]["pid"] for each in workers} == {each.pid for each in workers}
 
 
-@pytest.mark.quick("a worker is stopped for less")
+@pytest.mark.quick("a worker is stopped for less than `heartbeat_timeout`")
 def test_short_freeze_is_no_failure(start_job):
     job = start_job(join_interval=50)
     workers = job.start_all({"b": [at("reduce", "stop")]})

@@ -28,7 +28,7 @@ def check_left(workers, leaving, code=143):
 
 
 @pytest.mark.parametrize(("name", "number", "code"), [("a", signal.SIGTERM, 143), ("b", signal.SIGUSR1, 75)])
-@pytest.mark.quick("a worker gets SIGTERM: its node will be taken")
+@pytest.mark.quick("a worker gets SIGTERM: its node will be removed")
 def test_member_leaves_on_notice(start_job, name, number, code):
     job = start_job()
     job.open_gate(GATE)
