@@ -6,12 +6,11 @@ may be, and `Options` checks that for all of them.
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -79,20 +78,6 @@ def check_name(what: str, name: str) -> None:
             f"expected {what} to be a name of 1 to 100 letters, digits, '.', '_' or '-' that does not begin with '.', "
             f"got {name!r}"
         )
-
-
-def check_known(given: Iterable[str], known: Iterable[str]) -> None:
-    """Checks that all options that were given are known.
-
-    Raises:
-        ValueError: one is not; the message names the one that was probably meant.
-    """
-    names = list(known)
-    for name in given:
-        if name not in names:
-            like = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {like[0]!r}?" if like else f"expected one of {', '.join(sorted(names))}"
-            raise ValueError(f"unknown option {name!r}; {hint}")
 
 
 def count(number: int, noun: str) -> str:

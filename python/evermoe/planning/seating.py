@@ -30,7 +30,6 @@ from evermoe.planning.protection import (
 )
 
 WeightType = Literal["float32", "bfloat16", "float16"]
-Dense = Literal["replicated", "sharded"]
 
 SNAPSHOT_VERSIONS = 2
 """Versions for which an arena has room."""

@@ -117,7 +117,7 @@ class RecoveryDriver(Driver):
         """Lost members, and the callers that ask for replacements."""
         self._leaving = 0
         """Members that leave after the step."""
-        self._returning = 0
+        self._role_switches = 0
         """Of these, members that come back in their other role."""
         self._report: RecoveryReport | None = None
         """The recovery that is under way, from the question to the Lighthouse on."""
@@ -225,8 +225,8 @@ class RecoveryDriver(Driver):
         self.evaluations.agree(self._membership.everyone, trains=self._trains)
         self._checkpointer.before_update()
         report = self._report_now()
-        report.reason = self.lost.note(step_of(version), report.reason, self._leaving, self._returning)
-        self._leaving = self._returning = 0
+        report.reason = self.lost.note(step_of(version), report.reason, self._leaving, self._role_switches)
+        self._leaving = self._role_switches = 0
         self._before = version if established and self._trains else None
         self._was_established = established
         known = self._early.take()
