@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import evermoe
 from evermoe.errors import UnsupportedState
 from evermoe.profile import Profiler
+from evermoe.replay.calibrate import calibrate
 from evermoe.replay.replicas import find_arithmetic
 from support.flat_options import grouped
 from support.habits import DATA, DIES_IN, SAMPLES, STEPS, Model, adamw, cross_entropy
@@ -252,7 +253,7 @@ def test_code_of_torch_and_of_evermoe_is_no_matter(start_job):
 def test_a_step_of_a_class_of_ones_own_is_not_repeated(caplog):
     """Although it has the bits of torch's in all trials: copies get the state after it."""
     optimizer = Clipping([torch.nn.Parameter(torch.randn(16, 16))], fused=True)
-    assert evermoe.replay.calibrate(optimizer).variant == "torch_cpu_fused"
+    assert calibrate(optimizer).variant == "torch_cpu_fused"
     assert find_arithmetic(optimizer) is None
     assert "Clipping.step of" in caplog.text
 
