@@ -444,7 +444,10 @@ fn what_is_none_is_refused_with_its_name() {
             .starts_with("mtbf")
     );
     let trace = Source::Trace { events: vec![(0.0, true, vec![99])] };
-    assert!(message(&|s| s.failures = vec![trace.clone()]).contains("names node 99; there are 12"));
+    assert!(
+        message(&|s| s.failures = vec![trace.clone()])
+            .contains("expected nodes below 12, spares included, got 99")
+    );
     let Scheme::Restart(choices) = restart(false) else { unreachable!() };
     let scheme = Scheme::Restart(RestartChoices { expert_parallel: 13, ..choices });
     let error = simulate(&scenario(), &scheme, 1, &Product, &mut |_| Ok(())).unwrap_err();
