@@ -338,7 +338,7 @@ class Recovered(Event):
     """Portion of lost tokens of the run so far, averaged over layers."""
     failure: str = ""
     """What has failed, the worst of it; the same on all members that were there: empty (nothing), `left`, `process`,
-    `hung` or `host`, each as `MemberLost.kind`; `storage`: the memory of so many hosts that units were lost with it."""
+    `hung` or `host`, each as `MemberLost.kind`; `storage`: the memory of enough hosts that units were lost with it."""
     tier: str = ""
     """Where units came from, the farthest of all members' sources: `own memory` (what this host shares), `peers` (other
     members' memory), `store` (a checkpoint, or what `pec` saves); empty where none had to be fetched."""

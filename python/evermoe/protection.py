@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class Protection:
-    """What a session does so that nothing is lost.
+    """Keeps copies of a session's state on other nodes.
 
     Args:
         state: this member's units.
@@ -104,17 +104,16 @@ class Protection:
         self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
         """All that keep copies, in the order in which they are driven."""
         self.window_planner = self.snapshots.window_planner
-        """When snapshots travel."""
+        """Plans the times at which snapshots travel."""
         in_memory = {
             "load-aware": selector.to_snapshot,
             "budget": lambda: selector.for_local_memory(self.window_planner.budgets.local),
         }
         self._choose = [in_memory.get(self.preset.selection), selector.to_save]
-        """How each of the keepers of states chooses experts; None where it does not."""
+        """Choice of experts by each keeper of states; None where it makes none."""
         self.couriers = self.window_planner.couriers = self.replicas.courier, self.snapshots.courier
         """The threads that send."""
-        self.copies_late = False
-        """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+        self.copies_late = False  # as of `Assignment`
         self._selected: set[str] | None = None
         """Units whose replicas follow the step that runs; None for all."""
         self._followed: set[str] = set()
@@ -122,11 +121,11 @@ class Protection:
         self._behind: set[str] = set()
         """Units whose replicas are a step behind, as they get the state alone."""
         self._skipped: list[tuple[str, int]] = []
-        """Units whose copies never came to be, and their versions, of which the others do not know yet."""
+        """Units whose copies were never completed, and their versions, which the others do not know yet."""
         self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
         """Those with which a plan begins."""
         self._covered: CoverageChanged | None = None
-        """What the latest plan survives once its copies are complete."""
+        """Losses that the latest plan survives once its copies are complete."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
         """Time of the last step."""

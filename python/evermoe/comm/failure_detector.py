@@ -126,7 +126,7 @@ class FailureDetector:
             ]
             self.late = ", ".join(late)
             if late:  # it learns this from this member's probe server
-                logger.warning("waited %g s for %s: the others go on without it", self._hang_timeout, self.late)
+                logger.warning("waited %g s for %s: the others continue without it", self._hang_timeout, self.late)
         elif self._waited < AT_ONCE and self._waited_for_me is None:
             self._waited_for_me = next((each for each, (_, epoch) in said.items() if epoch == self._epoch), None)
         self.end()

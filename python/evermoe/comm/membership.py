@@ -89,11 +89,10 @@ class MembershipManager:
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
         self.transport = Transport(place.host, place.address, secret, options.transport)
-        """Messages between all members, replica nodes included, of threads beside training."""
+        """Messages between all members, replica nodes included, of background threads."""
         self._with_replicas = Group(interface)
         self.side_group, self._has_side_group = Group(interface), has_side_group
-        """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; in a pipeline
-        of the ranks of a stage; else of one."""
+        """Second group of the trainers, for exchanges on the CPU; in a pipeline of a stage's ranks; or of one."""
         _link([self.trainer_group, self._with_replicas, self.side_group], self.transport)
         self.steps = 0
         """Steps after which the script ends the job; 0 where no script does."""
@@ -102,11 +101,11 @@ class MembershipManager:
         self.generation = 0
         """Generation of the group, as the protocol says."""
         self.members: dict[str, Mapping[str, Any]] = {}
-        """What each member of the group has told, by id, in the order of ranks."""
+        """Reports of the group's members, by id, in the order of ranks."""
         self.nodes: list[str] = []
         """Per rank, the machine whose memory dies with it; several members may share one. Replica nodes come last."""
         self.num_trainers = 1
-        """How many members train."""
+        """Number of members that train."""
         self.store: Any = None
         """Store of the current members, where further groups can meet, under a prefix that no other epoch uses."""
         self.device = device
@@ -117,9 +116,9 @@ class MembershipManager:
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
-        """What each member of the latest set of the Lighthouse has told, by id."""
+        """Reports of the members in the latest set of the Lighthouse, by id."""
         self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reachability(self.id, place, secret)
-        """What this member can reach of the others."""
+        """Other members that this one can reach."""
         self._ended = EndedMembers(self.id, self.messages, self.reach, speaks=not self.allows_solo_resume)
         self.stores = EarlyStores(place, self._hang_timeout, secret, self.reach)
         """Where groups meet, and connections to those of others."""
@@ -202,7 +201,7 @@ class MembershipManager:
 
         Args:
             standing: what this member tells the others, as the protocol has it.
-            is_intact: whether the group goes on as it is if no answer comes within `heartbeat_timeout`.
+            is_intact: whether the group stays as it is if no answer comes within `heartbeat_timeout`.
 
         Raises:
             ConnectionError: no Lighthouse answers, or not with what can be believed; ask again.

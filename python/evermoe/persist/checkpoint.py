@@ -72,7 +72,7 @@ class CheckpointWeights:
 
         session = evermoe.Session(model, optimizer, sampler, weights=evermoe.CheckpointWeights("run/step-00000500"))
 
-    A job that goes on with its own checkpoints needs no such source: `checkpoints` is enough.
+    A job that resumes from its own checkpoints needs no such source: `checkpoints` is enough.
 
     Args:
         path: of the checkpoint, or its URL; of a model with the same names, shapes and dtypes.

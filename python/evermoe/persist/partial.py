@@ -243,7 +243,7 @@ class PartialCheckpoints(StateKeeper):
         self.wait()
 
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
-        """The experts whose turn it is, after each `save_interval` steps; with them goes all that is no expert."""
+        """Experts selected next, after each `save_interval` steps, and with them all that is no expert."""
         if choose is None or step % self._save_interval:
             return Due()
         return Due(remote=sorted(self._state.catalog.experts() if self._owes_all else choose()))

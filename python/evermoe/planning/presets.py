@@ -17,7 +17,7 @@ PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
 Selection = Policy | Literal["all", "none", "choose_copies"]
 """A policy of `select_experts`; everything; nothing; or what `choose_copies` says."""
 Copying = Literal["chosen", "everything", "to_previous", "uncovered", "nothing"]
-"""Copies beside active holders: `src/protection/session_plan.rs`."""
+"""Copies in addition to active holders: `src/protection/session_plan.rs`."""
 CopyPlacement = CopyPolicy | Literal["training", "unit", "none"]
 """A policy of `copy_holders`; `training_copy_holders`; `unit_copy_holders`; none."""
 

@@ -75,7 +75,6 @@ class Recovery:
         self.state, self.group, self.target, self.standing = state, group, target, standing
         self._stored = list(stored)
         self._survey = self._look(known, can_begin=True)
-        self._phase: Phase = lambda name: None
         self._late = LateFetch(group, state, {})
         """Work that follows after training has resumed."""
         self._outcome, self._problem = Outcome(), ""

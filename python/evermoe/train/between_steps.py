@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from evermoe.comm.group import Group
+from evermoe.comm.membership import MembershipManager
 from evermoe.persist import full_state
 from evermoe.train.evaluation_data import add_up, own_batches, sum_over
 from evermoe.train.protocol import CommitProtocol
@@ -27,7 +28,7 @@ class BetweenSteps:
     has_left: bool
     _driver: SessionDriver
     _protocol: CommitProtocol
-    _until: int
+    _membership: MembershipManager
 
     @property
     def is_main(self) -> bool:
@@ -235,7 +236,7 @@ class BetweenSteps:
 
     def _recover(self) -> None:
         self._driver.substitute.put_back()
-        self._protocol.look(self._until, holds=True)
+        self._protocol.look(self._membership.steps, holds=True)
 
     def _end_of(self, until: int) -> int:
         """Steps after which the job ends: as the script says, or fewer if it was stopped."""

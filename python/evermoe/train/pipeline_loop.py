@@ -143,7 +143,6 @@ class PipelineLoop:
             self._driver.end_step()
             self.protocol.vote(ballot)
         finally:
-            self._driver.end_step()
             self._driver.end_vote()
         if self._driver.taken == before:
             raise PeerLost(f"step {step.number} was not taken: {self._group.broken}")

@@ -149,15 +149,13 @@ class Session(BetweenSteps):
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, data, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
-        self._until = 0
         script = TrainingInputs(model, optimizer, data, scheduler, LossScale(scaler), config.stateful or {})
         script.check(trains=joining.trains)
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights)
         is_sharded, choices = bool(config.shard_optimizer), config.copies.choices
-        self._state = TrainingState(
-            model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=choices.may_lose_tokens
-        )
+        marks = choices.may_lose_tokens
+        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=marks)
         arithmetic = find_arithmetic(optimizer) if config.sends_gradients else None
         job = joining.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node, folder = node_name(joining.node), job_folder(joining.memory_dir or DEFAULT, job)
@@ -284,7 +282,7 @@ class Session(BetweenSteps):
         is_first = True
         while not self._protocol.has_left:
             check_open(self)
-            self._membership.steps = self._until = until
+            self._membership.steps = until
             self._stop_if_asked()
             self._driver.evaluations.release()
             self._driver.substitute.put_back()
@@ -319,8 +317,7 @@ class Session(BetweenSteps):
             self._protocol.lose(str(lost))
             return False
         self._protocol.vote(ballot)
-        is_taken = self._driver.taken > before
-        if is_taken:
+        if is_taken := self._driver.taken > before:
             self._driver.saving.begin_if_scheduled(self.version)
         return is_taken
 
