@@ -19,6 +19,6 @@ class Torchft(NamedTuple):
 
 @functools.cache
 def torchft() -> Torchft:
-    """Imports torchft."""
+    """Import torchft."""
     os.environ.setdefault("RUST_LOG", "warn")  # it reads this as it is imported, and logs every quorum otherwise
     return Torchft(*(importlib.import_module(f"torchft.{name}") for name in Torchft._fields))
