@@ -54,9 +54,13 @@ def test_a_crash_of_all_processes_two_steps_after_a_death_loses_a_step_at_most(s
 @pytest.mark.quick("all workers crash, and one machine is lost with its memory")
 def test_all_processes_crash_and_a_host_is_lost(start_job, preset):
     """Units that several nodes train have snapshots on `replication` of them: the job needs no single host's memory."""
-    crash = Fault("vote", FAULT)
+    at_the_vote = Fault("vote", FAULT, action="hang")  # all get there: who dies alone is a loss to the others
     job = start_job(3, preset=preset, min_replicas=2, rebalance_interval=0)
-    workers = job.start_all({name: [crash] for name in "abc"})
+    workers = job.start_all({name: [at_the_vote] for name in "abc"})
+    for each in workers:
+        each.wait_for("fault", point="vote")
+    for each in workers:
+        each.process.kill()
     assert [each.join() for each in workers] == [-9] * 3
     job.lose_node("b")
     again = job.start_all({})
