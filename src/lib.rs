@@ -25,7 +25,7 @@
 //! |---|---|
 //! | [`dispatch`] | counts of tokens and replicas → which rank sends how many tokens to whom |
 //! | [`placement`] | load → replicas → which node holds which expert; holders of copies; probability of survival |
-//! | [`protection`] | units, nodes and idle windows → how each unit is protected, and on which nodes |
+//! | [`protection`] | presets; units, nodes and idle windows → how each unit is protected, and on which nodes |
 //! | [`schedule`] | spans of a profile → idle windows → which chunk travels in which window |
 //! | [`selection`] | tokens at risk → which experts to copy now; which rank saves which part of the rest |
 //! | [`recovery`] | what survives → target version and transfers |

@@ -1,13 +1,11 @@
 //! Simulated jobs: properties of all of them, a case with a closed form, and that the planners decide.
 
 use evermoe::Result;
-use evermoe::dispatch;
 use evermoe::placement::{self, Placement, Policy};
-use evermoe::protection::Copying;
-use evermoe::schedule;
+use evermoe::protection::PresetName;
 use evermoe::simulate::{
-    Cluster, Costs, Dense, Lagging, Load, Model, Outcome, Planners, PresetChoices, Product, RestartChoices,
-    Scenario, Scheme, Selecting, SessionChoices, Source, read_bamboo, read_skypilot, simulate,
+    Cluster, Costs, Dense, Load, Model, Outcome, Planners, Product, RestartChoices, Scenario, Scheme,
+    SessionChoices, Source, read_bamboo, read_skypilot, simulate,
 };
 use std::cell::Cell;
 
@@ -79,22 +77,12 @@ fn scenario() -> Scenario {
     }
 }
 
-fn preset(name: &str, copying: Copying) -> PresetChoices {
-    PresetChoices {
-        name: name.into(),
-        copying,
-        selection: Selecting::All,
-        placement: Policy::Balanced,
-        chunks: None,
-        lagging: Lagging::Never,
-        token_split: dispatch::Policy::Balanced,
-        active_copies: false,
-        saves_experts: false,
-    }
+fn preset(name: PresetName) -> Scheme {
+    Scheme::Preset { name }
 }
 
 fn auto() -> Scheme {
-    Scheme::Preset(PresetChoices { lagging: Lagging::IfNeeded, ..preset("auto", Copying::Chosen) })
+    preset(PresetName::Auto)
 }
 
 fn restart(drops_groups: bool) -> Scheme {
@@ -108,38 +96,8 @@ fn restart(drops_groups: bool) -> Scheme {
 }
 
 fn schemes() -> Vec<Scheme> {
-    let chunks = |policy| Some(policy);
-    vec![
-        auto(),
-        Scheme::Preset(PresetChoices {
-            chunks: chunks(schedule::Policy::Gemini),
-            ..preset("gemini", Copying::Everything)
-        }),
-        Scheme::Preset(PresetChoices {
-            chunks: chunks(schedule::Policy::Baft),
-            ..preset("baft", Copying::ToPrevious)
-        }),
-        Scheme::Preset(PresetChoices {
-            placement: Policy::Safest,
-            active_copies: true,
-            token_split: dispatch::Policy::Even,
-            ..preset("lazarus", Copying::Nothing)
-        }),
-        Scheme::Preset(PresetChoices {
-            selection: Selecting::LoadAware,
-            lagging: Lagging::Always,
-            saves_experts: true,
-            ..preset("pec", Copying::Nothing)
-        }),
-        Scheme::Preset(PresetChoices {
-            selection: Selecting::Budget,
-            lagging: Lagging::Always,
-            chunks: chunks(schedule::Policy::Moetion),
-            ..preset("moetion", Copying::Uncovered)
-        }),
-        restart(false),
-        restart(true),
-    ]
+    let presets = PresetName::ALL.map(preset);
+    presets.into_iter().chain([restart(false), restart(true)]).collect()
 }
 
 fn run(scenario: &Scenario, scheme: &Scheme, seed: u64) -> Outcome {
@@ -245,7 +203,7 @@ fn copies_of_each_step_lose_none_where_nodes_fail_one_by_one() {
     assert!(outcome.losses > 5);
     assert_eq!((outcome.undone_steps, outcome.checkpoint_loads, outcome.lost_tokens), (0, 0, 0.0));
     assert!(outcome.interrupted_steps <= outcome.losses);
-    let gemini = run(&scenario, &schemes()[1], 5);
+    let gemini = run(&scenario, &preset(PresetName::Gemini), 5);
     assert!(gemini.undone_steps <= gemini.losses, "one step for each loss at most: {}", gemini.undone_steps);
     assert!(gemini.copy_bytes > outcome.copy_bytes);
 }
@@ -263,7 +221,7 @@ fn a_loss_goes_back_to_the_newest_version_that_is_whole() {
         scenario.session.snapshot_interval = Some(steps);
         for (step, undone) in undone.into_iter().enumerate() {
             scenario.failures = vec![Source::Steps { losses: vec![(step as u64, vec![3])] }];
-            for scheme in &schemes()[1..3] {
+            for scheme in &[PresetName::Gemini, PresetName::Baft].map(preset) {
                 let outcome = run(&scenario, scheme, 1);
                 assert_eq!(outcome.undone_steps, undone, "{}: step {step} of {steps}", scheme.name());
                 assert_eq!(outcome.steps, 20);
@@ -276,10 +234,10 @@ fn a_loss_goes_back_to_the_newest_version_that_is_whole() {
 fn versions_take_as_many_steps_as_delay_none() {
     let mut scenario = scenario();
     scenario.cluster.network_bytes_per_second = 5e6; // more seconds of copies than the 5 that steps leave free
-    let gemini = run(&scenario, &schemes()[1], 1);
+    let gemini = run(&scenario, &preset(PresetName::Gemini), 1);
     assert_eq!(gemini.nanoseconds["copy"], 0);
     scenario.session.snapshot_interval = Some(1);
-    let each_step = run(&scenario, &schemes()[1], 1);
+    let each_step = run(&scenario, &preset(PresetName::Gemini), 1);
     assert!(each_step.nanoseconds["copy"] > gemini.nanoseconds["train"] / 10);
     assert!(each_step.undone_steps < gemini.undone_steps && each_step.ettr < gemini.ettr);
 }
@@ -289,7 +247,7 @@ fn presets_that_may_lose_tokens_say_how_many() {
     let mut scenario = scenario();
     scenario.session.slots = Some(2); // too few for two replicas of each
     scenario.cluster.nodes = 8;
-    for scheme in &schemes()[4..6] {
+    for scheme in &[PresetName::Pec, PresetName::Moetion].map(preset) {
         let outcome = run(&scenario, scheme, 2);
         assert!(outcome.lost_tokens > 0.0 && outcome.plt > 0.0 && outcome.plt < 1.0, "{outcome:?}");
     }
@@ -302,7 +260,7 @@ fn the_end_of_all_nodes_takes_a_job_back_to_its_checkpoint() {
     let events = vec![(0.0, true, all.clone()), (HOUR, false, all.clone()), (2.0 * HOUR, true, all)];
     scenario.failures = vec![Source::Trace { events }];
     scenario.seconds = 3.0 * HOUR;
-    for scheme in &schemes()[..4] {
+    for scheme in &[PresetName::Auto, PresetName::Gemini, PresetName::Baft, PresetName::Lazarus].map(preset) {
         let outcome = run(&scenario, scheme, 1);
         assert_eq!(outcome.checkpoint_loads, 1, "{}", scheme.name());
         assert!((1..=60).contains(&outcome.undone_steps), "{}: {}", scheme.name(), outcome.undone_steps);

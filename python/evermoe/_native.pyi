@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,21 @@ def keep_in_place(
     domains: Sequence[Sequence[int]],
 ) -> NDArray[np.int64]: ...
 
-LOGGED_STEPS: int
+# The fields of `evermoe.planning.Preset`, a row for each preset.
+PRESETS: tuple[dict[str, Any], ...]
 OWN_VERSIONS: int
 RECORD_BYTES: int
+BATCH_STEPS: int
+LOGGED_STEPS: int
+LOG_STEPS: int
+MAX_PERIOD: int
 FAILURE: float
 
+def preset_replicas(name: str, replication: int, min_replicas: int | None) -> int: ...
+def levels(experts: int, per_snapshot: int | None, per_save: int | None) -> tuple[int, int]: ...
+def batch_steps(elements: int) -> int: ...
+def copy_budget(step_seconds: float, speeds: Sequence[float | None]) -> int | None: ...
+def unmeasured_budget(expert_bytes: int, all_bytes: int) -> int: ...
 def plan_protection(
     name: str,
     copying: str,
@@ -145,6 +155,8 @@ def shard_modules(nbytes: list[int], expert_bytes: list[int], alignment: int) ->
 def place_owners(
     nbytes: list[int], active: list[list[int]], copies: list[list[int]], loads: list[int]
 ) -> list[int]: ...
+def synthetic_windows(layers: int, step_seconds: float, network_idle: float) -> Windows: ...
+def forecast_memory(bytes: int) -> tuple[int, int]: ...
 def find_windows(steps: Sequence[_Step], quantile: float, gamma: float, ignore: list[str]) -> Windows: ...
 def has_changed(
     windows: Windows, steps: Sequence[_Step], tolerance: float

@@ -21,12 +21,10 @@ pub use load::LoadAverage;
 pub use split::{Split, split_tokens};
 
 use crate::error::{Error, Result};
-use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
 /// Policy by which the ranks that hold an expert share its tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// Equal numbers for all replicas.
     Even,

@@ -11,7 +11,6 @@ use super::rows::rows_of;
 use crate::dispatch::check_load;
 use crate::ensure;
 use crate::error::{Error, Result};
-use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
 /// Maximum (node, expert) pairs of a placement: half a gigabyte of table.
@@ -20,8 +19,7 @@ const MAX_CELLS: usize = 1 << 26;
 pub(super) const MAX_REPLICAS: usize = 1 << 24;
 
 /// Policy of a placement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// Lazarus' maximum rank overlap, as in the paper, over domains. Theorem 1 fails if the last group is cut by the
     /// number of domains.

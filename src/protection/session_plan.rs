@@ -1,36 +1,24 @@
 //! Protection plan of a session: the copies of all units by its preset.
 
 use super::choose::choose_copies;
+use super::constants::{FAILURE, LOG_STEPS, LOGGED_STEPS, MAX_PERIOD, OWN_VERSIONS, RECORD_BYTES};
 use super::plan::CopyKind;
 use super::request::{CopyNode, CopyRequest, CopyUnit};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::placement::{CopyPolicy, copy_holders, primaries, training_copy_holders, unit_copy_holders};
 use crate::schedule::Link;
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::str::FromStr;
 
-/// Number of versions of its own snapshots for which a rank reserves memory.
-pub const OWN_VERSIONS: u64 = 2;
-/// Number of steps for which a log needs room: the newest, which can still be undone, and the one in the vote.
-pub const LOGGED_STEPS: u64 = 2;
-/// Maximum overhead of a logged gradient, in bytes.
-pub const RECORD_BYTES: u64 = 256;
-/// Probability that a node fails in a step. It is the same for all nodes, as it only weighs units against each other.
-pub const FAILURE: f64 = 1e-4;
 /// Assumed seconds of a step that is not profiled yet.
 const UNKNOWN_SECONDS: f64 = 1e6;
 /// Assumed link until one is measured: 50 µs and 1 GB/s.
 pub const DEFAULT_LINK: Link = Link { alpha: 50e-6, beta: 1e9 };
-/// Maximum number of steps between two snapshots of a unit.
-const MAX_PERIOD: usize = 64;
 /// Steps between two persisted versions.
 const PERSIST_PERIOD: usize = 1000;
-/// Gradients that a replayed copy keeps before it applies them.
-pub const LOG_STEPS: u64 = 8;
 
 /// Copies that a preset keeps in addition to the active holders.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Copying {
     /// Copies by [`choose_copies`] (`auto`).
     Chosen,
@@ -42,6 +30,28 @@ pub enum Copying {
     Uncovered,
     /// None on other nodes (`lazarus`, `pec`).
     Nothing,
+}
+
+impl Copying {
+    /// All of them.
+    const ALL: [Self; 5] = [Self::Chosen, Self::Everything, Self::ToPrevious, Self::Uncovered, Self::Nothing];
+
+    /// The name in Python.
+    pub fn name(self) -> &'static str {
+        ["chosen", "everything", "to_previous", "uncovered", "nothing"][self as usize]
+    }
+}
+
+impl FromStr for Copying {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|each| each.name() == name);
+        known.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::invalid(format!("copying: expected one of {names}, got {name:?}"))
+        })
+    }
 }
 
 /// A unit to protect.

@@ -12,6 +12,7 @@ mod auto;
 mod baft;
 mod capacity;
 mod change;
+mod forecast;
 mod knapsack;
 mod memory;
 mod pace;
@@ -24,6 +25,7 @@ mod trace;
 mod windows;
 
 pub use change::{Change, has_changed};
+pub use forecast::{forecast_memory, synthetic_windows};
 pub use knapsack::{Item, best_subset};
 pub use memory::{MemoryKind, snapshot_memory};
 pub use period::{Period, copy_period};

@@ -3,11 +3,11 @@
 use super::copies::Copies;
 use super::load::Loads;
 use super::planners::Planners;
-use super::scenario::{PresetChoices, Scenario, Selecting};
+use super::scenario::Scenario;
 use super::units::Units;
 use crate::error::Result;
 use crate::placement::primaries;
-use crate::protection::CopyKind;
+use crate::protection::{CopyKind, Selecting, copy_budget, levels, unmeasured_budget};
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
 
@@ -33,6 +33,8 @@ pub(super) struct Turns {
     ranks: Vec<i64>,
     tokens_per_step: f64,
     save_interval: u64,
+    /// Bytes that the session asks to send to peers in a step.
+    requested: Option<u64>,
     /// Bytes that may be sent to peers in a step.
     budget: u64,
     expert_bytes: u64,
@@ -45,18 +47,19 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    pub(super) fn new(scenario: &Scenario, preset: &PresetChoices, units: &Units) -> Result<Self> {
+    pub(super) fn new(scenario: &Scenario, selecting: Selecting, units: &Units) -> Result<Self> {
         let (session, experts) = (&scenario.session, units.experts);
-        let each = session.experts_per_save.unwrap_or((experts / 4).max(1)).min(experts);
+        let each = levels(experts, None, session.experts_per_save).save;
         let expert_bytes = units.bytes[..units.num_experts()].iter().copied().max().unwrap_or(1).max(1);
         let all: u64 = units.bytes[..units.num_experts()].iter().sum();
         Ok(Self {
-            selecting: preset.selection,
+            selecting,
             ledger: TokenLedger::new(units.classes, experts, each, session.max_lost_token_fraction)?,
             ranks: Vec::new(),
             tokens_per_step: scenario.model.tokens_per_step as f64,
             save_interval: session.save_interval,
-            budget: session.remote_bytes_per_step.unwrap_or((all / 8).max(expert_bytes)),
+            requested: session.remote_bytes_per_step,
+            budget: session.remote_bytes_per_step.unwrap_or(unmeasured_budget(expert_bytes, all)),
             expert_bytes,
             stored: vec![None; units.bytes.len()],
             writing: None,
@@ -64,8 +67,16 @@ impl Turns {
         })
     }
 
-    /// Assigns units to new ranks: `active`, by unit.
-    pub(super) fn replan(&mut self, active: &[Vec<usize>], ranks: usize, units: &Units) -> Result<()> {
+    /// Assigns units to new ranks: `active`, by unit. `speeds` are the bytes per second of each rank's link.
+    pub(super) fn replan(
+        &mut self,
+        active: &[Vec<usize>],
+        step_seconds: f64,
+        speeds: &[Option<f64>],
+        units: &Units,
+    ) -> Result<()> {
+        let ranks = speeds.len();
+        self.budget = self.requested.or(copy_budget(step_seconds, speeds)).unwrap_or(self.budget);
         let experts = &active[..units.num_experts()];
         let savers = primaries(experts, &vec![1; experts.len()], ranks)?;
         self.ranks = savers.into_iter().map(|rank| rank as i64).collect();

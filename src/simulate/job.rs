@@ -9,10 +9,11 @@ use super::member::Members;
 use super::outcome::{Happened, MAX_HAPPENED, Outcome, OutcomeInputs, Tally};
 use super::pace::Pace;
 use super::planners::Planners;
-use super::scenario::{PresetChoices, Scenario, Selecting};
+use super::scenario::Scenario;
 use super::units::{RankUnits, Units};
 use super::world::{Flow, Progress, World};
 use crate::error::Result;
+use crate::protection::{Preset, Selecting};
 use crate::protocol::{Command, Event, Passed, step_of};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -22,7 +23,7 @@ const MAX_STEPS: usize = 1 << 20;
 /// A job.
 pub(super) struct Job<'a> {
     pub(super) scenario: &'a Scenario,
-    pub(super) preset: &'a PresetChoices,
+    pub(super) preset: &'static Preset,
     pub(super) planners: &'a dyn Planners,
     pub(super) units: Units,
     pub(super) world: World<'a>,
@@ -61,7 +62,7 @@ pub(super) struct Job<'a> {
 impl<'a> Job<'a> {
     pub(super) fn new(
         scenario: &'a Scenario,
-        preset: &'a PresetChoices,
+        preset: &'static Preset,
         planners: &'a dyn Planners,
         (present, changes): (BTreeSet<usize>, &'a [Change]),
         seed: u64,
@@ -71,7 +72,7 @@ impl<'a> Job<'a> {
         let units = Units::new(scenario);
         let turns = match preset.selection {
             Selecting::All => None,
-            _ => Some(Turns::new(scenario, preset, &units)?),
+            selection => Some(Turns::new(scenario, selection, &units)?),
         };
         let mut world = World::new(changes, present, nodes, scenario.seconds, progress);
         world.step_losses = step_losses(&scenario.failures);
@@ -274,7 +275,7 @@ impl<'a> Job<'a> {
     fn outcome(self) -> Outcome {
         let world = &self.world;
         Outcome::new(OutcomeInputs {
-            scheme: &self.preset.name,
+            scheme: self.preset.name.name(),
             tokens_per_step: self.scenario.model.tokens_per_step,
             ideal_step_seconds: self.scenario.model.step_seconds,
             tally: self.tally,

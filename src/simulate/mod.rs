@@ -39,10 +39,7 @@ pub use costs::Costs;
 pub use failures::Source;
 pub use outcome::{Happened, Outcome};
 pub use planners::{Planners, Product};
-pub use scenario::{
-    Cluster, Dense, Lagging, Load, Model, PresetChoices, RestartChoices, Scenario, Scheme, Selecting,
-    SessionChoices,
-};
+pub use scenario::{Cluster, Dense, Load, Model, RestartChoices, Scenario, Scheme, SessionChoices};
 pub use trace::{read_bamboo, read_skypilot};
 pub use world::Progress;
 
@@ -69,7 +66,9 @@ pub fn simulate(
     let (present, changes) = changes(&scenario.failures, nodes, scenario.seconds, ready, seed);
     let begin = (present, &changes[..]);
     match scheme {
-        Scheme::Preset(preset) => job::Job::new(scenario, preset, planners, begin, seed, progress)?.run(),
+        Scheme::Preset { name } => {
+            job::Job::new(scenario, name.preset(), planners, begin, seed, progress)?.run()
+        }
         Scheme::Restart(choices) => restart::Restarts::new(scenario, choices, begin, seed, progress).run(),
     }
 }

@@ -10,23 +10,11 @@ use crate::protection::{
     CopyKind, Copying, FAILURE, LOG_STEPS, OWN_VERSIONS, ProtectionRequest, RankInfo, UnitInfo,
 };
 use crate::protocol::Event;
-use crate::schedule::{
-    CopyItem, Kind, Link, Memory, Receiver, Request, Resource, Span, StepProfile, WindowOptions, Windows,
-    find_windows,
-};
+use crate::schedule::{CopyItem, Link, Receiver, Request, forecast_memory, synthetic_windows};
 use std::collections::BTreeMap;
 
-/// Maximum number of windows in a step.
-const MAX_WINDOWS: usize = 256;
-/// Share of its slot in which a collective keeps the network busy, so that windows stay apart.
-const OVERLAP: f64 = 1.0 - 1e-9;
-/// Memory for chunks in transit, and the number of buffers that it is divided into.
-const BUFFERS: u64 = 4;
-const BUFFER_BYTES: u64 = 32 << 20;
 /// Maximum number of steps over which a version may be copied.
 const MAX_VERSION_STEPS: usize = 64;
-/// Maximum number of chunks of a node; beyond it, chunks become larger.
-const MAX_CHUNKS: u64 = 1 << 12;
 
 /// Bytes from a node to another in a step.
 type Sends = BTreeMap<(usize, usize), u64>;
@@ -38,8 +26,10 @@ impl Job<'_> {
             return self.lost();
         }
         let active = active(&self.rank_units, &self.units);
+        let step = self.step_seconds();
         if let Some(turns) = &mut self.turns {
-            turns.replan(&active, self.rank_units.len(), &self.units)?;
+            let speed = self.scenario.cluster.network_bytes_per_second;
+            turns.replan(&active, step, &vec![Some(speed); self.rank_units.len()], &self.units)?;
         }
         let mut copies = match self.kept_copies(&active, version) {
             Some(copies) => copies,
@@ -100,7 +90,7 @@ impl Job<'_> {
         let nodes: Vec<usize> = self.rank_units.iter().map(|own_units| own_units.node).collect();
         let ranks = self.session_ranks(&nodes);
         let plan = self.planners.plan_protection(&ProtectionRequest {
-            name: &self.preset.name,
+            name: self.preset.name.name(),
             copying: self.preset.copying,
             units: &units,
             ranks: &ranks,
@@ -191,7 +181,7 @@ impl Job<'_> {
         let sends = self.sends(copies);
         let is_late = copies.late(&self.line).is_some();
         let (delay, steps) =
-            match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen || is_late) {
+            match self.preset.schedule.filter(|_| self.preset.copying != Copying::Chosen || is_late) {
                 Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy)?,
                 _ => (self.pace.chosen_delay, 1),
             };
@@ -248,19 +238,19 @@ impl Job<'_> {
             })
         };
         let pieces: Vec<CopyItem> = sends.iter().filter_map(own).collect();
-        let windows = self.windows()?;
+        let model = &self.scenario.model;
+        let windows = synthetic_windows(model.layers, self.step_seconds(), model.network_idle)?;
         let mut peers: Vec<usize> = pieces.iter().flat_map(|piece| piece.destinations.clone()).collect();
         peers.sort_unstable();
         peers.dedup();
         let receiver = |rank| Receiver { rank, windows: windows.clone(), clock_offset: 0.0 };
         let receivers: Vec<Receiver> = peers.into_iter().map(receiver).collect();
-        let buffer = BUFFER_BYTES.max(bytes.div_ceil(MAX_CHUNKS));
         let request = Request {
             pieces: &pieces,
             windows: &windows,
             receivers: &receivers,
             link: self.link(),
-            memory: Memory { bytes: BUFFERS * buffer, buffers: BUFFERS, drain: None },
+            memory: forecast_memory(bytes),
             policy,
             max_steps: MAX_VERSION_STEPS,
             version_steps: 1,
@@ -281,35 +271,6 @@ impl Job<'_> {
         let found = self.planners.plan_chunks(&Request { version_steps: steps, ..*request })?.reason;
         let pace = found.pace(request.windows.step_seconds, request.link, FAILURE, MAX_VERSION_STEPS)?;
         Ok(pace.map_or(steps, |period| period.steps))
-    }
-
-    /// Windows of a step in which computing and collectives alternate, as in each layer's forward and backward pass.
-    fn windows(&self) -> Result<Windows> {
-        let (model, step) = (&self.scenario.model, self.step_seconds());
-        let count = (2 * model.layers).min(MAX_WINDOWS);
-        let slot = step / count as f64;
-        let idle = model.network_idle * slot;
-        let mut spans = Vec::new();
-        let mut add = |name: &str, kind, resource, start, seconds: f64| {
-            if seconds > 0.0 {
-                spans.push(Span {
-                    name: name.into(),
-                    kind,
-                    resource,
-                    start,
-                    seconds,
-                    bytes: 0,
-                    peers: Vec::new(),
-                });
-            }
-        };
-        for number in 0..count {
-            let start = number as f64 * slot;
-            add("compute", Kind::Forward, Resource::Compute, start, idle);
-            add("all-to-all", Kind::Collective, Resource::Network, start + idle, (slot - idle) * OVERLAP);
-        }
-        let options = WindowOptions { gamma: 1.0, ..WindowOptions::default() };
-        find_windows(&[StepProfile { seconds: step, spans }], &options)
     }
 
     /// Records the memory of the fullest node: the units that it trains, and copies.

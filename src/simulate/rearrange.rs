@@ -142,8 +142,7 @@ impl Job<'_> {
     /// Wanted number of active replicas of each expert.
     fn active_replicas(&self) -> usize {
         let session = &self.scenario.session;
-        let preset = if self.preset.active_copies { session.copies.max(1) } else { 1 };
-        session.min_replicas.unwrap_or(preset)
+        self.preset.replicas(session.copies, session.min_replicas)
     }
 
     /// Units of which each agreed node has a copy of this version, by rank.

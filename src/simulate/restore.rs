@@ -3,11 +3,10 @@
 use super::account::{Cause, nanoseconds, seconds};
 use super::copies::Copies;
 use super::job::Job;
-use super::scenario::Lagging;
 use super::units::RankUnits;
 use super::world::Flow;
 use crate::error::Result;
-use crate::protection::CopyKind;
+use crate::protection::{CopyKind, Lagging};
 use crate::protocol::{Event, step_of};
 use crate::recovery::{Holding, Kind, Plan};
 use std::collections::{BTreeMap, BTreeSet};

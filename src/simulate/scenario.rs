@@ -3,13 +3,11 @@
 use super::costs::Costs;
 use super::failures::Source;
 use super::ranges::{not_negative, positive};
-use crate::dispatch;
 use crate::ensure;
 use crate::error::Result;
-use crate::placement::Policy;
-use crate::protection::Copying;
+use crate::protection::PresetName;
 use crate::protocol::STEP_BITS;
-use crate::schedule::{self, MAX_STEPS};
+use crate::schedule::MAX_STEPS;
 use serde::{Deserialize, Serialize};
 
 /// Maximum number of nodes, including spares.
@@ -142,7 +140,7 @@ pub struct SessionChoices {
     pub save_interval: u64,
     /// Portion of tokens that `pec` may lose before it saves more.
     pub max_lost_token_fraction: f64,
-    /// Bytes that `moetion` may send to peers in a step; none for an eighth of the experts' state.
+    /// Bytes that `moetion` may send to peers in a step; none for bandwidth × time of a step.
     pub remote_bytes_per_step: Option<u64>,
     /// Whether all experts and copies are planned again at every change, as in a session. If not, a newcomer takes the
     /// units of a lost node, and all are planned again only if an expert would have no node.
@@ -163,8 +161,11 @@ pub enum Dense {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Scheme {
-    /// One of the product's presets.
-    Preset(PresetChoices),
+    /// A preset.
+    Preset {
+        /// Its name.
+        name: PresetName,
+    },
     /// The usual practice: checkpoints from which all restart.
     Restart(RestartChoices),
 }
@@ -173,59 +174,10 @@ impl Scheme {
     /// Its name.
     pub fn name(&self) -> &str {
         match self {
-            Self::Preset(preset) => &preset.name,
+            Self::Preset { name } => name.name(),
             Self::Restart(restart) => &restart.name,
         }
     }
-}
-
-/// Planners of a preset: `evermoe.planning.PRESETS`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PresetChoices {
-    /// Its name.
-    pub name: String,
-    /// Copies in addition to active holders.
-    pub copying: Copying,
-    /// Selection of the experts that are copied.
-    pub selection: Selecting,
-    /// Policy of the placement.
-    pub placement: Policy,
-    /// Policy by which windows are filled; none if nothing is copied in windows.
-    pub chunks: Option<schedule::Policy>,
-    /// Whether a recovery may restore experts from older versions than the rest.
-    pub lagging: Lagging,
-    /// Split of an expert's tokens among its replicas.
-    pub token_split: dispatch::Policy,
-    /// Whether `copies` counts the ranks that train each expert.
-    pub active_copies: bool,
-    /// Whether experts are saved a few at a time to the store, with all other state each time.
-    pub saves_experts: bool,
-}
-
-/// Selection of the experts that are copied in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Selecting {
-    /// All of them.
-    All,
-    /// The few with the most unsaved tokens (`pec`).
-    LoadAware,
-    /// The number that a budget of bytes allows (`moetion`).
-    Budget,
-}
-
-/// Whether a recovery may restore experts from older versions than the rest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Lagging {
-    /// Never: all return to the same version.
-    Never,
-    /// Only if no version is complete.
-    #[serde(rename = "if needed")]
-    IfNeeded,
-    /// Always.
-    Always,
 }
 
 /// Checkpoints from which all restart.
@@ -390,12 +342,12 @@ impl Scheme {
     /// [`Error::Invalid`](crate::Error::Invalid) with the field, the value expected and the value that came.
     pub fn check(&self, scenario: &Scenario) -> Result<()> {
         match self {
-            Self::Preset(preset) => {
-                let never = preset.saves_experts && scenario.session.copies == 0;
+            Self::Preset { name } => {
+                let never = name.preset().needs_checkpoint_dir && scenario.session.copies == 0;
                 ensure!(
                     !never,
                     "session.copies: {} saves nothing with copies=0; expected 1 or more",
-                    preset.name
+                    name.name()
                 );
                 Ok(())
             }

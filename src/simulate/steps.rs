@@ -79,7 +79,7 @@ impl Job<'_> {
         self.finish_writing();
         let every = self.scenario.session.checkpoint_interval;
         let is_due = every > 0 && number > 0 && number.is_multiple_of(every);
-        if !is_due || self.writing.is_some() || self.preset.saves_experts {
+        if !is_due || self.writing.is_some() || self.preset.needs_checkpoint_dir {
             return Ok(0);
         }
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());

@@ -20,9 +20,9 @@ class CopyConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = self.choices.most_copies
+        most = self.choices.max_replication
         if most is not None and self.replication > most:
-            others = ", ".join(name for name, preset in PRESETS.items() if preset.most_copies is None)
+            others = ", ".join(name for name, preset in PRESETS.items() if preset.max_replication is None)
             raise ValueError(
                 f"expected replication to be at most {most} with the preset {self.name}, got {self.replication}: it "
                 "copies an expert to its own node's memory and to the checkpoint store, not to other nodes; use one of "

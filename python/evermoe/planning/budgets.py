@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from evermoe import _native
+
 
 class Budgets(NamedTuple):
     """Bytes that all members together can copy in a step: bandwidth × time of an iteration (MoEtion, Algorithm 1)."""
@@ -26,12 +28,7 @@ def budgets_of(step_seconds: float, links: Sequence[float | None], hosts: Sequen
         links: speed of each member's link; None where it was not measured.
         hosts: speed at which each member copies within its host; None where it was not measured.
     """
-
-    def budget(speeds: Sequence[float | None]) -> int | None:
-        known = [speed for speed in speeds if speed is not None]
-        return int(step_seconds * sum(known)) if known and len(known) == len(speeds) else None
-
-    return Budgets(budget(links), budget(hosts))
+    return Budgets(_native.copy_budget(step_seconds, links), _native.copy_budget(step_seconds, hosts))
 
 
 def remote_bytes_per_step(expert_bytes: int, all_bytes: int) -> int:
@@ -41,4 +38,4 @@ def remote_bytes_per_step(expert_bytes: int, all_bytes: int) -> int:
         expert_bytes: state of the largest expert.
         all_bytes: state of all experts.
     """
-    return max(expert_bytes, all_bytes // 8)
+    return _native.unmeasured_budget(expert_bytes, all_bytes)

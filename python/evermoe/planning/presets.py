@@ -1,80 +1,75 @@
-"""Five papers and ours, as choices of one engine: what a session does and what `evermoe plan` says of it."""
+"""The presets, as `src/protection/preset.rs` defines them: what a session does and what `evermoe plan` says of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
+from evermoe import _native
 from evermoe.planning.dispatch import SplitPolicy
-from evermoe.planning.holders import CopyPolicy
 from evermoe.planning.placement import PlacementPolicy
 from evermoe.planning.recovery import Lagging
 from evermoe.planning.schedule import ChunkPolicy
-from evermoe.planning.selection import Policy
 
 PresetName = Literal["gemini", "pec", "baft", "moetion", "lazarus", "auto"]
 PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
-Selection = Policy | Literal["all", "none", "choose_copies"]
-"""A policy of `select_experts`; everything; nothing; or what `choose_copies` says."""
+Selection = Literal["all", "load-aware", "budget"]
+"""Experts that are copied in a step: all, or those that a policy of `select_experts` selects."""
 Copying = Literal["chosen", "everything", "to_previous", "uncovered", "nothing"]
-"""Copies in addition to active holders: `src/protection/session_plan.rs`."""
-CopyPlacement = CopyPolicy | Literal["training", "unit", "none"]
-"""A policy of `copy_holders`; `training_copy_holders`; `unit_copy_holders`; none."""
+"""Copies in addition to active holders: what `choose_copies` says; snapshots of all units to a group of peers or to the
+previous node; replayed copies of what too few nodes train; none."""
 
 
 class Preset(NamedTuple):
-    """The planners that a preset uses, and what differs between presets beside. Nothing else asks for their names."""
+    """The planners that a preset uses, and what else differs between presets."""
 
-    selection: Selection
-    """What is copied."""
-    schedule: ChunkPolicy | None
-    """When: a policy of `plan_chunks`; None where nothing is copied in windows."""
-    kinds: tuple[Literal["active", "replayed", "snapshot", "persisted"], ...]
-    """Kinds of copies that protect a unit, in addition to the node that trains on it."""
-    copy_placement: CopyPlacement
-    """Place of the copies."""
-    placement: PlacementPolicy
-    """Policy for where experts train, unless another one is asked for; on as many nodes as slots allow."""
+    name: PresetName
+    """Its name."""
     summary: str
-    """One line."""
-    lagging: Lagging = "never"
+    """Its description in one line."""
+    copying: Copying
+    """Copies that `plan_protection` arranges in addition to active holders."""
+    selection: Selection
+    """Experts that are copied in a step."""
+    schedule: ChunkPolicy | None
+    """Policy of `plan_chunks` by which windows are filled; None where nothing is copied in windows."""
+    kinds: tuple[Literal["active", "replayed", "snapshot", "persisted"], ...]
+    """Kinds of copies that protect a unit, in addition to the node that trains it."""
+    placement: PlacementPolicy
+    """Default policy for where experts train."""
+    token_split: SplitPolicy
+    """Default policy by which the replicas of an expert share its tokens."""
+    lagging: Lagging
     """Whether a recovery may take experts at older versions than the rest; if needed: only with copies."""
-    copies_late: bool = False
-    """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
-    per_expert_versions: bool = False
-    """Whether each expert's snapshots have versions of their own."""
-    needs_checkpoint_dir: bool = False
-    """Whether copies go to a place that all members share."""
-    active_copies: bool = False
-    """Whether `replication` counts the ranks that train each expert."""
-    token_split: SplitPolicy = "balanced"
-    """How replicas of an expert share its tokens, unless a layer says it."""
+    copies_late: bool
+    """Whether the copies of a step are made during the next one: they are complete at its vote, not earlier."""
+    per_expert_versions: bool
+    """Whether the snapshots of each expert have versions of their own."""
+    needs_checkpoint_dir: bool
+    """Whether copies go to a store that all members share."""
+    active_copies: bool
+    """Whether `replication` counts the nodes that train each expert."""
+    max_replication: int | None
+    """Largest `replication` that the preset accepts; None for no limit."""
+    protects_owners: bool
+    """Whether a unit that one node alone trains survives its loss: in copies of every step, or in the store.
+
+    From the store all members go back to the newest step of which all units other than experts are saved.
+    """
 
     def replicas(self, replication: int, min_replicas: int | None) -> int:
-        """Active replicas of each expert that are wanted; `min_replicas`: as asked for, if so."""
-        if min_replicas is not None:
-            return min_replicas
-        return max(1, replication) if self.active_copies else 1
+        """Return the number of active replicas of each expert that a session wants.
+
+        Args:
+            replication: number of nodes that hold each unit.
+            min_replicas: the number, where the session asks for one.
+        """
+        return _native.preset_replicas(self.name, replication, min_replicas)
 
     @property
     def chooses_copies(self) -> bool:
         """Whether `choose_copies` says how each unit is protected."""
-        return self.selection == "choose_copies"
-
-    @property
-    def copying(self) -> Copying:
-        """Which copies `plan_protection` arranges beside active holders."""
-        if self.chooses_copies:
-            return "chosen"
-        if self.copies_to_previous_node:
-            return "to_previous"
-        by_placement: dict[str, Copying] = {"none": "nothing", "training": "uncovered"}
-        return by_placement.get(self.copy_placement, "everything")
-
-    @property
-    def most_copies(self) -> int | None:
-        """The most that `replication` may be: what a preset keeps on one node alone is on no more, whatever it says."""
-        return 2 if self.copying == "nothing" and not self.active_copies else None
+        return self.copying == "chosen"
 
     @property
     def selects_by_budget(self) -> bool:
@@ -88,16 +83,8 @@ class Preset(NamedTuple):
 
     @property
     def copies_to_previous_node(self) -> bool:
-        """Whether each rank's copies are kept by the node before its own, in a pipeline that of the stages before."""
-        return self.copy_placement == "previous"
-
-    @property
-    def protects_owners(self) -> bool:
-        """Whether what a single rank trains survives its node: in copies of all its steps, or in the store.
-
-        From the store all members go back to the newest step of which all that is no expert is saved.
-        """
-        return self.needs_checkpoint_dir or self.copy_placement != "none"
+        """Whether the previous node keeps each rank's copies, in a pipeline that of the previous stages."""
+        return self.copying == "to_previous"
 
     @property
     def may_lose_tokens(self) -> bool:
@@ -105,38 +92,7 @@ class Preset(NamedTuple):
         return self.lagging == "always"
 
 
-PRESETS: Mapping[PresetName, Preset] = {
-    "gemini": Preset(
-        "all", "gemini", ("snapshot", "persisted"), "mixed", "balanced",
-        "everything to host memory of a group of peers after each step, in chunks in idle network time (SOSP'23)",
-        copies_late=True,
-    ),
-    "pec": Preset(
-        "load-aware", None, ("snapshot", "persisted"), "none", "balanced",
-        "some experts of each layer, and all else, to own memory, fewer to the store; a portion of the tokens is lost",
-        lagging="always", per_expert_versions=True, needs_checkpoint_dir=True,
-    ),
-    "baft": Preset(
-        "all", "baft", ("snapshot",), "previous", "balanced",
-        "whole units to the node before in the pipeline, packed into bubbles that both ends have",
-        copies_late=True,
-    ),
-    "moetion": Preset(
-        "budget", "moetion", ("replayed", "snapshot"), "training", "balanced",
-        "the experts with the most tokens at risk, their optimizer replayed from gradients; split by bubbles",
-        lagging="always", per_expert_versions=True,
-    ),
-    "lazarus": Preset(
-        "none", None, ("active", "persisted"), "none", "safest",
-        "experts train on several nodes by load, placed so that most losses leave one; no other copies but the store",
-        active_copies=True, token_split="even",
-    ),
-    "auto": Preset(
-        "choose_copies", "auto", ("active", "replayed", "snapshot", "persisted"), "unit", "balanced",
-        "one cost model picks the cheapest way for each unit; no step is lost where windows and memory allow",
-        lagging="if needed",
-    ),
-}  # fmt: skip
+PRESETS: Mapping[PresetName, Preset] = {row["name"]: Preset(**row) for row in _native.PRESETS}
 """The presets by name, as `--preset` selects them."""
 
 
@@ -146,22 +102,18 @@ class Levels(NamedTuple):
     snapshot: int
     """Into the memory of their own nodes."""
     save: int
-    """To the place that all members share; no more than `snapshot`."""
+    """To the store that all members share; no more than `snapshot`."""
 
 
 def levels(experts: int, per_snapshot: int | None = None, per_save: int | None = None) -> Levels:
-    """The two levels of `pec` for a layer of so many experts: a half and a quarter, if nothing else is asked for.
+    """Return the two levels of `pec` for a layer: a half and a quarter of its experts, unless other numbers are given.
 
         >>> levels(8), levels(8, per_save=6), levels(1)
         (Levels(snapshot=4, save=2), Levels(snapshot=6, save=6), Levels(snapshot=1, save=1))
 
     Args:
         experts: of the layer that has the most.
-        per_snapshot: as asked for; more than there are is all.
-        per_save: likewise.
+        per_snapshot: number for the snapshots; one larger than `experts` selects all.
+        per_save: number for the store; one larger than `experts` selects all.
     """
-    save = min(experts, max(1, experts // 4) if per_save is None else per_save)
-    if per_snapshot is None:
-        return Levels(max(save, experts // 2), save)
-    snapshot = min(experts, per_snapshot)
-    return Levels(snapshot, min(save, snapshot) if per_save is None else save)
+    return Levels(*_native.levels(experts, per_snapshot, per_save))

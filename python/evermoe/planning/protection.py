@@ -17,13 +17,24 @@ Kind = Literal["active", "replayed", "snapshot"]
 OWN_VERSIONS = _native.OWN_VERSIONS
 """Versions of its own snapshots that a rank has room for, page-locked where the state is on a GPU."""
 LOGGED_STEPS = _native.LOGGED_STEPS
-"""Steps that a log needs room for: the newest, which can still be undone, and the one that is voted on."""
+"""Logged steps in addition to a batch: the newest, which can still be undone, and the one that is voted on."""
+LOG_STEPS = _native.LOG_STEPS
+"""Gradients that a replica's log has room for: the batch under way, the newest steps, and as many that still travel."""
+BATCH_STEPS = _native.BATCH_STEPS
+"""Steps that a replica repeats in one pass, at most."""
+MAX_PERIOD = _native.MAX_PERIOD
+"""Steps between two snapshots of a unit, at most."""
 RECORD_BYTES = _native.RECORD_BYTES
-"""Bytes that a logged gradient counts in addition to its own, at most."""
+"""Bytes that a logged gradient counts for in addition to its own, at most."""
 FAILURE = _native.FAILURE
 """Probability that a node fails in a step; the same for all, it only weighs units against each other."""
 MAX_FATAL = 32
 """Fatal losses that are named."""
+
+
+def batch_steps(elements: int) -> int:
+    """Return the number of steps of a parameter with `elements` elements that a replica repeats in one pass."""
+    return _native.batch_steps(elements)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,11 @@ class Memory(NamedTuple):
     """Time in which the consumer empties a sub-buffer after the transfer; None if at once."""
 
 
+def forecast_memory(bytes_per_step: int) -> Memory:
+    """Return the memory for the chunks of a node that sends and receives this many bytes in a step."""
+    return Memory(*_native.forecast_memory(bytes_per_step))
+
+
 class CopyItem(NamedTuple):
     """A unit that is to be copied."""
 

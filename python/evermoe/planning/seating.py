@@ -21,24 +21,21 @@ from evermoe.planning.owners import place_owners
 from evermoe.planning.placement import FewerReplicas, allocate, failure_domains, place, session_slots
 from evermoe.planning.presets import PRESETS, Preset, PresetName, levels
 from evermoe.planning.protection import (
+    LOGGED_STEPS,
+    OWN_VERSIONS,
     RECORD_BYTES,
     ProtectionPlan,
     RankInfo,
     UnitInfo,
     UnitProtection,
+    batch_steps,
     plan_protection,
 )
 
 WeightType = Literal["float32", "bfloat16", "float16"]
 
-SNAPSHOT_VERSIONS = 2
-"""Versions for which an arena has room."""
 SAVED_BUFFERS = 3
 """Buffers of what a preset saves to a folder at a step: `src/persist/`."""
-BATCH_STEPS, BATCH_BYTES = 8, 128 << 20
-"""Steps that a replica repeats in one pass, and the float32 bytes of their gradients, at most: `replay.repeater`."""
-WAITING_STEPS = 2
-"""Logged steps in addition to a batch: the newest, which may be undone, and the one that is voted on."""
 HEAD_BYTES = 32 << 20
 """Memory that is kept for the gradients from or to a peer: `replay.exchange.HEAD_BYTES`."""
 NO_LIMIT = 1 << 62
@@ -301,7 +298,7 @@ class Seating:
                 self._count_replayed(unit, each, totals)
             keepers = [each.primary, *each.holders] if each.kind == "snapshot" else each.own
             for rank in keepers:
-                totals[rank].snapshots += SNAPSHOT_VERSIONS * unit.nbytes
+                totals[rank].snapshots += OWN_VERSIONS * unit.nbytes
         for total in totals:
             total.log = min(total.log, options.replay_log_bytes)
             if options.choices.takes_turns:
@@ -317,9 +314,4 @@ class Seating:
         for rank in each.holders:
             totals[rank].replicas += unit.nbytes
             totals[rank].received += logged
-            totals[rank].log += logged * (batch_steps(elements) + WAITING_STEPS)
-
-
-def batch_steps(elements: int) -> int:
-    """Return the number of steps of a parameter with `elements` elements that a replica repeats in one pass."""
-    return max(1, min(BATCH_STEPS, BATCH_BYTES // max(1, 4 * elements)))
+            totals[rank].log += logged * (batch_steps(elements) + LOGGED_STEPS)

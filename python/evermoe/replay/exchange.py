@@ -23,7 +23,7 @@ from evermoe.comm.pacer import AT_ONCE
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.comm.transport import Transfer
 from evermoe.errors import ReplicaBehind
-from evermoe.planning.protection import RECORD_BYTES, UnitProtection
+from evermoe.planning.protection import LOG_STEPS, RECORD_BYTES, UnitProtection
 from evermoe.profile.memory import in_huge_pages
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.early_gradients import MAX_MESSAGES, EarlyGradients
@@ -41,8 +41,6 @@ HEAD_BYTES = 32 << 20
 """Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
 PROOF_STEPS = 32
 """Steps in which each replica is compared with its trainer once, or fewer: one digest of the state in so many steps."""
-LOG_STEPS = 12
-"""Gradients that a replica has room for: a batch, the newest steps, and one that is on its way."""
 
 
 @dataclass

@@ -10,18 +10,9 @@ from torch import Tensor
 
 from evermoe._native import ReplayLog
 from evermoe.errors import CorruptCopy, ReplicaBehind
+from evermoe.planning.protection import batch_steps
 from evermoe.replay.part import Part
 from evermoe.state.unit import digests_of
-
-BATCH_STEPS = 8
-"""Steps that are applied in one pass over the memory, at most."""
-BATCH_BYTES = 128 << 20
-"""Bytes of the gradients of such steps, as float32; those of a single step may be more."""
-
-
-def batch_steps(elements: int) -> int:
-    """Steps of a parameter with so many elements that are applied in one pass."""
-    return max(1, min(BATCH_STEPS, BATCH_BYTES // max(1, 4 * elements)))
 
 
 class Damage(NamedTuple):

@@ -36,8 +36,9 @@ from torch import Tensor
 from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, digest
 from evermoe.errors import ReplicaBehind
 from evermoe.native_calls import native_call
+from evermoe.planning.protection import batch_steps
 from evermoe.replay.part import Part, parts_of
-from evermoe.replay.repeater import Damage, Repeater, batch_steps
+from evermoe.replay.repeater import Damage, Repeater
 from evermoe.state.unit import Unit, digests_of
 
 ALIGNMENT = 8

@@ -49,16 +49,4 @@ def scheme_fields(
             "checkpoint_interval": checkpoint_interval,
             "join_seconds": join_seconds,
         }
-    preset = PRESETS[name]  # type: ignore[index]
-    return {
-        "kind": "preset",
-        "name": name,
-        "copying": preset.copying,
-        "selection": preset.selection if preset.takes_turns or preset.selects_by_budget else "all",
-        "placement": preset.placement,
-        "chunks": preset.schedule,
-        "lagging": preset.lagging,
-        "token_split": preset.token_split,
-        "active_copies": preset.active_copies,
-        "saves_experts": preset.needs_checkpoint_dir,
-    }
+    return {"kind": "preset", "name": name}

@@ -4,6 +4,7 @@ mod dispatch;
 mod holders;
 mod migrate;
 mod placement;
+mod presets;
 mod protection;
 mod recovery;
 mod schedule;
@@ -19,6 +20,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     holders::register(module)?;
     migrate::register(module)?;
     placement::register(module)?;
+    presets::register(module)?;
     protection::register(module)?;
     recovery::register(module)?;
     schedule::register(module)?;

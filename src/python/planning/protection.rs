@@ -1,18 +1,11 @@
 //! Python bindings of [`crate::protection`]: tuples in, tuples out.
 
-use crate::error::Error;
 use crate::placement::Survival;
 use crate::protection::{self, CopyNode, CopyReason, CopyRequest, CopyUnit, Limit};
 use crate::schedule::Link;
 use pyo3::prelude::*;
-use serde::Deserialize;
-use serde::de::IntoDeserializer;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("LOGGED_STEPS", protection::LOGGED_STEPS)?;
-    module.add("OWN_VERSIONS", protection::OWN_VERSIONS)?;
-    module.add("RECORD_BYTES", protection::RECORD_BYTES)?;
-    module.add("FAILURE", protection::FAILURE)?;
     module.add_function(wrap_pyfunction!(choose_copies, module)?)?;
     module.add_function(wrap_pyfunction!(plan_protection, module)?)
 }
@@ -26,7 +19,7 @@ type RankInfoRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f6
 /// Kind, period, primary, holders, own.
 type UnitProtectionRow = (&'static str, usize, usize, Vec<usize>, Vec<usize>);
 
-/// `copying` is the name in JSON.
+/// `copying` is its name.
 #[pyfunction]
 fn plan_protection(
     py: Python<'_>,
@@ -37,9 +30,7 @@ fn plan_protection(
     copies: usize,
     budget: f64,
 ) -> PyResult<(Vec<UnitProtectionRow>, String)> {
-    let named: Result<protection::Copying, serde::de::value::Error> =
-        protection::Copying::deserialize(copying.into_deserializer());
-    let copying = named.map_err(|error| Error::invalid(format!("copying: {error}")))?;
+    let copying = copying.parse()?;
     let unit = |(state_bytes, gradient_bytes, active, tokens, replayable, may_lag)| protection::UnitInfo {
         state_bytes,
         gradient_bytes,

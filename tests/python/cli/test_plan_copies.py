@@ -15,6 +15,7 @@ from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
 from evermoe.cli.plan.loads import read_load
 from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning.presets import PRESET_NAMES
+from evermoe.planning.protection import LOG_STEPS
 from support.commands import evermoe
 
 SMALL = CopySetting(
@@ -52,7 +53,7 @@ def test_gradients_keep_single_replicas_and_nothing_keeps_the_rest():
     assert (replayed.kind, replayed.experts, replayed.others, replayed.most_lost_steps) == ("replayed", 8, 0, 0)
     assert replayed.tokens == pytest.approx(1)
     assert auto.bytes == replayed.bytes == 8 * 4000
-    assert replayed.memory_bytes == 8 * (12_000 + 8 * 4000)
+    assert replayed.memory_bytes == 8 * (12_000 + LOG_STEPS * 4000)
     assert replayed.window_share == pytest.approx((2 * 8 * (4e-3 + 10e-6)) / (4 * 0.05))
     assert float(auto.survival[0].without_loss) == pytest.approx(1)
     assert auto.plan.delay_seconds == 0
@@ -265,7 +266,7 @@ def test_report_and_json(tmp_path):
     assert "…" not in done.stdout
     text = " ".join(done.stdout.split())
     assert "12 bytes of state and 4 of gradient each; experts placed by balanced" in text
-    assert "replayed 8 0 100% 32.0 kB 32.1% 88.0 kB 0" in text
+    assert "replayed 8 0 100% 32.0 kB 32.1% 120.0 kB 0" in text
     assert "1 node: 100% without a lost step; 2 nodes at once: " in text
     found = json.loads((tmp_path / "o.json").read_text())["copies"]
     assert CopySetting(**found["setting"]) == SMALL

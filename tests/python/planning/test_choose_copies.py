@@ -1,12 +1,8 @@
-"""The typed face of the choice of copies, and the presets against what the planners know."""
-
-import typing
+"""The typed face of the choice of copies."""
 
 import pytest
 
-from evermoe.planning import CopyNode, CopyUnit, choose_copies, presets, schedule
-from evermoe.planning.placement import POLICIES
-from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset
+from evermoe.planning import CopyNode, CopyUnit, choose_copies, schedule
 
 LINK = schedule.Link(0.0, 1e4)
 NODES = [CopyNode(1e-3, domain, 10_000, network_seconds=0.1, host_link_seconds=0.2) for domain in range(4)]
@@ -81,24 +77,3 @@ def test_a_thousand_experts_on_many_nodes():
 def test_errors_name_their_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_presets_name_existing_planners():
-    assert tuple(PRESETS) == PRESET_NAMES
-    hints = typing.get_type_hints(Preset)
-
-    def options(hint):
-        return {name for part in typing.get_args(hint) for name in (typing.get_args(part) or (part,))}
-
-    for name, preset in PRESETS.items():
-        assert preset.selection in options(presets.Selection), name
-        assert preset.copy_placement in options(presets.CopyPlacement), name
-        assert preset.schedule in (None, *schedule.CHUNK_POLICIES), name
-        assert preset.placement in (None, *POLICIES), name
-        assert preset.kinds and len(set(preset.kinds)) == len(preset.kinds), name
-        assert "\n" not in preset.summary and preset.summary
-    # every chunk policy is some preset's, and a preset that copies nothing has no schedule
-    assert {preset.schedule for preset in PRESETS.values()} - {None} == set(schedule.CHUNK_POLICIES)
-    assert all(preset.schedule is None for preset in PRESETS.values() if preset.selection == "none")
-    kinds = set(typing.get_args(typing.get_args(hints["kinds"])[0]))
-    assert {kind for preset in PRESETS.values() for kind in preset.kinds} == kinds

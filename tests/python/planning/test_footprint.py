@@ -12,11 +12,11 @@ import torch
 import evermoe
 from evermoe.comm import collectives
 from evermoe.planning import footprint as footprint_module
-from evermoe.planning import seating
+from evermoe.planning import protection, seating
 from evermoe.planning.footprint import PHASES, footprint
 from evermoe.planning.models import MODELS, ModelShape
 from evermoe.planning.seating import FootprintOptions
-from evermoe.replay import exchange, repeater, replica
+from evermoe.replay import exchange, replica
 from evermoe.state.model_shape import shape_of
 
 SMALL = ModelShape(dense_parameters=1000, largest_module=400, layers=3, experts=8, expert_parameters=500)
@@ -71,7 +71,7 @@ def test_replicas_and_local_snapshots_of_auto_hold_an_expert_once_and_the_rest_t
     assert sum(use.replicas for use in step.uses) == 12 * 3 * 8 * 500, "each expert is followed by one other worker"
     kept = SMALL.parameters + SMALL.dense_parameters
     assert sum(use.snapshots for use in step.uses) == 2 * 12 * kept, "an expert stays on its node, the rest on two"
-    steps = repeater.batch_steps(500) + replica.KEPT_STEPS + 1
+    steps = protection.batch_steps(500) + replica.KEPT_STEPS + 1
     assert [use.log for use in step.uses] == [6 * (2000 + seating.RECORD_BYTES) * steps] * 4
 
 
@@ -118,10 +118,8 @@ def test_more_memory_is_never_taken_by_more_workers(preset):
 def test_the_planner_has_the_constants_of_what_it_plans():
     assert footprint_module.BUCKET_BYTES == collectives.BUCKET_BYTES
     assert seating.HEAD_BYTES == exchange.HEAD_BYTES
-    assert (seating.BATCH_STEPS, seating.BATCH_BYTES) == (repeater.BATCH_STEPS, repeater.BATCH_BYTES)
-    assert seating.WAITING_STEPS == replica.KEPT_STEPS + 1
-    for elements in (1, 1 << 20, 5 << 20, 1 << 30):
-        assert seating.batch_steps(elements) == repeater.batch_steps(elements)
+    assert protection.LOGGED_STEPS == replica.KEPT_STEPS + 1
+    assert protection.LOG_STEPS >= protection.BATCH_STEPS + protection.LOGGED_STEPS
 
 
 @pytest.mark.parametrize(

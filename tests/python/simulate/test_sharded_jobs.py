@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from evermoe.planning.protection import LOG_STEPS
 from evermoe.simulate import Constants, Failure, Scenario, Workload, simulate
 from evermoe.simulate.scenario import SimulatedOptions
 
@@ -89,7 +90,7 @@ def test_each_module_has_a_copy_of_its_steps():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_memory_has_weights_on_each_device_and_the_optimizer_once(devices):
     """Besides what it trains a node has two versions of its own snapshots: of what all train, two of four nodes do."""
-    log_steps, versions, nodes = 8, 2, 2
+    log_steps, versions, nodes = LOG_STEPS, 2, 2
     replicated = simulate(job(devices=devices, fails=False), "auto", seed=0)
     snapshots = versions * nodes * (EXPERT_STATE + MODULES * MODULE_STATE) // NODES
     assert replicated.memory_bytes == EXPERT_STATE + devices * MODULES * MODULE_STATE + snapshots

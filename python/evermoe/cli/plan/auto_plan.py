@@ -14,13 +14,9 @@ from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning import CopyUnit, choose_copies
 from evermoe.planning.choose_copies import CopyKind, CopyPlan, NodeUse, UnitChoice
 from evermoe.planning.presets import PRESETS
+from evermoe.planning.protection import LOG_STEPS, MAX_PERIOD, OWN_VERSIONS
 from evermoe.planning.selection import shard_modules
 from evermoe.planning.survival import Survival, copy_recovery_probability
-
-LOG_STEPS = 8
-"""Steps whose gradients a replayed copy keeps."""
-MAX_PERIOD = 64
-"""Largest number of steps between two snapshots of a unit."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +218,11 @@ def _network_seconds(layout: Layout, choice: UnitChoice) -> float:
 
 def _memory(unit: CopyUnit, choice: UnitChoice) -> int:
     """Memory of all holders of a unit: the state and the log of gradients, or two versions of the state."""
-    each = unit.state_bytes + LOG_STEPS * unit.gradient_bytes if choice.kind == "replayed" else 2 * unit.state_bytes
+    each = (
+        unit.state_bytes + LOG_STEPS * unit.gradient_bytes
+        if choice.kind == "replayed"
+        else OWN_VERSIONS * unit.state_bytes
+    )
     return len(choice.holders) * each
 
 

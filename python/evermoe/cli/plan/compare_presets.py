@@ -23,15 +23,11 @@ from evermoe.planning.holders import primaries
 from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, PresetName, levels
 from evermoe.planning.protection import RankInfo, UnitInfo, UnitProtection, plan_protection
-from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Memory, Receiver, plan_chunks
+from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Receiver, forecast_memory, plan_chunks
 from evermoe.planning.selection import select_experts
 from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 from evermoe.planning.survival import copy_recovery_probability
 
-BUFFERS = 4
-BUFFER_BYTES = 32 << 20
-"""Largest size of a chunk, unless there would be more than `MAX_CHUNKS`."""
-MAX_CHUNKS = 1 << 17
 MAX_MODULES, MAX_ACTIVE = 64, 1 << 20
 """Largest number of dense units, and of ranks that train them, summed over units."""
 LEDGER_TOKENS = 1 << 24
@@ -346,9 +342,8 @@ def _schedule(layout: Layout, policy: ChunkPolicy, sends: Sends) -> ChunkReason 
         if receiver == node and size
     ]
     windows = layout.setting.windows(len(layout.share_LE))
-    buffer = max(BUFFER_BYTES, -(-int(traffic[node]) // MAX_CHUNKS))
     receivers = [Receiver(rank, windows) for rank in sorted({peer for piece in pieces for peer in piece.destinations})]
-    memory = Memory(BUFFERS * buffer, BUFFERS)
+    memory = forecast_memory(int(traffic[node]))
     return plan_chunks(pieces, windows, layout.setting.network, memory, policy=policy, receivers=receivers).reason
 
 

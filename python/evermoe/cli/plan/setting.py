@@ -9,14 +9,10 @@ from typing import Any, Literal
 
 from evermoe.planning import CopyNode
 from evermoe.planning.schedule import Link
-from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
+from evermoe.planning.windows import Windows, synthetic_windows
 
 ALPHA = 10e-6
 """Latency of any transfer on either link, in seconds."""
-MAX_WINDOWS = 128
-"""Largest number of windows in a synthetic step."""
-OVERLAP = 1 + 1e-9
-"""Factor by which a collective is prolonged, so that rounding leaves no gap behind it."""
 MAX_BYTES = 1 << 60
 """Largest number of bytes of all copies together, so that the planners' sums stay within 64 bits."""
 MAX_UNITS = 1 << 18
@@ -88,20 +84,8 @@ class CopySetting:
         return [CopyNode(failure, node // domain_size, host, device, idle, self.step_seconds) for node in range(nodes)]
 
     def windows(self, layers: int) -> Windows:
-        """Return the windows of a synthetic step: compute and collectives alternate, as in each layer's forward and
-        backward."""
-        count = min(2 * layers, MAX_WINDOWS)
-        period = self.step_seconds / count
-        idle = self.network_idle * period
-        spans = []
-        for number in range(count):
-            start = number * period
-            if idle > 0:
-                spans.append(Span("compute", "forward", "compute", start, idle))
-            if period > idle:
-                busy = (period - idle) * OVERLAP
-                spans.append(Span("all-to-all", "collective", "network", start + idle, busy))
-        return find_windows([StepProfile(self.step_seconds, spans)], gamma=1.0)
+        """Return the windows of a synthetic step, in which compute and collectives alternate."""
+        return synthetic_windows(layers, self.step_seconds, self.network_idle)
 
 
 HELP = {
