@@ -247,6 +247,7 @@ fn presets_that_may_lose_tokens_say_how_many() {
     let mut scenario = scenario();
     scenario.session.slots = Some(2); // too few for two replicas of each
     scenario.cluster.nodes = 8;
+    scenario.session.remote_bytes_per_step = Some(40_000_000); // an eighth of the experts
     for scheme in &[PresetName::Pec, PresetName::Moetion].map(preset) {
         let outcome = run(&scenario, scheme, 2);
         assert!(outcome.lost_tokens > 0.0 && outcome.plt > 0.0 && outcome.plt < 1.0, "{outcome:?}");
