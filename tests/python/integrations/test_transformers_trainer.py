@@ -1,5 +1,6 @@
 """transformers' Trainer in a session: losses, metrics, folders and runs of a plain Trainer, through deaths."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -19,11 +20,17 @@ events = pytest.importorskip("tensorboard.backend.event_processing.event_accumul
 from evermoe.integrations.transformers import make_elastic  # noqa: E402
 from evermoe.integrations.transformers.step_batches import Epochs  # noqa: E402
 from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments  # noqa: E402
+from evermoe.integrations.transformers.training_arguments import TrainerArguments  # noqa: E402
 from support import hub_trainer, hub_trainer_best, hub_trainer_end  # noqa: E402
 from support.hub_trainer import BATCH, OPTIONS, SAMPLES, STEPS, common, texts  # noqa: E402
 
 TESTS = Path(hub_trainer.__file__).parents[1]
 LOGGED = ("loss", "eval_loss", "eval_mean", "learning_rate", "grad_norm", "epoch", "train_loss")
+
+
+def test_keyword_arguments_are_those_of_trainer():
+    keywords = inspect.signature(transformers.Trainer.__init__).parameters.keys() - {"self", "model", "args"}
+    assert keywords == TrainerArguments.__annotations__.keys()
 
 
 class Call(transformers.TrainerCallback):

@@ -9,6 +9,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import evermoe
 from evermoe import events, observe, ops, optim, planning, presets
 from evermoe.errors import EvermoeError, LostExperts, NonFiniteLoss
+from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments
 
 
 class Model(nn.Module):
@@ -116,6 +117,15 @@ def pipeline(module: nn.Module, x: Tensor, lighthouse: str) -> None:
         with step:
             step.run(x)
         print(session.step, session.loss)
+
+
+def fine_tune(model: nn.Module, data: torch.utils.data.Dataset[dict[str, Tensor]]) -> None:
+    """Train a model of transformers with a `Trainer`."""
+    args = ElasticTrainingArguments("out", max_steps=100)
+    sampler = evermoe.ElasticSampler(1000, 64)
+    trainer = ElasticTrainer(model, args, sampler=sampler, session={"replication": 3}, train_dataset=data)
+    trainer.train()
+    trainer.end()
 
 
 def groups() -> tuple[evermoe.Membership, evermoe.Placement, evermoe.Checkpoints, presets.Pec]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 from transformers.trainer_pt_utils import find_batch_size
@@ -29,7 +29,11 @@ from evermoe.integrations.transformers.evaluation_shares import (
 )
 from evermoe.integrations.transformers.trainer_loop import TrainerLoop
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
-from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments, as_one_process
+from evermoe.integrations.transformers.training_arguments import (
+    ElasticTrainingArguments,
+    TrainerArguments,
+    as_one_process,
+)
 from evermoe.sampler import ElasticSampler
 from evermoe.train.evaluation_data import check_order
 from evermoe.train.session_config import SessionArguments
@@ -83,7 +87,7 @@ class ElasticTrainer(TrainerLoop):
         args: as transformers' own; the trainer keeps a copy, whose `gradient_accumulation_steps` is 1.
         sampler: divides the global batches, all parts together; `per_device_train_batch_size` is ignored.
         session: keyword arguments of `evermoe.Session`.
-        trainer: keyword arguments of `Trainer`.
+        trainer: keyword arguments of transformers' `Trainer`.
 
     Raises:
         ValueError: an argument asks for something that the session does itself or cannot do; the message names it.
@@ -98,7 +102,7 @@ class ElasticTrainer(TrainerLoop):
         *,
         sampler: ElasticSampler,
         session: SessionArguments | None = None,
-        **trainer: Any,
+        **trainer: Unpack[TrainerArguments],
     ) -> None:
         _check_arguments(args)
         self.sampler, self._arguments = sampler, session or SessionArguments()

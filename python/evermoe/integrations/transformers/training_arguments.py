@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables from which accelerate would make its own process group, which survives no death."""
+
+
+class TrainerArguments(TypedDict, total=False):
+    """Keyword arguments of transformers' `Trainer`, which documents them, in addition to the model and `args`."""
+
+    data_collator: Callable[[list[Any]], dict[str, Any]] | None
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+    model_init: Callable[..., Any] | None
+    compute_loss_func: Callable[..., Any] | None
+    compute_metrics: Callable[[Any], dict[str, Any]] | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None]
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
 
 
 @contextmanager
