@@ -1,14 +1,14 @@
-# One command a need. `make` alone lists them.
+# `make` lists the commands.
 SHELL := /bin/bash
 PYTHON ?= python3
-# Tests that run side by side: three for two processors, as most of them wait for others, but no more than 12.
+# Tests that run concurrently: three for two processors, as most of them wait for other processes, but at most 12.
 TEST_PROCESSES ?= $(shell nproc | awk '{ n = int($$1 * 3 / 2); print n < 12 ? n : 12 }')
 VENV := .venv
-# The Python of the machine with a GPU, which `make wheel` packs for.
+# The Python version of the machine with a GPU, for which `make wheel` collects wheels.
 GPU_PYTHON ?= 3.12
-# The same Python, here.
+# The same Python version on this machine.
 FRESH_PYTHON ?= python$(GPU_PYTHON)
-# The oldest and the newest torch that is supported.
+# The oldest and the newest supported torch.
 TORCH_VERSIONS ?= 2.10.0 2.15.0
 BIN := $(VENV)/bin
 S3_SERVER := target/tools/bin/s3s-fs
@@ -17,25 +17,25 @@ AZURE_SERVER := target/tools/node_modules/.bin/azurite-blob
 AZURE_SERVER_VERSION := 3.35.0
 STAMPS := $(VENV)/.stamps
 SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
-# Tests in Rust run no kernel, and to compile them all takes longer than the crate does.
+# Rust tests run no kernels, and compiling all kernels takes longer than compiling the crate.
 WITHOUT_KERNELS = EVERMOE_CUDA=off
-# Tests in Rust use the dependencies that `make setup` has compiled, and check own code as tests do.
+# Rust tests reuse the dependencies that `make setup` has compiled, and build the crate with the checks of tests.
 AS_TESTS := --profile develop $(addprefix --config profile.develop.package.evermoe.,opt-level=1 debug-assertions=true overflow-checks=true)
 RUST_TEST_OPTIONS = --quiet $(AS_TESTS) --features object-store,ucx
 RUST_TEST_SOURCES := $(shell find tests -name '*.rs' -not -path 'tests/python/*')
-# The models of the protocol take minutes to explore. So do simulated jobs, tests/simulate.rs of the program `all`.
+# Exploring the models of the protocol takes minutes. So do simulated jobs, tests/simulate.rs of the program `all`.
 SLOW_RUST_TESTS := protocol_model
 RUST_TESTS := --lib $(addprefix --test ,$(filter-out $(SLOW_RUST_TESTS),$(shell sed -n '/^\[\[test\]\]/{n;s/name = "\(.*\)"/\1/p}' Cargo.toml)))
-# The kernels' own tests run in `make test` where a branch has changed what they are about.
+# `make test` runs the kernels' tests only if the branch has changed the kernels or their emulator.
 KERNELS_CHANGED = $(shell git diff --quiet $$(git merge-base HEAD origin/main 2>/dev/null || echo HEAD) -- kernels src/cuda tests/emulator || echo yes)
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
-# Clippy's own, so that the package is not built anew after each `make lint`; `develop` shares what setup has compiled.
+# A profile for Clippy alone, so that `make lint` does not cause a rebuild of the package; `develop` would share artifacts with setup.
 CLIPPY_PROFILE ?= dev
-# The library that Rust's tests load, once the package is installed.
+# The UCX library that Rust tests load, if its package is installed.
 WITH_UCX = EVERMOE_UCX=$(CURDIR)/$(firstword $(wildcard $(BIN)/../lib/python3*/site-packages/libucx/lib/libucp.so.0))
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
-# Tests start thousands of processes: without kept bytecode each would compile all that it imports.
+# Tests start thousands of processes: without cached bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -60,9 +60,9 @@ $(STAMPS)/rust-tests: $(STAMPS)/tools $(SOURCES) $(RUST_TEST_SOURCES)
 
 package: $(STAMPS)/package
 
-setup: package $(STAMPS)/rust-tests ## Install all tools into .venv, build evermoe with its CUDA kernels, and Rust's tests
+setup: package $(STAMPS)/rust-tests ## Install all tools into .venv, and build evermoe with its CUDA kernels and the Rust tests
 
-demo: package ## Train a small MoE on 4 workers, kill one, recover, let one join
+demo: package ## Train a small MoE on four workers, kill one, recover, then admit a new one
 	$(BIN)/evermoe demo --json out/demo.json --plot out/demo.png
 
 test: test-rust test-python ## The tests to run while you work: at most five minutes on two cores
@@ -73,7 +73,7 @@ test-rust: $(STAMPS)/rust-tests
 test-python: package
 	$(PYTEST) -m "not gpu and not long and $(if $(KERNELS_CHANGED),(kernels or not full),not full)"
 
-test-all: test test-rust-rest test-python-rest ## Every test that needs no GPU, except the long ones: what CI runs
+test-all: test test-rust-rest test-python-rest ## All tests that need no GPU, except the long ones; CI runs these
 
 test-rust-rest: package
 	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) $(addprefix --test ,$(SLOW_RUST_TESTS))
@@ -83,7 +83,7 @@ test-rust-rest: package
 test-python-rest: package $(S3_SERVER)
 	$(PYTEST) -m "not gpu and not long and full$(if $(KERNELS_CHANGED), and not kernels)"
 
-# A real server of S3 for tests, which needs Rust 1.92. Unoptimised, it takes the tests no longer.
+# A real S3 server for tests, which needs Rust 1.92. An unoptimized build does not slow the tests.
 $(S3_SERVER):
 	CARGO_PROFILE_RELEASE_OPT_LEVEL=0 cargo install --quiet --locked --features binary --root target/tools \
 	  s3s-fs@$(S3_SERVER_VERSION)
@@ -91,7 +91,7 @@ $(S3_SERVER):
 $(AZURE_SERVER):
 	npm install --silent --no-audit --no-fund --prefix target/tools azurite@$(AZURE_SERVER_VERSION)
 
-test-long: package $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
+test-long: package $(S3_SERVER) $(AZURE_SERVER) ## All tests that need no GPU, random kills, and the oldest and the newest torch: an hour on two cores
 	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test --quiet --features object-store,ucx --profile long --lib --bins --tests -- --include-ignored --test-threads 1
 	$(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) --doc
 	$(PYTEST) -m "not gpu"
@@ -99,15 +99,15 @@ test-long: package $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU,
 	$(BIN)/python tests/python/support/schedules.py --runs 20 --first-seed 1000
 	$(MAKE) test-torch
 
-test-failures: package ## 200 random schedules of failures over all presets, judged by what the workers record: an hour
+test-failures: package ## Check 200 random failure schedules over all presets by the records of the workers: an hour
 	$(BIN)/python tests/python/support/schedules.py --runs 200
 
-test-torch: package ## This very build on the oldest and the newest supported torch, or TORCH_VERSIONS
+test-torch: package ## Test this build on the oldest and the newest supported torch, or on TORCH_VERSIONS
 	for version in $(TORCH_VERSIONS); do tests/on_torch.sh $$version || exit 1; done
 
-check: lint test kernels ## Everything that must hold before a commit
+check: lint test kernels ## Lint, test and check the kernels: run before a commit
 
-lint: package ## Formatting, clippy, ruff, types, dead code, unused dependencies
+lint: package ## Check formatting, clippy, ruff, types, dead code and unused dependencies
 	cargo fmt --check
 	$(WITHOUT_KERNELS) cargo clippy --quiet --profile $(CLIPPY_PROFILE) --all-targets --all-features -- -D warnings
 	$(BIN)/ruff format --check
@@ -116,13 +116,13 @@ lint: package ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	$(BIN)/vulture
 	$(BIN)/cargo-shear
 
-kernels: package ## Whether the build has every CUDA kernel; it has none without nvcc
+kernels: package ## Check that the build has the CUDA kernels; without nvcc it has none
 	$(BIN)/python -c "from evermoe.ops.cache import has_cuda_kernels; assert has_cuda_kernels(), 'the build has no CUDA kernels'"
 
 docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d out/docs
 
-evidence: package ## Write docs/evidence.md anew: the papers' numbers beside ours (minutes)
+evidence: package ## Regenerate docs/evidence.md, which compares the papers' numbers with ours (minutes)
 	$(BIN)/evermoe reproduce all --slow --markdown docs/evidence.md
 
 fmt: $(STAMPS)/tools ## Format all sources
@@ -130,13 +130,14 @@ fmt: $(STAMPS)/tools ## Format all sources
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: package ## Ratios to plain torch and memcpy; planners beside EPLB; how a recovery grows; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler; simulated training time
+bench: package ## Run the benches on this CPU: ops, planners, optimizers, sessions, presets, snapshots, messages, recovery, checkpoints, profiler, simulation
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
 	$(BIN)/python benches/bench_growth.py
 	$(BIN)/python benches/bench_optim.py
 	$(BIN)/python benches/bench_replica.py
 	$(BIN)/python benches/bench_session.py
+	$(BIN)/python benches/bench_norm.py
 	$(BIN)/python benches/bench_presets.py
 	$(BIN)/python benches/bench_overlap.py
 	$(BIN)/python benches/bench_transformers.py
@@ -150,28 +151,28 @@ bench: package ## Ratios to plain torch and memcpy; planners beside EPLB; how a 
 	$(BIN)/python benches/bench_profile.py
 	$(BIN)/python benches/bench_ettr.py --models gpt-l-moe mixtral-8x7b
 
-# Both run with the python on PATH where there is no .venv, and with the wheels of `make wheel` where there is no evermoe.
-test-gpu: ## The tests that need a CUDA device, then some under compute-sanitizer; JSON in out/gpu
+# Both use the python on PATH if there is no .venv, and the wheels of `make wheel` if evermoe is not installed.
+test-gpu: ## Run the tests that need a CUDA device, then some under compute-sanitizer; JSON in out/gpu
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py test
 
-bench-gpu: ## The benches on a CUDA device; JSON in out/gpu
+bench-gpu: ## Run the benches on a CUDA device; JSON in out/gpu
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py bench
 
-wheel: package ## Build the abi3 wheel into out/wheels, with all that a machine with torch lacks (GPU_PYTHON=3.12)
+wheel: package ## Build the abi3 wheel into out/wheels, with the wheels that a machine with torch lacks (GPU_PYTHON=3.12)
 	rm -rf out/wheels
 	$(BIN)/maturin build --release --quiet --out out/wheels
 	$(BIN)/python tests/release/carried.py > out/wheels/requirements.txt
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  -d out/wheels -r out/wheels/requirements.txt
 
-check-wheel: wheel ## The wheels of `make wheel` in a new environment with torch and numpy alone: ops, sessions, a kill (minutes)
+check-wheel: wheel ## Test the wheels of `make wheel` in a new environment with only torch and numpy: ops, sessions, a kill (minutes)
 	tests/release/fresh.sh $(FRESH_PYTHON)
 
-release: package ## Build what a release uploads into out/release, and check it as its users will get it
+release: package ## Build the files of a release into out/release, and check them as users install them
 	tests/release/release.sh
 	$(MAKE) check-wheel
 
-coverage: package ## What the tests execute, in Python and Rust; tables and HTML in out/coverage
+coverage: package ## Measure the coverage of the tests in Python and Rust; tables and HTML in out/coverage
 	tests/release/coverage.sh
 
 clean: ## Remove everything that was built or installed

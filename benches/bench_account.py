@@ -1,12 +1,12 @@
-"""Where the milliseconds go that a preset takes of a step: by span of the training thread, and by thread.
+"""Where a preset spends the additional milliseconds of a step: by span of the training thread, and by thread.
 
     python benches/bench_account.py [--presets auto] [--launches 4] [--rounds 6] [--json PATH]
 
-As `bench_presets.py` measures: workers of a preset and workers without copies live at once and take turns. All of them
-are started anew for each launch, since processes have a bias of their own which no number of rounds shows; a figure is
-the median over the launches of medians over the rounds, followed by the least and the largest of the launches. `rest`
-is a step without its span `compute`. A thread is `ready` while it could run and has no processor; those of libraries
-are `python`.
+The method is that of `bench_presets.py`: workers of a preset and workers without copies are alive at once and train in
+turns. All of them are started again for each launch, since processes also differ from launch to launch, which more
+rounds do not show. A value is the median over the launches of the medians over the rounds, followed by the smallest and
+the largest of the launches. `rest` is a step without its span `compute`. A thread is `ready` while it could run but has
+no processor. Threads of libraries are called `python`.
 """
 
 import random
@@ -18,16 +18,16 @@ from common import Table
 from preset_worker import SPANS
 
 MIN_MS = 0.05
-"""Threads that take less are not shown."""
+"""Milliseconds per step below which a thread is not shown."""
 
 
 def main():
     made = parser(__doc__, presets=("auto",), rounds=6)
-    made.add_argument("--launches", type=int, default=4, help="times that all workers are started (%(default)s)")
+    made.add_argument("--launches", type=int, default=4, help="number of times to start all workers (%(default)s)")
     arguments = made.parse_args()
     random.seed(0)
     columns = {"setting": "<8", "preset": "<9", "what": "<6", "of": "<20", "ms": "8.2f", "from": "8.2f", "to": "8.2f"}
-    table = Table("Milliseconds of a step more than without copies; `step` is the ratio", columns)
+    table = Table("Additional milliseconds per step, compared with no copies; `step` is the ratio", columns)
     for preset in arguments.presets:
         launches = [launch(preset, arguments, number) for number in range(arguments.launches)]
         for setting in arguments.settings:
@@ -39,7 +39,7 @@ def main():
 
 
 def launch(preset, arguments, number):
-    """By setting, the figures of one launch."""
+    """Return the figures of one launch by setting."""
     started = [Candidate("none", arguments), Candidate(preset, arguments)]
     try:
         for candidate in started:
@@ -52,14 +52,14 @@ def launch(preset, arguments, number):
     finally:
         for candidate in started:
             candidate.close()
-    return {setting: figures(other.turns[setting], other.beside[setting]) for setting in arguments.settings}
+    return {setting: figures(other.turns[setting], other.plain_turns[setting]) for setting in arguments.settings}
 
 
 def figures(turns, plain):
-    """(kind, of what) → ratio or milliseconds, the median over the rounds."""
+    """Return medians over the rounds by (kind, name): the ratio of the step, and milliseconds."""
 
     def more(value):
-        return 1e3 * statistics.median(value(turn) - value(beside) for turn, beside in zip(turns, plain, strict=True))
+        return 1e3 * statistics.median(value(turn) - value(base) for turn, base in zip(turns, plain, strict=True))
 
     def of_span(span):
         return lambda turn: statistics.fmean(answer["spans"][span] for answer in turn)
@@ -78,7 +78,7 @@ def figures(turns, plain):
 
 
 def gathered(launches):
-    """The values of all launches by key; 0 where a launch has none."""
+    """Return the values of all launches by key, with 0 for a launch that lacks the key."""
     keys = dict.fromkeys(key for each in launches for key in each)
     return {key: [each.get(key, 0.0) for each in launches] for key in keys}
 

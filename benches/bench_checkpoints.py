@@ -1,10 +1,10 @@
-"""A step's time with a checkpoint after each, over that without: on the disk as it is, and on one of 20 MB/s.
+"""Step time with a checkpoint after each step, relative to none: on this disk, and on a simulated disk of 20 MB/s.
 
     python benches/bench_checkpoints.py [--presets auto gemini …] [--rounds 6] [--folder FOLDER] [--json PATH]
 
-As `bench_presets.py` measures: all candidates of a preset live at once and train in turns, each beside one without
-checkpoints. `again` has none either: how far its ratio is from 1 is what chance does here. On a slow disk a checkpoint
-takes several steps, and those due meanwhile are left out.
+The method is that of `bench_presets.py`: all candidates of a preset are alive at once and train in turns, each paired
+with one without checkpoints. `again` writes none either: the distance of its ratio from 1 is the noise. On a slow disk
+a checkpoint takes several steps, and checkpoints scheduled in the meantime are skipped.
 """
 
 import random
@@ -19,13 +19,13 @@ KINDS = ("again", "disk", "slow disk")
 
 def main():
     made = parser(__doc__, presets=("auto", "gemini"), rounds=6)
-    made.add_argument("--folder", default=".", help="of the checkpoints, on the disk to measure (%(default)s)")
-    made.add_argument("--rate", type=float, default=20e6, help="bytes a second of the slow disk (%(default)s)")
+    made.add_argument("--folder", default=".", help="folder for the checkpoints, on the disk to measure (%(default)s)")
+    made.add_argument("--rate", type=float, default=20e6, help="bytes per second of the slow disk (%(default)s)")
     arguments = made.parse_args()
     random.seed(0)
     columns = {"setting": "<8", "preset": "<9", "checkpoints": "<12", "step ms": "8.0f", "ratio": "7.3f"}
     columns |= {"quartiles": "<13", "95 %": "<13", "processor": "10.3f"}
-    table = Table("Each beside the same steps without checkpoints; medians over the rounds", columns)
+    table = Table("Each compared with the same steps without checkpoints; medians over the rounds", columns)
     for preset in arguments.presets:
         for setting, kind, row in measure(preset, arguments):
             table.add(setting=setting, preset=preset, checkpoints=kind, **row)
@@ -33,7 +33,7 @@ def main():
 
 
 def measure(preset, arguments):
-    """The figures of each setting and kind of disk."""
+    """Yield the figures of each setting and kind of disk."""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         more = {
             "again": [],
@@ -56,7 +56,7 @@ def measure(preset, arguments):
                 candidate.close()
     for setting in arguments.settings:
         for kind, candidate in zip(KINDS, others, strict=True):
-            yield setting, kind, figures(candidate.turns[setting], candidate.beside[setting])
+            yield setting, kind, figures(candidate.turns[setting], candidate.plain_turns[setting])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
-"""Tensors to chunks and back, against copies of the same bytes, in one run.
+"""Copies of tensors to chunks and back, compared with plain copies of the same bytes, in one run.
 
     python benches/bench_copies.py [--device cuda] [--json PATH] [--mib 256] [--tensors 64]
                                    [--chunk-kib 16 256 4096 65536]
 
-On the CPU: `pack` and `unpack` (copy, and a hash of each 4 KiB) and `hash` (a hash alone), against one memcpy of the
-same bytes ("copy"), torch's own ways of the same copy without a hash ("torch": `torch.cat`, `_foreach_copy_`), and a
-copy followed by a hash of everything ("copy, then hash"). On CUDA: `save` and `restore`, launch to end, against one
-large copy to page-locked memory, and the kernels alone against a copy within the device; how fast the host reads
-the page-locked memory, against memory of its own; and `digest`, the digests of a recovery, each tensor a unit, against
-the same large copy and ("torch") plain copies of each tensor: 1 / "x copy" is their share of the link, with all that
-they page-lock first, so that it grows with `--mib`. The candidates take turns; the figure is the median. `GB/s` counts
-the tensors' bytes once. A ratio below 1 means: faster than the copy.
+On the CPU, `pack` and `unpack` copy, and hash each block of 4 KiB; `hash` only hashes. They are compared with one
+memcpy of the same bytes ("copy"), with torch's own copies without a hash ("torch": `torch.cat`, `_foreach_copy_`), and
+with a copy followed by a hash of everything ("copy, then hash").
+
+On CUDA, `save` and `restore` are measured from launch to end, and compared with one large copy to page-locked memory.
+The kernels alone are compared with a copy within the device. `host reads` is the speed at which the host reads the
+page-locked memory, compared with ordinary memory. `digest` computes the digests of a recovery, each tensor a unit; it
+is compared with the same large copy and with plain copies of each tensor ("torch"). 1 / "x copy" is their share of the
+link. It includes the time to page-lock memory, so that it grows with `--mib`.
+
+The candidates run in turns; each value is the median. `GB/s` counts the tensors' bytes once. A ratio below 1 means
+faster than the copy.
 """
 
 import torch
@@ -22,13 +26,13 @@ from evermoe.state.gpu_digests import gpu_digests
 
 
 def tensors_of(mib, count, device):
-    """Float32 tensors of together about so many MiB, every third one not a multiple of 16 bytes."""
+    """Return float32 tensors of about `mib` MiB in total. The size of every third is not a multiple of 16 bytes."""
     size = (mib << 20) // count // 4
     return [torch.randn(size + (index % 3 == 2), device=device) for index in range(count)]
 
 
 def cpu_benches(tensors, chunk_bytes):
-    """Yields (op, candidates)."""
+    """Yield (op, candidates)."""
     shape = (chunks.num_chunks(tensors, chunk_bytes), chunk_bytes)
     packed = torch.zeros(shape, dtype=torch.uint8)
     hashes = torch.zeros(shape[0], chunk_bytes // chunks.BLOCK_BYTES, dtype=torch.int64)
@@ -52,7 +56,7 @@ def cpu_benches(tensors, chunk_bytes):
 
 
 def cuda_benches(tensors, chunk_bytes):
-    """Yields (op, candidates)."""
+    """Yield (op, candidates)."""
     copier = chunked_copy.ChunkedCopy(tensors, chunk_bytes)
     flat = torch.cat(tensors)
     pinned = torch.empty(flat.shape, pin_memory=True)
@@ -68,7 +72,7 @@ def cuda_benches(tensors, chunk_bytes):
         saved.wait()
 
     def restore():
-        """As `ChunkedCopy.restore`, without the check on the host."""
+        """Restore as `ChunkedCopy.restore` does, without the check on the host."""
         copier._copier.restore(copier._stream(), 0, len(copier.chunks))
         copier._copier.wait(0, len(copier.chunks))
 
@@ -81,7 +85,7 @@ def cuda_benches(tensors, chunk_bytes):
     yield "pack", {"ours": lambda: chunks.pack_chunks(tensors, 0, packed, hashes), "copy": within}
     yield "unpack", {"ours": lambda: chunks.unpack_chunks(packed, hashes, 0, tensors, wrong), "copy": within}
     yield "hash", {"ours": lambda: chunks.hash_blocks(packed, hashes), "copy": within}
-    # The "copy" of this one is the same read of memory that is not page-locked.
+    # The "copy" of this case reads the same bytes from memory that is not page-locked.
     yield (
         "host reads",
         {"ours": lambda: copier.chunks.view(torch.int64).sum(), "copy": lambda: plain.view(torch.int64).sum()},
@@ -89,9 +93,9 @@ def cuda_benches(tensors, chunk_bytes):
 
 
 def main():
-    """Prints a table; writes JSON where asked to."""
+    """Print a table, and write JSON if `--json` is given."""
     made = parser(__doc__, seconds=1.0)
-    made.add_argument("--mib", type=int, default=256, help="of all tensors together")
+    made.add_argument("--mib", type=int, default=256, help="total size of the tensors")
     made.add_argument("--tensors", type=int, default=64)
     made.add_argument("--chunk-kib", type=int, nargs="+", default=[16, 256, 4096, 65536])
     arguments = parse(made)

@@ -1,9 +1,10 @@
-"""Memory and step time of shard_optimizer=True against False: real workers on this machine, taking turns.
+"""Memory and step time of `shard_optimizer=True` and `False`, with real workers on this machine.
 
     python benches/bench_dense.py [--workers 3] [--width 512] [--layers 12] [--rounds 3] [--json PATH]
 
-A model of dense blocks with one small MoE layer. Bytes are of tensors: the state of the optimizer without the experts,
-on each worker. Seconds are of whole steps; by default without copies, so that they compare the exchanges alone.
+The model has dense blocks and one small MoE layer. Bytes are those of the optimizer state on each worker, without the
+experts. Seconds are those of complete steps. By default there are no copies, so that the times compare the exchanges
+alone. Runs of both kinds alternate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from evermoe.comm.lighthouse import start_lighthouse
 
 KINDS = ("replicated", "sharded")
 SKIPPED = 3
-"""Steps that are not measured."""
+"""Number of steps at the start that are not measured."""
 
 
 def parse() -> argparse.Namespace:
@@ -33,12 +34,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12, help="dense blocks of 8 width² parameters")
-    parser.add_argument("--steps", type=int, default=15, help="of each run")
+    parser.add_argument("--steps", type=int, default=15, help="steps of each run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (%(default)s)")
     parser.add_argument(
-        "--replication", type=int, default=0, help="nodes that keep each unit; each worker is one (%(default)s)"
+        "--replication", type=int, default=0, help="nodes that hold each unit; each worker is a node (%(default)s)"
     )
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--json", help="file for the results")
     return parser.parse_args()
 
 
@@ -80,7 +81,7 @@ def work(options: argparse.Namespace, dense: str, member: dict[str, Any], rank: 
 
 
 def run(options: argparse.Namespace, dense: str, address: str) -> list[dict[str, Any]]:
-    """What each worker of one run has measured."""
+    """Return the measurements of each worker of one run."""
     with tempfile.TemporaryDirectory() as folder:
         member = {
             "job": f"bench-{uuid.uuid4().hex[:8]}",

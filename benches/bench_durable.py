@@ -1,11 +1,11 @@
-"""Seconds until tensors are on disk: evermoe's writer beside plain writes, safetensors, torch's checkpoints and fio.
+"""Seconds until tensors are on disk: evermoe's writer, plain writes, safetensors, torch's checkpoints and fio.
 
     python benches/bench_durable.py [--mib 1024] [--rounds 7] [--folder FOLDER] [--json PATH]
 
-All take turns in one run, each with new files of the same bytes in the same folder, and end with what is written on
-disk. `plain` is one write and fsync of bytes that are ready; `evermoe` makes digests, too. `fio` writes as many bytes
-past the page cache by four jobs, without reading them from a program's memory first (`apt install fio`). DeepSpeed's
-FastFileWriter takes part where it is installed (`apt install libaio-dev`, `pip install deepspeed ninja`).
+All candidates run in turns. Each writes new files of the same size to the same folder, and ends once the data are on
+disk. `plain` is one write and one fsync of bytes that are ready; `evermoe` also computes digests. `fio` writes the same
+number of bytes past the page cache with four jobs, without reading them from a program's memory (`apt install fio`).
+DeepSpeed's FastFileWriter is included if it is installed (`apt install libaio-dev`, `pip install deepspeed ninja`).
 """
 
 import argparse
@@ -29,16 +29,16 @@ from evermoe.persist.plain_files import flush, write_units
 from evermoe.state.unit import TensorSpec, Unit
 
 TENSORS_IN_UNIT = 3
-"""As of a float32 parameter with AdamW."""
+"""Bytes of state per float32 parameter with AdamW."""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--mib", type=int, default=1024, help="of each file")
-    parser.add_argument("--units", type=int, default=32, help="of as many bytes each")
+    parser.add_argument("--mib", type=int, default=1024, help="size of each file (%(default)s)")
+    parser.add_argument("--units", type=int, default=32, help="number of units, all of the same size (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", default=".", help="on the disk to measure")
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--folder", default=".", help="folder on the disk to measure (%(default)s)")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     units = make_units(arguments.mib << 20, arguments.units)
     nbytes = sum(len(data) for _, data in units.values())
@@ -62,7 +62,7 @@ def main():
                 start = time.perf_counter()
                 own = writer(Path(folder), units)
                 taken = time.perf_counter() - start if own is None else own
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 seconds[name].append(taken)
     dist.destroy_process_group()
     report(seconds, nbytes, arguments)
@@ -73,13 +73,13 @@ def report(seconds, nbytes, arguments):
         "writer": "<16s",
         "s": "7.2f",
         "GB/s": "6.2f",
-        "of plain": "9.2f",
+        "x plain": "9.2f",
         "from": "6.2f",
         "to": "6.2f",
         "of fio": "7.2f",
     }
     table = Table(
-        f"{nbytes >> 20} MiB in {arguments.units} units: median seconds; ratios of turns beside each other", columns
+        f"{nbytes >> 20} MiB in {arguments.units} units: median seconds; medians of the ratios of paired turns", columns
     )
     for name, taken in seconds.items():
         ratios = sorted(a / b for a, b in zip(taken, seconds["plain"], strict=True))
@@ -87,7 +87,7 @@ def report(seconds, nbytes, arguments):
         middle = statistics.median(taken)
         table.add(
             writer=name,
-            **{"s": middle, "GB/s": nbytes / middle / 1e9, "of plain": statistics.median(ratios)},
+            **{"s": middle, "GB/s": nbytes / middle / 1e9, "x plain": statistics.median(ratios)},
             **{"from": ratios[len(ratios) // 4], "to": ratios[-1 - len(ratios) // 4]},
             **{"of fio": statistics.median(rate) if rate else None},
         )
@@ -96,7 +96,7 @@ def report(seconds, nbytes, arguments):
 
 
 def make_units(nbytes, number):
-    """Units by name with their bytes, as a session reads them."""
+    """Return units by name with their bytes, as a session reads them."""
     elements = nbytes // number // TENSORS_IN_UNIT // 4
     specs = tuple(TensorSpec(name, (elements,), torch.float32) for name in ("weights", "exp_avg", "exp_avg_sq"))
     data = torch.randint(0, 256, (number, TENSORS_IN_UNIT * elements * 4), dtype=torch.uint8)
@@ -127,20 +127,20 @@ def safetensors(folder, units):
 
 
 def by_dcp(folder, units):
-    """Its files are flushed by itself."""
+    """Write with torch's checkpoints, which flush their files."""
     writer = dcp.FileSystemWriter(folder, sync_files=True)
     dcp.async_save(tensors_of(units), storage_writer=writer).result()
 
 
 def open_deepspeed():
-    """Its writer, whose kernels it compiles first: past the page cache by libaio, four threads, two buffers."""
+    """Compile DeepSpeed's kernels. Return its writer: past the page cache by libaio, four threads, two buffers."""
     from deepspeed.io import FastFileWriter, FastFileWriterConfig, fast_file_writer
     from deepspeed.io import utils as io_utils
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.ops.op_builder.utils import UtilsBuilder
 
     for module in (fast_file_writer, io_utils):
-        module.UtilsBuilder = UtilsBuilder  # without a GPU it finds none, though nothing of it needs one
+        module.UtilsBuilder = UtilsBuilder  # without a GPU it finds no builder, although the writer needs none
     handle = AsyncIOBuilder().load().aio_handle(8 << 20, 32, False, False, 4)
     buffer = handle.new_cpu_locked_tensor(256 << 20, torch.empty(0, dtype=torch.uint8))
 
@@ -155,7 +155,7 @@ def open_deepspeed():
 
 
 def fio(folder, units):
-    """Seconds of its writes alone."""
+    """Return the seconds that fio reports for its writes."""
     nbytes = sum(len(data) for _, data in units.values()) // 4 >> 22 << 22
     options = ["--name=write", "--rw=write", "--bs=4m", "--direct=1", "--ioengine=psync", "--numjobs=4", "--thread"]
     options += [

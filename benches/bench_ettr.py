@@ -1,21 +1,21 @@
-"""Effective training time at a mean time between failures of 10 minutes, simulated for known models; what limits it.
+"""Simulated effective training time ratio of known models with a failure every 10 minutes, and what limits it.
 
     evermoe measure --out here.json
     python benches/bench_ettr.py --constants here.json [--models NAME ...] [--dense sharded] [--seeds 3] [--json PATH]
 
-Each model on as many nodes as in `JOBS`, with two spare ones; a lost node is there again after 10 minutes. Costs:
+Each model trains on the number of nodes in `JOBS`, with two spare nodes; a lost node returns after 10 minutes. Costs:
 
-- assumed: the defaults of `evermoe.simulate.Constants`, among them 15 s to notice a loss and 10 s to connect;
-- measured: all of the file, network, memory and disk of the machine that wrote it included;
-- mixed: of the file what a session takes to notice, agree, connect, survey and start, and the digests; the rest
-  assumed: 100 Gbit/s, PCIe, a store of 1 GB/s a node;
-- fast: the same for nodes of 8 GPUs that have 400 Gbit/s and PCIe each.
+- assumed: the defaults of `evermoe.simulate.Constants`, such as 15 s to detect a loss and 10 s to connect;
+- measured: all constants from the file, including those of the network, memory and disk of the machine that wrote it;
+- mixed: from the file, the times that a session takes to detect, agree, connect, survey and start, and the digests; for
+  the rest, 100 Gbit/s, PCIe and a store of 1 GB/s per node are assumed;
+- fast: as mixed, for nodes of 8 GPUs that have 400 Gbit/s and PCIe each.
 
-Nodes have 8 GPUs, each with a process that checks what it fetches; for the GPTs one, as in Lazarus.
+A node has 8 GPUs, each with a process that checks what it fetches. For the GPTs it has one GPU, as in Lazarus.
 
-A step is the paper's for the GPTs of Lazarus; else 6 FLOP for each active parameter and token, at 40 % of the bfloat16
-peak of 8 H100 a node. Groups of `restart` and `restart-groups` are as small as Lazarus' for the GPTs, else as the
-memory of the GPUs allows. The load is even.
+The time of a step comes from the paper for the GPTs of Lazarus. For the others it is 6 FLOP for each active parameter
+and token, at 40 % of the bfloat16 peak of 8 H100 per node. Groups of `restart` and `restart-groups` are as small as
+those of Lazarus for the GPTs, and as small as the memory of the GPUs allows for the others. The load is even.
 """
 
 import argparse
@@ -40,33 +40,33 @@ from evermoe.simulate import (
 from evermoe.simulate.scenario import SimulatedOptions
 
 PEAK, UTILISATION, DEVICES = 989e12, 0.4, 8
-"""FLOP/s of an H100 (bfloat16, dense), the part of it that training reaches, devices of a node."""
+"""FLOP/s of an H100 (bfloat16, dense), the fraction of it that training reaches, and devices per node."""
 MEMORY = DEVICES * 80e9
-"""Bytes of a node's GPUs."""
+"""Memory of the GPUs of a node, in bytes."""
 SPARES, REPAIR = 2, 600.0
 CLUSTER = ("network_latency_seconds", "network_bytes_per_second", "capture_bytes_per_second")
 CLUSTER += ("store_write_bytes_per_second", "store_read_bytes_per_second")
-"""Constants that a cluster has otherwise than the machine that measured."""
+"""Constants in which a cluster differs from the machine that measured."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a model is trained."""
+    """The job that trains a model."""
 
     nodes: int
     tokens: int
-    """Of a global batch."""
+    """Tokens of a global batch."""
     top_k: int
-    """Experts of a token."""
+    """Experts per token."""
     step_seconds: float | None = None
-    """Seconds of a step that a paper states; None: computed from its operations."""
+    """Seconds of a step as a paper states them. None: computed from the operations."""
     expert_parallel: int | None = None
-    """Nodes of a group that has all experts, as a paper states them."""
+    """Nodes of a group that holds all experts, as a paper states them."""
     devices: int = DEVICES
-    """Devices of a node."""
+    """Devices per node."""
 
     def seconds(self, model):
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         if self.step_seconds is not None:
             return self.step_seconds
         shape = MODELS[model]
@@ -74,7 +74,7 @@ class Job:
         return 6 * active * self.tokens / (self.nodes * DEVICES * PEAK * UTILISATION)
 
     def group(self, workload):
-        """Nodes of a group: a power of two, so many that they hold the state."""
+        """Return the nodes of a group: the smallest power of two whose memory holds the state."""
         if self.expert_parallel is not None:
             return self.expert_parallel
         return 1 << math.ceil(math.log2(max(workload.parameters * workload.state_bytes / MEMORY, 1)))
@@ -99,21 +99,28 @@ JOBS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--constants", help="file of evermoe measure; without one, costs are assumed alone")
+    parser.add_argument("--constants", help="file written by evermoe measure (default: only assumed costs)")
     parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
-    parser.add_argument("--dense", choices=("replicated", "sharded"), default="replicated", help="as of a session")
-    parser.add_argument("--mtbf", type=float, default=600.0, help="seconds between failures of any node")
-    parser.add_argument("--hours", type=float, default=12.0, help="simulated, for each seed")
+    parser.add_argument(
+        "--dense",
+        choices=("replicated", "sharded"),
+        default="replicated",
+        help="placement of dense optimizer state (%(default)s)",
+    )
+    parser.add_argument(
+        "--mtbf", type=float, default=600.0, help="mean seconds between failures in the cluster (%(default)s)"
+    )
+    parser.add_argument("--hours", type=float, default=12.0, help="simulated hours for each seed (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     if arguments.dense == "sharded":
         arguments.schemes = [name for name in arguments.schemes if keeps_owners(name)]
     columns = {"model": "<16s", "nodes": "5d", "step s": "6.2f", "costs": "10s"}
-    columns |= {name: "11s" for name in arguments.schemes} | {"auto loses to": "46s"}
+    columns |= {name: "11s" for name in arguments.schemes} | {"lost time of auto": "46s"}
     title = f"ETTR in percent, ± half of a 95 % interval, a loss every {arguments.mtbf:g} s, {arguments.dense}; "
-    title += "what auto loses most to"
+    title += "largest causes of lost time of auto in percent"
     table = Table(title, columns)
     for model in arguments.models:
         for costs, constants in kinds(arguments.constants).items():
@@ -123,7 +130,7 @@ def main():
 
 
 def kinds(path):
-    """Constants by what they are called."""
+    """Return constants by the name of their source."""
     assumed = Constants()
     if path is None:
         return {"assumed": assumed}
@@ -132,13 +139,13 @@ def kinds(path):
     rates = {
         name: DEVICES * getattr(assumed, name) for name in ("network_bytes_per_second", "capture_bytes_per_second")
     }
-    rates["network_bytes_per_second"] *= 4  # 400 Gbit/s for 100
+    rates["network_bytes_per_second"] *= 4  # 400 Gbit/s in place of 100
     fast = replace(mixed, **rates)
     return {"assumed": assumed, "measured": measured, "mixed": mixed, "fast": fast}
 
 
 def row(model, costs, constants, arguments):
-    """A model with some costs: the ETTR of each scheme, and the causes of what auto loses."""
+    """Return a row for a model and its costs: the ETTR of each scheme, and the causes of lost time of `auto`."""
     job = JOBS[model]
     workload = Workload.preset(model, step_seconds=job.seconds(model), tokens_per_step=job.tokens)
     failures = (Failure.poisson(mtbf_seconds=arguments.mtbf, repair_seconds=REPAIR),)
@@ -166,7 +173,7 @@ def row(model, costs, constants, arguments):
         found[name] = f"{100 * ettr.mean:.1f}±{100 * ettr.half:.1f}"
     causes = lost(samples["auto"])[:3] if "auto" in samples else []
     return found | {
-        "auto loses to": ", ".join(f"{cause} {share:.2f}" for cause, share in causes),
+        "lost time of auto": ", ".join(f"{cause} {share:.2f}" for cause, share in causes),
         "lost percent": {name: dict(lost(sample)) for name, sample in samples.items()},
         "goodput percent": {name: 100 * sample.interval("goodput").mean for name, sample in samples.items()},
         "recovery seconds": {name: mean_recovery(sample) for name, sample in samples.items()},
@@ -174,7 +181,7 @@ def row(model, costs, constants, arguments):
 
 
 def lost(sample):
-    """What takes time that does not count: causes and percent of all time, most first."""
+    """Return the causes of lost time and their percentage of all time, largest first."""
     spent = sample.seconds_by_cause()
     total = sum(spent.values())
     shares = ((cause, 100 * seconds / total) for cause, seconds in spent.items() if cause != "train")
@@ -182,7 +189,7 @@ def lost(sample):
 
 
 def mean_recovery(sample):
-    """From a loss until training goes on; None where none was recovered from."""
+    """Return the mean seconds from a loss until training resumes, or None without recoveries."""
     seconds = [each for outcome in sample.outcomes for each in outcome.recovery_seconds]
     return statistics.fmean(seconds) if seconds else None
 

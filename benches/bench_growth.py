@@ -1,18 +1,18 @@
-"""How what every member computes and tells in a recovery grows with members and experts, and planners to 10,000 nodes.
+"""Growth of a member's cost in a recovery with members and experts, and of the planners up to 10,000 nodes.
 
     python benches/bench_growth.py [--only recovery planners live] [--layers 24] [--members 16 32 ...]
 
-- recovery: what one member does between the agreement on who is left and the first copy, for the state of one process
-  and inventories of as many members as asked for, in nodes of 8, after one node has died: none of them is started.
-  "KB" is what each member tells, and "MB" what each member is told by all. Columns are milliseconds of processor time.
-- planners: placement, copies and migration of one layer, and the memory that it took at most.
+- recovery: the work of one member between the agreement on the survivors and the first copy, after one node has died.
+  It has the state of one process and the inventories of all members, in nodes of 8; no member is started. "KB" is what
+  each member sends, and "MB" what each member receives from all. Columns are milliseconds of processor time.
+- planners: placement, copies and migration of one layer, and their peak memory.
 - live: runs of the demo by workers, experts and bytes of state, in which a worker is killed: a step of the same batch,
-  and the phases of the recovery, in milliseconds of time. All share this machine's processors: what takes `w` times as
-  long with `w` workers takes each of them as long as before.
+  and the phases of the recovery, in wall-clock milliseconds. All workers share this machine's processors. So, if the
+  work of a phase does not grow with the workers, `w` workers take `w` times as long.
 
-The exponent below each table is the slope of log(column) over log(size), from the larger two thirds of them: 1 where
-twice as many take twice as long. Medians over three runs of processor time, on one thread, but for live, which is one
-run; nothing is asserted on it.
+The exponent below each table is the slope of log(column) over log(size), from the larger two thirds of the sizes: 1
+means that twice the size takes twice as long. Processor times are medians over three runs on one thread. `live` is one
+run; no assertion depends on it.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from evermoe.state.version import version_of
 
 KINDS = ["recovery", "planners", "live"]
 SESSION = ["--no-join", "--no-baseline", "--hang-timeout", "60"]
-"""Flags of the demo."""
+"""Flags for the demo."""
 RANKS_OF_NODE, COPIES, RUNS = 8, 2, 3
 DENSE_OF_LAYER = 4
 NOW = version_of(1, 9)
@@ -56,7 +56,7 @@ PARTS = ("read", "usable", "version", "place", "needs", "plan", "protect", "cove
 
 
 def model(layers, experts):
-    """A MoE model of single numbers: as many units as a large one has, and hardly any bytes."""
+    """Return a MoE model with the units of a large one, but hardly any bytes: each unit is a single number."""
     blocks = [
         nn.ModuleDict(
             {"moe": evermoe.MoE(1, 1, experts)} | {f"dense{n}": nn.Linear(1, 1) for n in range(DENSE_OF_LAYER)}
@@ -67,7 +67,7 @@ def model(layers, experts):
 
 
 class Job:
-    """A job of which one node has died, as one of its members sees it."""
+    """A job after the loss of one node, as one of its members sees it."""
 
     def __init__(self, members, layers, experts):
         built = model(layers, experts)
@@ -92,11 +92,11 @@ class Job:
         self.target = self._target(self.nodes)
 
     def _target(self, nodes):
-        group = SimpleNamespace(rank=1, size=len(nodes))  # rank 0 would warn
+        group = SimpleNamespace(rank=1, size=len(nodes))  # rank 0 would log a warning
         return ExpertTarget(self.state, group, nodes, Placement(), None)
 
     def infos(self, placement, members):
-        """All units, and the ranks that train them."""
+        """Return all units and the ranks that train them."""
         active = {unit: tuple(range(members)) for unit in self.state.catalog.dense()}
         active |= {
             unit: tuple(np.flatnonzero(placement[path][:, expert]).tolist())
@@ -108,14 +108,14 @@ class Job:
 
 
 def layer_units(state, path, layer):
-    """Names of the units of a layer's experts."""
+    """Return the names of the units of a layer's experts."""
     names = [unit.name for unit in state.catalog.units if unit.layer == path]
     assert len(names) == layer.num_experts
     return names
 
 
 def recovery(job):
-    """What one member does, by part: seconds; and the bytes that it tells and is told."""
+    """Return the seconds of one member by part, and the bytes that it sends and receives."""
     sizes, members = dict(job.state.catalog.sizes()), len(job.inventories)
     texts = [inventory.to_bytes() for inventory in job.inventories]
     nothing = [[] for _ in range(members)]
@@ -138,13 +138,13 @@ def recovery(job):
     part("covered", lambda: covered(found["protect"], job.active, job.ranks))
     part("covered now", lambda: covered_now(found["protect"], job.active, job.ranks, copies))
     part("missing", lambda: missing_bytes(found["protect"], sizes, copies))
-    assert found["plan"].version == NOW, "a node's loss has cost a step"
+    assert found["plan"].version == NOW, "the loss of one node must not lose a step"
     assert not found["plan"].lost and not found["plan"].conflicts
     return seconds, statistics.mean(map(len, texts)), sum(map(len, texts))
 
 
 def grow_recovery(title, layers, settings):
-    """A table over members or experts."""
+    """Print a table over members or experts."""
     columns = {
         "members": "8d",
         "experts": "8d",
@@ -165,7 +165,7 @@ def grow_recovery(title, layers, settings):
 
 
 def grow_planners(nodes_list, experts):
-    """Planners of one layer: milliseconds, and the memory of the process so far."""
+    """Print the milliseconds of the planners for one layer, and the peak memory of the process."""
     columns = {"nodes": "8d", "experts": "8d", "allocate": "9.2f", "place": "9.2f", "again": "9.2f", "migrate": "9.2f"}
     table = Table("One layer: milliseconds", columns | {"copies": "9.2f", "GiB": "7.2f"})
     load_E = np.random.default_rng(0).gamma(1.0, 100.0, experts)
@@ -179,7 +179,7 @@ def grow_planners(nodes_list, experts):
 
 
 def planners(load_E, nodes, slots):
-    """Milliseconds of each planner for one layer."""
+    """Return the milliseconds of each planner for one layer."""
     drifted_E = load_E * np.exp(0.05 * np.random.default_rng(1).standard_normal(len(load_E)))
     names = [f"n{node:05}" for node in range(nodes)]
     ms, found = {}, {}
@@ -200,7 +200,7 @@ def planners(load_E, nodes, slots):
 
 
 def grow_live(workers_list, experts_list, widths, session):
-    """Recoveries of real sessions with these flags: milliseconds of their phases, and of a step before."""
+    """Recover real sessions with these flags. Print the milliseconds of each phase, and of a step before the kill."""
     phases = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
     columns = {"workers": "8d", "experts": "8d", "MB": "8.1f"} | dict.fromkeys(("step", *phases), "9.1f")
     settings = {
@@ -221,7 +221,7 @@ def grow_live(workers_list, experts_list, widths, session):
 
 
 def live(workers, experts, width, phases, session):
-    """A run in which a worker is killed half-way."""
+    """Run the demo, in which a worker is killed half-way."""
     model = ["--experts", str(experts), "--hidden", str(width), "--intermediate", str(width), "--layers", "2"]
     _, details = measure_session(Console(quiet=True), ["--workers", str(workers), *session, *SESSION, *model])
     (seconds,) = details["phases"]
@@ -232,14 +232,14 @@ def live(workers, experts, width, phases, session):
 
 
 def session_flags(arguments):
-    """Of the demo, but for its sizes."""
+    """Return the flags of the demo, except its sizes."""
     flags = ["--preset", arguments.preset, "--replication", str(arguments.replication), "--batch", str(arguments.batch)]
     flags += ["--expert-slots", str(arguments.expert_slots)] if arguments.expert_slots else []
     return [*flags, "--steps", str(arguments.steps), "--kill", f"1@{arguments.steps // 2}"]
 
 
 def exponents(table, size, columns):
-    """Prints and returns the slopes of the columns over a size, from the larger two thirds of the sizes."""
+    """Print and return the slopes of the columns over a size, from the larger two thirds of the sizes."""
     rows = table.rows[-max(2, 2 * len(table.rows) // 3) :]
     x = np.log([row[size] for row in rows])
     slopes = {name: float(np.polyfit(x, np.log([max(row[name], 1e-3) for row in rows]), 1)[0]) for name in columns}
@@ -252,22 +252,31 @@ def main():
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--members", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
-    parser.add_argument("--experts", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of each layer")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[32, 100, 320, 1000, 3200, 10_000], help="for planners")
-    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4, 8, 16, 32], help="for live")
     parser.add_argument(
-        "--live-experts", type=int, nargs="*", default=[16, 64, 256, 1024], help="for live, with 4 workers"
+        "--experts", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="experts of each layer"
+    )
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[32, 100, 320, 1000, 3200, 10_000], help="nodes, for planners"
+    )
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4, 8, 16, 32], help="workers, for live")
+    parser.add_argument(
+        "--live-experts", type=int, nargs="*", default=[16, 64, 256, 1024], help="experts, for live with 4 workers"
     )
     widths = [64, 128, 256, 512, 1024]
-    parser.add_argument("--widths", type=int, nargs="*", default=widths, help="of the model: for live, with 3 workers")
-    parser.add_argument("--steps", type=int, default=24, help="for live; a worker dies half-way (%(default)s)")
-    parser.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="for live (%(default)s)")
     parser.add_argument(
-        "--expert-slots", type=int, default=0, help="for live: of each worker and layer, 0 for the demo's own"
+        "--widths", type=int, nargs="*", default=widths, help="widths of the model, for live with 3 workers"
     )
-    parser.add_argument("--replication", type=int, default=2, help="for live: nodes that hold each unit (%(default)s)")
-    parser.add_argument("--batch", type=int, default=24, help="for live: samples of a step (%(default)s)")
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--steps", type=int, default=24, help="steps, for live; a worker dies half-way (%(default)s)")
+    parser.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="preset, for live (%(default)s)")
+    parser.add_argument(
+        "--expert-slots",
+        type=int,
+        default=0,
+        help="expert slots per worker and layer, for live (0: the demo's default)",
+    )
+    parser.add_argument("--replication", type=int, default=2, help="nodes that hold each unit, for live (%(default)s)")
+    parser.add_argument("--batch", type=int, default=24, help="samples per step, for live (%(default)s)")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

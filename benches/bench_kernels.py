@@ -1,16 +1,16 @@
-"""What each kernel moves and takes on this GPU, read from its counters by Nsight Compute (`ncu`).
+"""Time and memory traffic of each kernel on this GPU, from its counters by Nsight Compute (`ncu`).
 
     python benches/bench_kernels.py [--json PATH]
 
-Sizes are those of kernel_table.py: a layer of DeepSeek-V3. Each kernel runs once with caches flushed and the clocks as
-they are. `us` is its time, `read` and `written` are the bytes that went through the GPU's memory, `of peak` their share
-of what the memory can do. `warps` is the share of the warps that an SM can hold. Of an op, with all of its kernels:
-`of copy` is its least bytes over its time, against those of a kernel which copies 1 GiB in the same run, and
-`moved / least` its bytes over those that no way to do it can avoid; what the second-level cache saves is in it.
+Sizes are those of kernel_table.py: a layer of DeepSeek-V3. Each kernel runs once with flushed caches, at the current
+clocks. `us` is its time. `read` and `written` are the bytes that went through the GPU's memory, and `of peak` is their
+share of the memory's bandwidth. `warps` is the share of the warps that an SM can hold. The last two columns are of an
+op, with all its kernels: `of copy` is the bytes it must move over its time, relative to a kernel that copies 1 GiB in
+the same run. `moved / least` is its actual bytes over the bytes that it must move; the L2 cache can lower it.
 
-Without ncu, ops are timed by CUDA events around replays of a CUDA graph, so that no gap between launches counts: `us`
-is then the median of an op's time with all of its kernels, and the bytes that went through the memory are not known.
-Ops that refuse to be captured, such as pack_chunks, are called instead.
+Without ncu, CUDA events time replays of a CUDA graph of each op, so that gaps between launches do not count. `us` is
+then the median time of an op with all its kernels, and the bytes that went through the memory are not known. Ops that
+refuse to be captured, such as pack_chunks, are called instead.
 """
 
 import argparse
@@ -41,7 +41,7 @@ PLACES = [Path("/usr/local/cuda/bin/ncu"), *Path("/opt/nvidia/nsight-compute").g
 
 
 def calls():
-    """Yields (name of an op in kernel_table, function) for this GPU; the first is the copy."""
+    """Yield (name of an op in kernel_table, function) for this GPU. The first is the copy."""
     torch.manual_seed(0)
 
     def draw(*shape, dtype=torch.float32):
@@ -88,7 +88,7 @@ def calls():
 
 
 def launch():
-    """Runs each op twice, the second time with the counters on."""
+    """Run each op twice, the second time with the counters on."""
     for _, function in calls():
         function()
         torch.cuda.synchronize()
@@ -99,20 +99,20 @@ def launch():
 
 
 def read(text):
-    """Yields (op, kernel, metrics) from ncu's CSV: a line of names, one of units, then one for each launch."""
+    """Yield (op, kernel, metrics) from ncu's CSV: a line of names, one of units, then one for each launch."""
     ops_of = {launch.kernel: op.name for op in OPS for launch in op.launches}
     reader = csv.DictReader(io.StringIO(text[text.index('"ID"') :]))
     next(reader)
     op = "copy"
     for line in reader:
         kernel = line["Kernel Name"].split("(")[0].split("<")[0].removeprefix("void ")
-        op = ops_of.get(kernel, op)  # what torch launches for an op is part of it
+        op = ops_of.get(kernel, op)  # kernels that torch launches for an op are part of the op
         values = {name: float(line[metric].replace(",", "")) for name, metric in METRICS.items()}
         yield op, kernel, values | {"us": values["us"] / 1e3}
 
 
 def replay_of(function):
-    """A replay of what an op launches; the op itself where it refuses to be captured."""
+    """Return a function that replays the launches of an op, or the op itself if it refuses to be captured."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -125,13 +125,13 @@ def replay_of(function):
 
 
 def times(seconds):
-    """Yields (op, microseconds), the copy first."""
+    """Yield (op, microseconds), the copy first."""
     for op, function in calls():
         yield op, medians(take_turns({op: replay_of(function)}, seconds, "cuda"))[op]
 
 
 def show_times(arguments):
-    """The table without the counters."""
+    """Print the table that needs no counters."""
     found, least = times(arguments.seconds), {op.name: op.least for op in OPS}
     copied = 2 * COPIED / next(found)[1]
     title = f"ops by events: torch {torch.__version__}, {where('cuda')}, copy {copied / 1e6:.2f} TB/s"
@@ -151,7 +151,7 @@ def main():
         return
     ncu = shutil.which("ncu") or next((str(place) for place in PLACES if place.exists()), None)
     if ncu is None:
-        print("no ncu of Nsight Compute on PATH or in /opt/nvidia: no counters")
+        print("ncu of Nsight Compute is not on PATH or in /opt/nvidia: timing without counters")
         show_times(arguments)
         return
     options = ["--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]

@@ -1,4 +1,4 @@
-"""Forward and backward of a whole MoE layer beside the usual ways to write one in plain torch, in one run.
+"""Forward and backward of a complete MoE layer, compared with the usual ways to write one in plain torch, in one run.
 
     python benches/bench_layer.py [--device cuda] [--json PATH] [--tokens 4096] [--experts 8 64] [--threads 1 2]
 
@@ -7,10 +7,10 @@
 | evermoe | `evermoe.MoE` by itself |
 | transformers | a mask per expert, `torch.where`, the expert, `index_add_`: as the eager experts of that library |
 | torchtitan | a stable argsort, gathered rows, `grouped_mm`, weights, `scatter_add`: as in that library |
-| experts | the matrix products of the same experts on rows that are in order already: what no layer can undercut |
+| experts | only the matrix products of the same experts, on rows in expert order: a lower bound for any layer |
 
-All have the same weights, the same tokens and the same choice of experts (without the router), and a test of the bench
-compares their results. They take turns; figures are medians, "x experts" and "x ..." are medians of ratios.
+All have the same weights, tokens and choices of experts (without the router), and the bench compares their results. The
+candidates run in turns; times are medians, and "x experts" and "x ..." are medians of ratios.
 """
 
 import torch
@@ -42,25 +42,25 @@ class Case:
         self.grad_NH = torch.ones_like(self.sorted_NH)
 
     def leaves(self):
-        """Everything that gets a gradient."""
+        """Return all tensors that get a gradient."""
         return [self.x_TH, self.weights_TK, self.gate, self.up, self.down, self.sorted_NH]
 
     def grouped(self, rows_NH, counts_E):
-        """The experts on rows that are ordered by expert."""
+        """Apply the experts to rows in expert order."""
         ends_E = counts_E.cumsum(0).int()
         gate, up, down = (weight.transpose(1, 2) for weight in (self.gate, self.up, self.down))
         inner = F.silu(F.grouped_mm(rows_NH, gate, offs=ends_E)) * F.grouped_mm(rows_NH, up, offs=ends_E)
         return F.grouped_mm(inner, down, offs=ends_E)
 
     def evermoe(self):
-        """The ops of this library around the same experts."""
+        """Compute the layer by evermoe's ops around the same experts."""
         counts_E = ops.expert_histogram(self.ids_TK, self.gate.shape[0])
         row_ids, positions_TK = ops.dispatch_plan(self.ids_TK, counts_E[:, None])
         rows_NH = ops.permute(self.x_TH, row_ids, positions_TK)
         return ops.unpermute(self.grouped(rows_NH, counts_E), positions_TK, self.weights_TK)
 
     def transformers(self):
-        """As `MixtralExperts.forward` does without kernels."""
+        """Compute the layer as `MixtralExperts.forward` does without kernels."""
         out_TH = torch.zeros_like(self.x_TH)
         mask_EKT = F.one_hot(self.ids_TK, self.gate.shape[0]).permute(2, 1, 0)
         hit = torch.greater(mask_EKT.sum(dim=(-1, -2)), 0).nonzero()[:, 0]
@@ -73,7 +73,7 @@ class Case:
         return out_TH
 
     def torchtitan(self):
-        """As its `MoE.forward` does, with the weights applied after the experts."""
+        """Compute the layer as torchtitan's `MoE.forward` does, with the weights applied after the experts."""
         top_k = self.ids_TK.shape[1]
         counts_E = torch.histc(self.ids_TK.float(), self.gate.shape[0], 0, self.gate.shape[0])
         order_N = torch.argsort(self.ids_TK.view(-1), stable=True)
@@ -85,13 +85,13 @@ class Case:
         return torch.zeros_like(self.x_TH).scatter_add(0, index_NH, weighted_NH)
 
     def run(self, forward, grad):
-        """Forward and backward, with fresh gradients."""
+        """Run forward and backward, with new gradients."""
         for leaf in self.leaves():
             leaf.grad = None
         forward().backward(grad)
 
     def candidates(self):
-        """Name to function."""
+        """Return the functions by name."""
         functions = {name: getattr(self, name) for name in ("evermoe", "transformers", "torchtitan")}
         made = {name: lambda f=f: self.run(f, self.grad_TH) for name, f in functions.items()}
         experts = lambda: self.grouped(self.sorted_NH, self.counts_E)  # noqa: E731
@@ -99,7 +99,7 @@ class Case:
 
 
 def main():
-    """Prints a table; writes JSON where asked to."""
+    """Print a table, and write JSON if `--json` is given."""
     made = parser(__doc__, seconds=5.0)
     made.add_argument("--tokens", type=int, default=4096)
     made.add_argument("--hidden", type=int, default=1024)

@@ -1,13 +1,13 @@
-"""Peak memory of workers at the start, in steps and in a recovery, beside what `evermoe plan --model` computes.
+"""Peak memory of workers at the start, in steps and in a recovery, compared with `evermoe plan --model`.
 
     python benches/bench_memory.py [--settings none auto gemini] [--dense replicated sharded] [--json PATH]
 
-Real processes on one machine, of which one is killed in mid-step. A peak is the largest PSS of a worker's process less
-that of one which has only imported torch, without shared memory; that is compared by the files of the copies. The
-workers' largest peak is compared with the planner's.
+The workers are real processes on one machine, one of which is killed mid-step. A peak is the largest PSS of a worker's
+process, less that of a process that has only imported torch. It excludes shared memory, which is measured by the files
+of the copies. The largest peak of the workers is compared with the planner's.
 
-`none` keeps no copies: each expert trains on two workers instead, which have twice the slots. What is no expert has no
-second owner then where it is sharded, so that nobody is killed.
+`none` keeps no copies: instead each expert trains on two workers, which have twice the slots. With a sharded optimizer,
+dense modules then have no second owner, so that no worker is killed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def session_arguments(options: argparse.Namespace, name: str, dense: str) -> dic
 
 
 def has_recovery(name: str, dense: str) -> bool:
-    """Whether the job survives the loss of a worker."""
+    """Return whether the job survives the loss of a worker."""
     return bool(SETTINGS[name]["copies"]) or dense == "replicated"
 
 
@@ -84,7 +84,7 @@ def has_recovery(name: str, dense: str) -> bool:
 
 
 def work(options: argparse.Namespace) -> None:
-    """One worker: trains, is killed or recovers, and says what it took."""
+    """Train one worker, which is killed or recovers, and print its measurements."""
     torch.set_num_threads(1)
     watch = Watch("start", options.empty)
 
@@ -94,7 +94,7 @@ def work(options: argparse.Namespace) -> None:
         elif isinstance(event, Begin) and watch.phase == "start":
             watch.begin("step")
         elif isinstance(event, CoverageChanged) and event.is_whole and watch.phase == "recovery":
-            watch.begin("after")  # the copies are there, which are made beside the step that is repeated
+            watch.begin("after")  # by now the copies exist that are made during the repeated step
 
     with evermoe.deferred():
         model = model_of(options)
@@ -113,12 +113,12 @@ def work(options: argparse.Namespace) -> None:
             step.backward(nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
             is_last = session.group.rank == session.group.size - 1
             if step.number == options.kill_at and session.group.size == options.workers and is_last:
-                say(watch, arenas)
+                report(watch, arenas)
                 os.kill(os.getpid(), signal.SIGKILL)
-    say(watch, arenas)
+    report(watch, arenas)
 
 
-def say(watch: Watch, arenas: int) -> None:
+def report(watch: Watch, arenas: int) -> None:
     print("RESULT " + json.dumps({"arenas": arenas} | watch.stop()) + " END", flush=True)
 
 
@@ -127,7 +127,7 @@ def say(watch: Watch, arenas: int) -> None:
 
 @contextmanager
 def empty_process() -> Iterator[int]:
-    """The id of a process that has only imported torch."""
+    """Yield the id of a process that has only imported torch."""
     code = "import sys, torch; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -137,7 +137,7 @@ def empty_process() -> Iterator[int]:
 
 
 def run(options: argparse.Namespace, setting: str, dense: str) -> dict[str, int]:
-    """The largest peak of all workers by phase."""
+    """Return the largest peak of all workers by phase."""
     own = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in (*SIZES, "workers", "steps", "log_mib")]
     with empty_process() as empty:
         job = ["--workers", str(options.workers), "--job", f"bench-memory-{os.getpid()}"]
@@ -155,12 +155,12 @@ def run(options: argparse.Namespace, setting: str, dense: str) -> dict[str, int]
     said = [json.loads(each) for each in re.findall(r"RESULT (\{[^}]*\}) END", done.stdout)]
     survivors = options.workers - 1 if has_recovery(setting, dense) else 0
     if len(said) != options.workers or sum("recovery" in each for each in said) != survivors:
-        raise SystemExit(f"{setting}, {dense}: a worker has not ended as it should:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{setting}, {dense}: a worker did not end as expected:\n{done.stdout}{done.stderr}")
     return {name: max(each.get(name, 0) for each in said) for name in (*PHASES, "arenas")}
 
 
 def planned(options: argparse.Namespace, setting: str, dense: str) -> dict[str, dict[str, int]]:
-    """What the planner computes of the worker that has most, by phase."""
+    """Return the planner's memory of the largest worker, by phase."""
     with torch.device("meta"):
         shape = shape_of(model_of(options))
     chosen = FootprintOptions(workers=options.workers, weights="float32", **session_options(options, setting, dense))
@@ -190,7 +190,7 @@ def main() -> None:
         work(options)
         return
     rows = []
-    print("MiB: share, and in shared memory as planned and found; then of each phase planned, found, and their ratio")
+    print("MiB: share; shared memory, planned and measured; then for each phase planned, measured, and their ratio")
     for setting in options.settings:
         for dense in options.dense:
             expected, found = planned(options, setting, dense), run(options, setting, dense)

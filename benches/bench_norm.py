@@ -1,9 +1,9 @@
-"""A session's step with and without the norm of its gradients, in turns in one process.
+"""Step time of a session with and without the norm of its gradients, in turns in one process.
 
     python benches/bench_norm.py [--threads 1] [--seconds 60] [--json PATH]
 
-One step of each pair leaves out the sum of the gradients' squares, from which `session.grad_norm` follows. The rest of
-the step stays the same, including the vote. The order within a pair alternates.
+Steps come in pairs. One step of each pair leaves out the sum of the gradients' squares, from which `session.grad_norm`
+follows. Everything else is the same, including the vote. The order within a pair alternates.
 """
 
 import json
@@ -21,11 +21,11 @@ from evermoe.train import gradients
 
 SEQUENCE, BATCH = 64, 16
 CLOCKS = {"cpu": time.thread_time, "cuda": time.perf_counter}
-"""On a CPU the time of the training thread alone, which other processes prolong little."""
+"""Clocks by device. On the CPU, the time of the training thread alone, which other processes hardly affect."""
 
 
 class NoSquares:
-    """Takes the place of `gradients.SquareSum`."""
+    """Replaces `gradients.SquareSum`, without the sum."""
 
     def __init__(self, *_):
         self.norms = torch.zeros(0, dtype=torch.float64)
@@ -35,7 +35,7 @@ class NoSquares:
 
 
 def measure(seconds, device):
-    """Seconds of each step with the norm, and of the step without it that belongs to it."""
+    """Return the seconds of each step with the norm, and of the paired step without it."""
     torch.manual_seed(0)
     model = ByteGPT(
         layers=4, hidden=256, heads=4, intermediate=512, experts=8, top_k=2, sequence=SEQUENCE, balance=0.01

@@ -1,12 +1,12 @@
-"""Dispatch ops against plain torch and against a copy of the same bytes, in one run.
+"""Dispatch ops, compared with plain torch and with a copy of the same bytes, in one run.
 
     python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192 65536] [--hidden 1024 4096]
 
-"copy" is `Tensor.copy_` into memory that is mapped already, with as many threads: of the ids for what reads ids, of
-the permuted rows for what moves rows. The candidates take turns, so that a slow moment of the machine hits all of
-them; "us" is the median, "x ..." the median of the ratios of neighbours: below 1 means faster than the other. "of
-copy's GB/s" compares the bytes that are read and written per second, each array once. "call" is the histogram of no
-ids: what any call costs.
+"copy" is `Tensor.copy_` into memory that is already mapped, with the same number of threads: of the ids for ops that
+read ids, of the permuted rows for ops that move rows. The candidates run in turns, so that a slow moment of the machine
+affects all of them. "us" is the median, and "x ..." is the median of the ratios of neighbouring turns: below 1 means
+faster than the other. "of copy's GB/s" compares the bytes that are read and written per second, each array once. "call"
+is the histogram of no ids: the cost of any call.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from evermoe.ops.fp8 import dequantize_rows, quantize_rows
 
 raw = torch.ops.evermoe
 RANKS = 8
-"""Sources and destinations, where there are several."""
+"""Sources and destinations in the cases with several ranks."""
 
 
 def plain_plan(ids_TK):
-    """The usual torch way: a stable argsort, and its inverse."""
+    """Plan with plain torch: a stable argsort, and its inverse."""
     row_ids = ids_TK.flatten().argsort(stable=True)
     positions = torch.empty_like(row_ids)
     positions[row_ids] = torch.arange(row_ids.shape[0], device=row_ids.device)
@@ -32,12 +32,12 @@ def plain_plan(ids_TK):
 
 
 def draw_ids(tokens, top_k, experts, device):
-    """int64 `[T, K]`, uniform."""
+    """Draw uniform ids, int64 `[T, K]`."""
     return torch.randint(experts, (tokens, top_k), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def of_ids(tokens, top_k, experts, device):
-    """Yields (op, candidates, bytes that ours reads and writes) of the ops that read ids."""
+    """Yield (op, candidates, bytes that ours reads and writes) of the ops that read ids."""
     ids_TK = draw_ids(tokens, top_k, experts, device)
     layers, ids_copy, none = [ids_TK] * 16, ids_TK.clone(), ids_TK[:0]
     spread_ER = torch.stack([ops.expert_histogram(part, experts) for part in ids_TK.chunk(RANKS)], 1)
@@ -67,7 +67,7 @@ def of_ids(tokens, top_k, experts, device):
 
 
 def of_rows(tokens, hidden, experts, top_k, dtype, device):
-    """Yields (op, candidates, bytes that ours reads and writes) of the ops that move rows."""
+    """Yield (op, candidates, bytes that ours reads and writes) of the ops that move rows."""
     random = torch.Generator().manual_seed(0)
     ids_TK = draw_ids(tokens, top_k, experts, device)
     x_TH = torch.randn(tokens, hidden, generator=random).to(device, dtype)
@@ -112,7 +112,7 @@ def of_rows(tokens, hidden, experts, top_k, dtype, device):
 
 
 def cases(arguments):
-    """Yields (setting, op, candidates, bytes), without rows of more memory than asked for."""
+    """Yield (setting, op, candidates, bytes), without rows that take more memory than `--max-gib`."""
     for threads, tokens, top_k in itertools.product(arguments.threads, arguments.tokens, arguments.top_k):
         torch.set_num_threads(threads)
         setting = {"threads": threads, "T": tokens, "K": top_k}
@@ -128,7 +128,7 @@ def cases(arguments):
 
 
 def bytes_of_copy(op, setting):
-    """Bytes that "copy" reads and writes."""
+    """Return the bytes that "copy" reads and writes."""
     slots = setting["T"] * setting["K"]
     if "H" in setting:
         return 2 * slots * setting["H"] * getattr(torch, setting["dtype"]).itemsize
@@ -136,14 +136,14 @@ def bytes_of_copy(op, setting):
 
 
 def main():
-    """Prints a table; writes JSON where asked to."""
+    """Print a table, and write JSON if `--json` is given."""
     made = parser(__doc__, seconds=0.5)
     made.add_argument("--tokens", type=int, nargs="+", default=[8192])
     made.add_argument("--hidden", type=int, nargs="+", default=[1024])
     made.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
     made.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 8])
     made.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    made.add_argument("--max-gib", type=float, default=1.0, help="leave out rows of more memory")
+    made.add_argument("--max-gib", type=float, default=1.0, help="maximum GiB of rows; larger cases are skipped")
     arguments = parse(made)
     columns = {"op": "24s", "threads": "d", "T": "7d", "H": "6d", "dtype": "10s", "K": "3d", "E": "5d"}
     columns |= {"us": "10.1f", "x torch": "9.2f", "x copy": "8.2f", "of copy's GB/s": ".2f"}

@@ -1,14 +1,13 @@
-"""AdamW and SGD against torch's, and against loops that read and write the same memory and do no more, in one run.
+"""AdamW and SGD, compared with torch's and with loops that only read and write the same memory, in one run.
 
     python benches/bench_optim.py [--device cuda] [--json PATH] [--elements 8388608] [--threads 1 2] [--seconds 10]
 
-"limit" is `p += g; m += g; v += g` in one compiled loop: as a step of AdamW, it reads four arrays and writes three;
-"SGD limit" has one array less. The candidates take turns, so that a slow moment of the machine hits all of them. On
-the CPU, where others may take the machine's time, a figure is the lowest tenth's, and with one thread it is that
-thread's own time; on CUDA it is the median. "of limit" compares the steps per second with the loop's; "GB/s" counts
-each array that is read or written once. Of a batch of 8 steps, the memory of p, m and v is read and written once, so
-its steps can be quicker than the limit of a single one; "8 of zeros" is near to what the arithmetic alone takes, which
-is mostly two divisions and a root.
+"limit" is `p += g; m += g; v += g` in one compiled loop: like a step of AdamW, it reads four arrays and writes three.
+"SGD limit" has one array less. The candidates run in turns, so that a slow moment of the machine affects all of them.
+On the CPU, which other programs may use, a value is the lowest tenth; with one thread it is that thread's own time. On
+CUDA it is the median. "of limit" is the steps per second relative to the loop. "GB/s" counts each array that is read or
+written once. A batch of 8 steps reads and writes p, m and v once, so that its steps can be faster than the limit of a
+single one. "8 of zeros" is close to the time of the arithmetic alone, which is mostly two divisions and a root.
 """
 
 import time
@@ -23,7 +22,7 @@ BATCH = 8
 
 
 def state_of(elements, device):
-    """Parameters, first and second moment."""
+    """Return parameters, first and second moment."""
     random = torch.Generator().manual_seed(0)
     p = torch.randn(elements, generator=random).to(device)
     return p, p * 1e-3, p.square() * 1e-6
@@ -31,7 +30,7 @@ def state_of(elements, device):
 
 @torch.compile
 def limit_loop(p, m, v, g):
-    """Nothing but the memory traffic of a step."""
+    """Do the memory traffic of a step of AdamW, and no more."""
     p += g
     m += g
     v += g
@@ -39,13 +38,13 @@ def limit_loop(p, m, v, g):
 
 @torch.compile
 def sgd_limit_loop(p, buffer, g):
-    """The same of SGD with momentum."""
+    """Do the memory traffic of a step of SGD with momentum, and no more."""
     p += g
     buffer += g
 
 
 def quiet_times(functions, seconds, device):
-    """Microseconds of each function: on a GPU medians, else lowest tenths, of the thread itself where it is one."""
+    """Return the microseconds of each function: medians on a GPU, lowest tenths on the CPU."""
     if device == "cuda":
         return medians(take_turns(functions, seconds, device))
     clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
@@ -60,7 +59,7 @@ def torch_step(elements, device, optimizer=torch.optim.AdamW, **kind):
 
 
 def benches(elements, device):
-    """Name → (function, steps that it takes, bytes that it moves)."""
+    """Return the candidates by name: (function, steps that it takes, bytes that it moves)."""
     state, loop_state = state_of(elements, device), state_of(elements, device)
     wide = torch.full_like(state[0], 1e-3)
     narrow = wide.bfloat16()
@@ -90,7 +89,7 @@ def benches(elements, device):
 
 
 def main():
-    """Prints a table; writes JSON where asked to."""
+    """Print a table, and write JSON if `--json` is given."""
     made = parser(__doc__, seconds=10.0)
     made.add_argument("--elements", type=int, default=1 << 23)
     arguments = parse(made)
@@ -100,7 +99,7 @@ def main():
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         torch._dynamo.reset()
-        torch._inductor.config.cpp.threads = threads  # or the limit's loop keeps one thread
+        torch._inductor.config.cpp.threads = threads  # otherwise the loop of "limit" keeps one thread
         candidates = benches(arguments.elements, arguments.device)
         functions = {name: function for name, (function, _, _) in candidates.items()}
         times = quiet_times(functions, arguments.seconds, arguments.device)

@@ -1,14 +1,16 @@
-"""A snapshot of a step's state beside the step's compute, in one run.
+"""A snapshot of a step's state concurrent with the step's compute, in one run.
 
     python benches/bench_overlap.py [--device cuda] [--json PATH] [--gib 1 8 32] [--compute-seconds 0.3]
 
-Candidates that take turns: `compute`, matrix products for about so long; `both`, the same while the copying thread
-captures so much state (scattered over tensors of 16 MiB) into an arena, until both are over; `capture`, that alone.
-`step x` is both ÷ compute: 1 means that the snapshot costs nothing, max(compute, capture) ÷ compute is the best there
-is without making training wait less for its own update; `waits` is how long the training thread waits for the capture
-after its compute. On CUDA the state is on the device, the thread has streams of its own, and the arena is page-locked,
-as in a session (`lock` says how long that took, once), or not, with `--unlocked`. On the CPU both use the same cores
-and the same memory: `--threads 1` leaves one of two cores idle.
+Three candidates run in turns. `compute` is matrix products of about `--compute-seconds`. `capture` copies the state,
+which is scattered over tensors of 16 MiB, into an arena. `both` starts the capture on the copying thread, computes, and
+ends when both are complete.
+
+`step x` is both ÷ compute: 1 means that the snapshot costs nothing. max(compute, capture) ÷ compute is the best
+possible value, unless training waits less for its own update. `waits` is how long the training thread waits for the
+capture after its compute. On CUDA the state is on the device, and the thread has streams of its own. The arena is
+page-locked, as in a session (`lock` is the time that this took, once), or not, with `--unlocked`. On the CPU, both use
+the same cores and the same memory: `--threads 1` leaves one of two cores idle.
 """
 
 import tempfile
@@ -25,7 +27,7 @@ TENSOR_BYTES = 16 << 20
 
 
 class Candidates:
-    """What takes turns, for one size of the state."""
+    """The candidates for one size of the state."""
 
     def __init__(self, gib, device, seconds, folder, is_locked):
         nbytes = int(gib * 2**30)
@@ -56,7 +58,7 @@ class Candidates:
         return time.perf_counter() - start
 
     def compute(self):
-        """Matrix products."""
+        """Compute matrix products."""
         for _ in range(self.repeats):
             torch.mm(self.a, self.b)
         if self.device == "cuda":
@@ -70,7 +72,7 @@ class Candidates:
         return self.engine.capture(self.arena, self.version, sources, self.tensors)
 
     def both(self):
-        """Compute and a capture beside it."""
+        """Compute during a capture."""
         capture = self._capture()
         self.compute()
         start = time.perf_counter()
@@ -79,26 +81,34 @@ class Candidates:
         self.waits.append(time.perf_counter() - start)
 
     def capture(self):
-        """A capture alone."""
+        """Capture without compute."""
         self._capture().wait()
 
     def close(self):
-        """Gives all memory back."""
+        """Free all memory."""
         self.engine.shutdown()
         self.arena.unlink()
 
 
 def main():
-    """Prints the table."""
+    """Print the table."""
     made = parser(__doc__, seconds=6.0, threads=(1,))
-    made.add_argument("--gib", type=float, nargs="+", help="of state (1 8 32 on CUDA, 0.0625 0.25 on the CPU)")
-    made.add_argument("--compute-seconds", type=float, default=0.3, help="of a step, about (%(default)s)")
-    made.add_argument("--folder", default="/dev/shm", help="where arenas are, twice the state (%(default)s)")
-    made.add_argument("--unlocked", action="store_true", help="CUDA: no page-lock, captures go through a small buffer")
+    made.add_argument(
+        "--gib", type=float, nargs="+", help="sizes of the state (1 8 32 on CUDA, 0.0625 0.25 on the CPU)"
+    )
+    made.add_argument(
+        "--compute-seconds", type=float, default=0.3, help="approximate duration of the compute (%(default)s)"
+    )
+    made.add_argument(
+        "--folder", default="/dev/shm", help="folder for arenas, which take twice the state (%(default)s)"
+    )
+    made.add_argument(
+        "--unlocked", action="store_true", help="CUDA: no page-locked arena; captures go through a small buffer"
+    )
     arguments = parse(made)
     sizes = arguments.gib or ([1, 8, 32] if arguments.device == "cuda" else [0.0625, 0.25])
     torch.set_num_threads(arguments.threads[0])
-    title = f"snapshots beside compute: torch {torch.__version__}, {where(arguments.device)}"
+    title = f"snapshots during compute: torch {torch.__version__}, {where(arguments.device)}"
     columns = {"GiB": "7.4f", "compute ms": "9.1f", "capture ms": "9.1f", "GB/s": "7.1f", "step x": "7.3f"}
     table = Table(title, columns | {"best x": "7.3f", "waits ms": "8.1f", "lock s": "7.2f"})
     for gib in sizes:

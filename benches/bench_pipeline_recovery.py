@@ -1,11 +1,11 @@
-"""Seconds of a pipeline's step, and of the same step after a failure: repeated by all ranks, or by the lost one alone.
+"""Seconds of a pipeline's step, and of the same step after a failure: repeated by all ranks, or only by the lost one.
 
     python benches/bench_pipeline_recovery.py [--rounds 3] [--stages 4] [--json PATH]
 
 Each round is a job with localised recovery and one without, of real processes with 1F1B. The second stage kills itself
-when it has computed all of a step, the worst moment; another process takes its place. Times are those of the first
-stage: a step before the failure, from the loss until the ranks are connected again, and from then until the step is
-committed. Passes are the forwards that all the other ranks have computed in that step, in both attempts together.
+when it has computed all of a step, the worst moment; another process replaces it. Times are those of the first stage: a
+step before the failure, from the loss until the ranks are connected again, and from then until the step is committed.
+`passes` counts the forwards of that step that all other ranks have computed, over both attempts.
 """
 
 import argparse
@@ -33,7 +33,7 @@ COLUMNS = {"localised": "10s", "step": "7.3f", "until connected": "16.2f", "step
 
 
 class Stage(nn.Module):
-    """A part of the model."""
+    """One stage of the model."""
 
     def __init__(self, number):
         super().__init__()
@@ -49,7 +49,7 @@ class Stage(nn.Module):
 
 
 def train(rank, stages, job, localised, folder, is_victim):
-    """One rank, from its start to the end of the job."""
+    """Run one rank from its start to the end of the job."""
     torch.set_num_threads(1)
     module, found = Stage(rank), {}
 
@@ -86,7 +86,7 @@ def train(rank, stages, job, localised, folder, is_victim):
 
 
 def measure(stages, localised):
-    """A row of the table, from one job."""
+    """Run one job. Return its row of the table."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["evermoe.train.pipeline", "torchft.process_group", "torch._dynamo"])
     lighthouse = start_lighthouse(heartbeat_timeout=1.0, join_timeout=5.0)
@@ -117,7 +117,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     title = f"{arguments.stages} stages, {MICROBATCHES} microbatches; seconds, and forwards of the other ranks"
     table = Table(title, COLUMNS)

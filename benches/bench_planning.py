@@ -1,22 +1,24 @@
-"""The planners against their peers, in one run on one thread.
+"""The planners, compared with their peers, in one run on one thread.
 
     python benches/bench_planning.py [--only placement drift ...] [--json PATH] [--slots 9 16 18] [--runs 5]
 
 - placement: replicas and nodes for all layers, from loads of five shapes. "even" is the busiest node's load over the
-  mean with the tokens of an expert split evenly over its replicas, "balanced" with the split that makes the busiest
-  node lightest. "P(1)" and "P(2)" are the parts of all losses of one and two nodes that leave every expert a replica,
-  counted one by one here; "nodes" is the fewest distinct nodes of an expert. "bound" is the least imbalance that the
-  replicas of `allocate` can have with an even split, by pigeonholes: of the k * N + 1 heaviest some node has k + 1.
-  Where two experts have 87 % of the load and nodes 9 slots, they have 17 replicas each, 34 on 32 nodes: a node has two
-  of them, which is 1.64 times the mean, and seven cold ones, 1.75 together; with 18 slots they have 34, and some nodes
-  three of them. "EPLB" loops over elements of tensors, as published; "EPLB lists" loops over Python numbers.
-- drift: 20 times all loads change by a factor exp(0.05 * normal), and all layers are placed anew. "moved" is the part
-  of the replicas that a node must fetch, "over bound" the worst imbalance over the bound above; EPLB has other replicas
-  and can be below. It plans from scratch; `migrate` numbers its nodes so that the fewest replicas move.
+  mean, with the tokens of an expert split evenly over its replicas; "balanced" is the same with the split that
+  minimizes the load of the busiest node. "P(1)" and "P(2)" are the fractions of all losses of one and two nodes that
+  leave every expert a replica, by enumeration. "nodes" is the smallest number of distinct nodes of an expert. "bound"
+  is the least imbalance that the replicas of `allocate` can have with an even split, by the pigeonhole principle: of
+  the k * N + 1 heaviest replicas, some node has k + 1. Where two experts have 87 % of the load and nodes have 9 slots,
+  these experts have 17 replicas each, 34 on 32 nodes. Some node has two of them, which is 1.64 times the mean, and
+  seven cold ones, 1.75 together. With 18 slots they have 34 replicas each, and some nodes have three. "EPLB" loops over
+  elements of tensors, as published; "EPLB lists" loops over Python numbers.
+- drift: 20 times all loads change by a factor exp(0.05 * normal), and all layers are placed again. "moved" is the
+  fraction of the replicas that a node must fetch. "over bound" is the worst imbalance over the bound above; EPLB has
+  other replicas and can be below. EPLB plans from scratch; `migrate` numbers its nodes so that the fewest replicas
+  move.
 - copies, survival, split, selection, migration, chunks: see the functions.
 
-The candidates take turns, so that a slow moment of the machine hits all of them; the figure is the median, in
-milliseconds or microseconds, after a warm-up. Every result is checked; nothing is asserted on time.
+The candidates run in turns, so that a slow moment of the machine affects all of them. Each value is the median after a
+warm-up, in milliseconds or microseconds. Every result is checked; no assertion depends on time.
 """
 
 import argparse
@@ -50,7 +52,7 @@ Matrices = list[NDArray[np.int64]]
 
 
 def measure(candidates: dict[str, Callable[[], object]], runs: int) -> dict[str, float]:
-    """Median time of each function, in milliseconds; they take turns. One that takes half a second runs three times."""
+    """Return the median milliseconds of each function, in turns. Functions of half a second or more run three times."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for run in range(-1, runs):
         for name, function in candidates.items():
@@ -64,18 +66,18 @@ def measure(candidates: dict[str, Callable[[], object]], runs: int) -> dict[str,
 
 
 def timed(function: Callable[[], Any], runs: int) -> tuple[float, Any]:
-    """Median time of one function, and its result."""
+    """Return the median time of one function, and its result."""
     return measure({"it": function}, runs)["it"], function()
 
 
 def shuffled(shares_E: NDArray[np.float64], layers: int, seed: int) -> NDArray[np.float64]:
-    """The same shares in each layer, in another order; a million tokens."""
+    """Return the same shares for each layer, each in another order and with a million tokens."""
     random = np.random.default_rng(seed)
     return np.stack([random.permutation(shares_E) for _ in range(layers)]) * (1e6 / shares_E.sum())
 
 
 def loads(layers: int, experts: int) -> dict[str, NDArray[np.float64]]:
-    """[L, E] tokens of each expert, by shape."""
+    """Return the tokens of each expert, `[L, E]`, by the shape of the load."""
     ranks_E = np.arange(1, experts + 1)
     normal_LE = np.random.default_rng(0).standard_normal((layers, experts))
     lognormal_LE = np.exp(normal_LE)
@@ -89,12 +91,12 @@ def loads(layers: int, experts: int) -> dict[str, NDArray[np.float64]]:
 
 
 def evermoe(policy: str, load_LE: NDArray[np.float64], slots: int, previous: Matrices | None = None) -> list[Any]:
-    """Placement of each layer."""
+    """Place each layer."""
     least = min(2, NODES * slots // load_LE.shape[1])
     placements = []
     for layer, load_E in enumerate(load_LE):
         before = None if previous is None else previous[layer]
-        # Maximum rank overlap knows nothing of before, nor do its numbers of replicas.
+        # Maximum rank overlap, and its numbers of replicas, do not depend on the previous placement.
         now = None if before is None or policy == "mro" else before.sum(0)
         replicas_E = allocate(load_E, NODES, slots, least, now)
         placements.append(place(replicas_E, NODES, slots, policy, load_E, before))
@@ -110,7 +112,7 @@ PEERS = {
 
 
 def placement(arguments: argparse.Namespace) -> Iterator[Record]:
-    """All layers at once, by slots, load and planner."""
+    """Place all layers, by slots, load and planner."""
     for slots in arguments.slots:
         for shape, load_LE in loads(LAYERS, EXPERTS).items():
             tensor_LE = torch.from_numpy(load_LE).float()
@@ -130,7 +132,7 @@ def placement(arguments: argparse.Namespace) -> Iterator[Record]:
 
 
 def checked(placement: Any) -> NDArray[np.int64]:
-    """The matrix, after a look at whether the reason tells the truth about its survival."""
+    """Check the probability of survival in the reason. Return the matrix."""
     reason = placement.reason
     if reason.failures <= 2:
         assert abs(reason.survival - survived(placement.matrix, reason.failures)) < 1e-9, reason
@@ -138,7 +140,7 @@ def checked(placement: Any) -> NDArray[np.int64]:
 
 
 def quality(matrices: Matrices, load_LE: NDArray[np.float64], slots: int) -> Record:
-    """What placements of all layers are worth, after a look at whether they are placements."""
+    """Check the placements of all layers. Return their balance and survival."""
     for matrix_NE in matrices:
         assert (matrix_NE.sum(1) == slots).all(), "a node has more or fewer replicas than slots"
         assert (matrix_NE.sum(0) > 0).all(), "an expert has no replica"
@@ -155,7 +157,7 @@ def quality(matrices: Matrices, load_LE: NDArray[np.float64], slots: int) -> Rec
 
 
 def survived(matrix_NE: NDArray[np.int64], failures: int) -> float:
-    """The part of all losses of one or two nodes that leave every expert a replica, one loss after the other."""
+    """Return the fraction of all losses of one or two nodes that leave every expert a replica, by enumeration."""
     held_NE = (matrix_NE > 0).astype(np.int8)
     first, second = np.triu_indices(len(held_NE), 1)
     lost_XE = held_NE if failures == 1 else held_NE[first] + held_NE[second]
@@ -163,7 +165,7 @@ def survived(matrix_NE: NDArray[np.int64], failures: int) -> float:
 
 
 def even_bound(load_E: NDArray[np.float64], slots: int) -> float:
-    """No placement of the replicas of `allocate` has less imbalance with an even split; see the top of this file."""
+    """Return the least imbalance of the replicas of `allocate` with an even split; see the top of this file."""
     replicas_E = allocate(load_E, NODES, slots, min(2, NODES * slots // len(load_E)))
     weights = -np.sort(-np.repeat(load_E / replicas_E, replicas_E))
     rest = [weights[len(weights) - slots + held :].sum() for held in range(1, slots + 1)]
@@ -172,7 +174,7 @@ def even_bound(load_E: NDArray[np.float64], slots: int) -> float:
 
 
 def drift(arguments: argparse.Namespace) -> Iterator[Record]:
-    """Consecutive small changes of the load: what moves, and how even the nodes stay."""
+    """Consecutive small changes of the load: the replicas that move, and the balance of the nodes."""
     for slots in arguments.slots:
         for shape, start_LE in loads(LAYERS, EXPERTS).items():
             for name in ("balanced", "mro", "EPLB lists"):
@@ -203,7 +205,7 @@ def drift(arguments: argparse.Namespace) -> Iterator[Record]:
 def again(
     name: str, load_LE: NDArray[np.float64], slots: int, before: Matrices | None
 ) -> tuple[Matrices, list[int | None]]:
-    """The next placement of each layer, and how many replicas each fetches."""
+    """Return the next placement of each layer, and the number of replicas that each fetches."""
     if name not in PEERS:
         found = evermoe(name, load_LE, slots, before)
         return [one.matrix for one in found], [one.reason.moved for one in found]
@@ -221,7 +223,7 @@ def again(
 
 
 def copies(arguments: argparse.Namespace) -> Iterator[Record]:
-    """Who keeps copies, 10,000 nodes of one rank each, two copies of all; and the survival of two losses."""
+    """Holders of two copies of everything on 10,000 nodes of one rank each, and the survival of two losses."""
     nodes = [f"node{number:05}" for number in range(10_000)]
     numbers = range(len(nodes))
     plans: dict[str, Callable[[], Any]] = {
@@ -247,7 +249,7 @@ def survival(arguments: argparse.Namespace) -> Iterator[Record]:
         for failures in (1, 2, 16, 500):
             ms, found = timed(functools.partial(copy_recovery_probability, holders, failures), arguments.runs)
             truth = closed_form(policy, len(nodes), failures)
-            assert abs(found.probability / truth - 1) < 1e-9, "not what the closed form says"
+            assert abs(found.probability / truth - 1) < 1e-9, "the probability differs from the closed form"
             yield survival_record(f"{policy} of 10,000", failures, ms, found)
     random = np.random.default_rng(8)
     held_NE = np.zeros((NODES, EXPERTS), np.int64)
@@ -256,12 +258,12 @@ def survival(arguments: argparse.Namespace) -> Iterator[Record]:
     for failures in (1, 2, 3, 4):
         ms, found = timed(functools.partial(recovery_probability, held_NE, failures), arguments.runs)
         if failures <= 2:
-            assert abs(found.probability - survived(held_NE, failures)) < 1e-12, "not what enumeration says"
+            assert abs(found.probability - survived(held_NE, failures)) < 1e-12, "it differs from enumeration"
         yield survival_record("256 pairs on 32", failures, ms, found)
 
 
 def closed_form(policy: str, nodes: int, failures: int) -> float:
-    """Choices of nodes of which no two are a pair, or no two are neighbours on a ring, over all choices."""
+    """Return the fraction of choices of nodes without a pair, or without neighbours on a ring."""
     if policy == "group":
         safe = Fraction(math.comb(nodes // 2, failures) * 2**failures)
     else:
@@ -302,31 +304,31 @@ def split_all(steps: Matrices, matrix_NE: NDArray[np.int64], policy: str) -> Non
 
 
 def work(tokens_EN: NDArray[np.int64], matrix_NE: NDArray[np.int64], policy: str) -> NDArray[np.int64]:
-    """Tokens that each rank computes, after a look at whether all arrive, and where their expert is."""
+    """Check that all tokens arrive at a rank with their expert. Return the tokens that each rank computes."""
     parts = [split_tokens(tokens_EN, matrix_NE, rank, policy) for rank in range(len(matrix_NE))]
     send_REN = np.stack([send_EN for send_EN, _ in parts])
     receive_RNE = np.stack([receive_NE for _, receive_NE in parts])
-    assert (send_REN.transpose(2, 0, 1) == receive_RNE).all(), "what is sent is not what is received"
+    assert (send_REN.transpose(2, 0, 1) == receive_RNE).all(), "the tokens sent differ from those received"
     assert (send_REN.sum(2) == tokens_EN.T).all(), "a token is lost"
-    assert not receive_RNE.sum(1)[matrix_NE == 0].any(), "a token goes where its expert is not"
+    assert not receive_RNE.sum(1)[matrix_NE == 0].any(), "a token goes to a rank without its expert"
     return receive_RNE.sum((1, 2))
 
 
 def selection(arguments: argparse.Namespace) -> Iterator[Record]:
-    """Which experts of all layers to copy, 32 of each layer."""
+    """The choice of experts to copy, 32 of each layer."""
     tokens_LE = loads(LAYERS, EXPERTS)["Zipf 1.0"].astype(np.int64)
     waiting_LE = np.random.default_rng(6).integers(0, 8, tokens_LE.shape)
     for policy in ("sequential", "load-aware", "budget"):
         extra = {"waiting": waiting_LE} if policy == "load-aware" else {}
         plan = functools.partial(select_experts, policy, tokens_LE, 7, experts_per_layer=32, **extra)
         ms, chosen = timed(plan, 10 * arguments.runs)
-        assert sum(map(len, chosen)) == 32 * LAYERS, "not all of the capacity is used"
+        assert sum(map(len, chosen)) == 32 * LAYERS, "some of the capacity is unused"
         assert all(layer == sorted(set(layer)) for layer in chosen), "an expert is chosen twice"
         yield {"policy": policy, "layers": LAYERS, "experts": EXPERTS, "K": 32, "us": ms * 1e3}
 
 
 def migration(arguments: argparse.Namespace) -> Iterator[Record]:
-    """From one placement to that of a load that has drifted by 5 %, which was made without a look at the first."""
+    """Migration from one placement to an independent one, of a load that has drifted by 5 %."""
     for nodes, slots in ((32, 18), (512, 4), (10_000, 2)):
         random = np.random.default_rng(7)
         load_E = loads(1, EXPERTS)["Zipf 1.0"][0]
@@ -337,16 +339,16 @@ def migration(arguments: argparse.Namespace) -> Iterator[Record]:
         new_NE = new_NE[random.permutation(nodes)]
         one_E = np.ones(EXPERTS, np.int64)
         ms, plan = timed(functools.partial(migrate, old_NE, new_NE, one_E), arguments.runs)
-        there_NE = old_NE[plan.node_map] > 0
-        assert sorted(plan.node_map) == list(range(nodes)), "two rows go to one node"
-        assert plan.nbytes == ((new_NE > 0) & ~there_NE).sum(), "the transfers are not what is missing"
+        held_NE = old_NE[plan.node_map] > 0
+        assert sorted(plan.node_map) == list(range(nodes)), "two rows are assigned to one node"
+        assert plan.nbytes == ((new_NE > 0) & ~held_NE).sum(), "the transfers differ from the missing replicas"
         by_number = int(((new_NE > 0) & (old_NE == 0)).sum())
         percent = {"moved %": 100 * plan.nbytes / (nodes * slots), "by number %": 100 * by_number / (nodes * slots)}
         yield {"nodes": nodes, "experts": EXPERTS, "slots": slots, "ms": ms, **percent}
 
 
 def chunks(arguments: argparse.Namespace) -> Iterator[Record]:
-    """1,000 windows of a profile of 20 steps, and 10,000 units of one or of 10,000 sizes for them."""
+    """Chunks of 10,000 units, of one or of 10,000 sizes, in 1,000 windows of a profile of 20 steps."""
     spans = [Span(f"s{place}", "send", "network", place * 2e-3, 1e-3) for place in range(1000)]
     steps = [StepProfile(2.0, spans)] * 20
     ms, windows = timed(functools.partial(find_windows, steps), arguments.runs)
@@ -379,7 +381,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
 
 
 def show(records: Iterator[Record]) -> list[Record]:
-    """Prints records as they come, as a table."""
+    """Print records as a table, each when it is computed. Return them."""
     found = []
     for record in records:
         if not found:
@@ -394,19 +396,21 @@ def width(name: str) -> int:
 
 
 def text(value: object) -> str:
-    """Whole numbers and words as they are, others with four digits or three decimals."""
+    """Format a value: integers and words unchanged, other numbers with four digits or three decimals."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if value >= 1000 else f"{value:.3f}"
 
 
 def main() -> None:
-    """Prints tables; writes JSON where asked to."""
+    """Print tables, and write JSON if `--json` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--slots", type=int, nargs="+", default=[9, 16, 18], help="of each node, for placements")
-    parser.add_argument("--runs", type=int, default=5, help="of each candidate, after a warm-up")
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[9, 16, 18], help="expert slots of each node, for placements"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="runs of each candidate after a warm-up (%(default)s)")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     machine = f"{platform.machine()}, {os.cpu_count()} cores"

@@ -1,29 +1,31 @@
-"""What keeping the state safe costs, preset by preset: step time, processor time, bytes, memory, recovery.
+"""The cost of protecting the state, by preset: step time, processor time, bytes, memory and recovery.
 
     python benches/bench_presets.py [--presets auto gemini …] [--rounds 4] [--launches 1] [--json PATH]
 
-All candidates live at once, each with workers of its own, and train in turns of a few steps while the others wait for
-their line. Each turn has one of `none` right before or after it, and each ratio is the median over the rounds of its
-time over that turn's: a slow moment of the machine hits both. Processes have a bias of their own, which no number of
-rounds shows: with `--launches` all of them are started anew so often, and what is shown is over the launches' medians.
+The workers of all candidates are alive at once. The candidates train in turns of a few steps, while the others wait for
+a line on standard input. Directly before or after each turn the candidate `none` takes one, too. A ratio is the median
+over the rounds of the turn's time over that of `none`, so that a slow moment of the machine affects both. Processes
+also differ from launch to launch, which more rounds do not show: `--launches` starts all of them again, and the table
+then shows medians over the launches.
 
-A preset can have options: `auto+snapshot_interval=100` is `auto` with fewer snapshots in own memory, which shows
-what doing less would cost. Beside the presets there are (all with replication=0):
+A preset can have options: `auto+snapshot_interval=100` is `auto` with fewer snapshots in its own memory. The other
+candidates all have `replication=0`:
 
     none        no copies
-    again       the same once more: how far its ratio is from 1 is what chance does here
-    blocking    after each step every member copies its whole state to a host tensor and exchanges that with its
-                neighbours (`Group.exchange`) before it goes on
-    dcp         `torch.distributed.checkpoint.async_save` of everything after each step to a folder in memory, after the
-                one before is whole; its default staging copies on the training thread
-    dcp-staged  the same with `DefaultStager` in a thread; the next update waits until the copy is whole
+    again       the same once more: the distance of its ratio from 1 is the noise
+    blocking    after each step, every member copies all its state to a host tensor and exchanges that with its
+                neighbours (`Group.exchange`) before it continues
+    dcp         after each step, `torch.distributed.checkpoint.async_save` of everything to a folder in memory, once the
+                previous one is complete; its default staging copies in the training thread
+    dcp-staged  the same with `DefaultStager` in a thread; the next update waits until the copy is complete
 
-Before its first turn a preset takes `--warm-up` steps, in whose first twenty it finds when the network is idle: it does
-so after each change of the members and each thousand steps, and a few of these steps take tens of milliseconds more.
+Before its first turn a preset takes `--warm-up` steps. In the first twenty it profiles when the network is idle, which
+it repeats after each change of the members and every thousand steps. A few of these steps are tens of milliseconds
+slower.
 
-Settings: `busy` has the workers' threads saturate the machine. In `idle` each worker waits `--delay-ms` before each
-step without its processor or network, as one does whose step runs on an accelerator, or whose data come late. `--pin`
-leaves a processor to the copies: all training runs on the others, of all candidates alike.
+Settings: in `busy` the workers' threads saturate the machine. In `idle` each worker sleeps for `--delay-ms` before each
+step, as if it waited for an accelerator or for data. `--pin` reserves one processor for the copies: all candidates then
+train on the others.
 """
 
 import argparse
@@ -48,13 +50,13 @@ SIZES = ("arenas MB", "other MB")
 
 
 class Candidate:
-    """The workers of one way to keep the state safe; all but one candidate's wait at any time."""
+    """The workers of one method of protection. Only one candidate trains at any time."""
 
     def __init__(self, name, arguments, more=()):
         self.name, self.arguments = name, arguments
         self.turns = {setting: [] for setting in SETTINGS}
-        self.beside = {setting: [] for setting in SETTINGS}
-        """Of the candidate without copies, right before or after each turn."""
+        self.plain_turns = {setting: [] for setting in SETTINGS}
+        """For each turn, the turn of the candidate without copies directly before or after it."""
         self.recovery = {}
         self.folder = Path(tempfile.mkdtemp(prefix=f"evermoe-bench-{name}-", dir=arguments.memory_dir))
         sizes = {each: getattr(arguments, each) for each in (*MODEL, "batch", "expert_slots")} | {
@@ -85,51 +87,53 @@ class Candidate:
                 self._job.start(index, f"node-{index:02d}", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
     def start(self):
-        """Waits until all workers have made their copies of the first state; a preset's find their idle windows."""
+        """Wait until all workers have copied the initial state. Workers of a preset then take their warm-up steps."""
         self.about = self.answers()
         if self.name.split("+")[0] in PRESET_NAMES and self.arguments.warm_up:
             setting = self.arguments.settings[0]
-            self._tell(range(self.arguments.workers), steps=self.arguments.warm_up, delay_ms=self._delay_ms(setting))
+            self._send_turn(
+                range(self.arguments.workers), steps=self.arguments.warm_up, delay_ms=self._delay_ms(setting)
+            )
             self.answers()
 
     def answers(self):
-        """A line of each worker."""
+        """Return a line from each worker."""
         return [self._answer(worker) for worker in self._job.workers]
 
     def _answer(self, worker):
         line = worker.process.stdout.readline()
         if not line:
-            raise RuntimeError(self._last_words(worker.index))
+            raise RuntimeError(self._last_log_line(worker.index))
         return json.loads(line)
 
-    def _last_words(self, index):
+    def _last_log_line(self, index):
         lines = (self.folder / f"log-{index}").read_text().splitlines()
-        return lines[-1] if lines else "a worker ended without a word"
+        return lines[-1] if lines else "a worker ended and its log is empty"
 
     def turn(self, setting):
-        """Some steps; per worker, what they took."""
-        self._tell(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=self._delay_ms(setting))
+        """Take the steps of a turn. Return the measurements of each worker."""
+        self._send_turn(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=self._delay_ms(setting))
         return self.answers()
 
     def _delay_ms(self, setting):
         return self.arguments.delay_ms if setting == "idle" else 0.0
 
     def pair(self, plain, setting):
-        """A turn, and one of `plain` beside it, in either order."""
+        """Take a turn, and one of `plain`, in random order."""
         turns = {each: each.turn(setting) for each in random.sample([self, plain], 2)}
         self.turns[setting].append(turns[self])
-        self.beside[setting].append(turns[plain])
+        self.plain_turns[setting].append(turns[plain])
 
-    def _tell(self, workers, **turn):
+    def _send_turn(self, workers, **turn):
         for index in workers:
             self._job.workers[index].process.stdin.write(json.dumps(turn) + "\n")
             self._job.workers[index].process.stdin.flush()
 
     def kill(self):
-        """The last worker dies by SIGKILL in the middle of a step; the others recover."""
+        """Kill the last worker with SIGKILL in the middle of a step, and measure how the others recover."""
         *others, dying = range(self.arguments.workers)
-        self._tell(others, steps=2, delay_ms=0.0)
-        self._tell([dying], steps=2, delay_ms=0.0, dies=True)
+        self._send_turn(others, steps=2, delay_ms=0.0)
+        self._send_turn([dying], steps=2, delay_ms=0.0, dies=True)
         killed = self._answer(self._job.workers[dying])["killed"]
         answers = [self._answer(self._job.workers[index]) for index in others]
         first = max(min(at for at in answer["committed_at"] if at > killed) for answer in answers)
@@ -140,7 +144,7 @@ class Candidate:
         }
 
     def sizes(self):
-        """Memory of all workers now: named and shared, and their own."""
+        """Return the memory of all workers: shared arenas, and anonymous memory."""
         arenas = sum(path.stat().st_blocks * 512 for path in self._job.memory.rglob("*.arena"))
         own = statistics.median(
             sum(answer["rss"] for answer in turn) for turns in self.turns.values() for turn in turns[-2:]
@@ -148,7 +152,7 @@ class Candidate:
         return dict(zip(SIZES, (arenas / 1e6, own / 1e6), strict=True))
 
     def close(self):
-        """Ends the workers and removes what they leave."""
+        """Kill the workers and remove their files."""
         for worker in self._job.workers:
             worker.process.kill()
         self._job.__exit__()
@@ -165,39 +169,39 @@ def main():
 
 
 def launch(arguments, number):
-    """The candidates by name, after all turns and kills, with the memory that they took; all are over."""
+    """Run all candidates once, from start to kill. Return them by name, with their measurements."""
     names = ("none", "again", *arguments.baselines, *arguments.presets)
     started = []
     try:
         for name in names:
             started.append(Candidate(name, arguments))
-        alive = [candidate for candidate in started if works(candidate, candidate.start)]
+        alive = [candidate for candidate in started if succeeds(candidate, candidate.start)]
         plain, *others = alive
         for turn in range(arguments.rounds):
             for setting in arguments.settings:
                 for candidate in random.sample(others, len(others)):
-                    if not works(candidate, candidate.pair, plain, setting):
+                    if not succeeds(candidate, candidate.pair, plain, setting):
                         others.remove(candidate)
-            of = f"round {turn + 1} of {arguments.rounds}, launch {number + 1} of {arguments.launches}"
-            print(of, file=sys.stderr, flush=True)
+            progress = f"round {turn + 1} of {arguments.rounds}, launch {number + 1} of {arguments.launches}"
+            print(progress, file=sys.stderr, flush=True)
         for candidate in others:
-            plain.turns = {setting: plain.turns[setting] + candidate.beside[setting] for setting in SETTINGS}
-        plain.beside = plain.turns
+            plain.turns = {setting: plain.turns[setting] + candidate.plain_turns[setting] for setting in SETTINGS}
+        plain.plain_turns = plain.turns
         for candidate in (plain, *others):
             candidate.memory = candidate.sizes()
         for candidate in others:
             if candidate.name in arguments.presets and not arguments.no_kill:
-                works(candidate, candidate.kill)
+                succeeds(candidate, candidate.kill)
     finally:
         for candidate in started:
             candidate.close()
     return {candidate.name: candidate for candidate in (plain, *others)}
 
 
-def works(candidate, function, *of):
-    """Whether it could be done; says why not. Nothing can be compared with `none` where that fails."""
+def succeeds(candidate, function, *arguments):
+    """Call a function of a candidate. Return whether it succeeded, and print the error if not; raise it for `none`."""
     try:
-        function(*of)
+        function(*arguments)
     except RuntimeError as error:
         if candidate.name == "none":
             raise
@@ -207,51 +211,61 @@ def works(candidate, function, *of):
 
 
 def parser(doc, *, presets=PRESET_NAMES, rounds=4):
-    """A parser with what a bench of presets needs."""
+    """Return a parser with the options of a bench of presets."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     made.add_argument("--presets", nargs="+", type=preset_name, metavar="PRESET[+OPTION=VALUE]", default=list(presets))
     made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
-    made.add_argument("--rounds", type=int, default=rounds, help="turns of each candidate and setting (%(default)s)")
-    made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
+    made.add_argument(
+        "--workers", type=int, default=2, help="workers of each candidate, each on its own node (%(default)s)"
+    )
+    made.add_argument(
+        "--rounds", type=int, default=rounds, help="turns of each candidate in each setting (%(default)s)"
+    )
+    made.add_argument("--steps", type=int, default=4, help="measured steps of a turn (%(default)s)")
     made.add_argument("--warm-up", type=int, default=24, help="steps of each preset before its turns (%(default)s)")
-    made.add_argument("--delay-ms", type=float, default=150.0, help="of the setting idle (%(default)s)")
-    made.add_argument("--pin", action="store_true", help="training leaves one processor to the copies")
-    made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
-    made.add_argument("--batch", type=int, default=16, help="samples of a step over all workers (%(default)s)")
-    made.add_argument("--expert-slots", type=int, help="expert replicas per worker and layer (the session's default)")
+    made.add_argument(
+        "--delay-ms", type=float, default=150.0, help="sleep before each step in the setting idle (%(default)s)"
+    )
+    made.add_argument("--pin", action="store_true", help="reserve one processor for the copies")
+    made.add_argument("--threads", type=int, default=1, help="threads of each worker (%(default)s)")
+    made.add_argument("--batch", type=int, default=16, help="samples per step over all workers (%(default)s)")
+    made.add_argument("--expert-slots", type=int, help="expert replicas per worker and layer (default: the session's)")
     sizes = {"layers": 4, "hidden": 128, "heads": 4, "intermediate": 256, "experts": 8, "top_k": 2, "sequence": 128}
     for name, value in sizes.items():
-        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the model (%(default)s)")
-    made.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
-    made.add_argument("--json", help="where to write the figures")
+        made.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=value, help="size of the model (%(default)s)"
+        )
+    made.add_argument("--memory-dir", default="/dev/shm", help="folder for shared memory (%(default)s)")
+    made.add_argument("--json", help="file for the results")
     made.set_defaults(device="cpu")
     return made
 
 
 def preset_name(text):
-    """A preset, possibly with options of the session."""
+    """Return the name of a preset with optional options of the session, or raise if it is not one."""
     name, *options = text.split("+")
     if name not in PRESET_NAMES or not all("=" in each for each in options):
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PRESET_NAMES)}, then +option=value, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected one of {', '.join(PRESET_NAMES)}, optionally with +option=value, got {text!r}"
+        )
     return text
 
 
 def parse():
     made = parser(__doc__)
-    made.add_argument("--launches", type=int, default=1, help="times that all workers are started (%(default)s)")
+    made.add_argument("--launches", type=int, default=1, help="number of times to start all workers (%(default)s)")
     made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[1:]))
-    made.add_argument("--no-kill", action="store_true", help="measure no recovery")
+    made.add_argument("--no-kill", action="store_true", help="skip the measurement of recovery")
     return made.parse_args()
 
 
 def show(candidates, arguments):
-    """One row for each setting and candidate, which is there once a launch."""
+    """Print a row for each setting and candidate. `candidates` holds each candidate once per launch."""
     about = candidates[0][0].about[0]
     print(
-        f"{arguments.workers} workers, {about['parameters'] / 1e6:.1f} M parameters on each, of all experts "
-        f"{about['expert_parameters'] / 1e6:.1f} M, {about['state_bytes'] / 1e6:.0f} MB of state; "
-        f"idle: {arguments.delay_ms:.0f} ms before each step"
+        f"{arguments.workers} workers, {about['parameters'] / 1e6:.1f} M parameters each, "
+        f"{about['expert_parameters'] / 1e6:.1f} M of them in experts, {about['state_bytes'] / 1e6:.0f} MB of state; "
+        f"idle: {arguments.delay_ms:.0f} ms of sleep before each step"
     )
     columns = {
         "setting": "<8",
@@ -266,24 +280,24 @@ def show(candidates, arguments):
         "bytes/param": "11.2f",
         "arenas MB": "10.1f",
         "other MB": "9.1f",
-        "repair s": "9.2f",
+        "recovery s": "11.2f",
     }
-    over = "launches' medians" if arguments.launches > 1 else "rounds"
-    table = Table(f"Each beside the same steps without copies; medians over the {over}", columns)
+    over = "the launches" if arguments.launches > 1 else "the rounds"
+    table = Table(f"Each compared with the same steps without copies; medians over {over}", columns)
     plain = candidates[0]
     for setting in arguments.settings:
         for launched in candidates:
-            each = [figures(one.turns[setting], one.beside[setting]) for one in launched]
+            each = [figures(one.turns[setting], one.plain_turns[setting]) for one in launched]
             row = each[0] if len(each) == 1 else over_launches(each)
             row["bytes/param"] = row["sent"] * arguments.workers / about["expert_parameters"]
             for key in SIZES:
-                here = [
-                    one.memory[key] - beside.memory[key] * (key == "other MB")
-                    for one, beside in zip(launched, plain, strict=True)
+                added = [
+                    one.memory[key] - base.memory[key] * (key == "other MB")
+                    for one, base in zip(launched, plain, strict=True)
                 ]
-                row[key] = statistics.median(here)
-            repairs = [one.recovery["next commit s"] for one in launched if one.recovery]
-            row |= {"repair s": statistics.median(repairs) if repairs else None}
+                row[key] = statistics.median(added)
+            recoveries = [one.recovery["next commit s"] for one in launched if one.recovery]
+            row |= {"recovery s": statistics.median(recoveries) if recoveries else None}
             row |= {"recovery": [one.recovery for one in launched], "about": [one.about for one in launched]}
             turns = [one.turns[setting] for one in launched]
             table.add(setting=setting, candidate=launched[0].name, turns=turns, launches=each, **row)
@@ -291,7 +305,7 @@ def show(candidates, arguments):
 
 
 def over_launches(each):
-    """Medians of the launches' figures; quartiles and interval are of the launches' ratios."""
+    """Return medians over the launches, with the quartiles and the interval of the launches' ratios."""
     numbers = [key for key, value in each[0].items() if isinstance(value, float)]
     row = {key: statistics.median(one[key] for one in each) for key in numbers}
     found = sorted(one["ratio"] for one in each)
@@ -301,7 +315,7 @@ def over_launches(each):
 
 
 def figures(turns, plain):
-    """Medians over the rounds; ratios are to the turn beside."""
+    """Return medians over the rounds. Ratios are to the paired turn without copies."""
     row = {"ratio": ratios(turns, plain, "seconds")[1], "processor": ratios(turns, plain, "processor")[1]}
     row["quartiles"] = "{0:.3f}–{2:.3f}".format(*ratios(turns, plain, "seconds"))
     row["95 %"] = "{:.3f}–{:.3f}".format(*confidence(turns, plain, "seconds"))
@@ -316,28 +330,28 @@ def figures(turns, plain):
 
 
 def mean(turn, what):
-    """Over the workers."""
+    """Return the mean over the workers."""
     return statistics.fmean(answer[what] for answer in turn)
 
 
 def each_ratio(turns, plain, what):
-    """A turn's figure over that of the plain turn beside it, ascending."""
-    return sorted(mean(turn, what) / mean(beside, what) for turn, beside in zip(turns, plain, strict=True))
+    """Return, in ascending order, each turn's value over that of its paired turn without copies."""
+    return sorted(mean(turn, what) / mean(base, what) for turn, base in zip(turns, plain, strict=True))
 
 
 def ratios(turns, plain, what):
-    """Quartiles."""
+    """Return the quartiles of the ratios."""
     found = each_ratio(turns, plain, what)
     return statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
 
 
 def confidence(turns, plain, what):
-    """Between which ratios the true median is with 95 %."""
+    """Return a 95 % confidence interval of the median ratio."""
     return interval(each_ratio(turns, plain, what))
 
 
 def interval(found):
-    """Between which ascending values their true median is with 95 %, by the binomial law; the outermost if few."""
+    """Return a 95 % confidence interval of the median of ascending values, by the binomial law; all if they are few."""
     number, rank = len(found), 0
     while 2 * sum(math.comb(number, below) for below in range(rank + 1)) <= 0.05 * 2**number:
         rank += 1

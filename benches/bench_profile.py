@@ -1,8 +1,8 @@
-"""A training step with and without the profiler, in turns in one run: what recording costs.
+"""The overhead of the profiler: a training step with and without it, in turns in one run.
 
-Steps without and with it take turns; a ratio is the median over the rounds, so that a slow moment hits both. Steps are
-small, as what a span costs does not depend on how long it is: the microseconds of the training thread's own processor
-time per span are what counts for larger ones.
+Steps with and without the profiler alternate, and a ratio is the median over the rounds, so that a slow moment affects
+both. The steps are small, as the cost of a span does not depend on its length. For longer steps, the value that counts
+is `cpu us per span`: the training thread's own processor time per span.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from common import Table, parse, parser
 from evermoe.profile import Profiler
 
 BLOCK = 10
-"""Steps of one block."""
+"""Steps per block."""
 
 
 def main():
@@ -35,7 +35,7 @@ def main():
         "ratio": "7.3f",
         "cpu us per span": "15.1f",
     }
-    table = Table("A step with the profiler, against the same one without", columns)
+    table = Table("A step with the profiler, compared with the same step without it", columns)
     table.add(loop="MoE layer", ranks=1, **measure(*moe_step(arguments)))
     if arguments.device == "cpu":
         for ranks in (2, 4):
@@ -44,7 +44,7 @@ def main():
 
 
 def measure(step, seconds, model=None, agree=lambda more: more):
-    """Median time of a step, spans of one, and the ratio with the profiler to without."""
+    """Return the median time of a step, its spans, and the ratio with the profiler to without."""
     plain, profiled = [], []
     profiler = Profiler(model)
     block(step)
@@ -61,7 +61,7 @@ def measure(step, seconds, model=None, agree=lambda more: more):
 
 
 def block(step, after=lambda: None):
-    """Median seconds of a step, on the wall and of this thread's processor time."""
+    """Return the median seconds of a step, in wall-clock time and in this thread's processor time."""
     wall, cpu = [], []
     for _ in range(BLOCK):
         start, used = time.perf_counter(), time.thread_time()
@@ -73,7 +73,7 @@ def block(step, after=lambda: None):
 
 
 def moe_step(arguments):
-    """A step of one MoE layer and its optimizer."""
+    """Return a step of one MoE layer and its optimizer."""
     torch.set_num_threads(arguments.threads[0])
     torch.manual_seed(0)
     layer = evermoe.MoE(arguments.hidden, 2 * arguments.hidden, num_experts=8, device=arguments.device)
@@ -91,7 +91,7 @@ def moe_step(arguments):
 
 
 def run_pipeline(arguments, ranks):
-    """The first stage's figures."""
+    """Run a pipeline. Return the figures of its first stage."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         queue = context.SimpleQueue()

@@ -1,19 +1,19 @@
-"""Seconds from SIGKILL to the repeated step with much state, beside what the link alone would take.
+"""Seconds from SIGKILL to the repeated step with a large state, compared with the time of the link alone.
 
     python benches/bench_recovery.py [--rounds 5] [--spare | --join] [--layers 4] [--json PATH]
 
-Each round is a run of `evermoe demo` with three workers of 1.7 GB of state in all, one of which is killed in mid-step,
-and right after it one pair of members that send as many bytes as a survivor has fetched. The goal is 0.8 s and 1.5
-times what the pair takes.
+Each round runs `evermoe demo` with three workers, which have 1.7 GB of state in total, and kills one of them mid-step.
+Directly afterwards, one pair of members sends as many bytes as a survivor has fetched. The goal is 0.8 s plus 1.5 times
+the time of the pair.
 
-With `--spare` each round is two runs instead, in turns first: one in which a spare takes the killed worker's place, and
-one in which the other two go on without it. Printed are seconds from SIGKILL until the members resume, and until the
-first survivor has taken the next step, with the copies that it waits for.
+With `--spare` each round is two runs instead, in alternating order: in one a spare replaces the killed worker, and in
+the other the remaining two continue without it. The table shows seconds from SIGKILL until the members resume, and
+until the first survivor has taken the next step, including the copies that it waits for.
 
-With `--join` each round is a run of three workers to which a fourth one comes. Printed are, for a member of before, the
-time without a step ("halt": from the agreement on the newcomer until the next step begins), how much longer the time
-between two updates is there than between others ("pause", which has the waits for copies in the next step, too), and
-both in steps of the four. The goal is a pause of one step.
+With `--join` each round is a run of three workers that a fourth one joins. The table shows, for a previous member, the
+time without a step ("halt": from the agreement on the newcomer until the next step begins), and by how much the
+interval between two updates exceeds the usual one ("pause", which includes waits for copies in the next step). Both are
+also shown in steps of the four. The goal is a pause of one step.
 """
 
 import argparse
@@ -36,20 +36,20 @@ from evermoe.launch import LocalJob
 
 SIZES = {"layers": 4, "hidden": 512, "intermediate": 2048, "experts": 16, "batch": 6, "sequence": 64}
 PHASES = ("detect", "agree", "rebuild", "fetch", "verify")
-"""Parts of a recovery before the step is repeated."""
+"""Phases of a recovery before the step is repeated."""
 FIXED_SECONDS, SLOWER = 0.8, 1.5
 STEPS_AFTER = 6
-"""Steps that are awaited once a newcomer is a member."""
+"""Steps to wait for once a newcomer is a member."""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (%(default)s)")
-    parser.add_argument("--spare", action="store_true", help="a spare takes the place, or none does")
-    parser.add_argument("--join", action="store_true", help="a fourth worker comes, and none is killed")
-    parser.add_argument("--layers", type=int, default=SIZES["layers"], help="of the model (%(default)s)")
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--limit", type=float, default=300.0, help="maximum seconds of one run (%(default)s)")
+    parser.add_argument("--spare", action="store_true", help="compare recoveries with and without a spare")
+    parser.add_argument("--join", action="store_true", help="measure a join in place of a kill")
+    parser.add_argument("--layers", type=int, default=SIZES["layers"], help="layers of the model (%(default)s)")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     SIZES["layers"] = arguments.layers
     if arguments.spare:
@@ -59,8 +59,8 @@ def main():
         time_joins(arguments)
         return
     columns = dict.fromkeys(PHASES, "8.3f")
-    columns |= {"in all": "8.2f", "MB": "6.0f", "GB/s": "6.2f", "goal": "6.2f", "of goal": "8.2f", "repeat": "7.2f"}
-    table = Table("Seconds of each part; the bytes that one survivor fetched, and the throughput of one pair", columns)
+    columns |= {"total": "8.2f", "MB": "6.0f", "GB/s": "6.2f", "goal": "6.2f", "of goal": "8.2f", "repeat": "7.2f"}
+    table = Table("Seconds of each phase; bytes that one survivor fetched, and the throughput of one pair", columns)
     for _ in range(arguments.rounds):
         table.add(**measure(arguments.limit))
     for name in columns:
@@ -70,7 +70,7 @@ def main():
 
 
 def measure(limit):
-    """One run, and one pair."""
+    """Measure one run, and one pair. Return a row."""
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--{name}={size}" for name, size in SIZES.items()]
         options += ["--workers=3", "--steps=12", "--kill=2@6", "--no-join", "--no-baseline"]
@@ -84,15 +84,15 @@ def measure(limit):
     parts = episode["seconds"]
     row = {phase: parts[phase] for phase in PHASES}
     goal = FIXED_SECONDS + SLOWER * seconds
-    row |= {"in all": sum(row.values()), "MB": fetched / 1e6, "GB/s": fetched / seconds / 1e9, "goal": goal}
-    return row | {"of goal": row["in all"] / goal, "repeat": parts["repeat"]}
+    row |= {"total": sum(row.values()), "MB": fetched / 1e6, "GB/s": fetched / seconds / 1e9, "goal": goal}
+    return row | {"of goal": row["total"] / goal, "repeat": parts["repeat"]}
 
 
 def compare_spares(arguments):
-    """Rounds of two runs each, with a spare and without."""
+    """Measure rounds of two runs each, with a spare and without."""
     columns = {"spare": "<5", "members": "7", **dict.fromkeys(PHASES[1:], "8.3f")}
     columns |= {"resumed": "8.2f", "next step": "9.2f", "MB": "6.0f"}
-    table = Table("Seconds of each part; since SIGKILL; bytes that all members fetched", columns)
+    table = Table("Seconds of each phase, and since SIGKILL; bytes that all members fetched", columns)
     for number in range(arguments.rounds):
         for has_spare in (number % 2 == 0, number % 2 == 1):
             table.add(**replace_worker(has_spare, arguments.limit))
@@ -105,7 +105,7 @@ def compare_spares(arguments):
 
 
 def replace_worker(has_spare, limit):
-    """One run of three workers, of which one is killed."""
+    """Run three workers and kill one of them. Return a row."""
     members = (0, 1, 3) if has_spare else (0, 1)
     with tempfile.TemporaryDirectory() as folder:
         with _workers(folder) as job:
@@ -128,7 +128,7 @@ def replace_worker(has_spare, limit):
 
 
 def time_joins(arguments):
-    """Rounds of one run each."""
+    """Measure rounds of one run each."""
     columns = dict.fromkeys(PHASES[1:], "8.3f")
     columns |= {
         "step": "6.2f",
@@ -138,17 +138,17 @@ def time_joins(arguments):
         "pause/step": "10.2f",
         "MB": "6.0f",
     }
-    table = Table("Seconds of each part, and of a step; bytes that the newcomer fetched while all waited", columns)
+    table = Table("Seconds of each phase, and of a step; bytes that the newcomer fetched while all waited", columns)
     for _ in range(arguments.rounds):
-        table.add(**take_in_worker(arguments.limit))
+        table.add(**add_worker(arguments.limit))
     for name in columns:
         print(f"{name}: median {statistics.median(row[name] for row in table.rows):.3f}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(table.rows, indent=2) + "\n")
 
 
-def take_in_worker(limit):
-    """One run of three workers, to which a fourth one comes."""
+def add_worker(limit):
+    """Run three workers that a fourth one joins. Return a row."""
     with tempfile.TemporaryDirectory() as folder:
         with _workers(folder) as job:
             _wait_for(folder, 0, "commit", limit)
@@ -172,7 +172,7 @@ def take_in_worker(limit):
 
 @contextlib.contextmanager
 def _workers(folder):
-    """A job in which three workers train; all its processes end with it."""
+    """Start a job in which three workers train. All its processes end with the context."""
     options = [f"--{name}={size}" for name, size in SIZES.items()]
     command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
     job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})

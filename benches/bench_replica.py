@@ -1,12 +1,12 @@
-"""Replicas: bytes of each kind of step, and time beside a copy of the gradient and the optimizer's step, in one run.
+"""Replicas: bytes of each kind of step, and time relative to a copy of the gradient and to the optimizer's step.
 
     python benches/bench_replica.py [--json PATH] [--elements 8388608] [--threads 1 2] [--seconds 5]
 
-"bytes" counts the record, for each parameter of one step. "encode" is the trainer's work on a gradient, "receive" the
-replica's until a record is in its log, "apply" the repeating of 8 steps, for each of them. "checks" is the time to
-compare the state and the gradients with digests of what was written, and to digest the new state; "apply" has that of
-the state. Ratios are to a copy of the float32 gradient; "of_step" is all of the sender's work (both hooks and
-`messages`) beside the `step()` of evermoe's AdamW. The candidates take turns.
+"bytes" is the size of the record of one step, per parameter. "encode" is the trainer's work on a gradient. "receive" is
+the replica's work until a record is in its log. "apply" is its work to repeat 8 steps, divided by 8. "checks" is the
+time to compare the state and the gradients with the digests of what was written, and to digest the new state; "apply"
+includes the check of the state. Ratios are to a copy of the float32 gradient. "of_step" is all of the sender's work
+(both hooks and `messages`) relative to the `step()` of evermoe's AdamW. The candidates run in turns.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ BATCH = 8
 
 
 def gradients(elements):
-    """Name → float32 gradient; None for none."""
+    """Return float32 gradients by name; None stands for no gradient."""
     random = torch.Generator().manual_seed(0)
     dense = torch.randn(elements, generator=random) * 1e-3
     mixed = dense.clone()
@@ -49,14 +49,14 @@ class Trainer:
         self.p.grad = gradient
 
     def step(self):
-        """The message of a step."""
+        """Take a step. Return its message."""
         self.optimizer.step()
         self.step_number += 1
         return self.sender.messages(self.step_number)[0]
 
 
 class Receiver:
-    """A log that takes a batch of messages again and again, from a state that is hardly there."""
+    """A log that receives the same batch of messages repeatedly. Its unit has hardly any state."""
 
     def __init__(self, messages, elements):
         self.messages, self.elements = messages, elements

@@ -1,11 +1,11 @@
-"""A step with and without copies, and recovery by phase: real workers, real kills, one run of this script.
+"""Step time with and without copies, and recovery by phase: real workers and real kills, in one run.
 
     python benches/bench_session.py [--device cuda] [--kills 3] [--json PATH]
 
-Runs with and without copies alternate, so that a machine that slows down does so for both. The ratio of their median
-step times is the cost of copies; the demo's own summary gives the phases of each recovery. With `--device cuda` workers
-share the GPUs of this machine. Where these are fewer, tensors travel over gloo; and to count what routers choose, the
-demo makes its host wait once more a layer, with and without copies.
+Runs with and without copies alternate, so that a slow moment of the machine affects both. The ratio of their median
+step times is the cost of copies. The demo's own summary gives the phases of each recovery. With `--device cuda` workers
+share the GPUs of this machine. If there are fewer GPUs than workers, tensors travel over gloo; and to count the
+routers' choices, the demo synchronizes with the host once more per layer, with and without copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser.set_defaults(steps=30, threads=[])
     options = parse(parser)
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the workers would take the GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the workers would use the GPUs
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder), console)
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
 def show(result: dict[str, object], console: Console) -> None:
     console.print(
         f"step with copies {result['step_seconds']:.3f} s, without {result['step_seconds_without_copies']:.3f} s: "
-        f"ratio {result['ratio']:.3f}; in the training thread {result['copy_share_of_step']:.1%} of a step"
+        f"ratio {result['ratio']:.3f}; copies take {result['copy_share_of_step']:.1%} of a step in the training thread"
     )
     table = Table(title="SIGKILL → all survivors have committed the next step (seconds)", title_justify="left")
     for name in ("killed", *PHASES, "total", "MB fetched"):

@@ -1,15 +1,16 @@
-"""A comparison on real processes beside a simulation of the same failures: do ways to survive rank alike?
+"""Whether real and simulated runs rank methods of recovery the same way, under the same failures.
 
     evermoe compare --trace p3-trace.csv --speedup 60 --trace-start 1920 ... --json real.json
     python benches/bench_spot.py real.json [more.json ...] [--json PATH]
 
-Constants, and a step of four and of three workers, come from a real session of the same model in which a worker is
-killed (`measure_session`), and two that save after every step and never (`measure_persisting`). The simulated job has
-the seconds of the schedule in `real.json`. Several files are runs of the same comparison: medians count, and the
-spread is the most less the least, over the median. Goodput is that of steps that count, over that of the best. Ranks
-go from 1 for the most; ways share one that differ by less than 15 %, or than the median way's runs do where that is
-more. evermoe's presets, DS (`restart`) and DS(FT) (`restart-groups`) are simulated; torchft and
-NVIDIA's extension are not.
+Constants, and the time of a step of four and of three workers, come from a real session of the same model in which a
+worker is killed (`measure_session`), and from two sessions that save after every step and never (`measure_persisting`).
+The simulated job lasts as long as the schedule in `real.json`. If several files are given, they are runs of the same
+comparison: medians count, and the spread is the largest less the smallest, over the median.
+
+Goodput is that of steps that count, relative to the best method. Ranks begin at 1 for the best. Methods share a rank if
+they differ by less than 15 %, or by less than the runs of the median method do if that is more. evermoe's presets, DS
+(`restart`) and DS(FT) (`restart-groups`) are simulated; torchft and NVIDIA's extension are not.
 """
 
 import argparse
@@ -26,16 +27,16 @@ from evermoe.simulate import Constants, Failure, Scenario, simulate
 from evermoe.simulate.scenario import SimulatedOptions
 
 SCHEMES = {"ds": "restart", "ds-ft": "restart-groups"}
-"""Names of the simulation for those of the comparison; presets have the same."""
+"""Names of the simulation by those of the comparison. Names of presets are the same in both."""
 NOT_SIMULATED = ("torchft", "nvrx")
 SAME = 0.15
-"""Ways of which one has at most so much less goodput than another share a rank."""
+"""Methods share a rank if their goodput differs by at most this fraction."""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("real", nargs="+", help="what evermoe compare --json has written, of each run")
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("real", nargs="+", help="files written by evermoe compare --json, one per run")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     runs = [json.loads(Path(path).read_text()) for path in arguments.real]
     found = runs[0]
@@ -56,13 +57,13 @@ def main():
         name: outcome.goodput_tokens_per_second * outcome.seconds / (outcome.seconds - begin)
         for name, outcome in simulated.items()
     }
-    columns = {"way": "s", "runs": "5d", "tokens/s": "9.0f", "spread": "7.0%", "of best": "8.0%", "rank": "5d"}
+    columns = {"method": "s", "runs": "5d", "tokens/s": "9.0f", "spread": "7.0%", "of best": "8.0%", "rank": "5d"}
     columns |= {
         "simulated": "10.0f",
-        "of its best": "11.0%",
-        "its rank": "9d",
-        "steps lost": "11.0f",
-        "simulated lost": "15d",
+        "simulated, of best": "18.0%",
+        "simulated rank": "15d",
+        "lost steps": "11.0f",
+        "simulated lost steps": "21d",
     }
     table = Table(f"{options.steps} steps on {options.workers} workers, {len(found['schedule'])} changes", columns)
     ranks, its_ranks = ranks_of(goodput, same), ranks_of(predicted, same)
@@ -76,24 +77,25 @@ def main():
                 "of best": goodput[name] / max(goodput.values()),
                 "rank": ranks[name],
                 "simulated": predicted[name],
-                "of its best": predicted[name] / max(predicted.values()),
-                "its rank": its_ranks[name],
-                "steps lost": statistics.median(row["lost_steps"] for row in real[name]),
-                "simulated lost": simulated[name].undone_steps,
+                "simulated, of best": predicted[name] / max(predicted.values()),
+                "simulated rank": its_ranks[name],
+                "lost steps": statistics.median(row["lost_steps"] for row in real[name]),
+                "simulated lost steps": simulated[name].undone_steps,
             }
         )
-    print(f"Ways share a rank below {same:.0%}; a save takes {1e3 * scenario.constants.persist_seconds:.0f} ms.")
+    milliseconds = 1e3 * scenario.constants.persist_seconds
+    print(f"Methods share a rank if they differ by less than {same:.0%}; a save takes {milliseconds:.0f} ms.")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(table.rows, indent=2) + "\n")
 
 
 def first_step(constants):
-    """Seconds of the simulation before the first step, from which the schedule and the real run count."""
+    """Return the simulated seconds before the first step, where the times of the schedule and the real run begin."""
     return constants.start_seconds + constants.rebuild_seconds
 
 
 def scenario_of(options, schedule):
-    """The same job and failures for the simulator, with this machine's constants."""
+    """Return the same job and failures for the simulator, with this machine's constants."""
     sizes = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence", "batch")
     model = [part for name in sizes for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     slots = options.expert_slots or options.experts // options.expert_parallel
@@ -126,7 +128,7 @@ def scenario_of(options, schedule):
 
 
 def ranks_of(values, same):
-    """Each way's rank; it shares that of the best way that it is hardly below."""
+    """Return the rank of each method. Methods that differ by less than `same` share that of the best of them."""
     ranks, leader = {}, None
     for number, name in enumerate(sorted(values, key=values.get, reverse=True), 1):
         if leader is None or values[name] < values[leader] * (1 - same):

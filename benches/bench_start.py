@@ -1,13 +1,13 @@
-"""Peak memory at the start of a job, per worker, in multiples of what the worker holds: real processes on one machine.
+"""Peak memory of each worker at the start of a job, relative to its share: real processes on one machine.
 
     python benches/bench_start.py [--workers 3] [--from deferred normal folder hub] [--json PATH]
 
-`hub` is a Qwen3-MoE of transformers, read from a folder that transformers has written; the others are a model of the
-bench's own.
+`hub` is a Qwen3-MoE of transformers, read from a folder that transformers has written. The others are a model of the
+bench.
 
-A worker's share is the bytes of its parameters, its gradients and its optimizer's state. Its peak is the largest PSS
-of its process until the first step begins, less that of a process that has imported torch and evermoe and built
-nothing. Copies in shared memory, which PSS counts too, are told apart; by default there are none.
+A worker's share is the bytes of its parameters, gradients and optimizer state. Its peak is the largest PSS of its
+process until the first step begins, less that of a process that has imported torch and evermoe and built nothing. PSS
+also counts copies in shared memory; these are reported separately, and there are none by default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLE_SECONDS = 0.02
 
 
 def memory(pid: int | str = "self") -> dict[str, int]:
-    """PSS of a process in bytes: private and file pages, and shared memory."""
+    """Return the PSS of a process in bytes: private and file pages, and shared memory."""
     found = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -42,23 +42,23 @@ def memory(pid: int | str = "self") -> dict[str, int]:
 
 
 def anonymous() -> int:
-    """Bytes of this process that no file has: what changes while it works, and read at once."""
+    """Return the anonymous bytes of this process, which change while it works and are quick to read."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 class Watch:
-    """Samples this process's memory in a thread: PSS at each phase's begin, and what it grows by until the next.
+    """Samples this process's memory in a thread: PSS at the start of each phase, and its growth until the next.
 
     Args:
-        phase: name of what begins now.
-        empty: a process whose memory at the time does not count; None for what this process has now.
+        phase: name of the first phase.
+        empty: id of a process whose memory is subtracted. None: the current memory of this process.
     """
 
     def __init__(self, phase: str = "start", empty: int | None = None) -> None:
         self._empty, self._base = empty, memory()["own"]
         self.peaks: dict[str, int] = {}
-        """By phase, the largest growth in bytes."""
+        """Largest growth in bytes, by phase."""
         self._lock = threading.Lock()
         self.begin(phase)
         self._is_over = threading.Event()
@@ -74,7 +74,7 @@ class Watch:
             self.peaks[self.phase] = max(self.peaks[self.phase], self._fixed + anonymous())
 
     def begin(self, phase: str) -> None:
-        """Counts what comes to another phase."""
+        """Begin another phase."""
         with self._lock:
             self.phase = phase
             base = self._base if self._empty is None else memory(self._empty)["own"]
@@ -82,7 +82,7 @@ class Watch:
             self.peaks.setdefault(phase, 0)
 
     def stop(self) -> dict[str, int]:
-        """The largest growth in bytes, by phase."""
+        """Stop sampling. Return the largest growth in bytes, by phase."""
         self._is_over.set()
         self._thread.join()
         self._sample()
@@ -90,7 +90,7 @@ class Watch:
 
 
 class Model(nn.Module):
-    """Experts hold nearly all of it."""
+    """A model whose experts hold nearly all parameters."""
 
     def __init__(self, layers: int, hidden: int, intermediate: int, experts: int, vocabulary: int = 1024) -> None:
         super().__init__()
@@ -109,9 +109,9 @@ class Model(nn.Module):
 
 
 def work(options: argparse.Namespace) -> None:
-    """One worker: builds the model, comes to the first step, takes two, and says what it took."""
+    """Run one worker: build the model, take two steps, and print the measurements."""
     torch.set_num_threads(1)
-    evermoe.Session, evermoe.MoE  # noqa: B018  # imported before it is measured
+    evermoe.Session, evermoe.MoE  # noqa: B018  # imported before measurement begins
     torch.optim.AdamW([nn.Parameter(torch.zeros(8))], fused=True)
     watch = Watch()
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ def work(options: argparse.Namespace) -> None:
     elif options.how == "hub":
         from evermoe.integrations.transformers import from_pretrained
 
-        watch = Watch()  # transformers is imported before it is measured
+        watch = Watch()  # transformers is imported before measurement begins
         model, weights = from_pretrained(options.folder)
     else:
         with evermoe.deferred():
@@ -165,7 +165,7 @@ def expert_matrices(files: evermoe.FolderWeights, path: str, expert: int) -> lis
 
 
 def write_folder(folder: Path, options: argparse.Namespace) -> None:
-    """A folder like Hugging Face's, an expert's matrices each a tensor, layer by layer."""
+    """Write a folder in the format of Hugging Face, layer by layer, with a tensor for each matrix of an expert."""
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 
 
 def write_hub(folder: Path, options: argparse.Namespace) -> None:
-    """A folder that transformers has written."""
+    """Write a folder with transformers."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def write_hub(folder: Path, options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, float]]:
-    """What each worker of a job says."""
+    """Run a job. Return the measurements of each worker."""
     names = ("layers", "hidden", "intermediate", "experts", "replication", "expert_slots", "preset")
     own = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     job = f"--job=bench-start-{uuid.uuid4().hex[:8]}"
@@ -220,9 +220,9 @@ def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, fl
         timeout=options.limit,
         check=False,
     )
-    lines = re.findall(r"RESULT (\{[^}]*\})", done.stdout)  # workers may print into each other's lines
+    lines = re.findall(r"RESULT (\{[^}]*\})", done.stdout)  # output of several workers may share a line
     if len(lines) != options.workers:
-        raise SystemExit(f"{how}: {len(lines)} of {options.workers} workers are done:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{how}: {len(lines)} of {options.workers} workers have finished:\n{done.stdout}{done.stderr}")
     return [json.loads(line) for line in lines]
 
 
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--from", dest="kinds", nargs="+", default=["deferred", "normal", "folder"])
     for name, size in (("layers", 4), ("hidden", 512), ("intermediate", 1024), ("experts", 24)):
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--expert-slots", type=int, default=8, help="experts of a layer on each worker (%(default)s)")
+    parser.add_argument("--expert-slots", type=int, default=8, help="expert slots per worker and layer (%(default)s)")
     parser.add_argument("--replication", type=int, default=0)
     parser.add_argument("--preset", default="auto")
     parser.add_argument("--limit", type=float, default=600.0)

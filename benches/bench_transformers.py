@@ -1,4 +1,4 @@
-"""Experts of transformers' models: forward and backward by evermoe beside transformers' own, in one run.
+"""Experts of transformers' models: forward and backward by evermoe, compared with transformers' own, in one run.
 
     python benches/bench_transformers.py [--device cuda] [--json PATH] [--tokens 2048] [--threads 1]
 
@@ -9,8 +9,8 @@
 | grouped_mm | transformers' `experts_implementation="grouped_mm"`: sort, gather, `grouped_mm`, weights, gather, sum |
 | eager | transformers' `experts_implementation="eager"`: a loop over the experts |
 
-All have the same weights, tokens and choices. They take turns; "x grouped_mm" and "x eager" are medians of the time's
-ratios: below 1, evermoe is the faster one.
+All have the same weights, tokens and choices. They run in turns. "x grouped_mm" and "x eager" are medians of the ratios
+of time: below 1, evermoe is faster.
 """
 
 import copy
@@ -32,7 +32,7 @@ CASES = {
 
 
 def make(kind, experts, intermediate):
-    """A module of transformers with random weights."""
+    """Return a module of transformers with random weights."""
     config = SimpleNamespace(
         hidden_size=HIDDEN,
         intermediate_size=intermediate,
@@ -51,7 +51,7 @@ def make(kind, experts, intermediate):
 
 
 def candidates(kind, experts, intermediate, top_k, tokens, dtype, device):
-    """What takes turns: each a forward and a backward of its own copy of the experts."""
+    """Return the candidates: each runs forward and backward of its own copy of the experts."""
     torch.manual_seed(0)
     source = make(kind, experts, intermediate).to(device, dtype)
     x_TH, grad_TH = (torch.randn(tokens, HIDDEN, device=device, dtype=dtype) for _ in range(2))
@@ -77,7 +77,7 @@ def candidates(kind, experts, intermediate, top_k, tokens, dtype, device):
 
 
 def main():
-    """Prints one row for each setting."""
+    """Print a row for each setting."""
     made = parser(__doc__, seconds=4, threads=(1,))
     made.add_argument("--tokens", type=int, default=2048)
     arguments = parse(made)

@@ -1,16 +1,16 @@
-"""Messages between two members, against iperf3 and torch's gloo on the same link, in turns in one run.
+"""Messages between two members, compared with iperf3 and torch's gloo on the same link, in turns in one run.
 
-What is sent lies in memory, as the copies of units do, and is received into memory; iperf3 sends one small buffer again
-and again, and keeps nothing. "UCX" is the same with `transport="ucx"`, where there is UCX (`evermoe[ucx]`): on loopback
-that is UCX's own TCP. Of Python's lock:
+Messages are read from memory, as the copies of units are, and received into memory. iperf3 sends one small buffer
+repeatedly and stores nothing. "UCX" is the same with `transport="ucx"`, if UCX is installed (`evermoe[ucx]`): on
+loopback that is UCX's own TCP. The other columns are about Python's lock:
 
-* "GIL": the share of the time in which another thread of the sender waits for it, by gilknocker;
-* "idle GIL": what such a thread reads at the same time in another process, where nobody holds it: there it waits for a
-  processor;
-* "held": the share in which the thread that sends computes, but for calls that release the lock; no wait for a
-  processor is in it, but the clock itself is;
-* "lost", of other turns: the share in which a thread of the sender that spins in Python neither runs nor waits for a
-  processor, by the kernel's count.
+* "GIL": the share of the time in which another thread of the sender waits for the lock, by gilknocker;
+* "idle GIL": what such a thread measures at the same time in another process, where no thread holds the lock: it is the
+  wait for a processor;
+* "held": the share of the time in which the sending thread computes, outside calls that release the lock. It excludes
+  waits for a processor, but includes the clock itself;
+* "lost", from separate turns: the share of the time in which a thread of the sender that spins in Python neither runs
+  nor waits for a processor, by the kernel's count.
 
 Needs Linux and iperf3 (a package of most systems).
 """
@@ -46,15 +46,15 @@ from evermoe.recovery.fetch import MESSAGE_BYTES
 
 LIMIT = timedelta(seconds=60)
 MEMORY_BYTES = 256 << 20
-"""Bytes at each end; they are sent over and over."""
+"""Bytes at each end, which are sent repeatedly."""
 TORCH_AT_ONCE = 2
-"""Messages of torch's that are under way at a time."""
+"""Messages of gloo in flight at a time."""
 
 
 def main():
     made = parser(__doc__, seconds=2.0, threads=(1,), devices=("cpu",))
-    made.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64], help="sizes of a message")
-    made.add_argument("--rounds", type=int, default=5, help="turns of each")
+    made.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64], help="message sizes in MiB")
+    made.add_argument("--rounds", type=int, default=5, help="turns of each candidate (%(default)s)")
     arguments = parse(made)
     if shutil.which("iperf3") is None:
         print("skipped: iperf3 is not on PATH (apt install iperf3)")
@@ -86,7 +86,7 @@ def main():
 
 
 def start_iperf3():
-    """A server of iperf3, and its port."""
+    """Start a server of iperf3. Return it and its port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     server = subprocess.Popen(["iperf3", "-s", "-B", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL)
@@ -100,14 +100,14 @@ def start_iperf3():
 
 
 def carriers():
-    """TCP, and UCX where its package is installed or EVERMOE_UCX names its library."""
+    """Return TCP, and UCX if its package is installed or EVERMOE_UCX names its library."""
     has_ucx = "EVERMOE_UCX" in os.environ or importlib.util.find_spec("libucx") is not None
     return ("tcp", "ucx") if has_ucx else ("tcp",)
 
 
 @contextmanager
 def pair(rank, folder):
-    """One of two members, connected: its group and what sends, by carrier; they meet in the folder."""
+    """Connect one of two members through the folder. Return its group, and its couriers by carrier."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -128,7 +128,7 @@ def pair(rank, folder):
 
 
 def timed_once(members, nbytes):
-    """Seconds until so many bytes have come to the other member, in messages of a recovery's size."""
+    """Return the seconds to send `nbytes` to the other member, in messages of the size that a recovery uses."""
     group, couriers = members
     parts = torch.ones(nbytes, dtype=torch.uint8).split(MESSAGE_BYTES)
     group.all_reduce(torch.zeros(1))
@@ -139,13 +139,13 @@ def timed_once(members, nbytes):
 
 
 def run(rank, folder, port, arguments):
-    """One of the two members."""
+    """Run one of the two members."""
     with pair(rank, folder) as members:
         measure(*members, folder, port, arguments)
 
 
-def knock(pipe):
-    """In a process that does nothing else: reads the wait for the lock from one word of the pipe to the next."""
+def measure_idle_wait(pipe):
+    """Measure, in an otherwise idle process, the wait for the lock between two messages on the pipe."""
     knocker = gilknocker.KnockKnock(1000)
     while pipe.recv():
         knocker.start()
@@ -156,7 +156,7 @@ def knock(pipe):
 
 
 class Native:
-    """Links and transfers of the extension module, whose calls release Python's lock; how long they compute."""
+    """Wraps links and transfers of the extension module, whose calls release the lock, and times their computing."""
 
     seconds = 0.0
 
@@ -183,7 +183,7 @@ class Native:
 
 
 def spin(stop, found):
-    """Computes in Python until it is to stop."""
+    """Compute in Python until `stop` is set."""
     scheduled = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
 
     def off_lock():
@@ -197,16 +197,16 @@ def spin(stop, found):
 
 
 class Locks:
-    """Measures who has Python's lock, of this process and of one that is idle."""
+    """Measures the wait for Python's lock in this process and in an idle one."""
 
     def __init__(self):
         self._pipe, other = mp.get_context("spawn").Pipe()
-        self._idle = mp.get_context("spawn").Process(target=knock, args=(other,), daemon=True)
+        self._idle = mp.get_context("spawn").Process(target=measure_idle_wait, args=(other,), daemon=True)
         self._idle.start()
         self._knocker = gilknocker.KnockKnock(1000)
 
     def measure(self, thread, work):
-        """What `work` returns, and what the table says of locks, `thread` being the one that sends."""
+        """Call `work`. Return its result and the lock columns of the table; `thread` is the sending thread."""
         clock = time.pthread_getcpuclockid(thread.ident)
         self._pipe.send(True)
         self._knocker.start()
@@ -220,7 +220,7 @@ class Locks:
         return result, {"GIL": waited, "idle GIL": self._pipe.recv(), "held": held}
 
     def lost(self, work):
-        """The share of the time that a thread which spins in Python is kept from that, but by other threads."""
+        """Return the share of the time in which a spinning Python thread neither runs nor waits for a processor."""
         stop, found = threading.Event(), []
         thread = threading.Thread(target=spin, args=(stop, found))
         thread.start()
@@ -230,13 +230,13 @@ class Locks:
         return found[0]
 
     def close(self):
-        """Ends the other process."""
+        """End the other process."""
         self._pipe.send(False)
         self._idle.join()
 
 
 def measure(group, couriers, folder, port, arguments):
-    """All sizes, of all that is compared."""
+    """Measure all sizes and candidates."""
     rank = group.rank
     memory = torch.ones(MEMORY_BYTES, dtype=torch.uint8).share_memory_()
     locks = Locks()
@@ -266,7 +266,7 @@ def measure(group, couriers, folder, port, arguments):
 
 
 def row(mib, carrier, found):
-    """Medians of one size and carrier; ratios of turns that follow each other."""
+    """Return medians of one size and carrier. Ratios are of consecutive turns."""
 
     def ratio(to):
         return statistics.median(a / b for a, b in zip(found[carrier], found[to], strict=True))
@@ -279,14 +279,11 @@ def row(mib, carrier, found):
         "of gloo": ratio("gloo"),
         "iperf3 GB/s": statistics.median(found["iperf3"]),
         "gloo GB/s": statistics.median(found["gloo"]),
-    } | {
-        name: statistics.median(found[carrier, name])
-        for name in ("GIL", "idle GIL", "gradients_logged", "connection_lost")
-    }
+    } | {name: statistics.median(found[carrier, name]) for name in ("GIL", "idle GIL", "held", "lost")}
 
 
 def timed(group, seconds, send_once, memory):
-    """GB/s of sending the memory again and again."""
+    """Return the GB/s of sending the memory repeatedly."""
     send_once()
     group.all_reduce(torch.zeros(1))
     start, times, more = time.perf_counter(), 0, torch.ones(1)
@@ -299,7 +296,7 @@ def timed(group, seconds, send_once, memory):
 
 
 def by_courier(courier, rank, parts):
-    """All parts, as snapshots are sent."""
+    """Send all parts as snapshots are sent."""
     messages = [Message(part, 1 - rank, SNAPSHOT_FIRST + place) for place, part in enumerate(parts)]
 
     def receive():
@@ -310,7 +307,7 @@ def by_courier(courier, rank, parts):
 
 
 def by_torch(rank, parts):
-    """All parts, by torch.distributed."""
+    """Send all parts by torch.distributed."""
     under_way = deque()
     for part in parts:
         if len(under_way) == TORCH_AT_ONCE:
@@ -321,7 +318,7 @@ def by_torch(rank, parts):
 
 
 def by_iperf3(port, seconds):
-    """GB/s that iperf3 receives by one connection, in whole seconds: of 0 it would make infinitely many."""
+    """Return the GB/s that iperf3 receives by one connection. Seconds are rounded up: for iperf3, 0 means no limit."""
     command = ["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", str(math.ceil(seconds)), "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8e9

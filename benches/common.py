@@ -1,4 +1,4 @@
-"""What the benches share: candidates that take turns, ratios, tables, JSON, and what a machine without a GPU says."""
+"""Shared by the benches: interleaved timing, ratios, tables and JSON output."""
 
 import argparse
 import json
@@ -16,21 +16,21 @@ from evermoe.ops.cache import has_cuda_kernels
 from evermoe.simulate import Workload
 
 FLUSHED_BYTES = 256 << 20
-"""More than the second-level cache of any GPU: written between two calls, so that each finds its arrays in memory."""
+"""Bytes written between two calls, more than the L2 cache of any GPU: each call then reads its arrays from memory."""
 
 
 def parser(doc, *, seconds, threads=(1, 2), devices=("cpu", "cuda")):
-    """A parser with the options that every bench has."""
+    """Return a parser with the options of every bench."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     made.add_argument("--device", choices=devices, default="cpu")
-    made.add_argument("--json", help="where to write the figures")
-    made.add_argument("--threads", type=int, nargs="+", default=list(threads), help="on the CPU")
-    made.add_argument("--seconds", type=float, default=seconds, help="per setting and thing to measure")
+    made.add_argument("--json", help="file for the results")
+    made.add_argument("--threads", type=int, nargs="+", default=list(threads), help="numbers of CPU threads to measure")
+    made.add_argument("--seconds", type=float, default=seconds, help="duration of each measurement (%(default)s)")
     return made
 
 
 def parse(made):
-    """The arguments; ends the program, with success, where they ask for a GPU that is not there."""
+    """Return the arguments. Exit with code 0 if they ask for a GPU and this machine has none."""
     arguments = made.parse_args()
     if arguments.device == "cuda":
         arguments.threads = arguments.threads[:1]
@@ -41,14 +41,14 @@ def parse(made):
 
 
 def where(device):
-    """The hardware in words."""
+    """Return the name of the hardware."""
     return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
 
 
 def take_turns(candidates, seconds, device="cpu", clock=time.perf_counter_ns):
-    """Microseconds of each call of each function: `{name: [call, ...]}`. They take turns: a slow moment hits all.
+    """Time the functions in turns, so that a slow moment hits all. Return `{name: [microseconds of a call, ...]}`.
 
-    On a GPU, the time of the work itself, with arrays that the cache does not hold; else by the clock.
+    On a GPU, CUDA events time the work itself, and the cache is flushed before each call. On the CPU, `clock` does.
     """
 
     def on_cpu(function):
@@ -87,21 +87,21 @@ def _flush():
 
 
 def medians(times):
-    """Median of each candidate."""
+    """Return the median of each candidate."""
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 def ratio(times, one, other):
-    """How many times as long `one` takes as `other`: the median over the rounds, in which both ran side by side."""
+    """Return the time of `one` divided by that of `other`: the median over the rounds, each of which ran both."""
     return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
 class Table:
-    """Rows that are printed when they are known, and written as JSON in the end.
+    """Prints each row as it is added, and writes all rows as JSON at the end.
 
     Args:
-        title: first line.
-        columns: name of each column and its format, such as `8.1f`; a missing value is a dash.
+        title: the first line.
+        columns: names of the columns and their formats, such as `8.1f`. A missing value is printed as a dash.
     """
 
     def __init__(self, title, columns):
@@ -114,7 +114,7 @@ class Table:
         return max(int(digits or 0), len(name) + 2)
 
     def add(self, **row):
-        """Adds a row; names beyond the columns go to the JSON alone."""
+        """Add a row. Values without a column are only written as JSON."""
         self.rows.append(row)
         print("".join(self._cell(name, row.get(name)) for name in self.columns), flush=True)
 
@@ -125,7 +125,7 @@ class Table:
         return f"{value:>{width}{kind[kind.index('.') :] if '.' in kind else ''}}"
 
     def write(self, arguments):
-        """Writes the rows, the arguments and the versions, where the arguments say so."""
+        """Write the rows, the arguments and the versions to the file of `--json`, if it is given."""
         if not arguments.json:
             return
         versions = {"torch": torch.__version__, "python": platform.python_version()}
@@ -141,7 +141,7 @@ class Table:
 
 
 def demo_workload(flags, step_seconds, scaling):
-    """The demo's model with these flags, for a simulation."""
+    """Return the demo's model with these flags as a workload of the simulator."""
     flags_of_demo = argparse.ArgumentParser()
     add_demo_arguments(flags_of_demo)
     options = flags_of_demo.parse_args(flags)
@@ -169,7 +169,7 @@ def demo_workload(flags, step_seconds, scaling):
 
 
 def scaling_of(steps, few, many):
-    """`Workload.scaling` from the seconds of a step by the number of workers; 0 where one was not measured."""
+    """Return `Workload.scaling` from the seconds of a step by number of workers, or 0 if one of the two is missing."""
     if few not in steps or many not in steps:
         return 0.0
     return min(max(math.log(steps[few] / steps[many]) / math.log(many / few), -1.0), 1.0)

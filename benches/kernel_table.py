@@ -1,9 +1,9 @@
-"""What each kernel costs, computed from the compiled code and the launches: no GPU is needed.
+"""The cost of each kernel, computed from the compiled code and the launches. No GPU is needed.
 
-Registers and shared memory are read from this build's images; how many threads an SM holds at once follows from them
-by the rules of NVIDIA's occupancy calculator. "moved" are the bytes that an op's launches ask the memory for, "least"
-those that no way to do it can avoid: every input read once, every output written once. What the second-level cache
-saves is not in it. Fails if a kernel of the build is missing here.
+Registers and shared memory are read from the images of this build. The number of threads that an SM holds at once
+follows from them by the rules of NVIDIA's occupancy calculator. "moved" is the bytes that an op's launches request from
+memory. "least" is the bytes that the op must move: every input read once, every output written once. Savings by the L2
+cache are not included. The script fails if a kernel of the build is missing here.
 """
 
 import argparse
@@ -18,25 +18,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "pytho
 from support.compiled import disassemble, tool, usages
 
 T, K, H, E, R = 8192, 8, 7168, 256, 64
-"""Tokens, choices of a token, bfloat16 of a row, experts, ranks: a layer of DeepSeek-V3."""
+"""Tokens, experts per token, elements of a row (bfloat16), experts, ranks: a layer of DeepSeek-V3."""
 S = T * K
 """Slots, and rows."""
 ROW = 2 * H
 """Bytes of a row."""
 FP8_ROW = H + 4 * H // 128
-"""Bytes of a row in 8 bits."""
+"""Bytes of an 8-bit row."""
 PARAMETERS = 1 << 26
 COPIED = 1 << 30
-"""Bytes of state that are copied."""
+"""Bytes of copied state."""
 TILES = S // 4096
 
 SM = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
-"""Shared memory of an SM. Of all three: 65536 registers, 2048 threads, 32 blocks, 1 KiB a block for the system."""
+"""Shared memory of an SM. All three have 65536 registers, 2048 threads, 32 blocks, and 1 KiB of system use a block."""
 
 
 @dataclass
 class Launch:
-    """One launch: its kernel, threads of a block, dynamic shared memory."""
+    """One launch: its kernel, threads per block and dynamic shared memory."""
 
     kernel: str
     threads: int
@@ -66,7 +66,7 @@ OTHER_TYPES = {
     },
     **{f"{way}_{name}": f"{way}_bf16" for way in ("quantize", "dequantize") for name in ("f32", "bf16", "f16")},
 }
-"""Kernels for other types or alignments, and the one whose op is shown; their own registers are not."""
+"""Kernels for other types or alignments, and the kernel that is shown in their place."""
 
 OPS = [
     Op("expert_histogram", [Launch("expert_histograms", 256, 4 * E)], 1, 8 * S + 8 * E, 8 * S + 8 * E),
@@ -77,8 +77,8 @@ OPS = [
             Launch("plan_place_i32", 512, 4 * (16 * E + R + 1)),
         ],
         0,
-        # ids twice; results, one filled before; two numbers of a segment a slot; tables of the tiles, written and
-        # read by all later tiles; segments: counts read twice, both tables written
+        # ids twice; results, one of them filled first; two numbers per segment and slot; tables of the tiles, written
+        # and read by all later tiles; segments: counts read twice, both tables written
         2 * 4 * S + 3 * 4 * S + 2 * 4 * S + 4 * TILES * E * (1 + TILES // 2) + (2 * 8 + 2 * 4) * E * R,
         4 * S + 8 * E * R + 2 * 4 * S,
     ),
@@ -111,10 +111,10 @@ OPS = [
 
 
 def resident(registers, shared, threads, arch):
-    """Threads that an SM holds at once.
+    """Return the number of threads that an SM holds at once.
 
-    Registers are given to a warp in units of 256: 48 for each of 32 threads are 1536, so 42 warps fit, and 5 blocks of
-    8 warps.
+    Registers are allocated to a warp in units of 256. So 48 registers per thread are 1536 per warp: 42 warps fit, which
+    are 5 blocks of 8 warps.
     """
     warps = -(-threads // 32)
     of_a_warp = -(-registers * 32 // 256) * 256
@@ -123,7 +123,7 @@ def resident(registers, shared, threads, arch):
 
 
 def rows(found):
-    """A line for each launch."""
+    """Return a line for each launch."""
     for op in OPS:
         for number, launch in enumerate(op.launches):
             line = {"op": op.name if number == 0 else "", "kernel": launch.kernel, "threads": launch.threads}
@@ -139,7 +139,7 @@ def rows(found):
 
 def main():
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--json", help="where to write the figures")
+    made.add_argument("--json", help="file for the results")
     arguments = made.parse_args()
     if tool("cuobjdump") is None:
         raise SystemExit("kernel_table: expected cuobjdump (pip install nvidia-cuda-cuobjdump, or the CUDA toolkit)")
@@ -149,7 +149,7 @@ def main():
     missing = {kernel for kernel, _ in found} ^ (shown | OTHER_TYPES.keys())
     if missing:
         raise SystemExit(
-            f"kernel_table: expected the kernels of this build, got another list: {', '.join(sorted(missing))}"
+            f"kernel_table: the kernels of this build and of this list differ: {', '.join(sorted(missing))}"
         )
     lines = list(rows(found))
     print(f"T={T} K={K} H={H} (bfloat16) E={E} R={R}; registers → threads that an SM holds at once")

@@ -1,8 +1,8 @@
-"""One worker of `bench_presets.py`: trains in turns, as its driver tells it line by line, and says what each turn took.
+"""One worker of `bench_presets.py`. It trains in turns that its driver starts, and reports each turn's measurements.
 
-A line on standard input is a turn (JSON: `steps`, `delay_ms`, and `dies` for a worker that kills itself in it); the end
-of the input ends the worker. Each turn's first step counts for nothing: it warms up what the turns of others have
-pushed out of the caches, and fills the pipeline of copies that end a step later.
+Each line on standard input starts a turn (JSON: `steps`, `delay_ms`, and `dies` for a worker that kills itself in it).
+The worker ends at the end of the input. The first step of each turn is not measured: it refills the caches after the
+other candidates' turns, and the pipeline of copies, which end a step later.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from evermoe.persist import folder as partial_folder
 from evermoe.presets import BY_NAME
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
-SPANS = {  # of the training thread, between two events of the session
+SPANS = {  # spans of the training thread: the two events of the session that bound each
     "compute": ("begin", "reduce"),
     "reduce": ("reduce", "send"),
     "send": ("send", "vote"),
@@ -47,7 +47,7 @@ BASELINES = ("none", "blocking", "dcp", "dcp-staged")
 
 
 class Blocking:
-    """After each step: all of this member's state into one host tensor, and that to the next member, which waits."""
+    """Copies all of this member's state into a host tensor after each step, and exchanges it with its neighbours."""
 
     def __init__(self, session, folder):
         self.session = session
@@ -76,9 +76,9 @@ class Blocking:
 
 
 class Dcp:
-    """`torch.distributed.checkpoint.async_save` of everything after each step, once the one before is whole on disk.
+    """Calls `torch.distributed.checkpoint.async_save` after each step, once the previous checkpoint is complete.
 
-    `is_staged`: with `DefaultStager` in a thread of its own; the optimizer waits until the copy in memory is whole.
+    `is_staged`: `DefaultStager` copies in a thread of its own, and the optimizer waits until that copy is complete.
     """
 
     def __init__(self, session, folder, is_staged):
@@ -96,7 +96,7 @@ class Dcp:
 
     def after_step(self):
         self.settle()
-        if self.is_staged:  # a new one each time: torch 2.11 empties a stager when it has staged once
+        if self.is_staged:  # a new one each time: in torch 2.11 a stager can stage only once
             self._stager = DefaultStager(STAGING)
         writer = dcp.FileSystemWriter(f"{self.folder}/{next(self._numbers)}", sync_files=False)
         saving = dcp.async_save(
@@ -115,7 +115,7 @@ class Dcp:
             self._stager.close()
 
     def _state(self):
-        """Every tensor by its name in the whole model: DCP writes what all members have once, by one of them."""
+        """Return each tensor by its name in the complete model. DCP writes tensors that all members hold only once."""
         state, found = self.session._state, {}
         for path, layer in state.layers.items():
             kept = self.session.optimizer.state[layer.weights]
@@ -150,7 +150,7 @@ def baseline(name, session, folder):
 
 
 class Clock:
-    """The session's `on_event`: seconds between its events, and what was recovered."""
+    """Listener of the session: measures the seconds between events and keeps the last recovery."""
 
     def __init__(self):
         self.seconds = dict.fromkeys(SPANS, 0.0)
@@ -170,14 +170,14 @@ class Clock:
 
 
 def thread_times():
-    """Seconds of this process's threads by name: on a processor, and ready for one but without it."""
+    """Return by thread name the seconds that the thread ran on a processor, and those that it waited for one."""
     found = {}
     own = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         try:
             name = own.get(int(task.name)) or (task / "comm").read_text().strip()
             ran, waited, _ = map(int, (task / "schedstat").read_text().split())
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         before = found.get(name, (0.0, 0.0))
         found[name] = (before[0] + ran / 1e9, before[1] + waited / 1e9)
@@ -185,23 +185,23 @@ def thread_times():
 
 
 def pin_threads():
-    """Leaves the last processor to evermoe's own threads, and all others to everything else of this process."""
+    """Pin evermoe's own threads to the last processor, and all other threads of this process to the others."""
     *training, own = sorted(PROCESSORS)
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             name = names.get(int(task.name)) or (task / "comm").read_text().strip()
             os.sched_setaffinity(int(task.name), [own] if name.startswith("evermoe") else training)
 
 
 def resident_bytes():
-    """Anonymous memory of this process: without arenas, which are shared."""
+    """Return the anonymous memory of this process, which excludes the arenas, as they are shared."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 
 
 def limit_writes(rate):
-    """What checkpoints, and the saves of pec, write gets to the disk no faster than at so many bytes a second."""
+    """Limit the writes of checkpoints, and of the saves of `pec`, to `rate` bytes per second."""
 
     def limited(write, nbytes):
         def write_slowly(path, what):
@@ -217,7 +217,7 @@ def limit_writes(rate):
 
 
 class Worker:
-    """The training loop, and what lies between two turns."""
+    """Runs the training loop, and reports to the driver between turns."""
 
     def __init__(self, options):
         torch.set_num_threads(options.threads)
@@ -251,7 +251,7 @@ class Worker:
         turn = None
         for step in self.session.steps(1 << 30):
             if turn is None or turn.is_over(step.number):
-                say(self.about() if turn is None else turn.result())
+                report(self.about() if turn is None else turn.result())
                 line = sys.stdin.readline()
                 if not line:
                     return
@@ -259,7 +259,7 @@ class Worker:
             turn.take(step)
 
     def about(self):
-        """How large everything is."""
+        """Return the sizes of the model and its state."""
         state = self.session._state
         experts = [unit for unit in state.catalog.units if unit.layer is not None]
         return {
@@ -270,19 +270,19 @@ class Worker:
         }
 
     def settle(self):
-        """Waits until nothing of the steps so far is under way in the couriers."""
+        """Wait until the couriers have sent everything of the previous steps."""
         for courier in self.session._protection.couriers:
             courier.submit(lambda: None).wait()
         self.baseline.settle()
 
     def sent_since(self, start):
-        """Bytes of messages that were begun after `start`, by `time.monotonic_ns`."""
+        """Return the bytes of messages that began after `start`, by `time.monotonic_ns`."""
         couriers = self.session._protection.couriers
         return sum(sent.nbytes for courier in couriers for sent in courier.sent if sent.start >= start)
 
 
 class Turn:
-    """Some steps in a row, of which all but the first count."""
+    """Consecutive steps, all of which are measured but the first."""
 
     def __init__(self, worker, first, *, steps, delay_ms, dies=False):
         self.worker, self.first, self.steps, self.delay, self.dies = worker, first, steps, delay_ms / 1e3, dies
@@ -297,11 +297,11 @@ class Turn:
 
     def take(self, step):
         worker = self.worker
-        time.sleep(self.delay)  # what a worker waits for without its processor: a loader, an accelerator
+        time.sleep(self.delay)  # stands for a wait that leaves the processor idle, as for a loader or an accelerator
         with step:
             loss = worker.session.model.loss(worker.corpus[step.indices])
             if self.dies and step.number == self.first + 1:
-                say({"killed": time.monotonic()})
+                report({"killed": time.monotonic()})
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(loss)
         if not step.committed:
@@ -318,7 +318,7 @@ class Turn:
         return {"seconds": time.perf_counter(), "processor": time.process_time(), "training thread": time.thread_time()}
 
     def result(self):
-        """Per step: seconds on the wall, of the processor, of spans; bytes sent. Over all: memory, recovery."""
+        """Return seconds (wall-clock, processor, spans) and bytes sent per step, and memory and recovery of the turn."""
         worker = self.worker
         worker.settle()
         sent = worker.baseline.nbytes - self._sent_before + worker.sent_since(self._start_ns)
@@ -343,18 +343,18 @@ class Turn:
         }
 
 
-def say(message):
+def report(message):
     print(json.dumps(message), flush=True)
 
 
 def main():
     made = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     made.add_argument("name", help="a preset, or one of " + ", ".join(BASELINES))
-    made.add_argument("--folder", required=True, help="in memory, of all workers of this name")
-    made.add_argument("--checkpoints", help="writes a checkpoint here after each step")
-    made.add_argument("--option", action="append", default=[], help="option of the preset: NAME=VALUE")
-    made.add_argument("--pin", action="store_true", help="leaves a processor to the copies")
-    made.add_argument("--disk-rate", type=float, help="bytes a second at which they are written, at most")
+    made.add_argument("--folder", required=True, help="folder in memory that all workers of this candidate share")
+    made.add_argument("--checkpoints", help="folder for a checkpoint after each step")
+    made.add_argument("--option", action="append", default=[], help="an option of the preset: NAME=VALUE; repeatable")
+    made.add_argument("--pin", action="store_true", help="reserve one processor for the copies")
+    made.add_argument("--disk-rate", type=float, help="maximum bytes per second of writes to disk")
     for name in (*MODEL, "batch", "expert_slots", "threads"):
         made.add_argument(f"--{name.replace('_', '-')}", type=int, required=name != "expert_slots")
     Worker(made.parse_args()).run()

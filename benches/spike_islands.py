@@ -1,15 +1,15 @@
-"""Members that are groups of processes, as far as today's engine carries them: islands of FSDP2, experts across them.
+"""Prototype of members that are groups of processes: islands of FSDP2, with experts across them, on today's engine.
 
     python benches/spike_islands.py [--islands 2] [--ranks 2] [--rounds 3] [--json PATH]
 
-Every process is a member of one `evermoe.Session`, which has the experts alone: it places, protects, votes and
-recovers as ever, with the island as the node. The dense part is wrapped by `fully_shard` over the ranks of an island,
-and what a session would do for it is done here: gradients are summed over the ranks of the same position in all islands
-before the vote, the update follows the session's, and the island's groups are made anew with every agreement.
+Every process is a member of one `evermoe.Session`, which trains only the experts. It places, protects, votes and
+recovers as usual, with the island as the node. `fully_shard` wraps the dense part over the ranks of an island, and this
+script does for it what a session would do. It sums gradients over the ranks of the same position in all islands before
+the vote, updates after the session's update, and rebuilds the island's groups after every agreement.
 
-Three runs are compared with one process that trains the same model on the same samples: one without a failure, one in
-which all processes of the last island are killed in mid-step, and one in which one of them is, so that the rest of the
-island must leave. Then whole runs take turns with the same model replicated on all members, without islands.
+Three runs are compared with one process that trains the same model on the same samples. The first has no failure. In
+the second, all processes of the last island are killed mid-step. In the third, only one of them is killed, so that the
+rest of the island must leave. Then complete runs alternate with runs of the same model replicated on all members.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from evermoe.events import Update
 
 BATCH = 32
 LIMIT_SECONDS = 120
-"""For the processes of a run."""
+"""Maximum duration of a run."""
 SKIPPED = 3
-"""Steps that are not measured."""
+"""Number of steps at the start that are not measured."""
 POINTS = ("forward", "reduce", "vote", "update")
-"""Where processes die: before the second layer, before the dense sums, after them, and once the step is decided."""
+"""Points at which processes die: before the second layer, before the dense sums, after them, and after the vote."""
 ENDED = ("gloo/", "Application timeout caused pair closure")
-"""Parts of gloo's messages where a wait was ended, here or by a peer; torch has no type for them."""
+"""Parts of gloo's messages if a wait was ended, by this process or by a peer. torch has no exception type for them."""
 DIED, LEFT = -signal.SIGKILL, 3
-"""Exit codes of a process that was killed, and of one whose island is not whole any more."""
+"""Exit codes of a killed process, and of a process that leaves because its island has lost a process."""
 
 
 def parse() -> argparse.Namespace:
@@ -60,16 +60,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes of an island (%(default)s)")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3, help="dense blocks of 8 width² parameters, each with experts")
-    parser.add_argument("--steps", type=int, default=14, help="of each run")
+    parser.add_argument("--steps", type=int, default=14, help="steps of each run (%(default)s)")
     parser.add_argument("--kill-at", type=int, default=7, help="the step in which processes die (%(default)s)")
     parser.add_argument(
-        "--kill-in", choices=POINTS, default=POINTS[0], help="where in that step: %(choices)s (%(default)s)"
+        "--kill-in", choices=POINTS, default=POINTS[0], help="point of that step: %(choices)s (%(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="pairs of timed runs; 0 for none (%(default)s)")
     parser.add_argument("--json", help="where to write the figures")
     options = parser.parse_args()
     if options.kill_at >= options.steps - 1:
-        parser.error(f"--kill-at is a step before the last one, {options.steps - 1}")
+        parser.error(f"--kill-at: expected a step before the last, {options.steps - 1}, got {options.kill_at}")
     return options
 
 
@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
 
 
 class Block(nn.Module):
-    """A dense block and its router: tokens `[T, H]` to tokens, and who gets them."""
+    """A dense block and its router: maps tokens `[T, H]` to tokens, and returns their experts and weights."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, each followed by experts."""
+    """A model of blocks, each followed by experts."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -118,22 +118,22 @@ def draw_data(width: int) -> Tensor:
 # ---- an island
 
 
-class NotWhole(RuntimeError):
-    """A process of this island is gone: the others leave."""
+class IslandIncomplete(RuntimeError):
+    """A process of this island is lost, so that the others leave."""
 
 
 class Island:
-    """The dense part of a process whose island shares it by FSDP2.
+    """The dense part of a process, sharded over its island by FSDP2.
 
-    Its units are local shards: plain parameters with the memory of FSDP2's, so that the optimizer's state outlives the
-    wrapper, which is made anew with every group.
+    Its units are local shards: plain parameters that share memory with those of FSDP2. So the optimizer's state
+    outlives the wrapper, which is rebuilt with every group.
 
     Args:
-        number: of the island.
+        number: index of the island.
         position: rank of this process in it.
-        size: ranks of an island.
-        store: of this island alone; it may end with it.
-        model: whole, with its first values.
+        size: number of ranks of an island.
+        store: used by this island only; it may end with the island.
+        model: the complete model, with its initial values.
     """
 
     def __init__(self, number: int, position: int, size: int, store: dist.Store, model: Model, options: Any) -> None:
@@ -147,17 +147,17 @@ class Island:
         self.rebuilds: list[float] = []
 
     def drop_alone(self, reason: str) -> None:
-        """Ends the waits in the island's group, as a group that is linked to the session's."""
+        """End waits in the island's group. The session calls this, as the group is linked to its own."""
         if dist.is_initialized():
             end_waits(dist.group.WORLD, self.position, self.size)
 
     def connect(self, session: evermoe.Session) -> None:
-        """Connects the island anew if the members have changed, and wraps the model over it. Collective."""
+        """Reconnect the island if the members have changed, and wrap the model over it. Collective."""
         if self._generation == session.generation:
             return
         seats = gather_json(session.group, [self.number, self.position])
         if sum(number == self.number for number, _ in seats) < self.size:
-            raise NotWhole(f"island {self.number} has lost a process")
+            raise IslandIncomplete(f"island {self.number} has lost a process")
         began = time.perf_counter()
         self._peers = [rank for rank, (_, position) in enumerate(seats) if position == self.position]
         limit = timedelta(seconds=10)
@@ -178,8 +178,8 @@ class Island:
             self._full = []
         for block in blocks:
             fully_shard(block, mesh=mesh)
-            block.set_gradient_divide_factor(1.0)  # the session's weights make means of the sums
-            block.set_force_sum_reduction_for_comms(True)  # gloo knows no sum of multiples
+            block.set_gradient_divide_factor(1.0)  # the session's weights turn the sums into means
+            block.set_force_sum_reduction_for_comms(True)  # gloo does not support sums of multiples
         self._model.blocks = blocks
         locals_ = [parameter.to_local().detach() for parameter in blocks.parameters()]
         if not self.shards:
@@ -191,7 +191,7 @@ class Island:
                 shard.data = local
 
     def reduce(self, group: Group) -> None:
-        """Sums the shards' gradients over the ranks of this position, in rank order. Collective over all members."""
+        """Sum the shards' gradients over the ranks of this position, in rank order. Collective over all members."""
         for shard, parameter in zip(self.shards, self._model.blocks.parameters(), strict=True):
             shard.grad, parameter.grad = parameter.grad.to_local(), None
         flat = torch.cat([shard.grad.reshape(-1) for shard in self.shards])
@@ -205,7 +205,7 @@ class Island:
             shard.grad.copy_(part.view_as(shard))
 
     def follow(self, step: int) -> None:
-        """Takes the step that the session has taken, which may have been told of it in a recovery only."""
+        """Take the step that the session has taken. The session may have learnt of the step only in a recovery."""
         if step == self.step + 1:
             self._optimizer.step()
             self.step = step
@@ -217,7 +217,7 @@ class Island:
 
 
 def work(options: argparse.Namespace, kind: str, victims: list[int], member: dict[str, Any], me: int) -> None:
-    """One process: trains, and writes what it has found."""
+    """Train one process, and write its results."""
     torch.set_num_threads(1)
     number, position = divmod(me, options.ranks)
     folder = Path(member.pop("folder"))
@@ -229,7 +229,7 @@ def work(options: argparse.Namespace, kind: str, victims: list[int], member: dic
         island = Island(number, position, options.ranks, store, model, options)
 
     def die(point: str, number: int) -> None:
-        """Kills all that are to die, of which this may be one."""
+        """Kill all victims, if this process is one of them."""
         if me in victims and (point, number) == (options.kill_in, options.kill_at):
             for each in victims:
                 os.kill(int((folder / f"{each}.pid").read_text()), signal.SIGKILL)
@@ -257,11 +257,11 @@ def work(options: argparse.Namespace, kind: str, victims: list[int], member: dic
         with step:
             try:
                 train(trained, step, model, island, data, lambda point, number=step.number: die(point, number))
-            except (NotWhole, PeerLost):
+            except (IslandIncomplete, PeerLost):
                 raise
             except RuntimeError as error:
                 if not any(words in str(error) for words in ENDED):
-                    raise  # not of a wait in the island's group
+                    raise  # this error did not end a wait in the island's group
                 trained.group.drop(str(error))
                 raise PeerLost(f"the island's group has failed: {error}") from None
         if island is not None and step.committed:
@@ -277,17 +277,19 @@ def work(options: argparse.Namespace, kind: str, victims: list[int], member: dic
 
 
 def write(path: Path, found: dict[str, Any], model: Model, island: Island | None) -> None:
-    """Writes what a process has found, and the parameters that it has."""
+    """Write the results and the parameters of a process."""
     dense = list(model.blocks.parameters()) if island is None else island.shards
     found["rebuilds"] = [] if island is None else island.rebuilds
-    found["bytes"] = 3 * sum(parameter.nbytes for parameter in dense)  # two moments have the size of the weights
+    found["bytes"] = 3 * sum(
+        parameter.nbytes for parameter in dense
+    )  # each of the two moments has the size of the weights
     experts = {f"{i} {e}": x.weights[row].detach() for i, x in enumerate(model.experts) for row, e in enumerate(x.ids)}
     torch.save({"dense": [each.detach() for each in dense], "experts": experts}, path.with_suffix(".pt"))
     path.with_suffix(".json").write_text(json.dumps(found))
 
 
 def train(session: Any, step: Any, model: Model, island: Island | None, data: Tensor, pass_point: Any) -> None:
-    """Computes a step up to the vote, and says at which point it is."""
+    """Compute a step up to the vote, and report each point that it reaches."""
 
     def between(layer: int) -> None:
         if layer == 1:
@@ -306,12 +308,12 @@ def train(session: Any, step: Any, model: Model, island: Island | None, data: Te
 def run_process(*arguments: Any) -> None:
     try:
         work(*arguments)
-    except NotWhole:
+    except IslandIncomplete:
         os._exit(LEFT)
 
 
 def run(options: argparse.Namespace, kind: str, victims: list[int], address: str) -> tuple[dict[int, Any], list[int]]:
-    """What each surviving process has found, with its tensors, and the exit codes of all."""
+    """Run a job. Return the results and tensors of each surviving process, and the exit codes of all."""
     members = options.islands * options.ranks
     with tempfile.TemporaryDirectory() as folder:
         member = {
@@ -338,11 +340,11 @@ def run(options: argparse.Namespace, kind: str, victims: list[int], address: str
         return found, [each.exitcode for each in workers]
 
 
-# ---- what is compared
+# ---- comparisons
 
 
 def train_alone(options: argparse.Namespace) -> tuple[Model, list[float]]:
-    """The same model on the same samples, in this process and without a session; and its losses."""
+    """Train the same model on the same samples in this process, without a session. Return it and its losses."""
     model, data, losses = Model(options.width, options.layers), draw_data(options.width), []
     optimizer = evermoe.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = evermoe.ElasticSampler(len(data), batch_size=BATCH)
@@ -357,32 +359,35 @@ def train_alone(options: argparse.Namespace) -> tuple[Model, list[float]]:
 
 
 def compare(options: argparse.Namespace, found: dict[int, Any], alone: Model, losses: list[float]) -> dict[str, Any]:
-    """The greatest differences to training alone; and whether all survivors ended with the same bits."""
+    """Return the largest differences from training alone, and whether all survivors have the same bits."""
     dense = list(alone.blocks.parameters())
     survivors = sorted({me // options.ranks for me in found})
     seen: dict[str, Tensor] = {}
     worst, is_same = 0.0, True
     for island in survivors:
         parts = [found[island * options.ranks + position]["dense"] for position in range(options.ranks)]
-        for number, (shards, whole) in enumerate(zip(zip(*parts, strict=True), dense, strict=True)):
+        for number, (shards, expected) in enumerate(zip(zip(*parts, strict=True), dense, strict=True)):
             full = torch.cat(shards)
-            worst = max(worst, float((full - whole.detach()).abs().max()))
+            worst = max(worst, float((full - expected.detach()).abs().max()))
             is_same &= torch.equal(seen.setdefault(f"dense {number}", full), full)
     for each in found.values():
         for name, row in each["experts"].items():
             layer, expert = map(int, name.split())
             worst = max(worst, float((row - alone.experts[layer].weights[expert].detach()).abs().max()))
             is_same &= torch.equal(seen.setdefault(f"expert {name}", row), row)
-    assert len(seen) == len(dense) + 8 * options.layers, "the survivors have all parameters"
+    assert len(seen) == len(dense) + 8 * options.layers, "the survivors lack some parameters"
     own = next(iter(found.values()))["losses"]
-    untold = {str(options.kill_at)} if options.kill_in == "update" else set()  # told of in a recovery, without its loss
-    assert {str(step) for step in range(options.steps)} - set(own) <= untold, "the survivors have every step's loss"
+    # Survivors learn of this step in the recovery, which does not include its loss.
+    without_loss = {str(options.kill_at)} if options.kill_in == "update" else set()
+    assert {str(step) for step in range(options.steps)} - set(own) <= without_loss, (
+        "the survivors lack the loss of a step"
+    )
     loss = max(abs(own[str(step)] - value) for step, value in enumerate(losses) if str(step) in own)
     return {"parameters": worst, "loss": loss, "same_bits": is_same, "moved": moved(options, alone)}
 
 
 def moved(options: argparse.Namespace, alone: Model) -> float:
-    """The greatest change of a parameter in the whole training, to see what a difference means."""
+    """Return the largest change of a parameter in all of training, as a scale for the differences."""
     before = Model(options.width, options.layers).parameters()
     return max(float((a - b).detach().abs().max()) for a, b in zip(before, alone.parameters(), strict=True))
 
@@ -405,14 +410,14 @@ def main() -> None:
             first = found[0]
             once |= {"recoveries": first["recoveries"][1:], "taken_after": first["taken_after"]}
             print(
-                f"{name}: greatest difference to one process: parameters {once['parameters']:.1e} (the training moved "
-                f"one by {once['moved']:.1e}), loss {once['loss']:.1e} of {losses[0]:.1f} to {losses[-1]:.1f}; same "
+                f"{name}: largest difference from one process: parameters {once['parameters']:.1e} (largest change by "
+                f"training {once['moved']:.1e}), loss {once['loss']:.1e} of {losses[0]:.1f} to {losses[-1]:.1f}; same "
                 f"bits on all survivors: {once['same_bits']}"
             )
             for size, seconds, agreeing in once["recoveries"]:
                 print(f"  recovery to {size} members: {seconds:.2f} s, {agreeing:.2f} s of it to agree")
             if victims:
-                print(f"  from the start of the step that failed until it is taken: {once['taken_after']:.2f} s")
+                print(f"  from the start of the failed step until it is taken: {once['taken_after']:.2f} s")
         if options.rounds:
             result |= measure(options, lighthouse.address())
     finally:
@@ -422,7 +427,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, address: str) -> dict[str, Any]:
-    """Steps, bytes and recoveries with islands and without, in runs that take turns; half of the processes die."""
+    """Measure steps, bytes and recoveries with and without islands, in alternating runs; the last island dies."""
     members = options.islands * options.ranks
     last = list(range(members - options.ranks, members))
     steps: dict[str, list[float]] = {"replicated": [], "islands": []}
@@ -444,7 +449,7 @@ def measure(options: argparse.Namespace, address: str) -> dict[str, Any]:
             f"replicated {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )
     print(f"dense weights and moments of a process: replicated {held['replicated']}, islands {held['islands']} bytes")
-    print(f"an island's groups and wrapper made anew: {1e3 * statistics.median(rebuilds):.0f} ms")
+    print(f"rebuilding an island's groups and wrapper: {1e3 * statistics.median(rebuilds):.0f} ms")
     return {"step_seconds": steps, "taken_after": taken, "bytes": held, "rebuilds": rebuilds}
 
 

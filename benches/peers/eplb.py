@@ -1,8 +1,8 @@
 """DeepSeek's EPLB, global (one group, one node), and SGLang's form of it without loops over layers.
 
-Written anew from the published algorithms. Both take a load [L, E] and return the replicas [L, N, E]. Both hand out
-replicas greedily: one to each expert, then one more to whoever has the most load per replica. They differ in how
-replicas are packed on nodes, and neither keeps two replicas of an expert apart.
+Written from the published algorithms. Both take a load [L, E] and return the replicas [L, N, E]. Both assign replicas
+greedily: one to each expert, then one more to the expert with the most load per replica. They differ in how they pack
+replicas on nodes, and neither keeps two replicas of an expert on different nodes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def eplb(load_LE: Tensor, nodes: int, slots: int, in_tensors: bool = False) -> Tensor:
-    """Replicas by descending load, each to the node with the least load that has room.
+    """Assign replicas by descending load, each to the least loaded node with a free slot.
 
-    The published code loops over elements of tensors, as here with `in_tensors`; with Python numbers the result is the
-    same but for rounding, and comes some 30 times sooner.
+    The published code loops over elements of tensors, as `in_tensors` does. With Python numbers the result is the same
+    except for rounding, about 30 times as fast.
     """
     expert_LS, count_LE = replicate(load_LE, nodes * slots)
     weight_LS = (load_LE / count_LE).gather(1, expert_LS)
@@ -28,7 +28,7 @@ def eplb(load_LE: Tensor, nodes: int, slots: int, in_tensors: bool = False) -> T
 
 
 def pack(order: Tensor | list[int], weights: Tensor | list[float], nodes: int, slots: int) -> list[int]:
-    """The node of each replica."""
+    """Return the node of each replica."""
     loads, room, node_of = [0] * nodes, [slots] * nodes, [0] * len(order)
     open_nodes = list(range(nodes))
     for replica in order:
@@ -42,7 +42,7 @@ def pack(order: Tensor | list[int], weights: Tensor | list[float], nodes: int, s
 
 
 def snake(load_LE: Tensor, nodes: int, slots: int) -> Tensor:
-    """Replicas by descending load, dealt to the nodes in turn, every other round backwards."""
+    """Assign replicas by descending load to the nodes in turn, every other round in reverse."""
     expert_LS, count_LE = replicate(load_LE, nodes * slots)
     weight_LS = (load_LE / count_LE).gather(1, expert_LS)
     order_LS = weight_LS.argsort(dim=1, descending=True)
@@ -52,7 +52,7 @@ def snake(load_LE: Tensor, nodes: int, slots: int) -> Tensor:
 
 
 def replicate(load_LE: Tensor, places: int) -> tuple[Tensor, Tensor]:
-    """The expert of each of `places` replicas [L, S], and the replicas of each expert [L, E]."""
+    """Return the expert of each of `places` replicas [L, S], and the number of replicas of each expert [L, E]."""
     layers, experts = load_LE.shape
     expert_LS = torch.arange(places).repeat(layers, 1)
     count_LE = torch.ones_like(load_LE)
@@ -65,7 +65,7 @@ def replicate(load_LE: Tensor, places: int) -> tuple[Tensor, Tensor]:
 
 
 def matrices(expert_LS: Tensor, node_LS: Tensor, nodes: int, experts: int) -> Tensor:
-    """How often each node holds each expert, [L, N, E]."""
+    """Return the number of replicas of each expert on each node, [L, N, E]."""
     layers = expert_LS.shape[0]
     flat = torch.zeros(layers, nodes * experts, dtype=torch.int64)
     flat.scatter_add_(1, node_LS * experts + expert_LS, torch.ones_like(expert_LS))
