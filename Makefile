@@ -65,7 +65,7 @@ setup: package $(STAMPS)/rust-tests ## Install all tools into .venv, and build e
 demo: package ## Train a small MoE on four workers, kill one, recover, then admit a new one
 	$(BIN)/evermoe demo --json out/demo.json --plot out/demo.png
 
-test: test-rust test-python ## The tests to run while you work: at most five minutes on two cores
+test: test-rust test-python ## Run the tests for daily work: at most five minutes on two cores
 
 test-rust: $(STAMPS)/rust-tests
 	$(WITH_UCX) $(WITHOUT_KERNELS) cargo test $(RUST_TEST_OPTIONS) $(RUST_TESTS) -- --skip simulate::

@@ -318,7 +318,7 @@ class Turn:
         return {"seconds": time.perf_counter(), "processor": time.process_time(), "training thread": time.thread_time()}
 
     def result(self):
-        """Return seconds (wall-clock, processor, spans) and bytes sent per step, and memory and recovery of the turn."""
+        """Return seconds (wall-clock, processor, spans) and bytes sent per step; memory and recovery of the turn."""
         worker = self.worker
         worker.settle()
         sent = worker.baseline.nbytes - self._sent_before + worker.sent_since(self._start_ns)
