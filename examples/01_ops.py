@@ -1,9 +1,10 @@
-"""The dispatch operations by themselves: route tokens to experts, run the experts, bring the results back.
+"""The dispatch operations without a session: send tokens to experts, run the experts, combine the results.
 
     python examples/01_ops.py
 
 Six calls replace the usual sort, gather and scatter of a mixture-of-experts layer. The script compares their result and
-their gradients with a plain loop over the experts. No session, no network; the same code runs on tensors on a GPU.
+their gradients with a plain loop over the experts. It needs no session and no network. The same code runs on GPU
+tensors.
 """
 
 import torch
@@ -14,7 +15,7 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 512, 32, 8, 2
 
 
 def with_ops(x_TH, ids_TK, weights_TK, matrices_EHH):
-    """The layer by evermoe's operations: rows grouped by expert, one multiplication per expert, weighted sum."""
+    """Compute the layer by evermoe's operations: group rows by expert, multiply per expert, sum with weights."""
     counts_E = ops.expert_histogram(ids_TK, EXPERTS)
     row_ids, positions_TK = ops.dispatch_plan(ids_TK, counts_E[:, None])  # one rank: every row stays here
     rows_NH = ops.permute(x_TH, row_ids, positions_TK)
@@ -24,7 +25,7 @@ def with_ops(x_TH, ids_TK, weights_TK, matrices_EHH):
 
 
 def with_a_loop(x_TH, ids_TK, weights_TK, matrices_EHH):
-    """The same layer, written plainly."""
+    """Compute the same layer by a loop over the experts."""
     out_TH = torch.zeros_like(x_TH)
     for expert, matrix in enumerate(matrices_EHH):
         for k in range(TOP_K):
@@ -34,7 +35,7 @@ def with_a_loop(x_TH, ids_TK, weights_TK, matrices_EHH):
 
 
 def main():
-    """Runs both ways and prints how far they are apart."""
+    """Compute the layer both ways and print the differences."""
     torch.manual_seed(0)
     x_TH = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     matrices_EHH = torch.randn(EXPERTS, HIDDEN, HIDDEN) / HIDDEN**0.5
@@ -49,7 +50,7 @@ def main():
     (plain_grad,) = torch.autograd.grad(plain_TH.square().sum(), x_TH)
     print(f"largest difference of the gradients: {(ours_grad - plain_grad).abs().max():.1e}")
 
-    # Three ranks hold replicas of two experts. Each rank learns how many tokens of which expert it sends to whom.
+    # Three ranks hold replicas of two experts. Each rank computes how many tokens of each expert it sends to each rank.
     counts_ER = torch.tensor([[5, 0, 1], [2, 2, 2]])
     replicas_RE = torch.tensor([[1, 1], [1, 0], [1, 1]])
     send_ER, receive_RE = ops.split_tokens(counts_ER, replicas_RE, rank=0)

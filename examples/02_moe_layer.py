@@ -2,8 +2,9 @@
 
     python examples/02_moe_layer.py
 
-`evermoe.MoE` replaces a feed-forward layer. By itself it holds all its experts; a session would spread them over the
-workers. The script trains a small model, prints the loss, and shows how the balancing loss evens out the experts' load.
+`evermoe.MoE` replaces a feed-forward layer. Without a session it holds all its experts; a session distributes them over
+the workers. The script trains a small model, prints the loss, and shows how the balancing loss evens out the experts'
+load.
 """
 
 import torch
@@ -15,7 +16,7 @@ HIDDEN, EXPERTS = 16, 8
 
 
 class Model(nn.Module):
-    """Two layers with a mixture of experts between them."""
+    """A mixture of experts between two linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -25,13 +26,13 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, 1)
 
     def forward(self, x):
-        """`x`: [batch, 8]; returns [batch, 1]."""
+        """Map `x` [batch, 8] to [batch, 1]."""
         x = self.embed(x)
         return self.head(x + self.experts(self.norm(x)))
 
 
 def train(balance):
-    """Trains with this weight of the balancing loss; the losses, and the busiest expert's load over the mean."""
+    """Train with a weight of the balancing loss. Return losses, the busiest load over the mean, and the model."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -51,7 +52,7 @@ def train(balance):
 
 
 def main():
-    """Trains with and without the balancing loss."""
+    """Train with and without the balancing loss."""
     for balance in (0.0, 0.1):
         losses, busiest, model = train(balance)
         print(f"balance {balance}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, busiest expert {busiest:.2f} x the mean")

@@ -4,7 +4,7 @@
 
 The script starts three workers of itself with `evermoe run`. Worker 2 kills itself in the middle of step 10. The other
 two agree on the new membership, fetch the experts that only worker 2 trained, repeat step 10 with the same data, and
-train on. Nothing is lost.
+continue. Nothing is lost.
 """
 
 import os
@@ -31,14 +31,14 @@ class Model(nn.Module):
         self.head = nn.Linear(16, 1)
 
     def loss(self, x):
-        """Mean squared error of predicting the sum of sines."""
+        """Return the mean squared error of predicting the sum of sines."""
         hidden = self.embed(x)
         predicted = self.head(hidden + self.experts(hidden))
         return nn.functional.mse_loss(predicted, torch.sin(x).sum(1, keepdim=True))
 
 
 def train():
-    """What each worker runs."""
+    """Train in one worker."""
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same model and data in all workers
     worker = int(os.environ["LOCAL_RANK"])
@@ -62,7 +62,7 @@ def train():
 
 
 def main():
-    """Starts the workers; their shared memory is in a folder that goes away afterwards."""
+    """Start the workers. Their shared memory is in a temporary folder."""
     with tempfile.TemporaryDirectory() as memory:
         command = [sys.executable, "-m", "evermoe", "run", "--workers", "3", "--memory-dir", memory, __file__]
         subprocess.run(command, check=True)

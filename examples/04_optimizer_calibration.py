@@ -1,10 +1,10 @@
-"""Whose steps can be repeated bit for bit elsewhere, and a replica that does so.
+"""Optimizers whose steps can be repeated bit for bit elsewhere, and a replica that repeats them.
 
     python examples/04_optimizer_calibration.py
 
-`calibrate` tries an optimizer on scratch tensors and says which arithmetic it follows. For one that can
-be repeated, a replica in the same process gets the state once, then only gradients, and has the trainer's bits after
-every step.
+`calibrate` runs an optimizer on scratch tensors and returns the arithmetic that it follows. If its steps can be
+repeated, a replica receives the state once and then only gradients. Here the replica is in the same process; after
+every step it has the same bits as the trainer.
 """
 
 import torch
@@ -17,7 +17,7 @@ from evermoe.replay.sender import GradientSender
 
 
 def try_optimizers(parameters):
-    """Prints what `calibrate` says of four optimizers."""
+    """Print the result of `calibrate` for four optimizers."""
     for name, optimizer in {
         "evermoe.optim.AdamW": evermoe.optim.AdamW(parameters, lr=1e-2),
         "torch AdamW, fused": torch.optim.AdamW(parameters, lr=1e-2, fused=True),
@@ -31,7 +31,7 @@ def try_optimizers(parameters):
 
 
 def main():
-    """Calibrates, then follows a trainer for 20 steps."""
+    """Calibrate, then repeat 20 steps of a trainer."""
     torch.manual_seed(0)
     model = nn.Linear(64, 32)
     try_optimizers(list(model.parameters()))
@@ -45,7 +45,7 @@ def main():
             model(torch.randn(128, 64)).square().mean().backward()
             optimizer.step()
             sent.append(0)
-            for message in sender.messages(step):  # these bytes may take any transport
+            for message in sender.messages(step):  # any transport can send these bytes
                 received = replica.receive(message)
                 sent[-1] += len(message)
                 if received.needs_full_state:
@@ -61,7 +61,7 @@ def main():
 
 
 def weights_of(data, sender):
-    """The weights in a unit's bytes, without the optimizer's state."""
+    """Return the weights in a unit's bytes, without the optimizer's state."""
     (unit,) = sender.layouts()
     tensors = unit.tensors(data)
     return torch.cat([tensors[name].flatten() for name in ("weight", "bias")])

@@ -1,4 +1,4 @@
-"""A replica node: a process that keeps copies for those that train, and does not train itself.
+"""A replica node: a process that keeps copies for the workers and does not train itself.
 
     python examples/05_replica_node.py
 
@@ -24,7 +24,7 @@ STEPS, DIES_IN = 30, 12
 
 
 def train():
-    """What all three processes run."""
+    """Train, or keep replicas, in one of the three processes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     process = int(os.environ["LOCAL_RANK"])  # 0 and 1 train, 2 keeps replicas
@@ -57,7 +57,7 @@ def train():
 
 
 def wait_for_replica(is_replica):
-    """These few steps would be over before the third process has started; a real job needs no such wait."""
+    """Wait until the replica has started. Only this short run needs that: it would otherwise end too soon."""
     started = Path(os.environ["EVERMOE_MEMORY_DIR"]) / "replica-started"
     if is_replica:
         started.touch()
@@ -66,7 +66,7 @@ def wait_for_replica(is_replica):
 
 
 def main():
-    """Starts two workers and a replica node."""
+    """Start two workers and a replica node."""
     with tempfile.TemporaryDirectory() as memory:
         command = [sys.executable, "-m", "evermoe", "run", "--workers", "2", "--replicas", "1"]
         subprocess.run([*command, "--memory-dir", memory, __file__], check=True)

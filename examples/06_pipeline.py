@@ -3,8 +3,8 @@
     python examples/06_pipeline.py
 
 Two processes run a stage each, with the schedule 1F1B. `PipelineSession` copies each stage to the other process in the
-bubbles of the schedule. The second stage kills itself in step 6; `evermoe run` starts it again, both recover, and train
-on from step 6 as if nothing had happened.
+bubbles of the schedule. The second stage kills itself in step 6; `evermoe run` restarts it, and both recover and
+continue from step 6 as if nothing had happened.
 """
 
 import os
@@ -25,7 +25,7 @@ STEPS, DIES_IN, ROWS, MICROBATCHES, WIDTH = 15, 6, 8, 4, 32
 
 
 class Stage(nn.Module):
-    """One half of the model; the same wherever it is made."""
+    """One half of the model. Every process initializes it with the same values."""
 
     def __init__(self, number):
         super().__init__()
@@ -33,15 +33,15 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x):
-        """`x`: [rows, width]."""
+        """Map `x` [rows, width] to the same shape."""
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
 
 
 def build_schedule(session, module, stage):
-    """torch's schedule over this rank's stage: made at the start, and again after each failure."""
-    example = torch.zeros(ROWS, WIDTH, requires_grad=True)  # by which torch 2.15 knows that gradients are sent
+    """Build torch's schedule for this rank's stage. Called at the start and after each failure."""
+    example = torch.zeros(ROWS, WIDTH, requires_grad=True)  # its requires_grad shows torch 2.15 that gradients are sent
     part = PipelineStage(
         module,
         stage,
@@ -55,7 +55,7 @@ def build_schedule(session, module, stage):
 
 
 def report(event, stage):
-    """Print what happens to the job."""
+    """Print events of the job."""
     if isinstance(event, events.ConnectionLost):
         print(f"stage {stage} lost its peer in step {event.step}: {event.reason[:60]}", flush=True)
     elif isinstance(event, events.Recovered):
@@ -81,7 +81,7 @@ def train():
         on_event=lambda event: report(event, stage),
     )
     for step in session.steps(STEPS):
-        generator = torch.Generator().manual_seed(step.number)  # the data depend on the step alone
+        generator = torch.Generator().manual_seed(step.number)  # the data depend only on the step
         inputs, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator)
         with step:
             step.run(inputs, target=target)
@@ -93,7 +93,7 @@ def train():
 
 
 def main():
-    """Start both stages; the one that dies is started again."""
+    """Start both stages. `evermoe run` restarts the one that dies."""
     with tempfile.TemporaryDirectory() as memory:
         command = [sys.executable, "-m", "evermoe", "run", "--workers", "2", "--restarts", "1"]
         subprocess.run([*command, "--memory-dir", memory, __file__], check=True)

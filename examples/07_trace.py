@@ -1,9 +1,9 @@
-"""Where a step's time goes: record the steps, find the network's idle windows, draw a trace.
+"""Profile steps, find the network's idle windows, and write a trace.
 
     python examples/07_trace.py [trace.json]
 
-Two workers train with a profiler attached. Their steps are put on one clock, and the script prints when the network is
-idle. The trace opens in https://ui.perfetto.dev; without an argument it is written to a folder that goes away.
+Two workers train with a profiler attached. Their clocks are aligned, and the script prints when the network is idle.
+The trace opens in https://ui.perfetto.dev. Without an argument it is written to a temporary folder.
 """
 
 import json
@@ -23,7 +23,7 @@ STEPS = 30
 
 
 def train():
-    """What each worker runs; it leaves its trace in the folder of the shared memory."""
+    """Train in one worker, and write its trace to the folder for shared memory."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), evermoe.MoE(128, 256, num_experts=4), nn.Linear(128, 1))
@@ -41,7 +41,7 @@ def train():
 
 
 def report(profiler, gathered, rank):
-    """Prints what was found, once."""
+    """Print the idle windows on rank 0."""
     if rank != 0:
         return
     found = gathered.windows[0]
@@ -54,7 +54,7 @@ def report(profiler, gathered, rank):
 
 
 def main():
-    """Runs both workers and merges their traces."""
+    """Run both workers and merge their traces."""
     with tempfile.TemporaryDirectory() as folder:
         evermoe_command = [sys.executable, "-m", "evermoe"]
         subprocess.run([*evermoe_command, "run", "--workers", "2", "--memory-dir", folder, __file__], check=True)

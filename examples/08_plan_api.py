@@ -1,9 +1,9 @@
-"""The planners as functions: replicas by load, placement, survival, how to protect each expert, what to copy when.
+"""The planners as functions: replicas by load, placement, survival, protection of experts, and schedule of copies.
 
     python examples/08_plan_api.py
 
-Everything here is arithmetic on plain numbers: no process, no network, no model. The same numbers give the same plan on
-every rank. `evermoe plan` on the command line uses these functions.
+Planners compute with plain numbers, without processes, network or model. The same input gives the same plan on every
+rank. `evermoe plan` on the command line uses these functions.
 """
 
 from evermoe import planning
@@ -16,7 +16,7 @@ NODES, SLOTS, EXPERTS = 6, 5, 12
 
 
 def place_experts():
-    """Who trains which expert."""
+    """Place experts on nodes by their load. Return the load."""
     load = [1000 / (rank + 1) for rank in range(EXPERTS)]  # expert 0 gets 12 times the tokens of expert 11
     replicas = planning.allocate(load, NODES, SLOTS, min_replicas=2)
     print("replicas by load:", replicas.tolist())
@@ -31,7 +31,7 @@ def place_experts():
 
 
 def protect(load):
-    """How each expert survives where there is room for one replica of the cold ones, and what that sends."""
+    """Plan how each expert is protected if cold experts have a single replica. Return the network link."""
     replicas = planning.allocate(load, NODES, SLOTS - 1, min_replicas=1)
     placed = planning.place(replicas, NODES, SLOTS - 1, "balanced", load)
     units = [
@@ -53,12 +53,12 @@ def protect(load):
 
 
 def holders(matrix, expert):
-    """The nodes that train an expert."""
+    """Return the nodes that train an expert."""
     return [node for node, row in enumerate(matrix) if row[expert]]
 
 
 def schedule(link):
-    """When 400 MB travel through the idle windows of a step of 0.5 s."""
+    """Schedule 400 MB of copies in the idle windows of a step of 0.5 s."""
     spans = [Span("all to all", "collective", "network", start, 0.05, 1 << 20, [1]) for start in (0.0, 0.15, 0.35)]
     windows = find_windows([StepProfile(0.5, spans)] * 20)
     for policy in ("gemini", "moetion", "auto"):
@@ -67,7 +67,7 @@ def schedule(link):
 
 
 def main():
-    """All three."""
+    """Run the three planners."""
     load = place_experts()
     link = protect(load)
     print("chunks of a snapshot of 400 MB:")

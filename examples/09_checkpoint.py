@@ -2,8 +2,8 @@
 
     python examples/09_checkpoint.py
 
-A checkpoint is a folder of safetensors files and a manifest with the digest of every unit. It gets its name when all
-its files are on disk, so that one which exists is complete. It does not depend on the number of workers.
+A checkpoint is a folder of safetensors files and a manifest with the digest of every unit. It gets its final name once
+all its files are on disk: a checkpoint that exists is complete. It does not depend on the number of workers.
 """
 
 import tempfile
@@ -16,13 +16,13 @@ import evermoe
 
 
 def make_model():
-    """The same model for training and for inference."""
+    """Return the same model for training and for inference."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), evermoe.MoE(16, 32, num_experts=4), nn.Linear(16, 1))
 
 
 def train(folder, steps):
-    """Trains until `steps` steps are committed, from the newest checkpoint in `folder` if there is one."""
+    """Train until `steps` steps are committed, from the newest checkpoint in `folder` if there is one."""
     model, data = make_model(), torch.arange(8 * 512.0).view(512, 8).sin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = evermoe.ElasticSampler(len(data), batch_size=32)
@@ -38,14 +38,14 @@ def train(folder, steps):
 
 
 def main():
-    """Trains 20 steps, then 20 more, and compares with 40 steps in one go."""
+    """Train 20 steps, then 20 more, and compare with 40 steps in one run."""
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder) / "parts", 20)
         resumed = train(Path(folder) / "parts", 40)
-        print("kept on disk:", sorted(path.name for path in (Path(folder) / "parts").iterdir()))
-        at_once = train(Path(folder) / "whole", 40)
-        same = all(torch.equal(a, b) for a, b in zip(resumed.parameters(), at_once.parameters(), strict=True))
-        print("resumed equals 40 steps in one go, to the bit:", same)
+        print("on disk:", sorted(path.name for path in (Path(folder) / "parts").iterdir()))
+        uninterrupted = train(Path(folder) / "uninterrupted", 40)
+        same = all(torch.equal(a, b) for a, b in zip(resumed.parameters(), uninterrupted.parameters(), strict=True))
+        print("resumed training has the same bits as 40 uninterrupted steps:", same)
 
         plain = make_model()  # for inference, without a session
         evermoe.load_weights(plain, Path(folder) / "parts" / "step-00000040")

@@ -1,11 +1,11 @@
-"""A model of transformers, trained through the death of a worker and written as a folder that transformers loads.
+"""A model of transformers that survives the death of a worker, and is exported for transformers to load.
 
     pip install 'evermoe[transformers]'
     python examples/10_transformers.py
 
-`from_pretrained` makes a model without memory; each of three workers reads from the folder only the experts that it
-holds. Worker 2 kills itself in step 10, and the others go on. At the end the checkpoint becomes a folder again. The
-script makes a tiny Qwen3-MoE with random weights to start from, so that nothing is downloaded.
+`from_pretrained` creates a model without allocating it. Each of three workers reads only its own experts from the
+folder. Worker 2 kills itself in step 10, and the others continue. At the end the checkpoint is exported to a folder.
+The script starts from a tiny Qwen3-MoE with random weights, so that nothing is downloaded.
 """
 
 import os
@@ -25,7 +25,7 @@ STEPS, DIES_IN = 20, 10
 
 
 def make(folder):
-    """A folder as it would come from the hub."""
+    """Write a folder like those on the hub."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=64,
@@ -44,7 +44,7 @@ def make(folder):
 
 
 def train(folder):
-    """What each worker runs."""
+    """Train in one worker."""
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same data in all workers
     worker = int(os.environ["LOCAL_RANK"])
@@ -70,13 +70,13 @@ def train(folder):
             print(f"step {session.step:2}: loss {session.loss:.3f}, {session.group.size} workers", flush=True)
     if worker == 0:
         newest = max((folder / "checkpoints").glob("step-*"))
-        whole, _ = from_pretrained(folder / "start")
-        export(evermoe.CheckpointWeights(newest), whole, folder / "trained")
+        original, _ = from_pretrained(folder / "start")
+        export(evermoe.CheckpointWeights(newest), original, folder / "trained")
         print(f"{session.step} steps committed, {session.reports[-1].steps_lost} lost")
 
 
 def main():
-    """Starts the workers, and loads what they have trained."""
+    """Start the workers, then load the trained model."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make(folder / "start")

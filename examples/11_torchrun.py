@@ -1,15 +1,15 @@
-"""The same script under torchrun: started by it, killed, started again, resumed from shared memory.
+"""A session under torchrun: a worker is killed, torchrun restarts both, and they resume from shared memory.
 
     python examples/11_torchrun.py
 
-The script starts a Lighthouse, then two workers of itself with torchrun, as these commands would:
+The script starts a Lighthouse, then two workers of itself with torchrun. This is equivalent to:
 
     torchft_lighthouse --bind 127.0.0.1:29510 --min_replicas 1 --heartbeat_timeout_ms 1000 --join_timeout_ms 30000 &
     TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 torchrun --standalone --nproc-per-node 2 --max-restarts 1 11_torchrun.py
 
-evermoe takes the address from TORCHFT_LIGHTHOUSE, how many workers to wait for from WORLD_SIZE, and the job's name from
-the id of torchrun's run; srun's and Kubernetes' variables do as well. Worker 1 kills itself in the middle of step 10.
-torchrun stops the other one, too, and starts both again. Both find the newest step in shared memory.
+evermoe reads the address from TORCHFT_LIGHTHOUSE, the number of workers to wait for from WORLD_SIZE, and the job's name
+from torchrun's run id. It also reads the variables of srun and Kubernetes. Worker 1 kills itself in the middle of step
+10. torchrun then stops the other worker and restarts both. Both find the newest step in shared memory.
 """
 
 import os
@@ -29,7 +29,7 @@ STEPS, DIES_IN = 30, 10
 
 
 def train(memory):
-    """What each worker runs."""
+    """Train in one worker."""
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same model and data in all workers
     if torch.cuda.is_available():
@@ -39,7 +39,7 @@ def train(memory):
     data = torch.randn(4096, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = evermoe.ElasticSampler(len(data), batch_size=64)
-    # snapshot_interval=1: each step is in shared memory, as torchrun leaves no worker of its machine that has it.
+    # snapshot_interval=1 copies each step to shared memory, as torchrun stops all workers of this machine.
     session = evermoe.Session(
         model,
         optimizer,
@@ -65,7 +65,7 @@ def train(memory):
 
 
 def main():
-    """Starts a Lighthouse and torchrun."""
+    """Start a Lighthouse and torchrun."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = "{}:{}".format(*free.getsockname())
     limits = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "30000"]

@@ -1,10 +1,10 @@
-"""A model that no worker holds whole: built without memory, read from a folder of safetensors files, trained.
+"""A model larger than each worker: built without allocation, read from a folder of safetensors files, and trained.
 
     python examples/12_larger_than_a_device.py
 
-The script writes a folder as Hugging Face has them, and starts three workers of itself with `evermoe run`. Each builds
-the model without memory, and reads what it is to hold: the dense part, and some experts. Worker 2 kills itself in
-the middle of step 4; the other two fetch its experts from their copies and train on.
+The script writes a folder in the format of Hugging Face, and starts three workers of itself with `evermoe run`. Each
+builds the model without allocating it, and reads only its own part: the dense modules and some experts. Worker 2 kills
+itself in the middle of step 4. The other two fetch its experts from their copies and continue.
 """
 
 import json
@@ -25,7 +25,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, STEPS, DIES_IN = 128, 256, 12, 8, 4
 
 
 class Model(nn.Module):
-    """Experts hold nearly all of it."""
+    """A model whose experts hold nearly all parameters."""
 
     def __init__(self):
         super().__init__()
@@ -34,14 +34,14 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, 64)
 
     def loss(self, tokens):
-        """Cross-entropy of predicting each token from the one before."""
+        """Return the cross-entropy of predicting each token from the previous ones."""
         x = self.embed(tokens[:, :-1])
         logits = self.head(x + self.moe(x))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def write_folder(folder):
-    """Stands in for a download: an expert is three tensors, and an index says which file has which tensor."""
+    """Write a folder in place of a download: three tensors per expert, and an index of the file of each tensor."""
     torch.manual_seed(0)
     dense = {key: value for key, value in Model().state_dict().items() if "experts" not in key}
     shapes = {
@@ -62,12 +62,12 @@ def write_folder(folder):
 
 
 def matrices(files, path, expert):
-    """Where an expert's matrices are, in the order in which `evermoe.Experts` has them."""
+    """Yield an expert's matrices in the order of `evermoe.Experts`."""
     return (files.tensor(f"{path}.{expert}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj"))
 
 
 def train(folder):
-    """What each worker runs."""
+    """Train in one worker."""
     torch.set_num_threads(1)
     with evermoe.deferred():
         model = Model()
@@ -91,7 +91,7 @@ def train(folder):
 
 
 def main():
-    """Writes the folder and starts the workers."""
+    """Write the folder and start the workers."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_folder(folder)

@@ -1,4 +1,4 @@
-// Plan a placement, dispatch tokens on the CPU, repeat an optimizer step from its record: no Python, no CUDA.
+// Plan a placement, dispatch tokens on the CPU, and repeat an optimizer step from its record, without Python or CUDA.
 // Run with: cargo run --example plan_dispatch_replay --no-default-features
 
 use evermoe::cpu::{self, AdamWOptions, AdamWStep, Combine, Gradient, Serial};
@@ -34,7 +34,7 @@ fn plan() -> evermoe::Result<Vec<i64>> {
     let placement = place(&request)?;
     println!("replicas {replicas:?}: {}", placement.reason);
 
-    // [nodes, experts] replicas as the nodes that hold each expert.
+    // The nodes that hold each expert, from the matrix [nodes, experts] of replicas.
     let holds = |node: &usize, expert: usize| placement.matrix[node * EXPERTS + expert] > 0;
     let holders: Vec<Vec<usize>> =
         (0..EXPERTS).map(|expert| (0..NODES).filter(|node| holds(node, expert)).collect()).collect();
@@ -44,7 +44,7 @@ fn plan() -> evermoe::Result<Vec<i64>> {
     Ok(placement.matrix)
 }
 
-/// Send the tokens of rank 0 to the ranks that hold their experts, and combine what comes back.
+/// Send the tokens of rank 0 to the ranks that hold their experts, and combine the results.
 fn dispatch_tokens(matrix: &[i64]) -> evermoe::Result<()> {
     let (top_k, width) = (2, 3);
     let x = [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0]; // two tokens
@@ -79,7 +79,7 @@ fn replay_a_step() -> Result<(), Box<dyn std::error::Error>> {
     let gradient = [0.1_f32, -0.2, 0.3, 0.7];
     let start = [[1.0_f32, 2.0, 3.0, 4.0], [0.0; 4], [0.0; 4]]; // weights, first and second moment
 
-    // The trainer takes a step, and seals the gradient and the step's numbers as a record.
+    // The trainer takes a step, and seals the gradient and the step's numbers in a record.
     let options =
         AdamWOptions { lr: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, maximize: false };
     let step = AdamWStep::new(&options, 1, 1.0, 1.0)?;
@@ -107,7 +107,7 @@ fn replay_a_step() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The record of a unit's first step.
+/// Seal the record of a unit's first step.
 fn record(unit: u64, gradient: &[f32], step: AdamWStep) -> Vec<u8> {
     let elements = gradient.len();
     let mut payload = vec![0; most_payload_bytes(elements)];

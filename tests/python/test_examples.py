@@ -35,7 +35,7 @@ PRINTED = {
     "07_trace": ["windows in which the network is idle", "the trace of 2 ranks has [1-9][0-9]+ spans"],
     "08_plan_api": ["balanced +busiest node 1.00 x the mean", "expert 11: replayed", "auto .* nothing is delayed"],
     "09_checkpoint": [
-        "resumed equals 40 steps in one go, to the bit: True",
+        "resumed training has the same bits as 40 uninterrupted steps: True",
         "a plain model has the same weights: True",
     ],
     "10_transformers": ["20 steps committed, 0 lost", r"transformers loads it: loss \d"],
