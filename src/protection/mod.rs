@@ -10,7 +10,7 @@
 
 mod capacity;
 mod choose;
-mod constants;
+mod copy_constants;
 mod improve;
 mod options;
 mod plan;
@@ -20,7 +20,7 @@ mod session_plan;
 mod summary;
 
 pub use choose::choose_copies;
-pub use constants::{
+pub use copy_constants::{
     BATCH_BYTES, BATCH_STEPS, FAILURE, LOG_STEPS, LOGGED_STEPS, MAX_PERIOD, OWN_VERSIONS, RECORD_BYTES,
     batch_steps,
 };

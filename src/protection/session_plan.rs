@@ -1,7 +1,7 @@
 //! Protection plan of a session: the copies of all units by its preset.
 
 use super::choose::choose_copies;
-use super::constants::{FAILURE, LOG_STEPS, LOGGED_STEPS, MAX_PERIOD, OWN_VERSIONS, RECORD_BYTES};
+use super::copy_constants::{FAILURE, LOG_STEPS, LOGGED_STEPS, MAX_PERIOD, OWN_VERSIONS, RECORD_BYTES};
 use super::plan::CopyKind;
 use super::request::{CopyNode, CopyRequest, CopyUnit};
 use crate::error::{Error, Result};
