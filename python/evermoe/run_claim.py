@@ -122,7 +122,7 @@ class RunClaim:
         finally:
             os.close(file)
 
-    def take(self, run: Run, patience: float) -> None:
+    def claim_for(self, run: Run, patience: float) -> None:
         """Takes the folder for a run, with those of its members that have it.
 
         Args:

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from evermoe.run_claim import Run, RunClaim
 claim = RunClaim(Path(sys.argv[1]), "the folder")
-claim.take(Run.parsed(sys.argv[2].encode()), 0.0)
+claim.claim_for(Run.parsed(sys.argv[2].encode()), 0.0)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -42,7 +42,7 @@ def running(folder, run):
 
 def taken(folder, run, patience=0.0):
     claim = RunClaim(folder, "the folder")
-    claim.take(run, patience)
+    claim.claim_for(run, patience)
     return claim
 
 

@@ -1,1 +1,1 @@
-"""What is on disk: checkpoints, and the units that partial presets save one by one."""
+"""Checkpoints and single persisted units, in folders and object stores."""

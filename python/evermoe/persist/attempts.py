@@ -1,4 +1,4 @@
-"""Attempts at checkpoints in an object store: which of them are complete, and how files go that nothing uses any more.
+"""Attempts at checkpoints in an object store: finds the complete ones and removes files that nothing uses any more.
 
 The rules are at the head of `evermoe.persist.checkpoint_bucket`.
 """
@@ -22,26 +22,26 @@ from evermoe.warn import warn
 
 INDEX = "index.json"
 LOOKS = 8
-"""Manifests that are looked at, at the same time."""
+"""Manifests that are read concurrently."""
 WRITES = 4
-"""Files that a member writes at the same time: so many more are in its memory."""
+"""Files that a member writes concurrently; it holds this number of files in memory."""
 EXPIRY_SECONDS = 7 * 86400.0
-"""Time for which an empty manifest stays."""
+"""Age at which an empty manifest is removed."""
 ATTEMPT = re.compile(r"^step-(\d{8,})(?:\.(\d{10})-\w+|-\d+)?$")
-"""Names of attempts: step, and generation of the members that write."""
+"""Names of attempts: step and generation of the members that write."""
 
 
 class Known(NamedTuple):
-    """What is known of an attempt."""
+    """State of an attempt."""
 
     manifest: Manifest | None
-    """None while it is not decided about, and once it was given up or removed."""
+    """None while the attempt is undecided, and after it was given up or removed."""
     is_over: bool = False
-    """Whether it was given up or removed, for good."""
+    """Whether it was given up or removed, which is final."""
     nbytes: int = 0
-    """Of the manifest."""
+    """Bytes of the manifest."""
     problem: str = ""
-    """Why the manifest cannot be used."""
+    """Reason why the manifest cannot be used."""
 
     @property
     def is_open(self) -> bool:
@@ -50,20 +50,22 @@ class Known(NamedTuple):
 
 
 class Attempts:
-    """What is below a URL. What is over stays so, and a manifest never changes but to be emptied.
+    """The attempts below a URL, with a cache of what cannot change any more.
+
+    A decided attempt stays decided: its manifest never changes, except that it may be emptied.
 
     Args:
-        place: of the URL.
+        place: the object store.
     """
 
     def __init__(self, place: ObjectStore) -> None:
         self.place = place
 
-    def look(self) -> dict[str, Known]:
-        """All attempts by name, as they are now.
+    def read_all(self) -> dict[str, Known]:
+        """Return all attempts by name, in their current state.
 
         Raises:
-            OSError: they cannot be listed or read.
+            OSError: the attempts cannot be listed or read.
         """
         names = [name for name in self._names() if ATTEMPT.match(name)]
         with ThreadPoolExecutor(LOOKS) as pool:
@@ -78,12 +80,12 @@ class Attempts:
         if content is None:
             raise FileNotFoundError(
                 2,
-                f"{self.place.url} has no {INDEX}, and lists cannot be had by HTTP: expected a folder to which a job "
+                f"{self.place.url} has no {INDEX}, and HTTP cannot list files: expected a folder to which a job "
                 "has written by another URL, or the URL of a checkpoint",
             )
         with contextlib.suppress(ValueError, TypeError, KeyError):
             return [str(name) for name in json.loads(content)["checkpoints"]]
-        raise CorruptCopy(f"{self.place.url}/{INDEX} is no list of checkpoints")
+        raise CorruptCopy(f"{self.place.url}/{INDEX} is not a list of checkpoints")
 
     def _look_at(self, name: str) -> Known:
         key, path = f"{name}/{MANIFEST}", ObjectPath(self.place, name)
@@ -102,11 +104,11 @@ class Attempts:
 
 
 _seen: dict[str, dict[str, Known]] = {}
-"""What this process has seen last, by URL: it need not be read again. Each value is replaced, never changed."""
+"""The latest state that this process has read, by URL. A value is replaced, never modified."""
 
 
 def files_of(known: Iterable[Known]) -> set[tuple[str, str]]:
-    """Attempt and name of every file that checkpoints use."""
+    """Return the attempt and the name of every file that checkpoints use."""
     manifests = [each.manifest for each in known if each.manifest is not None]
     return {
         (manifest.origins.get(unit, manifest.path.name), file)
@@ -125,24 +127,24 @@ class Found(NamedTuple):
 
     @property
     def path(self) -> ObjectPath:
-        """Where it is."""
+        """Location of the checkpoint."""
         path = self.manifest.path
         assert isinstance(path, ObjectPath)
         return path
 
 
-def scan(place: ObjectStore, layout: str | None = None, *, tells: bool = False) -> list[Found]:
-    """Complete checkpoints, older versions first; of one version the one that was written last is last.
+def scan(place: ObjectStore, layout: str | None = None, *, warns: bool = False) -> list[Found]:
+    """Return the complete checkpoints, older versions first; of one version, the one written last comes last.
 
     Raises:
-        OSError: they cannot be listed or read.
-        CorruptCopy: the list of a place that can only be read is damaged.
+        OSError: the checkpoints cannot be listed or read.
+        CorruptCopy: the list of a read-only store is damaged.
     """
-    return sort(Attempts(place).look(), layout, tells=tells)
+    return sort(Attempts(place).read_all(), layout, warns=warns)
 
 
-def sort(known: Mapping[str, Known], layout: str | None = None, *, tells: bool = False) -> list[Found]:
-    """Those that are complete, of a layout; in the order of `scan`. What cannot be used is told by a warning."""
+def sort(known: Mapping[str, Known], layout: str | None = None, *, warns: bool = False) -> list[Found]:
+    """Return the complete checkpoints of a layout in the order of `scan`; warn of those that cannot be used."""
     found = []
     for name, each in known.items():
         match = ATTEMPT.match(name)
@@ -152,50 +154,50 @@ def sort(known: Mapping[str, Known], layout: str | None = None, *, tells: bool =
             problem = f"{manifest.path / MANIFEST} is of step {step_of(manifest.version)}"
         elif manifest is not None and layout is not None and manifest.layout != layout:
             problem = f"{manifest.path} belongs to another model or optimizer"
-        if problem and tells:
-            warn(f"a checkpoint is passed over: {problem}")
+        if problem and warns:
+            warn(f"a checkpoint is ignored: {problem}")
         elif not problem and manifest is not None:
             found.append(Found(manifest.version, int(match[2] or 0), manifest))
     return sorted(found, key=lambda each: (each.version, each.writing, each.path.name))
 
 
 class Cleaner:
-    """Gives attempts up, removes checkpoints, and then the files that nothing uses any more.
+    """Gives attempts up, removes checkpoints, and then removes the files that nothing uses any more.
 
     Args:
-        attempts: of the place.
+        attempts: of the store.
     """
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts, self._place = attempts, attempts.place
 
     def give_up(self, name: str) -> bool:
-        """Keeps an attempt from becoming a checkpoint; False if it is one.
+        """Keep an attempt from becoming a checkpoint; return False if it already is one.
 
         Raises:
-            OSError: nothing is known.
+            OSError: the outcome is unknown.
         """
         return self._place.create(f"{name}/{MANIFEST}", b"")
 
-    def remove(self, name: str) -> None:
-        """Makes a checkpoint none; its files are left.
+    def remove_checkpoint(self, name: str) -> None:
+        """Empty the manifest of a checkpoint, which makes it invalid; its files remain.
 
         Raises:
-            OSError: it may be one still.
+            OSError: it may still be a checkpoint.
         """
         self._place.put(f"{name}/{MANIFEST}", b"")
 
-    def clean(self, names: Collection[str] | None = None, now: float | None = None) -> bool:
-        """Removes the files of attempts that are over, unless a checkpoint uses them; False if that had to be left.
+    def remove_files(self, names: Collection[str] | None = None, now: float | None = None) -> bool:
+        """Remove the files of decided attempts unless a checkpoint uses them; return False if it is too early.
 
         Args:
-            names: of those that are looked at; None for all.
-            now: seconds since 1970, by which empty manifests expire; None lets all stay.
+            names: of the attempts to clean; None for all.
+            now: seconds since 1970, by which empty manifests expire; None keeps all of them.
 
         Raises:
-            OSError: some files are left.
+            OSError: some files remain.
         """
-        known = self._attempts.look()
+        known = self._attempts.read_all()
         if any(each.is_open for each in known.values()):
             return False
         used = files_of(known.values())
@@ -208,7 +210,7 @@ class Cleaner:
         found = {key.rpartition("/")[2]: modified for key, _, modified in self._place.below(name)}
         going = [file for file in found if file != MANIFEST and (name, file) not in used]
         if now is not None and len(going) == len(found) - 1 and now - found.get(MANIFEST, now) > EXPIRY_SECONDS:
-            going.append(MANIFEST)  # the last one
+            going.append(MANIFEST)  # removed last
         if going:
             self._place.remove([f"{name}/{file}" for file in going])
 
@@ -216,7 +218,7 @@ class Cleaner:
 def superseded(
     known: Mapping[str, Known], retention: Retention, *, before: int | None = None, written: str | None = None
 ) -> list[Found]:
-    """The checkpoints that a retention does not keep, older ones first; as `checkpoint_folder.superseded` has it."""
+    """Return the checkpoints that a retention does not keep, older ones first; see `checkpoint_folder.superseded`."""
     found = [each for each in sort(known) if before is None or each.version <= before]
     going = retention.superseded({each.version for each in found})
     if written is not None and before is not None:
@@ -225,22 +227,22 @@ def superseded(
 
 
 def give_up_older(attempts: Attempts, generation: int | None) -> None:
-    """Gives up all attempts of generations before this one, or all.
+    """Give up all attempts of earlier generations; None: of all generations.
 
     Raises:
-        OSError: some may be left.
+        OSError: some attempts may remain.
     """
-    for name, each in attempts.look().items():
+    for name, each in attempts.read_all().items():
         match = ATTEMPT.match(name)
         if each.is_open and match and (generation is None or int(match[2] or 0) < generation):
             Cleaner(attempts).give_up(name)
 
 
 def write_index(attempts: Attempts) -> None:
-    """Names the checkpoints for those who cannot list: a hint, which may be older than what is there.
+    """Write the names of the checkpoints for readers that cannot list; the file may lag behind the store.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    names = [each.path.name for each in sort(attempts.look())]
+    names = [each.path.name for each in sort(attempts.read_all())]
     attempts.place.put(INDEX, json.dumps({"checkpoints": names}).encode())

@@ -1,10 +1,10 @@
-"""What checkpoints have: safetensors files and a manifest, which comes last.
+"""Reads checkpoints: safetensors files, and a manifest that is written last.
 
     DIRECTORY/step-00000120/manifest.json         version, progress, digest of every unit
     DIRECTORY/step-00000120/units-0.safetensors   tensors named "<unit>/<piece>"
 
-See `evermoe.persist.checkpoint_folder` and `evermoe.persist.checkpoint_bucket` for what else is there, and
-`evermoe.persist.checkpointer` for who writes them.
+`evermoe.persist.checkpoint_folder` and `evermoe.persist.checkpoint_bucket` describe the other files;
+`evermoe.persist.checkpointer` writes checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evermoe.state.unit import expert_unit, weight_tensors
 
 
 def read(manifest: Manifest, state: TrainingState, names: Sequence[str]) -> dict[str, Tensor]:
-    """Reads units, uint8 `[nbytes]` each, and checks their digests.
+    """Read units, uint8 `[nbytes]` each, and check their digests.
 
     Raises:
         CorruptCopy: a unit is missing, has another layout than the model, or does not match its digest.
@@ -40,15 +40,16 @@ def read(manifest: Manifest, state: TrainingState, names: Sequence[str]) -> dict
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Loads a checkpoint's weights, without optimizer state, into a model that holds all its experts (no session).
+    """Load a checkpoint's weights, without optimizer state, into a model that holds all its experts (no session).
 
         evermoe.load_weights(model, "checkpoints/step-00000500")
         evermoe.load_weights(model, "s3://bucket/run/step-00000500.0000000003-7f01aa22")
 
     Raises:
-        ValueError: it is a URL of no known kind, or has credentials. OSError: there are no credentials for it.
-        CorruptCopy: the folder is no checkpoint of a model with these names, shapes and dtypes, or its bytes do not
-            match their digests.
+        ValueError: the URL has an unknown scheme, or contains credentials.
+        OSError: there are no credentials for the URL.
+        CorruptCopy: the folder is not a checkpoint of a model with these names, shapes and dtypes, or its bytes do
+            not match their digests.
     """
     manifest = read_manifest(locate_below(path))
     targets = weight_tensors(model)
@@ -68,28 +69,28 @@ def _take_over(manifest: Manifest, name: str, tensors: Mapping[str, Tensor], tar
 
 
 class CheckpointWeights:
-    """Reads a deferred model's first weights from a checkpoint, without optimizer state; see `WeightSource`.
+    """Reads the initial weights of a deferred model from a checkpoint, without optimizer state; see `WeightSource`.
 
         session = evermoe.Session(model, optimizer, sampler, weights=evermoe.CheckpointWeights("run/step-00000500"))
 
     A job that resumes from its own checkpoints needs no such source: `checkpoints` is enough.
 
     Args:
-        path: of the checkpoint, or its URL; of a model with the same names, shapes and dtypes.
+        path: path or URL of the checkpoint, of a model with the same names, shapes and dtypes.
 
     Raises:
-        CorruptCopy: it is no checkpoint.
+        CorruptCopy: the path is not a checkpoint.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._manifest = read_manifest(locate_below(path))
 
     def describe(self) -> str:
-        """Version and layout of the checkpoint."""
+        """Return the version and the layout of the checkpoint."""
         return f"version {self._manifest.version} of {self._manifest.layout}"
 
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Writes the first values of one unit; see `WeightSource`."""
+        """Write the initial values of one unit; see `WeightSource`."""
         name = (path or "model") if expert is None else expert_unit(path, expert)
         for _, found in read_units(self._manifest, [name]):
             _take_over(self._manifest, name, found, tensors)

@@ -1,4 +1,4 @@
-"""A job's checkpoints in an object store: what is complete, what is being written, what was given up.
+"""A job's checkpoints in an object store: complete ones, attempts under way, and attempts that were given up.
 
     URL/step-00000120.0000000003-7f01aa22/manifest.json     last: version, digest and file of every unit
     URL/step-00000120.0000000003-7f01aa22/begun.json        first: the job that writes it
@@ -6,17 +6,19 @@
     URL/owner.json, run.json                                see `evermoe.persist.owner`, `run_claim`; without locks
     URL/index.json                                          names of the checkpoints, for readers that cannot list
 
-The name is that of one attempt: step, generation of the members that write, and a word of their own. The rules, which
-need nothing of a store but a create-only write and lists that show what was written before:
+The name is that of one attempt: its step, the generation of the members that write, and a unique word. The store needs
+only create-only writes, and lists that show every earlier write. The rules:
 
-1. Whoever creates an attempt's manifest decides about it: its writer, with the manifest; or another, with an empty one,
-   and then it never becomes a checkpoint. So a writer that was stopped for hours finds its attempt given up.
-2. A checkpoint is removed by making its manifest empty. Empty manifests stay for a week, lest a request that was under
-   way brings one back.
-3. A unit that has not changed since a checkpoint is not written again: the manifest names that one's file. It is
-   committed only after the attempt was begun and every such file then seen in use by a checkpoint.
-4. Files are removed only of what was given up or removed, if no checkpoint uses them and, seen after 1 or 2, no attempt
-   is undecided. By 3 and 4 no checkpoint loses a file: if it saw its base in use, it was begun before that was removed.
+1. Whoever creates an attempt's manifest decides its outcome. The writer creates the manifest; another process creates
+an empty one, and then the attempt never becomes a checkpoint. So a writer that was stopped for hours finds its attempt
+given up.
+2. A checkpoint is removed by emptying its manifest. Empty manifests stay for a week, so that a delayed request cannot
+restore one.
+3. A unit that has not changed since a checkpoint is not written again: the manifest names the file of that checkpoint.
+The manifest is committed only if each such file was seen in use by a checkpoint after the attempt began.
+4. Only files of attempts that were given up or removed are deleted, if no checkpoint uses them and no attempt is
+undecided after 1 or 2. By 3 and 4 no checkpoint loses a file: if it saw its base in use, it began before the base was
+removed.
 """
 
 from __future__ import annotations
@@ -61,17 +63,17 @@ _MAX_NAME = 100
 
 
 class CheckpointBucket:
-    """The checkpoints below a URL, as one member of a job writes them; see the head of this file.
+    """The checkpoints below a URL, as one member of a job writes them; see the module's description.
 
     Args:
-        place: where.
+        place: the object store.
         owner: the member's job, and the layout of its model.
         member: its name, unique among all processes of the job.
-        retention: which checkpoints stay when a new one is complete.
+        retention: checkpoints to keep when a new one is complete.
 
     Raises:
-        ValueError: its checkpoints are of another model.
-        OSError: it cannot be written there.
+        ValueError: the existing checkpoints are of another model.
+        OSError: the store cannot be written to.
     """
 
     def __init__(self, place: ObjectStore, owner: Owner, member: str, retention: Retention = NEWEST) -> None:
@@ -80,7 +82,7 @@ class CheckpointBucket:
         self._attempts = Attempts(place)
         self._cleaner = Cleaner(self._attempts)
         self._left: set[str] = set()
-        """Attempts that are over, whose files are left."""
+        """Decided attempts whose files remain."""
         probe = f"{PROBE}{member}"
         place.put(probe, b"x")
         place.remove([probe])
@@ -92,7 +94,7 @@ class CheckpointBucket:
     def _take_over(self) -> None:
         found = read_owner(self.directory)
         is_other = found is not None and found.layout != self._owner.layout
-        if found is not None and is_other and (sort(self._attempts.look()) or self._saved()):
+        if found is not None and is_other and (sort(self._attempts.read_all()) or self._saved()):
             raise ValueError(
                 f"checkpoints: {self.directory} has checkpoints of job {found.job!r}, which trained another model or "
                 f"optimizer than this job, {self._owner.job!r}. Give it a URL of its own, or remove those"
@@ -101,14 +103,14 @@ class CheckpointBucket:
             self._place.put(OWNER, owner_text(self._owner).encode())
 
     def newest_generation(self) -> int:
-        """The newest generation that wrote here, also of attempts: that of the running job must be newer."""
-        known = self._attempts.look()
+        """Return the newest generation that wrote here, attempts included; that of the running job must be newer."""
+        known = self._attempts.read_all()
         writers = [int(match[2] or 0) for name in known if (match := ATTEMPT.match(name))]
         writers += self._saved()
         return max([*writers, *(generation_of(each.version) for each in sort(known))], default=0)
 
     def found(self) -> Run | None:
-        """The run that has written `run.json`, living or not; None if the store does not answer."""
+        """Return the run that has written `run.json`, alive or not; None if the store does not answer."""
         with contextlib.suppress(OSError):
             return self._read_run()
         return None
@@ -116,18 +118,21 @@ class CheckpointBucket:
     def _read_run(self) -> Run | None:
         return Run.parsed(self._place.read(RUN, RUN_BYTES) or b"")
 
-    def take(self, run: Run, patience: float) -> None:
-        """Takes the place for a run; a previous one finds that before it publishes. Later, if no store answers now."""
+    def claim_for(self, run: Run, patience: float) -> None:
+        """Claim the store for a run, which the previous run finds out before it publishes.
+
+        If the store does not answer now, the run is claimed later.
+        """
         if run != self._run:
             self._run, self._has_taken = run, False
         with contextlib.suppress(OSError):
             self._check_run()
 
     def _check_run(self) -> None:
-        """Writes `run.json` once, and checks later that it is the same.
+        """Write `run.json` once; later check that it has not changed.
 
         Raises:
-            PersistFailed: another run has taken the place over.
+            PersistFailed: another run has claimed the store.
             OSError: the store does not answer.
         """
         if self._run is None:
@@ -145,19 +150,19 @@ class CheckpointBucket:
         return generations(self.directory / PERSISTED)
 
     def draft(self, version: int, generation: int, attempt: str) -> ObjectPath:
-        """Where the members of a generation write a version, at an attempt that has a name of its own."""
+        """Return the location where the members of a generation write a version; each attempt has its own."""
         return self.directory / f"step-{step_of(version):08d}.{generation:010d}-{attempt}"
 
     def _check_owner(self) -> None:
         found = read_owner(self.directory)
         if found is not None and found.job != self._owner.job:
             raise PersistFailed(
-                f"{self.directory} belongs to job {found.job!r} now, not to {self._owner.job!r}: give each a URL"
+                f"{self.directory} now belongs to job {found.job!r}, not to {self._owner.job!r}: give each its own URL"
             )
         self._check_run()
 
     def write(self, draft: ObjectPath, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, Entry]:
-        """Writes a rank's units, but for those that a checkpoint has already; rank 0 begins the attempt.
+        """Write a rank's units except those that a checkpoint already contains; rank 0 begins the attempt.
 
         Args:
             draft: of the attempt.
@@ -165,13 +170,13 @@ class CheckpointBucket:
             units: by name, and their bytes, uint8 `[nbytes]`.
 
         Raises:
-            PersistFailed: the URL belongs to another job now.
-            OSError: they cannot be written.
+            PersistFailed: the URL now belongs to another job.
+            OSError: the units cannot be written.
         """
         if rank == 0:
             self._check_owner()
-            begin(draft, self._owner)
-        newest = sort(self._attempts.look(), self._owner.layout)[-1:]
+            announce_draft(draft, self._owner)
+        newest = sort(self._attempts.read_all(), self._owner.layout)[-1:]
         base = newest[0].manifest if newest else None
 
         def write_one(at: int, name: str, unit: Unit, data: Tensor) -> Entry:
@@ -187,27 +192,29 @@ class CheckpointBucket:
                     part.cancel()
 
     def publish(self, draft: ObjectPath, version: int, manifest: str) -> ObjectPath:
-        """Makes an attempt whose units are written the checkpoint of its version; removes what it supersedes.
+        """Commit an attempt whose units are written as the checkpoint of its version; remove the superseded ones.
 
         Raises:
-            PersistFailed: the URL belongs to another job now, or the attempt was given up by newer members, or what it
-                shares with other checkpoints has gone with those.
-            OSError: it cannot be done; nothing is removed.
+            PersistFailed: the URL now belongs to another job, newer members gave the attempt up, or a checkpoint whose
+                files it shares was removed.
+            OSError: the manifest cannot be written; nothing is removed.
         """
         self._check_owner()
         content = manifest.encode()
         ours = parsed(draft, content)
         shared = {(origin, ours.units[unit][0]) for unit, origin in ours.origins.items()}
-        if shared and not shared <= files_of(self._attempts.look().values()):
-            raise PersistFailed("what has not changed since a checkpoint was removed with that one: the next is whole")
+        if shared and not shared <= files_of(self._attempts.read_all().values()):
+            raise PersistFailed(
+                "a checkpoint whose unchanged units this one shares was removed: the next checkpoint writes all units"
+            )
         if not self._place.create(f"{draft.name}/{MANIFEST}", content):
-            raise PersistFailed(f"{draft.name} was given up by members that went on without this one")
-        with contextlib.suppress(OSError):  # what is left goes later
+            raise PersistFailed(f"{draft.name} was given up by members that continued without this one")
+        with contextlib.suppress(OSError):  # files that remain are removed later
             self._prune(draft.name, version)
         return draft
 
     def _prune(self, written: str, version: int) -> None:
-        known = self._attempts.look()
+        known = self._attempts.read_all()
         mine = ATTEMPT.match(written)
         assert mine is not None
         for name, each in known.items():
@@ -215,62 +222,62 @@ class CheckpointBucket:
             if each.is_open and match and int(match[2] or 0) < int(mine[2]) and self._cleaner.give_up(name):
                 self._left.add(name)
         for going in superseded(known, self._retention, before=version, written=written):
-            self._cleaner.remove(going.path.name)
+            self._cleaner.remove_checkpoint(going.path.name)
             self._left |= {going.path.name, *going.manifest.origins.values()}
         write_index(self._attempts)
-        if self._left and self._cleaner.clean(self._left):
+        if self._left and self._cleaner.remove_files(self._left):
             self._left.clear()
 
     def discard(self, draft: ObjectPath) -> None:
-        """Gives an attempt up, unless it has become a checkpoint meanwhile."""
-        with contextlib.suppress(OSError):  # its successors will
+        """Give an attempt up unless it has become a checkpoint."""
+        with contextlib.suppress(OSError):  # a later attempt gives it up
             if self._cleaner.give_up(draft.name):
                 self._left.add(draft.name)
-                if self._cleaner.clean(self._left):
+                if self._cleaner.remove_files(self._left):
                     self._left.clear()
 
     def sweep(self, generation: int) -> None:
-        """Gives up what processes have begun that died, or were left behind; in the background.
+        """Give up, in the background, the attempts of processes that died or were left behind.
 
         Args:
-            generation: of the members, of which this is one.
+            generation: of the members, this one included.
         """
         threading.Thread(target=self._sweep, args=(generation,), name="evermoe-sweep", daemon=True).start()
 
     def _sweep(self, generation: int) -> None:
         attempts = Attempts(self._place)
-        with contextlib.suppress(OSError, PersistFailed):  # the next publication does it, or it is another run's place
+        with contextlib.suppress(OSError, PersistFailed):  # the next publication does it, or another run owns the store
             self._check_run()
             give_up_older(attempts, generation)
-            if not Cleaner(attempts).clean(now=time.time()):
-                self._left |= {name for name, each in attempts.look().items() if each.is_over}
+            if not Cleaner(attempts).remove_files(now=time.time()):
+                self._left |= {name for name, each in attempts.read_all().items() if each.is_over}
             self._place.remove([name for name in self._place.names() if name.startswith(PROBE)])
 
     def close(self) -> None:
-        """Nothing is held: the next job may have the URL."""
+        """Do nothing: no lock is held, and the next job may use the URL."""
 
 
-def begin(draft: ObjectPath, owner: Owner) -> None:
-    """Shows all others that an attempt is under way.
+def announce_draft(draft: ObjectPath, owner: Owner) -> None:
+    """Announce an attempt to all other members.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the announcement cannot be written.
     """
     draft.place.put((draft / BEGUN).key, owner_text(owner).encode())
 
 
 def shared_entry(base: Manifest | None, name: str, value: int, names: Sequence[str]) -> Entry | None:
-    """Where a checkpoint has a unit with this digest and these tensors; None if it has not."""
+    """Return the entry of a checkpoint's unit with this digest and these tensors; None if the checkpoint has none."""
     if base is None or base.units.get(name, ("", None))[1] != value or base.names[name] != list(names):
         return None
     return base.units[name][0], value, names, base.origins.get(name, base.path.name)
 
 
 def put_unit(draft: ObjectPath, number: str, name: str, tensors: Mapping[str, Tensor]) -> Entry:
-    """Writes a unit to a file of its own, whose name begins with a number that no other unit of the attempt has.
+    """Write a unit to a file of its own; `number` begins the file's name and is unique within the attempt.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     apart = {key: tensor.contiguous() for key, tensor in tensors.items()}
     file = f"{number}-{_ODD.sub('_', name)[:_MAX_NAME]}.safetensors"

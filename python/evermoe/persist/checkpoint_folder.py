@@ -1,15 +1,15 @@
-"""The folder of a job's checkpoints: what is complete, what is being written, what was left behind.
+"""The folder of a job's checkpoints: complete ones, drafts, and what dead processes left behind.
 
     DIRECTORY/step-00000120                          complete; its manifest has the version and every unit's digest
-    DIRECTORY/step-00000120-2                        the same step, written again after the job went back behind it
+    DIRECTORY/step-00000120-2                        the same step, written again after a rollback behind it
     DIRECTORY/step-00000160.writing-0000000003-7f01  a draft of the members of generation 3, attempt 7f01
-    DIRECTORY/step-00000080.removing-…               no checkpoint any more
+    DIRECTORY/step-00000080.removing-…               no longer a checkpoint
     DIRECTORY/owner.json, owner.lock                 see `evermoe.persist.owner`
     DIRECTORY/run.json                               see `evermoe.run_claim`
 
-A draft becomes a checkpoint by one rename, which replaces nothing. A checkpoint ceases to be one by another. So a
-writer that was stopped for hours and goes on can only add a checkpoint of the steps that it has seen, which are older
-than the newest; it removes none that is newer than its own.
+One rename turns a draft into a checkpoint and replaces nothing; another rename removes it. So a writer that was stopped
+for hours and then continues can only add a checkpoint of steps that it has seen, which are older than the newest. It
+removes no checkpoint that is newer than its own.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 class _Found(NamedTuple):
     version: int
     writing: int
-    """How many times the step has been written."""
+    """Number of times that the step has been written."""
     path: Path
     manifest: Manifest
 
 
 def find(directory: Path, layout: str | None = None) -> dict[int, Path]:
-    """Complete checkpoints by version.
+    """Return the complete checkpoints by version.
 
-    What cannot be used is passed over with a warning that says why: a damaged manifest, a link, another model's.
+    Checkpoints that cannot be used are ignored with a warning: a damaged manifest, a link, or another model's.
 
     Args:
         directory: of the checkpoints; it may be missing.
         layout: of the model, `UnitCatalog.layout`; None for any.
     """
-    return {found.version: found.path for found in _scan(directory, layout, tells=True)}
+    return {found.version: found.path for found in _scan(directory, layout, warns=True)}
 
 
 def find_saved(directory: Path, layout: str) -> list[PersistedUnit]:
-    """The units of all complete checkpoints of this layout; see `find`."""
-    return [unit for found in _scan(directory, layout, tells=True) for unit in units_of(found.manifest)]
+    """Return the units of all complete checkpoints of this layout; see `find`."""
+    return [unit for found in _scan(directory, layout, warns=True) for unit in units_of(found.manifest)]
 
 
-def _scan(directory: Path, layout: str | None = None, *, tells: bool = False) -> list[_Found]:
-    """Complete checkpoints, older versions first; of one version the one that was written last is last."""
+def _scan(directory: Path, layout: str | None = None, *, warns: bool = False) -> list[_Found]:
+    """Return the complete checkpoints, older versions first; of one version, the one written last comes last."""
     found = []
     for entry in _entries(directory):
         match = _COMPLETE.match(entry.name)
@@ -79,12 +79,12 @@ def _scan(directory: Path, layout: str | None = None, *, tells: bool = False) ->
             continue
         try:
             if not entry.is_dir(follow_symlinks=False):
-                raise CorruptCopy(f"{entry.path} is no folder")
+                raise CorruptCopy(f"{entry.path} is not a folder")
             manifest = _checked(Path(entry.path), int(match[1]), layout)
             found.append(_Found(manifest.version, int(match[2] or 1), Path(entry.path), manifest))
         except CorruptCopy as error:
-            if tells and os.path.lexists(entry.path):  # it may have been removed meanwhile
-                warn(f"a checkpoint is passed over: {error}")
+            if warns and os.path.lexists(entry.path):  # it may have been removed meanwhile
+                warn(f"a checkpoint is ignored: {error}")
     return sorted(found, key=lambda each: (each.version, each.writing, each.path.name))
 
 
@@ -98,7 +98,7 @@ def _checked(path: Path, step: int, layout: str | None) -> Manifest:
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    """What is in the folder; nothing, with a warning, if it cannot be read."""
+    """Return the entries of the folder; none, with a warning, if it cannot be read."""
     try:
         with os.scandir(directory) as entries:
             return list(entries)
@@ -110,22 +110,22 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 class Stored(NamedTuple):
-    """A complete checkpoint, as a list shows it."""
+    """A complete checkpoint, as `evermoe checkpoints list` shows it."""
 
     path: Location
     step: int
     """Steps taken in it."""
     version: int
     nbytes: int
-    """Of all its files."""
+    """Bytes of all its files."""
     units: int
 
 
 def stored(directory: Path) -> list[Stored]:
-    """The complete checkpoints, older versions first; what cannot be used is passed over with a warning.
+    """Return the complete checkpoints, older versions first; those that cannot be used are ignored with a warning.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: the folder does not exist.
     """
     if not directory.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
@@ -137,20 +137,20 @@ def stored(directory: Path) -> list[Stored]:
             sum(file.stat().st_size for file in found.path.iterdir()),
             len(found.manifest.units),
         )
-        for found in _scan(directory, tells=True)
+        for found in _scan(directory, warns=True)
     ]
 
 
 def superseded(
     directory: Path, retention: Retention, *, before: int | None = None, written: Path | None = None
 ) -> list[Path]:
-    """The checkpoints that a retention does not keep, older ones first.
+    """Return the checkpoints that a retention does not keep, older ones first.
 
     Args:
         directory: of the checkpoints.
-        retention: what stays.
-        before: a version; what is newer stays, and does not count. None for none.
-        written: a folder that stays, whatever its version; others of the same version go.
+        retention: the checkpoints to keep.
+        before: a version; newer checkpoints stay and do not count. None counts all.
+        written: a folder that stays, whatever its version; others of the same version are removed.
     """
     found = [each for each in _scan(directory) if before is None or each.version <= before]
     going = retention.superseded({each.version for each in found})
@@ -160,17 +160,17 @@ def superseded(
 
 
 class CheckpointFolder:
-    """The folder, as one member of a job writes to it.
+    """The folder of checkpoints, as one member of a job writes to it.
 
     Args:
-        directory: on a file system that all members share; made if it is missing.
+        directory: on a file system that all members share; created if it is missing.
         owner: the member's job, and the layout of its model.
         member: its name, unique among all processes of the job.
-        retention: which checkpoints stay when a new one is complete.
+        retention: checkpoints to keep when a new one is complete.
 
     Raises:
         ValueError: another job runs in the folder, or its checkpoints are of another model.
-        OSError: files cannot be written there, and the job has not written there before.
+        OSError: the folder cannot be written to, and the job has not written to it before.
     """
 
     def __init__(self, directory: Path, owner: Owner, member: str, retention: Retention = NEWEST) -> None:
@@ -188,44 +188,44 @@ class CheckpointFolder:
             problem = f"checkpoints: {directory} cannot be written to: {error.strerror or error}"
             if read_owner(directory) != owner:
                 raise OSError(
-                    error.errno, f"{problem}. Make room, or make it writable, or give another folder"
+                    error.errno, f"{problem}. Free space, make it writable, or give another folder"
                 ) from error
-            warn(f"{problem}. Job {owner.job!r} continues, and tries each checkpoint when it is scheduled")
+            warn(f"{problem}. Job {owner.job!r} continues, and tries to write each scheduled checkpoint")
 
     def _is_used(self) -> bool:
         persisted = self.directory / PERSISTED
         return bool(_scan(self.directory)) or (persisted.is_dir() and any(persisted.iterdir()))
 
     def found(self) -> Run | None:
-        """The run whose living members hold the folder."""
+        """Return the run whose living members hold the folder."""
         return self._run_claim.found()
 
-    def take(self, run: Run, patience: float) -> None:
-        """Takes the folder for a run; later, if it cannot be written to now.
+    def claim_for(self, run: Run, patience: float) -> None:
+        """Claim the folder for a run; if it cannot be written to now, claim it later.
 
         Raises:
-            FolderInUse: members of another run live and hold it.
+            FolderInUse: living members of another run hold it.
         """
         self._run = run
         with contextlib.suppress(OSError):
-            self._run_claim.take(run, patience)
+            self._run_claim.claim_for(run, patience)
 
     def newest_generation(self) -> int:
-        """The newest generation that wrote here, also of drafts: that of the running job must be newer."""
+        """Return the newest generation that wrote here, drafts included; that of the running job must be newer."""
         drafts = [int(match[1]) for entry in _entries(self.directory) if (match := _DRAFT.match(entry.name))]
         drafts += [generation_of(version) for _, version, _ in folders(self.directory / PERSISTED)]
         return max([*drafts, *(generation_of(found.version) for found in _scan(self.directory))], default=0)
 
     def draft(self, version: int, generation: int, attempt: str) -> Path:
-        """Where the members of a generation write a version, at an attempt that has a name of its own."""
+        """Return the location where the members of a generation write a version; each attempt has its own."""
         return self.directory / f"{_name(version)}.writing-{generation:010d}-{attempt}"
 
-    def begin(self, draft: Path) -> None:
-        """Makes a draft, unless another member was quicker.
+    def create_draft(self, draft: Path) -> None:
+        """Create a draft's folder, unless another member already has.
 
         Raises:
-            PersistFailed: the folder belongs to another job now.
-            OSError: it cannot be made.
+            PersistFailed: the folder now belongs to another job.
+            OSError: the draft cannot be created.
         """
         self._check_owner()
         make_folder(draft)
@@ -236,17 +236,17 @@ class CheckpointFolder:
                 self._claim = Claim(self.directory, self._owner, is_used=self._is_used())
             except ValueError as error:
                 raise PersistFailed(str(error)) from None
-        self._claim.check()
+        self._claim.check_owner()
         try:
             if self._run is not None:
-                self._run_claim.take(self._run, 0.0)
+                self._run_claim.claim_for(self._run, 0.0)
         except FolderInUse as error:
             raise PersistFailed(str(error)) from None
         if refusal := self._run_claim.refusal():
             raise PersistFailed(refusal)
 
     def write(self, draft: Path, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, Entry]:
-        """Writes a rank's units to a file of the draft, which is made if it is missing.
+        """Write a rank's units to a file of the draft, which is created if it is missing.
 
         Args:
             draft: of the attempt.
@@ -254,20 +254,20 @@ class CheckpointFolder:
             units: by name, and their bytes, uint8 `[nbytes]`.
 
         Raises:
-            PersistFailed: the folder belongs to another job now.
-            OSError: they cannot be written.
+            PersistFailed: the folder now belongs to another job.
+            OSError: the units cannot be written.
         """
-        self.begin(draft)
+        self.create_draft(draft)
         file = f"units-{rank}.safetensors"
         digests = write_units(draft / file, units)
         return {name: (file, digests[name], [spec.name for spec in unit.specs]) for name, (unit, _) in units.items()}
 
     def publish(self, draft: Path, version: int, manifest: str) -> Path:
-        """Makes a draft whose units are on disk the checkpoint of its version, and removes what it supersedes.
+        """Turn a draft whose units are on disk into the checkpoint of its version; remove the superseded ones.
 
         Raises:
-            PersistFailed: the folder belongs to another job now.
-            OSError: it cannot be done; nothing is removed.
+            PersistFailed: the folder now belongs to another job.
+            OSError: the draft cannot be renamed; nothing is removed.
         """
         write_text(draft / MANIFEST, manifest)
         flush(draft)
@@ -278,15 +278,15 @@ class CheckpointFolder:
         return path
 
     def discard(self, draft: Path) -> None:
-        """Removes a draft, unless it has become a checkpoint meanwhile."""
+        """Remove a draft unless it has become a checkpoint."""
         remove(draft)
 
     def sweep(self, generation: int) -> None:
-        """Removes what processes have left that died while they wrote or removed a checkpoint.
+        """Remove what processes left behind that died while they wrote or removed a checkpoint.
 
         Args:
-            generation: of the members, of which this is one. Drafts of older generations will never be complete:
-                their writers are dead, or were stopped and left behind.
+            generation: of the members, this one included. Drafts of older generations will never be complete: their
+                writers are dead, or were stopped and left behind.
         """
         with contextlib.suppress(OSError):
             if self._run_claim.refusal():
@@ -302,14 +302,14 @@ class CheckpointFolder:
                     os.unlink(entry.path)
 
     def close(self) -> None:
-        """Lets other jobs and runs have the folder."""
+        """Release the folder for other jobs and runs."""
         self._run_claim.release()
         if self._claim is not None:
             self._claim.close()
 
 
 def take_name(draft: Path, version: int) -> Path:
-    """Makes a draft that is on disk the checkpoint of its version; it replaces nothing.
+    """Rename a draft that is on disk to the checkpoint of its version; replace nothing.
 
     Raises:
         OSError: it cannot be renamed.
@@ -331,8 +331,8 @@ def _name(version: int) -> str:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint or draft: first it ceases to be one."""
+    """Remove a checkpoint or draft; the rename that makes it invalid comes first."""
     going = path.with_name(f"{path.name.split('.')[0]}.removing-{uuid.uuid4().hex[:8]}")
-    with contextlib.suppress(OSError):  # another member was quicker
+    with contextlib.suppress(OSError):  # another member was faster
         os.rename(path, going)
         shutil.rmtree(going, ignore_errors=True)

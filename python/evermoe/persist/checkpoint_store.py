@@ -1,4 +1,4 @@
-"""Checkpoints wherever they are: a folder or an object store behind the same few functions, by what the place is."""
+"""The same interface to checkpoints in a folder and in an object store."""
 
 from __future__ import annotations
 
@@ -26,55 +26,55 @@ from evermoe.warn import warn
 
 
 class CheckpointStore(Protocol):
-    """A job's checkpoints, as one member writes them; `CheckpointFolder` and `CheckpointBucket` have the details.
+    """A job's checkpoints, as one member writes them; see `CheckpointFolder` and `CheckpointBucket` for the details.
 
-    An attempt at a checkpoint is a draft: every rank writes its units to it, then rank 0 publishes it. It is complete
-    from then on, and nothing of it is there before. It is published after all that it replaces, so a job always has
-    the checkpoint before; and one that was given up never becomes one.
+    An attempt at a checkpoint is a draft: every rank writes its units to it, then rank 0 publishes it. Only then does
+    it appear, complete. Superseded checkpoints are removed after that, so a job always has a checkpoint. A draft that
+    was given up never becomes one.
     """
 
     @property
     def directory(self) -> Any:
-        """Where the checkpoints are."""
+        """Folder or URL of the checkpoints."""
 
     def newest_generation(self) -> int:
-        """The newest generation that wrote here."""
+        """Return the newest generation that wrote here."""
 
     def found(self) -> Run | None:
-        """The run that the place belongs to: of living members, where it has locks."""
+        """Return the run that the store belongs to; where the store has locks, only a run with living members."""
 
-    def take(self, run: Run, patience: float) -> None:
-        """Takes the place for a run; see `evermoe.run_claim`.
+    def claim_for(self, run: Run, patience: float) -> None:
+        """Claim the store for a run; see `evermoe.run_claim`.
 
         Raises:
-            FolderInUse: members of another run live and hold it.
+            FolderInUse: living members of another run hold it.
         """
 
     def draft(self, version: int, generation: int, attempt: str) -> Any:
-        """Where the members of a generation write a version."""
+        """Return the location where the members of a generation write a version."""
 
     def write(self, draft: Any, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> Mapping[str, Entry]:
-        """Writes a rank's units, and says where they are."""
+        """Write a rank's units and return their entries for the manifest."""
 
     def publish(self, draft: Any, version: int, manifest: str) -> Any:
-        """Makes a draft the checkpoint of its version, and removes what that supersedes."""
+        """Turn a draft into the checkpoint of its version and remove those that it supersedes."""
 
     def discard(self, draft: Any) -> None:
-        """Removes a draft, unless it has become a checkpoint."""
+        """Remove a draft unless it has become a checkpoint."""
 
     def sweep(self, generation: int) -> None:
-        """Removes what the members of older generations have left."""
+        """Remove what the members of older generations left behind."""
 
     def close(self) -> None:
-        """Lets other jobs have the place."""
+        """Release the store for other jobs."""
 
 
 def open_store(where: Location, owner: Owner, member: str, retention: Retention = NEWEST) -> CheckpointStore:
-    """The checkpoints at a place, for a member that writes; see `CheckpointFolder` and `CheckpointBucket`.
+    """Open the checkpoints at a location for a member that writes; see `CheckpointFolder` and `CheckpointBucket`.
 
     Raises:
-        ValueError: another job runs there, or the checkpoints are of another model.
-        OSError: it cannot be written there.
+        ValueError: another job runs at the location, or the checkpoints are of another model.
+        OSError: the location cannot be written to.
     """
     if isinstance(where, ObjectPath):
         return CheckpointBucket(where.place, owner, member, retention)
@@ -82,12 +82,12 @@ def open_store(where: Location, owner: Owner, member: str, retention: Retention 
 
 
 def is_read_only(where: Location) -> bool:
-    """Whether a place is a URL to which nothing can be written, whatever the credentials."""
+    """Return whether a location is a URL that cannot be written to, whatever the credentials."""
     return isinstance(where, ObjectPath) and where.place.is_read_only
 
 
 def find(where: Location, layout: str | None = None) -> Mapping[int, Location]:
-    """Complete checkpoints by version, as `checkpoint_folder.find` has it.
+    """Return the complete checkpoints by version, as `checkpoint_folder.find` does.
 
     Raises:
         OSError: an object store did not answer.
@@ -99,34 +99,34 @@ def find(where: Location, layout: str | None = None) -> Mapping[int, Location]:
 
 def _scan(where: ObjectPath, layout: str | None = None) -> list[Found]:
     if not is_single(where):
-        return scan(where.place, layout, tells=True)
+        return scan(where.place, layout, warns=True)
     try:
         manifest = read_manifest(locate_below(where.place.url))
         if layout is not None and manifest.layout != layout:
             raise CorruptCopy(f"{where} belongs to another model or optimizer")
     except CorruptCopy as error:
-        warn(f"a checkpoint is passed over: {error}")
+        warn(f"a checkpoint is ignored: {error}")
         return []
     return [Found(manifest.version, 0, manifest)]
 
 
 def is_single(where: Location) -> bool:
-    """Whether a place is the URL of one checkpoint, which can only be read."""
+    """Return whether a location is the URL of one checkpoint, which is read-only."""
     return isinstance(where, ObjectPath) and where.place.is_read_only and bool(ATTEMPT.match(where.name))
 
 
 def find_saved(where: Location, layout: str) -> list[PersistedUnit]:
-    """The units of all complete checkpoints of this layout; raises as `find` does."""
+    """Return the units of all complete checkpoints of this layout; raises as `find` does."""
     if isinstance(where, ObjectPath):
         return [unit for found in _scan(where, layout) for unit in units_of(found.manifest)]
     return checkpoint_folder.find_saved(where, layout)
 
 
 def stored(where: Location) -> list[Stored]:
-    """The complete checkpoints, older versions first; what cannot be used is passed over with a warning.
+    """Return the complete checkpoints, older versions first; those that cannot be used are ignored with a warning.
 
     Raises:
-        OSError: the place cannot be read.
+        OSError: the location cannot be read.
     """
     if not isinstance(where, ObjectPath):
         return checkpoint_folder.stored(where)
@@ -143,7 +143,7 @@ def stored(where: Location) -> list[Stored]:
 
 
 def _nbytes(manifest: Manifest) -> int:
-    """Bytes of all files that a checkpoint in an object store uses, its manifest among them."""
+    """Return the bytes of all files that a checkpoint in an object store uses, its manifest included."""
     path = manifest.path
     assert isinstance(path, ObjectPath)
     files = {(manifest.folder_of(unit) / file) for unit, (file, _) in manifest.units.items()} | {path / MANIFEST}
@@ -157,7 +157,7 @@ def _key(file: Location) -> str:
 
 
 def owner_of(where: Location) -> Owner | None:
-    """The job that a place belongs to; None if it names none that can be read.
+    """Return the job that a location belongs to; None if no readable `owner.json` names one.
 
     Raises:
         OSError: an object store did not answer.
@@ -166,23 +166,23 @@ def owner_of(where: Location) -> Owner | None:
 
 
 def superseded(where: Location, retention: Retention) -> list[Location]:
-    """The checkpoints that a retention does not keep, older ones first; raises as `stored` does."""
+    """Return the checkpoints that a retention does not keep, older ones first; raises as `stored` does."""
     if not isinstance(where, ObjectPath):
         return list(checkpoint_folder.superseded(where, retention))
-    return [found.path for found in attempts.superseded(Attempts(where.place).look(), retention)]
+    return [found.path for found in attempts.superseded(Attempts(where.place).read_all(), retention)]
 
 
 def prune(where: Location, retention: Retention, *, abandoned: bool = False) -> Iterator[Location]:
-    """Removes the checkpoints that a retention does not keep, and tells each one.
+    """Remove the checkpoints that a retention does not keep, and yield each of them.
 
     Args:
-        where: no job runs there.
-        retention: what stays.
-        abandoned: whether attempts of jobs that died are given up, too.
+        where: folder or URL in which no job runs.
+        retention: the checkpoints to keep.
+        abandoned: whether attempts of dead jobs are given up, too.
 
     Raises:
-        ValueError: a job runs there, or an attempt is undecided.
-        OSError: the place cannot be read or written.
+        ValueError: a job runs at the location, or an attempt is undecided.
+        OSError: the location cannot be read or written.
     """
     if not isinstance(where, ObjectPath):
         with no_job(where):
@@ -193,16 +193,16 @@ def prune(where: Location, retention: Retention, *, abandoned: bool = False) -> 
     seen = Attempts(where.place)
     if abandoned:
         give_up_older(seen, None)
-    known = seen.look()
+    known = seen.read_all()
     undecided = [name for name, each in known.items() if each.is_open]
     if undecided:
         raise ValueError(
-            f"{where}: {undecided[0]} is being written, or was begun by a job that died: if no job runs there, give it "
+            f"{where}: {undecided[0]} is being written, or its job died: if no job runs here, give it "
             "up with --abandoned"
         )
     cleaner = Cleaner(seen)
     for found in attempts.superseded(known, retention):
-        cleaner.remove(found.path.name)
+        cleaner.remove_checkpoint(found.path.name)
         yield found.path
     write_index(seen)
-    cleaner.clean(now=time.time())
+    cleaner.remove_files(now=time.time())

@@ -1,9 +1,9 @@
-"""One checkpoint on its way to disk, beside training.
+"""Writes one checkpoint in the background.
 
-    begin ─ read ─ [update] ─ write ─ say so to rank 0 ─ published by it ─ known to all ─ VOTE: all know
+    begin ─ read ─ [update] ─ write ─ report to rank 0 ─ published by rank 0 ─ reported to all ─ VOTE
 
-Every member writes its units to a draft in a thread of its own. The same threads tell rank 0 what is written, which
-then publishes it and tells all. The training thread waits for nothing but that its state is read.
+Every member writes its units to a draft in a background thread. The same threads report to rank 0 what is written; it
+then publishes the checkpoint and notifies all members. The training thread waits only until its state is read.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from evermoe.state.unit import read_tensors
 THREAD = "evermoe-checkpoint"
 """Name of the threads that write."""
 PROGRESS_CHECKS, MAX_CHECK = 16, 1.0
-"""Looks whether others are late, per hang limit, and the seconds between two of them at most."""
+"""Checks for late members per hang timeout, and the maximum number of seconds between two checks."""
 MAX_PROBLEMS = 3
 """Ranks whose problems are named when a checkpoint cannot be written."""
 
 
 class Result(NamedTuple):
-    """What a member did of a checkpoint, or became of it; or why that could not be."""
+    """A member's part of a checkpoint, or the published checkpoint; or the problem that prevented it."""
 
     value: Any = None
     problem: str = ""
 
 
 class CheckpointWrite:
-    """One checkpoint on its way to the store. All ranks make it alike.
+    """One checkpoint on its way to the store. All ranks create it with the same arguments, except for `mine`.
 
     Args:
-        store: of rank 0 the one that publishes.
-        state: this rank's units; not to be changed before `wait_captured`.
+        store: the one on rank 0 publishes.
+        state: this rank's units; they must not change before `wait_captured`.
         mine: names of the units that this rank writes. Over all ranks every unit must be in exactly one `mine`.
         version: of the state.
         generation: of the group's members.
-        group: all that train.
-        attempt: the same word on all ranks, which no other attempt has; a member that is alone needs none.
+        group: all members that train.
+        attempt: a word that is the same on all ranks and unique to the attempt; a member that is alone needs none.
         worker: the thread that writes; None for a new one.
 
     Raises:
-        PeerLost: a member is gone.
+        PeerLost: a member is lost.
     """
 
     def __init__(
@@ -80,27 +80,27 @@ class CheckpointWrite:
         self._captured = threading.Event()
         self._is_busy = True
         """Whether it waits for this rank's disk, not for other ranks."""
-        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is written.
+        # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be written.
         self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
         self._task = self._start(self._run, worker)
 
     def wait_captured(self) -> None:
-        """Waits until the state may be changed: what this rank writes of it is in memory of its own."""
+        """Wait until the state may change: the units that this rank writes are copied."""
         self._captured.wait()
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank knows what became of it."""
+        """Return whether this rank knows the outcome."""
         return self._task.is_over_within(0)
 
-    def complete(self) -> Location:
-        """Waits until it is published; returns where it is.
+    def wait_published(self) -> Location:
+        """Wait until the checkpoint is published; return its location.
 
-        A rank waits for its own disk as long as that takes, and for others as long as a collective would.
+        A rank waits for its own disk without a limit, and for other ranks as long as a collective would.
 
         Raises:
-            PersistFailed: some rank could not do its part; the same on all of them, and no other checkpoint changed.
-            PeerLost: a member is gone or late, and this one does not know whether it is published.
+            PersistFailed: some rank could not write its part. All ranks raise it, and no other checkpoint changed.
+            PeerLost: a member is lost or late, and this one does not know whether the checkpoint is published.
         """
         if self._group.size > 1:
             self._wait_for_others()
@@ -132,7 +132,7 @@ class CheckpointWrite:
         device = next((t.device for tensors in self._tensors.values() for t in tensors if t.is_cuda), None)
         after = None if device is None else torch.cuda.current_stream(device).record_event()
 
-        def run_beside() -> None:
+        def run_in_background() -> None:
             if device is None:
                 task.run()
                 return
@@ -141,9 +141,9 @@ class CheckpointWrite:
 
         task = Task(part, after)
         if worker is not None:
-            worker.submit(run_beside)
+            worker.submit(run_in_background)
         else:
-            threading.Thread(target=run_beside, name=THREAD, daemon=True).start()
+            threading.Thread(target=run_in_background, name=THREAD, daemon=True).start()
         return task
 
     def _run(self) -> Result:
@@ -152,7 +152,7 @@ class CheckpointWrite:
         return Result(*self._council.decide(mine, self._conclude))
 
     def _write(self) -> Mapping[str, Entry]:
-        """Writes this rank's units, and says where they are."""
+        """Write this rank's units and return their entries."""
         try:
             copies = self._read()
         finally:
@@ -162,18 +162,18 @@ class CheckpointWrite:
         return self._store.write(self._draft, self._council.rank, units)
 
     def _read(self) -> dict[str, Tensor]:
-        """Copies of this rank's units, uint8 `[nbytes]`."""
+        """Return copies of this rank's units, uint8 `[nbytes]`."""
         sizes = {name: self._state.catalog.by_name[name].nbytes for name in self._mine}
         copies = {name: torch.empty(nbytes, dtype=torch.uint8) for name, nbytes in sizes.items()}
-        there = [name for name in self._mine if all(map(_is_in_one_piece, self._tensors[name]))]
-        runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors[name]] for name in there]
-        copy_units(runs, [copies[name].numpy() for name in there])
-        for name in copies.keys() - set(there):
+        contiguous = [name for name in self._mine if all(map(_is_in_one_piece, self._tensors[name]))]
+        runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors[name]] for name in contiguous]
+        copy_units(runs, [copies[name].numpy() for name in contiguous])
+        for name in copies.keys() - set(contiguous):
             read_tensors(self._tensors[name], copies[name])
         return copies
 
     def _conclude(self, everyone: list[Any]) -> Result:
-        """On rank 0: publishes what all have written, unless some could not."""
+        """Publish on rank 0 what all ranks have written, unless some could not."""
         parts = [Result(*each) for each in everyone]
         problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(parts) if each.problem]
         if problems:
@@ -192,5 +192,5 @@ def _is_in_one_piece(tensor: Tensor) -> bool:
 def _tried(part: Callable[[], Any]) -> Result:
     try:
         return Result(part())
-    except Exception as error:  # whatever it is, training continues
+    except Exception as error:  # training continues after any error
         return Result(problem=str(error) or type(error).__name__)

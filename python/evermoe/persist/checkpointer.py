@@ -1,7 +1,7 @@
-"""When a session writes checkpoints. How they are written beside training is in `evermoe.persist.checkpoint_write`.
+"""Schedules a session's checkpoints; `evermoe.persist.checkpoint_write` writes them in the background.
 
-What the ballots say, all members see at the same step; so all know alike whether a checkpoint is under way. The
-training thread exchanges nothing else for them while the members stay the same.
+All members see the same ballots at the same step, so they agree on whether a checkpoint is under way. The training
+thread exchanges nothing else for checkpoints while the members stay the same.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from evermoe.warn import warn
 
 
 def find_location(options: Checkpoints, patience: float | None = None) -> Location | None:
-    """Return where checkpoints are; None without any.
+    """Return the location of the checkpoints; None if the options name none.
 
     Args:
         options: of the session.
         patience: seconds during which a request to a URL is retried; None for that of the options.
 
     Raises:
-        ValueError: the URL is of no known kind, or has credentials.
-        OSError: there are no credentials for it.
+        ValueError: the URL has an unknown scheme, or contains credentials.
+        OSError: there are no credentials for the URL.
     """
     if options.url is None:
         return None
@@ -53,13 +53,13 @@ def find_location(options: Checkpoints, patience: float | None = None) -> Locati
 
 
 class Checkpointer:
-    """When a session writes checkpoints, and which units each of its members writes.
+    """Decides when a session writes checkpoints, and which units each of its members writes.
 
     Args:
-        options: where, and when.
+        options: location and schedule.
         state: this member's units.
-        membership: the job, and who trains.
-        emit: is told of every checkpoint that is published.
+        membership: the job, and the members that train.
+        emit: called with every published checkpoint.
 
     Raises:
         ValueError: another job runs in the folder, or its checkpoints are of another model.
@@ -72,19 +72,19 @@ class Checkpointer:
         self._options, self._state, self._membership, self._emit = options, state, membership, emit
         self._newest = -1
         self._path: Location | None = None
-        """Of the newest checkpoint."""
+        """Version of the newest checkpoint."""
         self._write: CheckpointWrite | None = None
-        """The checkpoint that is under way, on all members or none."""
+        """The checkpoint that is under way, on all members or on none."""
         self._mine: list[str] | None = None
-        """What this member writes of each, as long as the members stay the same; None: not known yet."""
+        """Units that this member writes, as long as the members stay the same; None: not computed yet."""
         self._attempts: Iterator[str] = iter(())
         """Names of attempts, the same on all members."""
         self._worker: Worker | None = None
         """The thread that writes."""
-        self._is_told = False
-        """Whether a warning has told that checkpoints are left out while one is under way."""
+        self._has_warned = False
+        """Whether a warning was issued that checkpoints are skipped while one is under way."""
         self._is_owed = False
-        """Whether the one that was under way when members changed was given up."""
+        """Whether the checkpoint that was under way when the members changed was given up."""
         self._published = 0
         """Steps taken in the newest checkpoint on disk."""
         self._store: CheckpointStore | None = None
@@ -92,7 +92,7 @@ class Checkpointer:
         if where is not None and is_read_only(where):
             if options.interval:
                 raise ValueError(
-                    f"checkpoints: interval is {options.interval} steps, but {where} can only be read: write to a "
+                    f"checkpoints: interval is {options.interval} steps, but {where} is read-only: write to a "
                     "folder, s3://, gs:// or az://"
                 )
         elif where is not None and membership.role == "train":
@@ -100,7 +100,7 @@ class Checkpointer:
             retention = Retention(options.keep, options.keep_interval)
             self._store = open_store(where, owner, membership.id, retention)
             if options.interval:
-                with suppress(OSError):  # a place that does not answer now may do so later
+                with suppress(OSError):  # the store may answer later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
 
     @property
@@ -109,35 +109,35 @@ class Checkpointer:
         return self._store is not None
 
     def newest_generation(self) -> int:
-        """The newest generation that wrote to the folder; 0 if there is none."""
+        """Return the newest generation that wrote to the store; 0 if there is none."""
         return 0 if self._store is None else self._store.newest_generation()
 
     def found(self) -> Run | None:
-        """The run that the place of the checkpoints belongs to."""
+        """Return the run that the store belongs to."""
         return None if self._store is None else self._store.found()
 
-    def take(self, run: Run, patience: float) -> None:
-        """Takes the place of the checkpoints for a run.
+    def claim_for(self, run: Run, patience: float) -> None:
+        """Claim the store of the checkpoints for a run.
 
         Raises:
-            FolderInUse: members of another run live and hold it.
+            FolderInUse: living members of another run hold it.
         """
         if self._store is not None:
-            self._store.take(run, patience)
+            self._store.claim_for(run, patience)
 
     def restart(self, generation: int) -> None:
-        """The members of a generation resume: what was written may be unknown to some, what was begun is void.
+        """Resume with the members of a generation: give up the checkpoint under way; collective.
 
-        Collective.
+        Some members may not know its outcome, so the next scheduled step writes a new one.
         """
         if self._membership.role != "train":
             return
         group = self._membership.trainer_group
-        told = gather_json(group, (self._is_owed or self._write is not None, uuid.uuid4().hex[:8]))
-        self._is_owed = any(is_owed for is_owed, _ in told)
-        self._attempts = (f"{told[0][1]}{number:04x}" for number in itertools.count())
+        answers = gather_json(group, (self._is_owed or self._write is not None, uuid.uuid4().hex[:8]))
+        self._is_owed = any(is_owed for is_owed, _ in answers)
+        self._attempts = (f"{answers[0][1]}{number:04x}" for number in itertools.count())
         if self._write is not None and not self._write.is_over:
-            self._end_worker()  # which may be busy with what is void for as long as the disk takes
+            self._end_worker()  # a slow disk may keep it busy with a checkpoint that was given up
         self._newest, self._write, self._mine = -1, None, None
         if self._store is not None and group.rank == 0:  # the members do not wait for the disk
             threading.Thread(target=self._store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
@@ -145,34 +145,34 @@ class Checkpointer:
     # ---- a step
 
     def before_update(self) -> None:
-        """Waits until the state may be changed."""
+        """Wait until the state may change."""
         if self._write is not None:
             self._write.wait_captured()
 
     @property
     def is_over(self) -> bool:
-        """Whether a checkpoint is under way, and this member knows what became of it."""
+        """Return whether a checkpoint is under way and this member knows its outcome."""
         return self._write is not None and self._write.is_over
 
     def begin_if_due(self, version: int) -> bool:
-        """Begins the checkpoint of the state, which is that of `version`, if that is due; on all members alike.
+        """Begin the checkpoint of the state of `version` if one is scheduled; on all members or on none.
 
         Returns:
             Whether it has begun; the same on all members that train.
 
         Raises:
-            PeerLost: a member is gone.
+            PeerLost: a member is lost.
         """
         every, step = self._options.interval, step_of(version)
         is_due = self._is_owed or (bool(every) and step % every == 0)
         if self._store is None or not is_due:
             return False
         if self._write is not None:
-            if not self._is_told:
-                self._is_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 warn(
-                    f"the checkpoint of step {step} is left out: that of step {step_of(self._write.version)} is still "
-                    "being written, and until it is, none is begun"
+                    f"the checkpoint of step {step} is skipped: that of step {step_of(self._write.version)} is still "
+                    "being written, and only one is written at a time"
                 )
             return False
         self._is_owed = False
@@ -184,47 +184,47 @@ class Checkpointer:
         if self._mine is None:
             active = self._state.active(group.size)
             self._mine = primary_units(self._state.catalog.units, active, group.rank, group.size)
-        self._is_told, attempt = False, next(self._attempts)
+        self._has_warned, attempt = False, next(self._attempts)
         self._worker = self._worker or Worker(THREAD)
         return CheckpointWrite(store, self._state, self._mine, version, generation, group, attempt, self._worker)
 
     def advance(self) -> None:
-        """What is under way is over on all members. A failure is told by a warning.
+        """Finish the checkpoint under way, whose outcome all members know; warn if it failed.
 
         Raises:
-            PeerLost: a member was gone before this one knew what became of it.
+            PeerLost: a member was lost before this one knew the outcome.
         """
         assert self._write is not None
         version = self._write.version
         try:
-            path = self._write.complete()
+            path = self._write.wait_published()
         except PersistFailed as failed:
             self._write = None
             warn(
                 f"the checkpoint of step {step_of(version)} was not written: {failed}. Training continues, and the "
-                "next one is tried when it is due"
+                "next scheduled checkpoint is written as usual"
             )
             return
         self._write = None
-        self._note(version, path)
+        self._record_published(version, path)
 
-    def _note(self, version: int, path: Location) -> None:
+    def _record_published(self, version: int, path: Location) -> None:
         self._newest, self._path, self._published = version, path, step_of(version)
         self._emit(Checkpoint(step_of(version), str(path)))
 
     def lag(self, step: int) -> dict[str, int]:
-        """Steps since the newest checkpoint, after so many; empty where none are due."""
+        """Return the steps since the newest checkpoint, after `step` steps; empty if no checkpoints are scheduled."""
         is_due = self._store is not None and self._options.interval
         return {"checkpoint": max(0, step - self._published)} if is_due else {}
 
     # ---- the end
 
     def finish(self, version: int) -> None:
-        """Wait for the checkpoint under way, then for that of the state, whose version this is; collective.
+        """Wait for the checkpoint under way, then write that of the current state, `version`; collective.
 
         Raises:
-            PersistFailed: the latter could not be written; the same on all members.
-            PeerLost: a member is gone, and nothing is written.
+            PersistFailed: the latter could not be written. All members raise it.
+            PeerLost: a member is lost, and nothing is written.
         """
         while self._write is not None and self._write.version != version:
             self.advance()
@@ -234,19 +234,19 @@ class Checkpointer:
         if path is None:
             self._write = write = self._write or self._begin(version, self._store)
             try:
-                path = write.complete()
+                path = write.wait_published()
             finally:
                 self._write = None
-            self._note(version, path)
+            self._record_published(version, path)
         self._newest, self._path = version, path
 
     def save(self, version: int, path_or_name: str | Path | None) -> Location:
-        """Write a checkpoint of the state, whose version this is, and wait for it; collective.
+        """Write a checkpoint of the current state, `version`, and wait for it; collective.
 
         Raises:
-            ValueError: it has no place.
-            PersistFailed: it could not be written; the same on all members.
-            PeerLost: a member is gone, and nothing is written.
+            ValueError: there is no location to write to.
+            PersistFailed: the checkpoint could not be written. All members raise it.
+            PeerLost: a member is lost, and nothing is written.
         """
         home, timeout = find_location(self._options), self._options.store_timeout
         if path_or_name is not None:
@@ -262,7 +262,7 @@ class Checkpointer:
         return self._save_elsewhere(version, where)
 
     def _save_elsewhere(self, version: int, where: Location) -> Location:
-        """Write a checkpoint to another place than the session's own. All that were written there stay."""
+        """Write a checkpoint to a location other than the session's own. No checkpoint at that location is removed."""
         owner = Owner(self._membership.identity.job, self._state.catalog.layout)
         store, problem = None, ""
         try:
@@ -273,16 +273,16 @@ class Checkpointer:
             problems = gather_json(self._membership.trainer_group, problem)
             if store is None or any(problems):
                 raise PersistFailed(next(filter(None, problems)))
-            return self._find(version, store) or self._begin(version, store).complete()
+            return self._find(version, store) or self._begin(version, store).wait_published()
         finally:
             if store is not None:
                 store.close()
 
     def _find(self, version: int, store: CheckpointStore) -> Location | None:
-        """Return where a store has the checkpoint of a version, as rank 0 finds it. None: it has none."""
+        """Return the location of a version's checkpoint in a store, as rank 0 finds it; None: there is none."""
         group, directory, path = self._membership.trainer_group, store.directory, None
         if group.rank == 0:
-            with contextlib.suppress(OSError):  # then it is written, or that says why it cannot be
+            with contextlib.suppress(OSError):  # then the write succeeds, or reports why it cannot
                 path = find(directory).get(version)
         name = share_json(group, None if path is None else path.name)
         return None if name is None else directory / name
@@ -293,7 +293,7 @@ class Checkpointer:
             self._worker = None
 
     def release(self) -> None:
-        """Lets other jobs and runs have the folder."""
+        """Release the store for other jobs and runs."""
         self._end_worker()
         if self._store is not None:
             self._store.close()

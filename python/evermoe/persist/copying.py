@@ -1,4 +1,4 @@
-"""Copies a checkpoint from one place to another: what was complete there is complete here, or not here at all."""
+"""Copies a checkpoint to another location: the copy is complete, or it does not exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from evermoe.persist.attempts import Attempts, Cleaner, write_index
-from evermoe.persist.checkpoint_bucket import begin, put_unit
+from evermoe.persist.checkpoint_bucket import announce_draft, put_unit
 from evermoe.persist.checkpoint_folder import take_name
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, manifest_text, read_units
@@ -19,19 +19,19 @@ from evermoe.persist.plain_files import flush, make_folder, write_tensors, write
 from evermoe.state.version import generation_of, step_of
 
 FILE_BYTES = 1 << 30
-"""Size of a file in a folder, but for one of a single unit: as much is in memory."""
+"""Maximum size of a file in a folder, unless one unit is larger; the copy holds this number of bytes in memory."""
 
 
 def copy(manifest: Manifest, to: Location) -> Location | None:
-    """Copies a checkpoint, each unit compared with its digest; None if its version is there already.
+    """Copy a checkpoint and check the digest of each unit; return None if `to` already has its version.
 
     Args:
         manifest: of the checkpoint.
-        to: a folder for checkpoints.
+        to: a folder or URL for checkpoints.
 
     Raises:
-        CorruptCopy: a unit is missing, or does not match its digest; nothing is there then.
-        OSError: it cannot be written.
+        CorruptCopy: a unit is missing, or does not match its digest; nothing is copied.
+        OSError: the copy cannot be written.
     """
     if manifest.version in find(to, manifest.layout):
         return None
@@ -43,17 +43,17 @@ def copy(manifest: Manifest, to: Location) -> Location | None:
 
 
 def _to_bucket(manifest: Manifest, draft: ObjectPath) -> ObjectPath:
-    begin(draft, Owner("evermoe checkpoints copy", manifest.layout))
+    announce_draft(draft, Owner("evermoe checkpoints copy", manifest.layout))
     attempts = Attempts(draft.place)
     try:
         numbered = enumerate(read_units(manifest, list(manifest.units)))
         entries = {name: put_unit(draft, f"{at:05d}", name, tensors) for at, (name, tensors) in numbered}
         text = manifest_text(manifest.version, manifest.layout, entries)
         if not draft.place.create((draft / MANIFEST).key, text.encode()):
-            raise FileExistsError(17, f"{draft} was given up by a job that runs there")
+            raise FileExistsError(17, f"{draft} was given up by a job that runs at its location")
     except BaseException:
         if Cleaner(attempts).give_up(draft.name):
-            Cleaner(attempts).clean([draft.name])
+            Cleaner(attempts).remove_files([draft.name])
         raise
     write_index(attempts)
     return draft
@@ -74,7 +74,7 @@ def _to_folder(manifest: Manifest, draft: Path) -> Path:
 
 
 def _files(manifest: Manifest) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """Units by name, as many at a time as a file has."""
+    """Yield the units of each file, by name."""
     units: dict[str, dict[str, Tensor]] = {}
     nbytes = 0
     for name, tensors in read_units(manifest, list(manifest.units)):

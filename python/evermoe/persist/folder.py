@@ -1,13 +1,13 @@
-"""The folder of persisted units, which all members share: a few units a file, each of its own version.
+"""The folder of persisted units, which all members share: each file holds a few units of one version.
 
-    FOLDER/persisted-VERSION-MEMBER/manifest.json        version, layout, digest of every unit; gets its name last
+    FOLDER/persisted-VERSION-MEMBER/manifest.json        version, layout, digest of every unit; renamed last
     FOLDER/persisted-VERSION-MEMBER/units.safetensors    tensors named "<unit>/<piece>", of a part "<unit>/bytes"
 
-What has a manifest is durable, unit by unit: the newest version of a unit may be in any member's file. A unit that
-several members save in parts is durable once all parts of the version are. A version stays
-as long as a recovery from this folder alone would take it: members do not persist at one pace, and an expert's newest
-version is of no use while that of a unit that may not lag is older. The two newest of each unit stay in any case: one
-could be damaged, or go when the job goes back to a version before it.
+Units with a manifest are durable one by one: the newest version of a unit may be in any member's file. A unit that
+several members save in parts is durable once all parts of the version are. A version stays as long as a recovery from
+this folder alone could use it: members do not persist at the same pace, and an expert's newest version is useless while
+a unit that may not lag is older. The two newest versions of each unit always stay: one of them could be damaged, or be
+removed when the job rolls back to an earlier version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from evermoe.warn import warn
 PERSISTED = "persisted"
 """Name of the folder below that of the checkpoints."""
 SPARE = 2
-"""How many of the newest versions of each unit stay in any case."""
+"""Number of newest versions of each unit that always stay."""
 DATA, DRAFT = "units.safetensors", "manifest.json.writing"
 _NAME = re.compile(r"^persisted-(\d{20})-(.+)$")
 
@@ -51,11 +51,11 @@ class PersistedUnit:
     names: tuple[str, ...]
     """Names of its tensors in the file, in the order of its bytes."""
     parts: tuple[tuple[Location, Part], ...] = ()
-    """Where it was saved in parts: their files, in the order of its bytes; `file` is the first."""
+    """For a unit that was saved in parts: their files, in the order of its bytes; `file` is the first."""
 
     @property
     def data(self) -> Tensor:
-        """uint8 `[nbytes]`, read when it is asked for; empty if it cannot be read or does not match the digest."""
+        """uint8 `[nbytes]`, read on each access; empty if it cannot be read or does not match the digest."""
         try:
             return read_persisted(self)
         except CorruptCopy:
@@ -63,22 +63,22 @@ class PersistedUnit:
 
 
 def find_persisted(folder: Path, layout: str) -> list[PersistedUnit]:
-    """Finds the durable units of all members with this `UnitCatalog.layout`; by unit, newest version first.
+    """Return the durable units of all members with this `UnitCatalog.layout`; by unit, newest version first.
 
-    What is unfinished or foreign is passed over; so is what has an unreadable manifest, with a warning.
+    Unfinished and foreign files are ignored; an unreadable manifest is ignored with a warning.
     """
     return all_units(manifests(folder, layout, MANIFEST))
 
 
 def all_units(durable: Sequence[Manifest]) -> list[PersistedUnit]:
-    """The units that are there whole; by unit, newest version first."""
+    """Return the complete units; by unit, newest version first."""
     found = [unit for manifest in durable for unit in units_of(manifest)]
-    found += [whole for whole, is_whole in _joined(durable) if is_whole]
+    found += [unit for unit, is_complete in _joined(durable) if is_complete]
     return sorted(found, key=lambda each: (each.unit, -each.version, str(each.file)))
 
 
 def units_of(manifest: Manifest) -> Iterator[PersistedUnit]:
-    """The units that a manifest names, without those that are there in part."""
+    """Yield the units that a manifest names, except those of which it has only a part."""
     for unit, (file, value) in manifest.units.items():
         if unit not in manifest.parts:
             found = manifest.folder_of(unit) / file
@@ -86,10 +86,10 @@ def units_of(manifest: Manifest) -> Iterator[PersistedUnit]:
 
 
 def _joined(durable: Iterable[Manifest]) -> Iterator[tuple[PersistedUnit, bool]]:
-    """The units that were saved in parts, and whether all parts are there.
+    """Yield the units that were saved in parts, each with whether all its parts were found.
 
-    Example: the parts from 0 to 64, from 0 to 100, which another member saved before, and from 64 to 200 are a unit of
-    200 bytes: the first and the last.
+    Example: of the parts 0-64, 0-100 (saved earlier by another member) and 64-200, the first and the last make up a
+    unit of 200 bytes.
     """
     found: dict[tuple[str, int, int], list[tuple[Part, Location, tuple[str, ...]]]] = defaultdict(list)
     for manifest in durable:
@@ -100,7 +100,7 @@ def _joined(durable: Iterable[Manifest]) -> Iterator[tuple[PersistedUnit, bool]]
     for (unit, version, value), parts in found.items():
         parts.sort(key=lambda each: each[0])
         first, start, names = parts[0]
-        until: dict[int, tuple[tuple[Location, Part], ...]] = {0: ()}  # by end, the parts before it
+        until: dict[int, tuple[tuple[Location, Part], ...]] = {0: ()}  # by end offset, the parts up to it
         for part, place, _ in parts:
             if part.start in until:
                 until.setdefault(part.end, (*until[part.start], (place, part)))
@@ -109,10 +109,10 @@ def _joined(durable: Iterable[Manifest]) -> Iterator[tuple[PersistedUnit, bool]]
 
 
 def read_persisted(found: PersistedUnit) -> Tensor:
-    """The unit's bytes, uint8 `[nbytes]`.
+    """Return the unit's bytes, uint8 `[nbytes]`.
 
     Raises:
-        CorruptCopy: they do not match the digest, or the file is gone or cannot be read.
+        CorruptCopy: the bytes do not match the digest, or the file is missing or cannot be read.
     """
     if found.parts:
         data = torch.cat([read_part(file, found.unit) for file, _ in found.parts])
@@ -125,18 +125,18 @@ def read_persisted(found: PersistedUnit) -> Tensor:
 
 
 def folder_name(version: int, member: str) -> str:
-    """Folder name of one member's part of one version; names sort by version."""
+    """Return the folder name of one member's part of one version; names sort by version."""
     return f"persisted-{version:020d}-{member}"
 
 
 def parsed_name(name: str) -> tuple[int, str] | None:
-    """Version and member of a `folder_name`; None for any other name."""
+    """Return the version and the member of a `folder_name`; None for any other name."""
     match = _NAME.match(name)
     return (int(match[1]), match[2]) if match else None
 
 
 def folders(folder: Path) -> list[tuple[Path, int, str]]:
-    """(path, version, member) of what is in the folder, finished or not; the newest version first."""
+    """Return (path, version, member) of each folder, finished or not; the newest version first."""
     found = []
     for path in sorted(folder.glob("persisted-*"), reverse=True):
         if (name := parsed_name(path.name)) and not path.is_symlink():
@@ -145,9 +145,10 @@ def folders(folder: Path) -> list[tuple[Path, int, str]]:
 
 
 def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
-    """Manifests with this file name: `MANIFEST` for what is durable, `DRAFT` for what is not yet, or no longer.
+    """Return the manifests with this file name: `MANIFEST` for durable versions, `DRAFT` for all others.
 
-    Newest first: who finds a version of a member then finds those that it persisted before, also while it continues.
+    Newest first: a reader that finds a version of a member then also finds the versions that the member persisted
+    earlier, even while the member continues to persist.
     """
     found = []
     for path, version, _ in folders(folder):
@@ -159,7 +160,7 @@ def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
                 raise CorruptCopy(f"{path / name} is of version {manifest.version}")
         except CorruptCopy as error:
             if name == MANIFEST and (path / name).exists():  # it may have been removed meanwhile
-                warn(f"saved units are passed over: {error}")
+                warn(f"saved units are ignored: {error}")
             continue
         if manifest.layout == layout:
             found.append(manifest)
@@ -167,9 +168,9 @@ def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
 
 
 def prune(folder: Path, layout: str, may_lag: Container[str]) -> None:
-    """Removes the files of which no unit is needed any more, also what a killed member left half done.
+    """Remove the files whose units are all superseded, and what a killed member left unfinished.
 
-    Members may do it at the same time: one that does not see the newest files removes less.
+    Members may prune concurrently: one that does not see the newest files removes less.
     """
     durable = manifests(folder, layout, MANIFEST)
     retained = retained_units(durable, may_lag)
@@ -183,22 +184,22 @@ def prune(folder: Path, layout: str, may_lag: Container[str]) -> None:
 
 
 def retained_units(durable: Sequence[Manifest], may_lag: Container[str]) -> set[tuple[str, int]]:
-    """(unit, version) of what must stay."""
-    whole: dict[str, set[int]] = {unit: set() for manifest in durable for unit in manifest.units}
-    partial: dict[str, set[int]] = {unit: set() for unit in whole}
+    """Return the (unit, version) pairs that must stay."""
+    complete: dict[str, set[int]] = {unit: set() for manifest in durable for unit in manifest.units}
+    partial: dict[str, set[int]] = {unit: set() for unit in complete}
     for manifest in durable:
         for unit in manifest.units.keys() - manifest.parts.keys():
-            whole[unit].add(manifest.version)
-    for found, is_whole in _joined(durable):
-        (whole if is_whole else partial)[found.unit].add(found.version)
-    lagging = [index for index, unit in enumerate(whole) if unit in may_lag]
-    versions = [sorted(found) for found in whole.values()]
+            complete[unit].add(manifest.version)
+    for found, is_complete in _joined(durable):
+        (complete if is_complete else partial)[found.unit].add(found.version)
+    lagging = [index for index, unit in enumerate(complete) if unit in may_lag]
+    versions = [sorted(found) for found in complete.values()]
     stay = retained_versions(versions, [sorted(each) for each in partial.values()], _open(durable), lagging, SPARE)
-    return {(unit, version) for unit, kept in zip(whole, stay, strict=True) for version in kept}
+    return {(unit, version) for unit, kept in zip(complete, stay, strict=True) for version in kept}
 
 
 def _open(durable: Iterable[Manifest]) -> list[int]:
-    """Versions of which more may come: each member saves in order, so that what it left out never does."""
+    """Return versions that may still gain units. Each member saves in order and never returns to a skipped version."""
     saved: dict[str, set[int]] = defaultdict(set)
     savers: dict[int, set[str]] = defaultdict(set)
     for manifest in durable:
@@ -214,21 +215,21 @@ def _open(durable: Iterable[Manifest]) -> list[int]:
 
 
 def is_undone(saved: int, version: int, generation: int) -> bool:
-    """Whether what is saved is taken back by members of a generation that go on from a version; 0: of any."""
+    """Return whether a rollback to a version by members of a generation discards a saved version; 0: any generation."""
     return saved > version and not (generation and generation_of(saved) >= generation)
 
 
 def sweep(folder: Path, members: Container[str]) -> None:
-    """Removes what is not durable and of none of these members: who wrote or removed it is dead, or was left behind."""
+    """Remove unfinished folders of other members: whoever wrote or removed them is dead or was left behind."""
     for path, _, owner in folders(folder):
         if owner not in members and not (path / MANIFEST).exists():
             remove(path)
 
 
 def remove(path: Location) -> None:
-    """Removes a version: first it ceases to be durable; until its last byte is gone, `prune` knows what it was.
+    """Remove a version: rename its manifest first, delete the renamed one last so that `prune` can identify it.
 
-    Folders that somebody has put there stay, and so does the version's then.
+    Subfolders that somebody added stay, and so does the version's folder in that case.
     """
     assert isinstance(path, Path)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -237,15 +238,15 @@ def remove(path: Location) -> None:
         files = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
         for name in sorted(files, key=lambda name: name == DRAFT):
             (path / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another member was quicker, or a reader's file is still there (NFS)
+    with contextlib.suppress(OSError):  # another member was faster, or a reader still has a file open (NFS)
         path.rmdir()
 
 
 class PartialFolder:
-    """The folder, as one member writes to it; see `evermoe.persist.partial_store.PartialStore`.
+    """The folder of persisted units, as one member writes to it; see `evermoe.persist.partial_store.PartialStore`.
 
     Args:
-        where: shared by all members; made by `join` if it is missing.
+        where: shared by all members; created by `prepare_for` if it is missing.
         layout: `UnitCatalog.layout` of the model.
     """
 
@@ -254,26 +255,26 @@ class PartialFolder:
     def __init__(self, where: Path, layout: str) -> None:
         self.where, self.layout = where, layout
 
-    def find(self, *, is_patient: bool = True) -> list[PersistedUnit]:
-        """The durable units of all members."""
+    def find_units(self, *, is_patient: bool = True) -> list[PersistedUnit]:
+        """Return the durable units of all members."""
         return find_persisted(self.where, self.layout)
 
     def newest(self, member: str) -> int | None:
-        """The newest version of which a member's part is durable."""
+        """Return the newest version of which a member's part is durable."""
         durable = manifests(self.where, self.layout, MANIFEST)
         return max((m.version for m in durable if m.path.name == folder_name(m.version, member)), default=None)
 
-    def join(self, member: str) -> None:
-        """A member begins to write here; removes what an earlier start of it has left half done."""
+    def prepare_for(self, member: str) -> None:
+        """Prepare the folder for a member; remove what an earlier start of it left unfinished."""
         make_folder(self.where)
         for path, _, owner in folders(self.where):
             if owner == member and not (path / MANIFEST).exists():
                 remove(path)
 
     def write(self, saved: Saved) -> Path:
-        """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""
+        """Write a draft. The manifest comes first, under another name: `prune` then identifies an abandoned draft."""
         path = self.where / folder_name(saved.version, saved.member)
-        remove(path)  # what a failed attempt left
+        remove(path)  # left by a failed attempt
         path.mkdir()
         write_text(path / DRAFT, saved.manifest(self.layout, dict.fromkeys(saved.units, DATA)))
         write_tensors(path / DATA, saved.tensors(saved.units))
@@ -281,16 +282,16 @@ class PartialFolder:
         return path
 
     def commit(self, draft: Path, generation: int) -> None:
-        """Gives the manifest its name.
+        """Rename the draft's manifest, which makes the draft durable.
 
         Raises:
-            LeftBehind: newer members persist here.
-            OSError: the name may not be on disk.
+            LeftBehind: members of a newer generation persist to this folder.
+            OSError: the new name may not be on disk.
         """
         name = parsed_name(draft.name)
         assert name is not None
         known = max(generation, generation_of(name[0]))
-        if any(generation_of(found) > known for _, found, _ in folders(self.where)):  # it might be another model's
+        if any(generation_of(found) > known for _, found, _ in folders(self.where)):  # may be another model's
             durable = manifests(self.where, self.layout, MANIFEST)
             newest = max((generation_of(each.version) for each in durable), default=0)
             if newest > known:
@@ -301,19 +302,19 @@ class PartialFolder:
         flush(self.where)
 
     def discard(self, draft: Path) -> None:
-        """Removes a draft."""
+        """Remove a draft."""
         remove(draft)
 
     def rewind(self, version: int, generation: int) -> None:
-        """Removes what is newer than a version and of members before a generation; 0: of all members."""
+        """Remove newer versions than this one, saved by members of earlier generations; 0: by any member."""
         for manifest in manifests(self.where, self.layout, MANIFEST):
             if is_undone(manifest.version, version, generation):
                 remove(manifest.path)
 
     def prune(self, member: str, may_lag: Container[str]) -> None:
-        """Removes what no recovery needs any more."""
+        """Remove what no recovery needs any more."""
         prune(self.where, self.layout, may_lag)
 
     def sweep(self, members: Collection[str], generation: int) -> None:
-        """Removes what others than the members of a generation have left half done."""
+        """Remove what processes other than the members of a generation left unfinished."""
         sweep(self.where, members)

@@ -1,4 +1,4 @@
-"""First weights of a deferred model from safetensors files, such as a Hugging Face folder: read unit by unit."""
+"""Initial weights of a deferred model from safetensors files, such as a Hugging Face folder: read unit by unit."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from evermoe.persist.plain_files import read_plain
 
 INDEX = "model.safetensors.index.json"
 INDEX_BYTES = 256 << 20
-"""Size of an index at most."""
+"""Maximum size of an index."""
 MAPPED_BYTES = 64 << 20
-"""Bytes read of a file until it is mapped anew: what was read of it no longer counts as this process's memory."""
+"""Bytes read of a file before it is mapped again, so that pages read so far no longer count as this process's."""
 
 
 class SafetensorsFiles:
-    """The tensors of a folder's safetensors files by key, mapped into memory and read as far as they are asked for.
+    """The tensors of a folder's safetensors files by key, mapped into memory and read on demand.
 
     Args:
-        folder: with `model.safetensors.index.json` and its files, or with safetensors files alone.
+        folder: contains `model.safetensors.index.json` and its files, or only safetensors files.
 
     Raises:
-        CorruptCopy: there are no such files, or they cannot be read.
+        CorruptCopy: the folder has no such files, or they cannot be read.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -41,13 +41,13 @@ class SafetensorsFiles:
         self._bytes = 0
 
     def _find(self) -> dict[str, str]:
-        """The file of each key."""
+        """Return the file of each key."""
         if (self.folder / INDEX).is_file():
             try:
                 found = json.loads(read_plain(self.folder / INDEX, INDEX_BYTES))["weight_map"]
                 return {str(key): str(file) for key, file in found.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CorruptCopy(f"{self.folder / INDEX} is no index of safetensors files: {error}") from None
+                raise CorruptCopy(f"{self.folder / INDEX} is not an index of safetensors files: {error}") from None
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise CorruptCopy(f"expected safetensors files in {self.folder}, found none")
@@ -63,11 +63,11 @@ class SafetensorsFiles:
             raise CorruptCopy(f"{file} cannot be read: {error}") from None
 
     def keys(self) -> list[str]:
-        """All keys, sorted."""
+        """Return all keys, sorted."""
         return sorted(self._files)
 
     def describe(self) -> str:
-        """The keys, by their digest."""
+        """Return the number of tensors and the digest of their keys."""
         keys = self.keys()
         return f"{len(keys)} tensors of {digest(np.frombuffer(repr(keys).encode(), np.uint8)):016x}"
 
@@ -75,10 +75,10 @@ class SafetensorsFiles:
         return key in self._files
 
     def tensor(self, key: str, part: Any = ...) -> Tensor:
-        """A tensor, or a part of it by an index such as a number of its first dimension; not to be written to.
+        """Return a read-only tensor, or a part of it by an index such as a number of its first dimension.
 
         Raises:
-            CorruptCopy: it is not there, or cannot be read.
+            CorruptCopy: the tensor is missing, or cannot be read.
         """
         file = self._files.get(key)
         if file is None:
@@ -96,24 +96,24 @@ class SafetensorsFiles:
 
 
 def refuse_quantised(name: str, found: Tensor, folder: Path) -> None:
-    """Refuses weights of fewer than 16 bits, whose scales are other tensors.
+    """Refuse weights of fewer than 16 bits, whose scales are other tensors.
 
     Raises:
-        CorruptCopy: they are; says what to do.
+        CorruptCopy: the weights are quantised; the message names a remedy.
     """
     if found.dtype.itemsize < 2 and found.dtype != torch.bool:
         raise CorruptCopy(
-            f"{name} in {folder} is quantised, to {found.dtype}: expected weights of 16 bits or more; save the model "
+            f"{name} in {folder} is quantised to {found.dtype}: expected weights of 16 bits or more; save the model "
             "dequantised first"
         )
 
 
 ExpertMatrices = Callable[[SafetensorsFiles, str, int], Iterable[Tensor]]
-"""An expert's matrices in the order of its row, from the files, the path of its layer and its number."""
+"""Yields an expert's matrices in the order of its row; gets the files, the layer's path and the expert's number."""
 
 
 class FolderWeights:
-    """Reads a deferred model's first weights from safetensors files; see `WeightSource`.
+    """Reads the initial weights of a deferred model from safetensors files; see `WeightSource`.
 
         def matrices(files, path, expert):
             return (files.tensor(f"{path}.{expert}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj"))
@@ -121,15 +121,15 @@ class FolderWeights:
         weights = evermoe.FolderWeights("Qwen3-30B-A3B", matrices)
         session = evermoe.Session(model, optimizer, sampler, weights=weights)
 
-    Values are converted to the model's types. No rank reads what it does not hold.
+    Values are converted to the model's dtypes. Each rank reads only the units that it holds.
 
     Args:
-        folder: as of `SafetensorsFiles`.
-        experts: an expert's matrices; None for a model without experts.
-        key: what the files call a parameter or buffer; None: by its name in the model.
+        folder: as for `SafetensorsFiles`.
+        experts: yields an expert's matrices; None for a model without experts.
+        key: maps the name of a parameter or buffer to its key in the files; None: the key is the name.
 
     Raises:
-        CorruptCopy: there are no such files, or they cannot be read.
+        CorruptCopy: the folder has no such files, or they cannot be read.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class FolderWeights:
         self._experts, self._key = experts, key or (lambda name: name)
 
     def describe(self) -> str:
-        """The files' keys, by their digest."""
+        """Return the number of tensors and the digest of their keys."""
         return self.files.describe()
 
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Writes the first values of one unit; see `WeightSource`."""
+        """Write the initial values of one unit; see `WeightSource`."""
         if expert is not None:
             self._fill_expert(path, tensors["weights"], expert)
             return
@@ -161,7 +161,7 @@ class FolderWeights:
 
     def _fill_expert(self, path: str, row: Tensor, expert: int) -> None:
         if self._experts is None:
-            raise CorruptCopy(f"FolderWeights: expected `experts`, which finds the matrices of {path}, got none")
+            raise CorruptCopy(f"FolderWeights: expected `experts`, which yields the matrices of {path}, got none")
         start = 0
         for matrix in self._experts(self.files, path, expert):
             refuse_quantised(f"expert {expert} of {path}", matrix, self.files.folder)

@@ -1,7 +1,7 @@
-"""The weights of a model whose experts are spread over ranks: gathered by rank 0, one module or layer at a time.
+"""Gathers the weights of a model whose experts are distributed over ranks: on rank 0, one module or layer at a time.
 
-All ranks go through the model in the same order. An expert's first holder sends it to rank 0; what is not an expert is
-on all ranks. Only rank 0 uses what the others go through.
+All ranks walk the model in the same order. An expert's first holder sends it to rank 0; all other parameters are on all
+ranks. Only rank 0 uses what it iterates over.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Piece = dict[str, Any]
 
 
 class LiveWeights:
-    """Brings one rank the weights of a model that ranks train, as a `WeightSource`; collective.
+    """Provides one rank with the weights of a model that ranks train, as a `WeightSource`; collective.
 
-    All ranks ask for the same units in the same order; only the root gets them.
+    All ranks request the same units in the same order; only the root receives them.
 
     Args:
-        root: the rank that gets the weights.
+        root: the rank that receives the weights.
     """
 
     def __init__(self, root: int = 0) -> None:
         self._root = root
 
     def describe(self) -> str:
-        """What the weights are."""
+        """Return a description of the weights."""
         return "the model that is trained"
 
     @torch.no_grad()
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
-        """Writes the values of one unit; see `WeightSource`. An expert's tensors are on the CPU.
+        """Write the values of one unit; see `WeightSource`. An expert's tensors are on the CPU.
 
         Raises:
-            PeerLost: a member is gone.
+            PeerLost: a member is lost.
         """
         if expert is not None and isinstance(module, Experts):
             _fill_expert(module, expert, tensors["weights"], self._root)
@@ -71,13 +71,13 @@ def _fill_expert(layer: Experts, expert: int, row: Tensor, root: int = 0) -> Non
 
 @torch.no_grad()
 def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
-    """The state dict of a model with all its experts, in parts and in its order; collective.
+    """Yield the state dict of a model with all its experts, in parts and in its order; collective.
 
-    What is not an expert is the model's own memory. Ranks but 0 get the keys alone of experts.
+    Parameters that are not experts share the model's memory. Ranks other than 0 get only the keys of experts.
 
     Raises:
         UnsupportedState: a module around expert layers changes its state dict by hooks.
-        PeerLost: a member is gone.
+        PeerLost: a member is lost.
     """
     if isinstance(module, Experts):
         yield _whole(module).state_dict(prefix=prefix)
@@ -99,28 +99,28 @@ def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
 
 
 def _whole(layer: Experts) -> Experts:
-    """A stand-in with all experts on rank 0, and none on the others, for its state dict alone."""
+    """Return a stand-in with all experts on rank 0 and none on the others; use it only for its state dict."""
     is_first = layer.group.rank == 0
     weights = torch.empty(layer.num_experts * is_first, layer.expert.row_size, dtype=layer.weights.dtype)
     for expert in range(layer.num_experts):
         _fill_expert(layer, expert, weights[expert] if is_first else weights)
-    whole: Experts = object.__new__(type(layer))
+    gathered: Experts = object.__new__(type(layer))
     parameters = layer._parameters | {"weights": nn.Parameter(weights, requires_grad=False)}
-    whole.__dict__ = layer.__dict__ | {"_parameters": parameters, "ids": list(range(layer.num_experts))}
-    return whole
+    gathered.__dict__ = layer.__dict__ | {"_parameters": parameters, "ids": list(range(layer.num_experts))}
+    return gathered
 
 
 def gather(model: nn.Module, group: Group) -> Piece:
-    """The state dict of a model with all its experts on the CPU of rank 0; empty on the others. Collective.
+    """Return the state dict of a model with all its experts on the CPU of rank 0; empty on the others. Collective.
 
     Raises:
-        UnsupportedState, PeerLost: as of `pieces`.
+        UnsupportedState, PeerLost: as for `pieces`.
     """
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     copies: dict[Any, Tensor] = {}
 
     def apart(value: Any) -> Any:
-        """What the model's next steps do not change; tensors that are tied stay so."""
+        """Return a copy that the model's next steps do not change; tied tensors stay tied."""
         if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in own:
             return value
         key = value.data_ptr(), value.dtype, value.shape, value.stride()
@@ -132,7 +132,7 @@ def gather(model: nn.Module, group: Group) -> Piece:
     for piece in pieces(model):
         if group.rank == 0:
             state |= {key: apart(value) for key, value in piece.items()}
-    group.all_reduce(torch.ones(1))  # all members know that it is complete, or none goes on as if it were
+    group.all_reduce(torch.ones(1))  # all members know that the state is complete, or none treats it as complete
     return state
 
 
@@ -143,19 +143,19 @@ def write(
     add_more: Callable[[Path], None] = lambda draft: None,
     root: int = 0,
 ) -> None:
-    """Writes parts of a state dict to a folder as one rank, one after the other; collective.
+    """Write parts of a state dict to a folder, one after the other, from one rank; collective.
 
     Args:
-        parts: the root writes its own; the others only go through theirs.
-        folder: must be empty, or not be there; it appears when all of it is on disk.
+        parts: the root writes its own; the others only iterate over theirs.
+        folder: must be empty or missing; it appears once all files are on disk.
         group: of the ranks.
-        add_more: as of `WeightFolder.publish`.
+        add_more: as for `WeightFolder.publish`.
         root: the rank that writes.
 
     Raises:
-        PersistFailed: the root could not write; the same on all ranks, and no folder is there.
-        UnsupportedState: a part has something else than tensors.
-        PeerLost: a member is gone. The folder is complete or not there.
+        PersistFailed: the root could not write. All ranks raise it, and the folder does not exist.
+        UnsupportedState: a part contains something other than tensors.
+        PeerLost: a member is lost. The folder is complete or does not exist.
     """
     draft: WeightFolder | None = None
     problem = ""
@@ -165,8 +165,8 @@ def write(
         _agree(group, problem, root)
         for part in parts:
             _check_tensors(part)
-            if draft is not None and not problem:  # after one, it goes on to receive what the others send
-                _, problem = _attempt(lambda part=part: draft.add(part))  # type: ignore[misc]
+            if draft is not None and not problem:  # after a problem, the loop continues to receive what the others send
+                _, problem = _attempt(lambda part=part: draft.add_tensors(part))  # type: ignore[misc]
         if draft is not None and not problem:
             _, problem = _attempt(lambda: draft.publish(add_more))
         _agree(group, problem, root)
@@ -180,7 +180,7 @@ def follow_export(model: nn.Module, group: Group, root: int) -> None:
 
     Raises:
         PersistFailed: the root could not write.
-        PeerLost: a member is gone.
+        PeerLost: a member is lost.
     """
     _agree(group, "", root)
     for layer in expert_layers(model).values():
@@ -190,7 +190,7 @@ def follow_export(model: nn.Module, group: Group, root: int) -> None:
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
-    """What an action returns, and why it could not be done."""
+    """Return the result of an action, or the reason why it failed."""
     try:
         return action(), ""
     except (OSError, SafetensorError) as error:
@@ -207,6 +207,6 @@ def _check_tensors(part: Mapping[str, Any]) -> None:
     for key, value in part.items():
         if not isinstance(value, Tensor):
             raise UnsupportedState(
-                f"{key} of the state dict is a {type(value).__name__}, and files hold tensors alone: leave `folder` "
-                "out, and save what rank 0 gets"
+                f"{key} of the state dict is a {type(value).__name__}, and the files hold only tensors: leave `folder` "
+                "out, and save the state dict that rank 0 gets"
             )

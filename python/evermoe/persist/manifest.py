@@ -1,4 +1,4 @@
-"""Manifests of what is saved together, and the units that they name, read and checked."""
+"""Manifests of units that are saved together; reads those units and checks their digests."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from evermoe.state.version import step_of
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
-"""Size of a manifest at most: room for 400,000 units."""
+"""Maximum size of a manifest: enough for 400,000 units."""
 READS = 8
-"""Units of an object store that are read ahead at the same time."""
+"""Units of an object store that are read ahead concurrently."""
 
 
 class Part(NamedTuple):
-    """Some of a unit's bytes."""
+    """A range of a unit's bytes."""
 
     start: int
     end: int
-    """After the last."""
+    """One past the last byte."""
     of: int
-    """Bytes of the whole unit."""
+    """Bytes of the complete unit."""
 
     @classmethod
-    def whole(cls, nbytes: int) -> Part:
-        """All bytes of a unit that has so many."""
+    def all_of(cls, nbytes: int) -> Part:
+        """Return all `nbytes` bytes of a unit."""
         return cls(0, nbytes, nbytes)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether these are all."""
+    def is_complete(self) -> bool:
+        """Whether the range has all bytes of the unit."""
         return self.end - self.start == self.of
 
 
@@ -55,7 +55,7 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds: a version and, per unit, its file and the xxh3-64 digest of the whole unit's bytes."""
+    """Contents of a folder: a version and, per unit, its file and the xxh3-64 digest of the complete unit's bytes."""
 
     path: Location
     version: int
@@ -65,20 +65,20 @@ class Manifest:
     layout: str = ""
     """Layout of the model."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Per unit whose file is that of another checkpoint: that one's name, beside this one."""
+    """Per unit whose file belongs to another checkpoint: the name of that checkpoint, next to this one."""
     parts: dict[str, Part] = field(default_factory=dict)
-    """Per unit that is there in part: which."""
+    """Per unit that was saved in part: its range of bytes."""
     members: tuple[str, ...] = ()
-    """Those that save what may not lag of the version, each with a manifest; none where one has all."""
+    """Members that save the units which may not lag, each with a manifest; empty where one member saves all of them."""
 
     def folder_of(self, unit: str) -> Location:
-        """Where the unit's file is."""
+        """Return the location of the folder with the unit's file."""
         origin = self.origins.get(unit)
         return self.path if origin is None else self.path.with_name(origin)
 
 
 Entry = tuple[str, int, Sequence[str]] | tuple[str, int, Sequence[str], str | None]
-"""File of a unit, digest of its bytes, names of its tensors, and the checkpoint whose file it is, if another's."""
+"""File of a unit, digest of its bytes, names of its tensors, and the checkpoint that owns the file, if another."""
 
 
 def manifest_text(
@@ -88,10 +88,10 @@ def manifest_text(
     parts: Mapping[str, Part] | None = None,
     members: Sequence[str] = (),
 ) -> str:
-    """Text of a manifest: for each unit its entry, and its part if it is there in part.
+    """Return the text of a manifest: for each unit its entry, and its part if it was saved in part.
 
     Raises:
-        ValueError: a name cannot be that of a file, or is there twice.
+        ValueError: a name cannot be a file name, or occurs twice.
     """
     rows = [
         (name, entry[0], (*entry, None)[3], entry[1], (parts or {}).get(name), list(entry[2]))
@@ -101,10 +101,10 @@ def manifest_text(
 
 
 def read_manifest(path: Location, name: str = MANIFEST) -> Manifest:
-    """The manifest in folder `path`.
+    """Read the manifest in folder `path`.
 
     Raises:
-        CorruptCopy: it is missing, damaged, of another format, or names what it must not.
+        CorruptCopy: the manifest is missing, damaged, of another format, or contains names that are not allowed.
     """
     return parsed(path, _content(path, name), name)
 
@@ -120,12 +120,12 @@ def _content(path: Location, name: str) -> bytes:
     except (OSError, CorruptCopy) as error:
         raise _no_manifest(path, name, error) from None
     if not content:
-        raise _no_manifest(path, name, "it is not there" if content is None else "the checkpoint was removed")
+        raise _no_manifest(path, name, "the file is missing" if content is None else "the checkpoint was removed")
     return content
 
 
 def parsed(path: Location, content: bytes, name: str = MANIFEST) -> Manifest:
-    """The manifest of a folder whose content is known; raises as `read_manifest` does."""
+    """Parse the manifest of a folder; raises as `read_manifest` does."""
     try:
         version, step, layout, members, rows = parse_manifest(content)
         if step != step_of(version):
@@ -140,11 +140,11 @@ def parsed(path: Location, content: bytes, name: str = MANIFEST) -> Manifest:
 
 
 def _no_manifest(path: Location, name: str, reason: object) -> CorruptCopy:
-    return CorruptCopy(f"{path / name} is no manifest of a checkpoint: {reason}")
+    return CorruptCopy(f"{path / name} is not a manifest of a checkpoint: {reason}")
 
 
 def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The tensors of each unit, digests checked.
+    """Yield the tensors of each unit, with checked digests.
 
     Raises:
         CorruptCopy: a unit is missing, or cannot be read, or does not match its digest.
@@ -165,7 +165,7 @@ def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, 
 def _ahead(
     pool: ThreadPoolExecutor, manifest: Manifest, names: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Units in their order, some of which are read while the one before is used."""
+    """Yield units in their order, and read some ahead while the previous one is used."""
     left = iter(names)
     coming: deque[Future[list[tuple[str, dict[str, Tensor]]]]] = deque()
     try:
@@ -181,11 +181,11 @@ def _ahead(
 
 
 def _read_file(manifest: Manifest, members: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Units of one file."""
+    """Yield the units of one file."""
     path = manifest.folder_of(members[0]) / manifest.units[members[0]][0]
     with _opened(path) as (descriptor, fetch):
         try:
-            # By its descriptor: the library opens it twice, and meanwhile another member may remove its name.
+            # By its descriptor: the library opens the file twice, and another member may remove its name in between.
             with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as source:
                 for name in members:
                     keys = {key: f"{name}/{key}" for key in manifest.names[name]}
@@ -202,10 +202,10 @@ def _read_file(manifest: Manifest, members: Sequence[str]) -> Iterator[tuple[str
 
 
 def read_part(file: Location, unit: str) -> Tensor:
-    """The part of a unit in a file, uint8 `[end - start]`; what it is can be told once the unit is whole.
+    """Return the part of a unit in a file, uint8 `[end - start]`; only the complete unit can be checked.
 
     Raises:
-        CorruptCopy: it cannot be read.
+        CorruptCopy: the file cannot be read.
     """
     key = f"{unit}/{BYTES}"
     with _opened(file) as (descriptor, fetch):
@@ -219,15 +219,15 @@ def read_part(file: Location, unit: str) -> Tensor:
 
 @contextlib.contextmanager
 def _opened(path: Location) -> Iterator[tuple[int, Callable[[Sequence[str]], None]]]:
-    """Descriptor of a file, and what brings tensors of it there by their keys."""
+    """Open a file; yield its descriptor, and a function that fetches the tensors with these keys."""
     if isinstance(path, ObjectPath):
         with open_object(path) as file:
-            yield file.descriptor, file.fetch
+            yield file.descriptor, file.fetch_tensors
     else:
         with open_plain(path) as descriptor:
             yield descriptor, lambda keys: None
 
 
 def as_bytes(tensors: dict[str, Tensor]) -> Tensor:
-    """A unit's bytes, uint8 `[nbytes]`, from its tensors in order."""
+    """Return a unit's bytes, uint8 `[nbytes]`, from its tensors in order."""
     return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()])

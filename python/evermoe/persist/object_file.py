@@ -1,4 +1,4 @@
-"""Safetensors files in object stores, of which only what is asked for is read, into memory that has no name."""
+"""Safetensors files in object stores: read on demand, into anonymous memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from evermoe.errors import CorruptCopy
 from evermoe.persist.object_store import ObjectPath
 
 FIRST_BYTES = 1 << 20
-"""Bytes that are read of a file before it is known what is in it: all of one that is smaller."""
+"""Bytes that are read of a file before its header is known: all bytes of a smaller one."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""That of safetensors, which refuses a longer one."""
+"""The limit of safetensors, which refuses a longer header."""
 
 
 class ObjectFile:
-    """A file in an object store, as far as it was read: as large as it is, with zeros for the rest.
+    """A local image of a file in an object store: of the same size, with zeros where nothing was read yet.
 
     Args:
         path: of the file.
 
     Raises:
-        CorruptCopy: it is not there, or empty.
-        OSError: it cannot be read.
+        CorruptCopy: the file is missing or empty.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: ObjectPath) -> None:
@@ -56,21 +56,21 @@ class ObjectFile:
         if start < end:
             self._path.place.read_into(self._path.key, start, self._bytes[start:end])
 
-    def fetch(self, keys: Sequence[str]) -> None:
-        """Reads tensors, whose header has been checked."""
+    def fetch_tensors(self, keys: Sequence[str]) -> None:
+        """Read tensors, whose header has been checked."""
         header = json.loads(self._bytes[_LENGTH_BYTES : self._header_end].tobytes())
         offsets = [offset for key in keys if key in header for offset in header[key]["data_offsets"]]
         if offsets:
             self._read(self._header_end + min(offsets), self._header_end + max(offsets))
 
     def close(self) -> None:
-        """What was read of it stays as long as tensors use it."""
+        """Close the descriptor. Bytes that were read stay as long as tensors use them."""
         os.close(self.descriptor)
 
 
 @contextlib.contextmanager
 def open_object(path: ObjectPath) -> Iterator[ObjectFile]:
-    """Opens a file in an object store; raises as `ObjectFile` does, but `CorruptCopy` for all that cannot be read."""
+    """Open a file in an object store; raise `CorruptCopy` for any file that cannot be read."""
     try:
         file = ObjectFile(path)
     except OSError as error:

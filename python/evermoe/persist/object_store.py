@@ -1,4 +1,4 @@
-"""Where checkpoints are: a folder, or a URL of an object store. Names below either are joined by `/`."""
+"""Locations of checkpoints: a folder, or a URL of an object store. `/` joins names to either."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from urllib.parse import unquote, urlsplit
 from evermoe import _native
 
 PATIENCE = 180.0
-"""Seconds for which a request is tried again by default."""
+"""Seconds for which a request is retried by default."""
 LOOK_SECONDS = 5.0
-"""Time for which a member that has state of the job asks an object store for what is saved there."""
+"""Seconds for which a member that already has state of the job waits for an object store to list saved units."""
 _PROVIDERS = ("AWS_", "AZURE_", "GOOGLE_")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
 _FLATTENED = re.compile(r"^(s3a?|gs|az|azure|adl|abfss?|https?|file):/[^/]")
@@ -24,70 +24,73 @@ _FLATTENED = re.compile(r"^(s3a?|gs|az|azure|adl|abfss?|https?|file):/[^/]")
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """Objects below a URL, by their names; `src/store/objects.rs` has the operations and the errors.
+    """Objects below a URL, by name; `src/store/objects.rs` implements the operations and the errors.
 
-    All that can go wrong is an `OSError`: `FileNotFoundError` where there is no such bucket, `PermissionError` where
-    credentials are missing or do not suffice, `TimeoutError` and `ConnectionError` where the service was away for
-    longer than the patience.
+    Every failure is an `OSError`: `FileNotFoundError` where the bucket does not exist, `PermissionError` where
+    credentials are missing or insufficient, `TimeoutError` and `ConnectionError` where the service was unavailable for
+    longer than `patience`.
     """
 
     url: str
     patience: float
-    """Seconds for which a request is tried again."""
+    """Seconds for which a request is retried."""
     objects: Any
     """The extension module's `ObjectStore`."""
     download_limit: float = 0.0
-    """Bytes per second that `read_into` reads at most; 0 for no limit."""
+    """Maximum number of bytes per second that `read_into` reads; 0 for no limit."""
 
     @property
     def is_read_only(self) -> bool:
-        """Whether nothing can be written there, whatever the credentials."""
+        """Whether the store cannot be written to, whatever the credentials."""
         return bool(self.objects.is_read_only)
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes an object, or replaces it."""
+        """Write an object, or replace it."""
         self.objects.put(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Makes an object unless the name is taken; whether the object of that name has these bytes now."""
+        """Create an object unless the name is taken; return whether the object of that name now has these bytes."""
         return bool(self.objects.create(name, data))
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """An object's bytes; None if there is none.
+        """Return an object's bytes; None if it does not exist.
 
         Raises:
-            CorruptCopy: it is larger.
+            CorruptCopy: the object is larger than `most_bytes`.
         """
         data: bytes | None = self.objects.read(name, most_bytes)
         return data
 
     def size(self, name: str) -> int | None:
-        """Bytes of an object; None if there is none."""
+        """Return the size of an object in bytes; None if it does not exist."""
         nbytes: int | None = self.objects.size(name)
         return nbytes
 
     def read_into(self, name: str, start: int, out: Any) -> None:
-        """Fills `out`, a uint8 array, with the bytes from `start` on."""
+        """Fill `out`, a uint8 array, with the bytes from `start` on."""
         self.objects.read_into(name, start, out)
 
     def below(self, name: str) -> list[tuple[str, int, float]]:
-        """Name, bytes, and seconds since 1970 when it was written, of each object below a name."""
+        """Return each object below a name: its name, bytes, and time of writing in seconds since 1970."""
         found: list[tuple[str, int, float]] = self.objects.list(name)
         return found
 
     def names(self) -> list[str]:
-        """Names directly below the URL."""
+        """Return the names directly below the URL."""
         found: list[str] = self.objects.names()
         return found
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes objects, if they are there."""
+        """Remove the objects that exist."""
         self.objects.remove(list(names))
 
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """A name below a place, with what of `pathlib.Path` is needed; the key of the place itself is empty."""
+    """A name below an object store, with the part of the interface of `pathlib.Path` that is needed.
+
+    The key of the store itself is empty.
+    """
 
     place: ObjectStore
     key: str = ""
@@ -100,60 +103,60 @@ class ObjectPath:
 
     @property
     def name(self) -> str:
-        """What follows the last slash."""
+        """The last component, after the last slash."""
         return str(self).rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
-        """What comes before the last slash of the key."""
+        """The path up to the last slash of the key."""
         return ObjectPath(self.place, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> ObjectPath:
-        """Another name beside this one."""
+        """Return a path with the same parent and another name."""
         return self.parent / name
 
 
 Location = Path | ObjectPath
-"""A folder or file, or what is below a URL."""
+"""A folder or file, or an object or prefix of an object store."""
 
 
 def locate(
     where: str | Path, *, patience: float = PATIENCE, upload_limit: float = 0.0, download_limit: float = 0.0
 ) -> Location:
-    """The place that a path or URL names.
+    """Return the location of a path or URL.
 
     Args:
-        where: a path; or `s3://`, `gs://`, `az://`, `http(s)://`, which can only be read, or `file://`.
-        patience: seconds for which requests are tried again.
-        upload_limit: bytes per second that are written to a URL at most; 0 for no limit.
-        download_limit: bytes per second of units that are read from it at most; 0 for no limit.
+        where: a path or a URL: `s3://`, `gs://`, `az://`, `file://`, or the read-only `http(s)://`.
+        patience: seconds for which requests are retried.
+        upload_limit: maximum bytes per second that are written to a URL; 0 for no limit.
+        download_limit: maximum bytes per second of units that are read from it; 0 for no limit.
 
     Raises:
-        ValueError: the URL has another scheme, or credentials, or is no text.
-        PermissionError: there are no credentials for it.
+        ValueError: the URL has an unknown scheme, contains credentials, or is not a string.
+        PermissionError: there are no credentials for the URL.
     """
     if isinstance(where, Path) and _FLATTENED.match(str(where)):
-        raise ValueError(f"expected a URL as a text, got a path, in which // has become /: {where}")
+        raise ValueError(f"expected a URL as a string, got a path, in which // has become /: {where}")
     text = str(where)
     if isinstance(where, Path) or not _URL.match(text):
         return Path(where)
     if text.startswith("file:"):
         split = urlsplit(text)
         if split.netloc not in ("", "localhost"):
-            raise ValueError(f"expected file:///PATH of this machine, got one of {split.netloc!r}")
+            raise ValueError(f"expected file:///PATH on this machine, got a URL of {split.netloc!r}")
         return Path(unquote(split.path))
     return ObjectPath(_open(text.rstrip("/"), patience, upload_limit, download_limit, *_circumstances()))
 
 
 def _circumstances() -> tuple[int, int]:
-    """What else a place depends on: the process, as those of a parent are of no use to a child, and the variables."""
+    """Return the rest of the cache key: the process, as a child cannot use its parent's stores, and the variables."""
     variables = sorted(each for each in os.environ.items() if each[0].startswith(_PROVIDERS))
     return os.getpid(), hash(tuple(variables))
 
 
 @functools.lru_cache(maxsize=64)
 def _open(url: str, patience: float, upload: float, download: float, process: int, variables: int) -> ObjectStore:
-    """A place, once for the same circumstances."""
+    """Open a store, once per process, variables and arguments."""
     if not hasattr(_native, "ObjectStore"):
         raise ValueError("this build of evermoe has no object stores: build it with the feature object-store")
     objects = _native.ObjectStore(url, patience, upload or None, download or None)
@@ -161,7 +164,7 @@ def _open(url: str, patience: float, upload: float, download: float, process: in
 
 
 def hurried(where: Location, patience: float) -> Location:
-    """The same location, for requests that are tried again for so many seconds at most."""
+    """Return the same location, for requests that are retried for at most `patience` seconds."""
     if isinstance(where, Path) or where.place.patience <= patience:
         return where
     place = where.place
@@ -169,7 +172,7 @@ def hurried(where: Location, patience: float) -> Location:
 
 
 def locate_below(where: str | Path, *, patience: float = PATIENCE) -> Location:
-    """What is in a place, such as a checkpoint, which may need what is beside it; raises as `locate` does."""
+    """Return the location of a checkpoint or file, which may need files next to it; raises as `locate` does."""
     text = str(where)
     if isinstance(where, Path) or not _URL.match(text) or text.startswith("file:"):
         return locate(where)

@@ -1,11 +1,11 @@
-"""Owner of a checkpoint folder: the one job that may write to it now.
+"""Ownership of a checkpoint folder: at most one job may write to it.
 
     FOLDER/owner.json   name of the job, layout of its model, checksum of both; replaced by one rename
     FOLDER/owner.lock   locked by every member of the job for as long as it lives, shared among them
 
-A job that has ended, or died, holds no lock: the next one may take the folder over, and its checkpoints, unless they
-are of another model. Where the file system has no locks the next job always may; the one before then finds the other
-name in `owner.json` before it publishes anything.
+A job that has ended or died holds no lock. The next one may take over the folder and its checkpoints, unless they are
+of another model. Where the file system has no locks, the next job may always take it over; the previous job then finds
+the other name in `owner.json` before it publishes anything.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from evermoe.run_claim import try_lock
 OWNER, LOCK = "owner.json", "owner.lock"
 OWNER_FORMAT = 2
 OWNER_BYTES = 64 << 10
-"""Size of `owner.json` at most."""
+"""Maximum size of `owner.json`."""
 CLAIM_SECONDS = 10.0
-"""Time for which another member may hold the lock alone, to write `owner.json`."""
+"""Time for which another member may hold the lock exclusively, to write `owner.json`."""
 _PAUSE_SECONDS = 0.05
 
 
@@ -45,7 +45,7 @@ class Owner(NamedTuple):
 
 
 def read_owner(where: Location) -> Owner | None:
-    """The owner of a place; None if it has none, or none that can be read.
+    """Return the owner of a location; None if `owner.json` is missing or unreadable.
 
     Raises:
         OSError: an object store did not answer.
@@ -62,7 +62,7 @@ def read_owner(where: Location) -> Owner | None:
 
 
 def parsed_owner(content: bytes) -> Owner | None:
-    """The owner that the content of `owner.json` names; None if it is damaged."""
+    """Return the owner that the content of `owner.json` names; None if it is damaged."""
     try:
         fields = json.loads(content)
         owner = Owner(fields["job"], fields["layout"])
@@ -72,18 +72,18 @@ def parsed_owner(content: bytes) -> Owner | None:
 
 
 def owner_text(owner: Owner) -> str:
-    """Content of `owner.json`."""
+    """Return the content of `owner.json`."""
     return json.dumps(_fields(owner))
 
 
 def _fields(owner: Owner) -> dict[str, object]:
-    """Content of the file: one that is damaged is as good as none, and never another job's."""
+    """Return the fields of the file. The checksum makes a damaged file equal to none, and never another job's."""
     checksum = digest(np.frombuffer(json.dumps(owner).encode(), np.uint8))
     return {"format": OWNER_FORMAT, **owner._asdict(), "checksum": f"{checksum:016x}"}
 
 
 def write_owner(folder: Path, owner: Owner) -> None:
-    """Replaces `owner.json` at once."""
+    """Replace `owner.json` atomically."""
     draft = folder / f"{OWNER}.writing"
     write_text(draft, owner_text(owner))
     os.replace(draft, folder / OWNER)
@@ -92,11 +92,11 @@ def write_owner(folder: Path, owner: Owner) -> None:
 
 @contextlib.contextmanager
 def no_job(folder: Path) -> Iterator[None]:
-    """Keeps jobs from starting in a folder.
+    """Keep jobs from starting in a folder.
 
     Raises:
-        ValueError: a job runs in it.
-        OSError: it cannot be locked.
+        ValueError: a job runs in the folder.
+        OSError: the folder cannot be locked.
     """
     with open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb") as file:
         try:
@@ -111,12 +111,12 @@ class Claim:
     """A member's claim on the folder for its job, for as long as it is open.
 
     Args:
-        folder: exists.
+        folder: must exist.
         owner: the job.
-        is_used: whether something is saved in the folder, which another model could not read.
+        is_used: whether the folder contains saved state, which another model could not read.
 
     Raises:
-        ValueError: another job runs in the folder, or what is saved there is of another model.
+        ValueError: another job runs in the folder, or its saved state is of another model.
         OSError: the folder cannot be written to.
     """
 
@@ -124,12 +124,12 @@ class Claim:
         self._folder, self._owner = folder, owner
         self._file = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb")  # noqa: SIM115
         try:
-            self._take(is_used)
+            self._acquire(is_used)
         except BaseException:
             self.close()
             raise
 
-    def _take(self, is_used: bool) -> None:
+    def _acquire(self, is_used: bool) -> None:
         if try_lock(self._file.fileno(), fcntl.LOCK_EX):
             self._check_model(read_owner(self._folder), is_used)
             if read_owner(self._folder) != self._owner:
@@ -138,7 +138,7 @@ class Claim:
         while not try_lock(self._file.fileno(), fcntl.LOCK_SH):
             if time.monotonic() > deadline:
                 raise ValueError(f"{self._folder / LOCK} is locked by another process: give this job another folder")
-            time.sleep(_PAUSE_SECONDS)  # a lock that may time out tells nobody when it is free
+            time.sleep(_PAUSE_SECONDS)  # a lock with a timeout must be polled
         found = read_owner(self._folder)
         if found is None:
             write_owner(self._folder, self._owner)
@@ -157,18 +157,18 @@ class Claim:
                 f"optimizer than this job, {self._owner.job!r}. Give it a folder of its own, or remove that one"
             )
 
-    def check(self) -> None:
-        """Checks that no other job has taken the folder over.
+    def check_owner(self) -> None:
+        """Check that no other job has taken over the folder.
 
         Raises:
-            PersistFailed: one has.
+            PersistFailed: another job owns it.
         """
         found = read_owner(self._folder)
         if found is not None and found.job != self._owner.job:
             raise PersistFailed(
-                f"{self._folder} belongs to job {found.job!r} now, not to {self._owner.job!r}: give each a folder"
+                f"{self._folder} now belongs to job {found.job!r}, not to {self._owner.job!r}: give each its own folder"
             )
 
     def close(self) -> None:
-        """Gives the claim up; the folder keeps the job's name."""
+        """Release the claim; the folder keeps the job's name."""
         self._file.close()

@@ -1,6 +1,6 @@
-"""PEC (MoC-System): after steps some experts of each layer, and each member's share of the rest, go to one place.
+"""PEC (MoC-System): periodically saves some experts of each layer and a share of all other units to one store.
 
-What is saved is read by the courier's thread before the next update, and written by the persister's.
+The courier's thread reads the units before the next update; the persister's thread writes them.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ class PartialCheckpoint:
         self.version = version
         self.capture_seconds = 0.0
         self._persister, self._units, self._members = persister, units, members
-        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is saved.
+        # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be saved.
         self._tensors = dict(zip(units, state.tensors(list(units)), strict=True))
         self._late = state.late
         self._captured = threading.Event()
         self.task: Task[bool]
 
-    def start(self, courier: Courier) -> PartialCheckpoint:
-        """In the courier's thread from now on."""
+    def submit_to(self, courier: Courier) -> PartialCheckpoint:
+        """Submit the save to the courier's thread; return itself."""
         self.task = courier.submit(self._run)
         return self
 
     def wait_captured(self) -> None:
-        """Waits until the state may be changed."""
+        """Wait until the state may change."""
         self._captured.wait()
 
     def _run(self) -> bool:
         started = time.monotonic()
         try:
             self._late.wait(self._units)
-            views = self._persister.begin(self.version, self._units, self._members)
+            views = self._persister.begin_snapshot(self.version, self._units, self._members)
             for name, view in views.items():
                 read_part(self._tensors[name], self._units[name].start, view)
-            cut = [name for name, part in self._units.items() if not part.is_whole]
+            cut = [name for name, part in self._units.items() if not part.is_complete]
             found = digests_of([self._tensors[name] for name in cut], beside_steps=True)
             digests = dict(zip(cut, found, strict=True))
         finally:
@@ -78,12 +78,12 @@ class PartialCheckpoint:
 
 
 class PartialCheckpoints(StateKeeper):
-    """What the members of a job save unit by unit, and what this one writes of it.
+    """Plans which units the members of a job save, and saves this member's part.
 
     Args:
-        store: that all members share.
+        store: shared by all members.
         state: this member's units.
-        membership: who takes part.
+        membership: the members that take part.
         courier: reads the state.
         save_interval: steps between two saves.
     """
@@ -106,28 +106,28 @@ class PartialCheckpoints(StateKeeper):
         self._durable = 0
         """Steps taken in the newest version of which this member's part is on disk."""
         self._owes_all = False
-        """Whether the next save is one of every unit."""
+        """Whether the next save includes every unit."""
         self._is_saving = False
         """Whether this member has had a part to save."""
         self._skipped: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        """Experts whose saves were overtaken by newer ones, and their versions; from the persister's thread."""
+        """Experts whose saves were superseded by newer ones, and their versions; from the persister's thread."""
 
     def replan(self, assignment: Assignment) -> None:
-        """Shares the units among these members from now on."""
+        """Divide the units among these members from now on."""
         self._assignment = assignment
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Saves every unit once, unless all are durable; a few at a time are enough from then on. Collective.
+        """Save every unit once, unless all are durable; afterwards, saves include a few units at a time. Collective.
 
-        A place that cannot be written to does not end the job: it continues, with a warning and without these saves.
-        Where a member cannot save this version, as the place is away or it has begun to save it before, the next save
-        is one of every unit.
+        A store that cannot be written to does not end the job: it continues with a warning and without these saves.
+        The next save includes every unit if a member cannot save this version: because the store is unavailable, or
+        because the member has already begun to save the version.
         """
         assert self._assignment is not None
         group, member = self._membership.everyone, self._assignment.member
         is_running = bool(group.all_reduce(torch.tensor([int(self._membership.established)])))
         self._members = members = gather_json(group, member)
-        # What an earlier start has saved before its first step is not of this one.
+        # An earlier start may have saved units before its first step; they do not belong to this one.
         is_open = self._open(member, members, version if is_running or step_of(version) else 0)
         has_all = is_open and {found.unit for found in _find(self.store, is_established=True)} == set(
             self._state.catalog.by_name
@@ -145,13 +145,13 @@ class PartialCheckpoints(StateKeeper):
         return every if is_saved else ()
 
     def _open(self, member: str, members: Collection[str], version: int) -> bool:
-        """Resumes from `version`: newer versions were never committed, and are removed. Whether the place answers."""
+        """Remove versions newer than `version`, which were never committed; return whether the store answers."""
         assert self._assignment is not None
         generation = self._assignment.generation
         try:
             if self._persister is None:
                 units = self._state.catalog.units
-                self._persister = Persister(self.store, member, units=units, on_skipped=self._note_skipped)
+                self._persister = Persister(self.store, member, units=units, on_skipped=self._record_skipped)
             self._persister.rewind(version, generation)
             if self._membership.everyone.rank == 0:
                 self.store.sweep(members, generation)
@@ -160,17 +160,17 @@ class PartialCheckpoints(StateKeeper):
             return False
         return True
 
-    def _note_skipped(self, version: int, units: Sequence[str]) -> None:
+    def _record_skipped(self, version: int, units: Sequence[str]) -> None:
         for unit in units:
             if self._state.catalog.by_name[unit].expert is not None:
                 self._skipped.put((unit, version))
 
     def take_skipped(self) -> list[tuple[str, int]]:
-        """Experts whose saves were overtaken by newer ones, and the versions of these; each once."""
+        """Return experts whose saves were superseded by newer ones, with the superseded versions; each once."""
         return [self._skipped.get_nowait() for _ in range(self._skipped.qsize())]
 
     def _is_flushed(self) -> bool:
-        """Waits until what was begun is durable; whether it is, or still on its way after the longest time."""
+        """Wait until pending saves are durable; return whether they are, or still pending after the timeout."""
         if self._persister is None:
             return False
         try:
@@ -178,16 +178,16 @@ class PartialCheckpoints(StateKeeper):
                 self._latest.task.wait()
                 self._persister.flush(self.store.first_seconds)
         except TimeoutError:
-            pass  # what is overtaken is told as skipped
+            pass  # superseded units are reported as skipped
         except PersistFailed as error:
             _warn(self.store, error)
             return False
         return True
 
     def _save(self, version: int, experts: Collection[str]) -> None:
-        """Begins to save this rank's part of the experts and of all other units, if it has one.
+        """Begin to save this rank's part of the experts and of all other units, if it has one.
 
-        Who saves many of the experts saves less of the rest: see `planning.save_shares`.
+        A rank that saves more experts saves less of the rest: see `planning.save_shares`.
         """
         self._latest = None
         assert self._assignment is not None
@@ -208,28 +208,28 @@ class PartialCheckpoints(StateKeeper):
         mine = {units[at].name: Part(start, end, units[at].nbytes) for at, start, end in parts}
         self._is_saving |= bool(mine)
         if self._persister is None:
-            self._note_skipped(version, list(mine))
+            self._record_skipped(version, list(mine))
         elif mine:
             task = PartialCheckpoint(self._state, self._persister, mine, version, savers)
-            self._latest = task.start(self._courier)
+            self._latest = task.submit_to(self._courier)
 
     def wait(self) -> bool:
-        """Waits until what was begun is with the persister."""
+        """Wait until the persister has the save under way; return whether it has."""
         if self._latest is None:
             return True
         return self._courier.wait(self._latest.task, self._membership.trainer_group) and bool(self._latest.task.result)
 
     @property
     def lost(self) -> str | None:
-        """Why what was begun did not get to the persister."""
+        """Return why the save under way did not reach the persister."""
         return None if self._latest is None else self._latest.task.lost
 
     def before_vote(self, step: int) -> bool:
-        """Nothing is waited for: what was begun is read before the update, and written whenever the place takes it."""
+        """Do nothing: the state is read before the update, and written at the store's pace."""
         return True
 
     def before_update(self) -> None:
-        """Waits until the state may be changed."""
+        """Wait until the state may change."""
         if self._latest is not None:
             self._latest.wait_captured()
 
@@ -239,61 +239,62 @@ class PartialCheckpoints(StateKeeper):
         return 0.0 if self._latest is None else self._latest.capture_seconds
 
     def make_room(self, step: int) -> None:
-        """One version at a time: waits for the one before."""
+        """Wait for the previous version: one at a time."""
         self.wait()
 
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
-        """Experts selected next, after each `save_interval` steps, and with them all that is no expert."""
+        """Return the experts selected next after each `save_interval` steps, and with them all other units."""
         if choose is None or step % self._save_interval:
             return Due()
         return Due(remote=sorted(self._state.catalog.experts() if self._owes_all else choose()))
 
     def start(self, version: int, due: Due) -> None:
-        """Begins to save what is due of the state, which is that of `version`."""
+        """Begin to save the scheduled units of the state of `version`."""
         self._latest = None
-        if due.remote is not None:
+        experts = due.remote
+        if experts is not None:
             self._owes_all = False
-            self._save(version, due.remote)
+            self._save(version, experts)
 
     def lag(self, step: int) -> dict[str, int]:
-        """Of what is `persisted`, the newest version."""
+        """Return the steps since the newest version with a persisted part of this member."""
         if self._persister is not None:
             self._durable = step_of(self._persister.durable_version or 0)
         return {"persisted": step - self._durable} if self._is_saving else {}
 
     def settle(self) -> bool:
-        """Waits until nothing is under way; whether all that was is with the persister."""
+        """Wait until no save is under way; return whether the persister has all of them."""
         self.before_update()
-        is_whole = self.wait()
+        is_complete = self.wait()
         self._latest = None
-        return is_whole
+        return is_complete
 
     def stored(self) -> Iterator[tuple[StoredUnit, str]]:
-        """Every durable version of every unit, and what this member's buffers have: newer, or read quicker."""
+        """Yield all durable units, and those in this member's buffers, which are newer or faster to read."""
         if self._persister is not None:
-            yield from ((held, "snapshot") for held in self._persister.whole())
+            yield from ((held, "snapshot") for held in self._persister.complete_units())
         for found in _find(self.store, self._membership.established):
             yield found, "persisted"
 
     def close(self) -> None:
-        """Ends the persister's thread; what is on its way is still written."""
+        """Stop the persister's thread; it first finishes the version that it writes."""
         if self._persister is not None:
             self._persister.close()
             self._persister = None
 
 
 def _find(store: PartialStore, is_established: bool) -> list[PersistedUnit]:
-    """What is durable. A member that has state of the job does without it while the place is away.
+    """Return the durable units. A member that has state of the job resumes without them while the store is away.
 
     Raises:
-        OSError: it is away, and this member may depend on it.
+        OSError: the store is unavailable, and this member may depend on it.
     """
     try:
-        return store.find(is_patient=not is_established)
+        return store.find_units(is_patient=not is_established)
     except OSError as error:
         if not is_established:
             raise
-        warn(f"this recovery does without saved units: {error.strerror or error}")
+        warn(f"this recovery does not use saved units: {error.strerror or error}")
         return []
 
 

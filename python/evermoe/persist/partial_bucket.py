@@ -1,20 +1,20 @@
-"""Persisted units in an object store, whose objects cannot be renamed; see `evermoe.persist.folder` for what stays.
+"""Persisted units in an object store, whose objects cannot be renamed; `evermoe.persist.folder` says what is kept.
 
     URL/persisted/manifests/persisted-VERSION-MEMBER.begun        first
     URL/persisted/persisted-VERSION-MEMBER/units-0.safetensors    tensors as in a folder; units-1, ...
     URL/persisted/manifests/persisted-VERSION-MEMBER.json         last: version, layout, file and digest of every unit
-    URL/persisted/manifests/generation-0000000003                 the members of this generation go on
+    URL/persisted/manifests/generation-0000000003                 the members of this generation have resumed
 
-The rules, which need nothing of a store but a create-only write and lists that show what was written before:
+The store needs only create-only writes, and lists that show every earlier write. The rules:
 
-1. Whoever creates a manifest decides about that part of a version: its writer, with the manifest; or another, with an
-   empty one, and then it never becomes durable.
-2. A writer shows what it begins, writes it, looks for a newer generation than its own, and commits. Members that go on
-   show their generation, look for what was begun, and empty the manifests of what is undone. One of the two sees the
-   other, however long one of them sleeps in between.
-3. What no recovery needs any more ceases to be durable when its manifest is removed; its files go afterwards.
-4. Empty manifests stay for a week, lest a request that was under way makes something durable that was undone. A
-   manifest that such a request brings back after 3 names files that are gone: no recovery takes them.
+1. Whoever creates a manifest decides the outcome of that part of a version. The writer creates the manifest; another
+process creates an empty one, and then the part never becomes durable.
+2. A writer announces a draft, writes it, looks for a newer generation than its own, and commits. Members that resume
+announce their generation, look for drafts, and empty the manifests of rolled back versions. One of the two sees the
+other, however long either is suspended in between.
+3. Removing its manifest makes a version that no recovery needs non-durable; its files are removed afterwards.
+4. Empty manifests stay for a week, so that a delayed request cannot make a rolled back version durable. A manifest that
+such a request restores after 3 names files that no longer exist, so no recovery uses it.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from evermoe.warn import warn
 
 MANIFESTS = "manifests"
 FILE_BYTES = 64 << 20
-"""Units that are smaller share a file, until it has so many bytes: a request costs the same for any size."""
+"""Smaller units share a file up to this size, since a request has a fixed cost."""
 _DURABLE, _BEGUN = ".json", ".begun"
 _GENERATION = re.compile(r"^generation-(\d{10})$")
 
 
 class _Part(NamedTuple):
-    """A member's part of a version, as a list shows it."""
+    """A member's part of a version, as listed."""
 
     version: int
     member: str
     nbytes: int | None = None
-    """Of its manifest: 0 for one that was given up or undone, None for one that is not decided about."""
+    """Bytes of its manifest: 0 if it was given up or rolled back, None while it is undecided."""
     modified: float = 0.0
     """Seconds since 1970 when the manifest was written."""
 
 
 class _Listed(NamedTuple):
-    """What a list shows."""
+    """The result of listing the store."""
 
     parts: dict[str, _Part]
     """By name."""
@@ -79,12 +79,12 @@ class _Draft(NamedTuple):
 
 
 class PartialBucket:
-    """Units that are persisted below a URL; see the head of this file.
+    """Units that are persisted below a URL; see the module's description.
 
     Args:
-        where: below the URL.
+        where: a location below the URL.
         layout: `UnitCatalog.layout` of the model.
-        job: that writes; None where that is not compared with the owner of the URL.
+        job: the job that writes; None skips the comparison with the owner of the URL.
     """
 
     first_seconds: float | None = LOOK_SECONDS
@@ -95,9 +95,9 @@ class PartialBucket:
         assert isinstance(quick, ObjectPath)
         self._quick = quick.place
         self._read: dict[str, Manifest] = {}
-        """Manifests that were read last: they do not change. Replaced, never changed."""
+        """Manifests that were read last; they never change. Replaced, never modified."""
 
-    # ---- what is there
+    # ---- reads
 
     def _key(self, name: str) -> str:
         return (self.where / MANIFESTS / name).key
@@ -106,7 +106,7 @@ class PartialBucket:
         return _list(ObjectPath(place, self.where.key))
 
     def _manifests(self, place: ObjectStore, listed: _Listed) -> list[Manifest]:
-        """Of what is durable, newest first; those that cannot be used are told by a warning."""
+        """Return the durable manifests, newest first; warn of those that cannot be used."""
         names = sorted((name for name, part in listed.parts.items() if part.nbytes), reverse=True)
         known = {name: self._read[name] for name in names if name in self._read}
         new = [name for name in names if name not in known]
@@ -118,28 +118,28 @@ class PartialBucket:
                 try:
                     known[name] = _checked(self.where / name, content, listed.parts[name].version)
                 except CorruptCopy as error:
-                    warn(f"saved units are passed over: {error}")
+                    warn(f"saved units are ignored: {error}")
         self._read = known
         return [known[name] for name in names if name in known and known[name].layout == self.layout]
 
-    def find(self, *, is_patient: bool = True) -> list[PersistedUnit]:
-        """The durable units of all members; see `PartialStore`."""
+    def find_units(self, *, is_patient: bool = True) -> list[PersistedUnit]:
+        """Return the durable units of all members; see `PartialStore`."""
         place = self._patient if is_patient else self._quick
         return all_units(self._manifests(place, self._list(place)))
 
     def newest(self, member: str) -> int | None:
-        """The newest version of which a member's part is durable."""
+        """Return the newest version of which a member's part is durable."""
         parts = self._list(self._quick).parts.values()
         return max((part.version for part in parts if part.nbytes and part.member == member), default=None)
 
-    # ---- what a member writes
+    # ---- writes
 
-    def join(self, member: str) -> None:
-        """A member begins to write here; what an earlier start of it has left half done never becomes durable."""
+    def prepare_for(self, member: str) -> None:
+        """Prepare the store for a member; drafts of an earlier start of it never become durable."""
         self._give_up(self._list(self._quick), lambda part: part.member == member)
 
     def write(self, saved: Saved) -> _Draft:
-        """Writes a member's part of a version to some files."""
+        """Write a member's part of a version to some files."""
         name = folder_name(saved.version, saved.member)
         self._patient.put(self._key(name + _BEGUN), b"")
         files = {f"units-{at}.safetensors": units for at, units in enumerate(_files(saved.units))}
@@ -155,16 +155,18 @@ class PartialBucket:
         return _Draft(name, saved.version, saved.manifest(self.layout, file_of))
 
     def commit(self, draft: _Draft, generation: int) -> None:
-        """Makes a member's part of a version durable, unless others went on without it; see `PartialStore`.
+        """Make a member's part of a version durable, unless other members resumed without it; see `PartialStore`.
 
         Raises:
-            LeftBehind: they did.
-            PersistFailed: the URL belongs to another job now.
-            OSError: it may not be durable.
+            LeftBehind: other members resumed without it.
+            PersistFailed: the URL now belongs to another job.
+            OSError: the part may not be durable.
         """
         owner = None if self._job is None else read_owner(ObjectPath(self._patient))
         if owner is not None and owner.job != self._job:
-            raise PersistFailed(f"{self.where} belongs to job {owner.job!r} now, not to {self._job!r}: give each a URL")
+            raise PersistFailed(
+                f"{self.where} now belongs to job {owner.job!r}, not to {self._job!r}: give each its own URL"
+            )
         known = max(generation, generation_of(draft.version))
         newest = max(self._list(self._patient).generations, default=0)
         if newest > known:
@@ -172,26 +174,26 @@ class PartialBucket:
             raise LeftBehind(f"members of generation {newest} persist here, this one is of generation {known}")
         if not self._patient.create(self._key(draft.name + _DURABLE), draft.manifest.encode()):
             self.discard(draft)
-            raise LeftBehind(f"{draft.name} was given up by members that went on without this one")
+            raise LeftBehind(f"{draft.name} was given up by members that continued without this one")
 
     def discard(self, draft: _Draft) -> None:
-        """Removes a draft whose manifest was never on its way, or was given up."""
+        """Remove a draft whose manifest was never sent, or was given up."""
         self._remove_files(draft.name)
 
     def _remove_files(self, name: str) -> None:
-        """What was begun is forgotten last: until then it can be seen that there are files."""
+        """Remove the draft's files, then its announcement: until then a reader can see that there are files."""
         self._patient.remove([key for key, _, _ in self._patient.below((self.where / name).key)])
         self._patient.remove([self._key(name + _BEGUN)])
 
-    # ---- what goes
+    # ---- removals
 
     def rewind(self, version: int, generation: int) -> None:
-        """Makes undone what is newer than a version and of members before a generation; its files go in `sweep`."""
+        """Roll back newer versions than this one, saved by earlier generations; `sweep` removes their files."""
         if generation:
             self._quick.create(self._key(f"generation-{generation:010d}"), b"")
         listed = self._list(self._quick)
         if generation and max(listed.generations) > generation:
-            raise LeftBehind(f"members of generation {max(listed.generations)} go on without those of {generation}")
+            raise LeftBehind(f"members of generation {max(listed.generations)} continue without those of {generation}")
         parts = {name: part for name, part in listed.parts.items() if part.nbytes != 0}
         undone = [name for name, part in parts.items() if is_undone(part.version, version, generation)]
         with ThreadPoolExecutor(LOOKS, thread_name_prefix="evermoe-rewind") as pool:
@@ -199,7 +201,7 @@ class PartialBucket:
                 pass
 
     def prune(self, member: str, may_lag: Container[str]) -> None:
-        """Removes what no recovery needs any more, and what a member has failed to write."""
+        """Remove versions that no recovery needs, and drafts that the member failed to write."""
         listed = self._list(self._patient)
         durable = self._manifests(self._patient, listed)
         retained = retained_units(durable, may_lag)
@@ -213,11 +215,11 @@ class PartialBucket:
         self._give_up(listed, lambda part: part.member == member)
 
     def sweep(self, members: Collection[str], generation: int) -> None:
-        """Gives up what others have begun, and removes files of what is undone; in the background."""
+        """Give up the drafts of other processes, and remove files of rolled back versions; in the background."""
         threading.Thread(target=self._sweep, args=(members, generation), name="evermoe-sweep", daemon=True).start()
 
     def _sweep(self, members: Collection[str], generation: int, now: float | None = None) -> None:
-        with contextlib.suppress(OSError):  # the next one does it
+        with contextlib.suppress(OSError):  # the next sweep repeats it
             listed = self._list(self._patient)
             self._give_up(listed, lambda part: part.member not in members and generation_of(part.version) < generation)
             expired = (time.time() if now is None else now) - EXPIRY_SECONDS
@@ -230,7 +232,7 @@ class PartialBucket:
             self._patient.remove([self._key(f"generation-{each:010d}") for each in older])
 
     def _give_up(self, listed: _Listed, is_given_up: Callable[[_Part], bool]) -> None:
-        """Keeps what is not decided about from becoming durable, and removes its files."""
+        """Keep undecided parts from becoming durable, and remove their files."""
         for name, part in listed.parts.items():
             if part.nbytes is None and is_given_up(part) and self._patient.create(self._key(name + _DURABLE), b""):
                 self._remove_files(name)
@@ -254,10 +256,10 @@ def _list(where: ObjectPath) -> _Listed:
 
 
 def generations(where: ObjectPath) -> list[int]:
-    """Those that have persisted units there, or went on there.
+    """Return the generations that have persisted units at this location, or resumed from it.
 
     Raises:
-        OSError: they cannot be listed.
+        OSError: the location cannot be listed.
     """
     listed = _list(where)
     return [*listed.generations, *(generation_of(part.version) for part in listed.parts.values())]
@@ -271,7 +273,7 @@ def _checked(path: ObjectPath, content: bytes, version: int) -> Manifest:
 
 
 def _files(units: Mapping[str, SavedUnit]) -> Iterator[list[str]]:
-    """Names of the units of each file."""
+    """Yield the names of the units of each file."""
     names: list[str] = []
     nbytes = 0
     for name, unit in units.items():

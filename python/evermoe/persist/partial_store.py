@@ -1,4 +1,4 @@
-"""Where single units are persisted: a folder or an object store behind the same few functions."""
+"""The same interface to units persisted in a folder and in an object store."""
 
 from __future__ import annotations
 
@@ -12,86 +12,86 @@ from evermoe.persist.saved import Saved
 
 
 class PartialStore(Protocol):
-    """Units that the members of a job persist, a few at a time; `PartialFolder` and `PartialBucket` have the details.
+    """Units that the members of a job persist, a few at a time; see `PartialFolder` and `PartialBucket`.
 
-    A member's part of a version is a draft: its units are written, then it is committed. It is durable from then on,
-    and nothing of it is there before.
+    A member's part of a version is a draft: the member writes its units, then commits it. Only then does it appear,
+    durable.
     """
 
     @property
     def where(self) -> Any:
-        """The place."""
+        """Location of the units."""
 
     @property
     def first_seconds(self) -> float | None:
-        """Seconds for which a job waits at most until all units are there for the first time; None: until they are."""
+        """Maximum seconds that a job waits until all units are durable for the first time; None: no limit."""
 
-    def find(self, *, is_patient: bool = True) -> list[PersistedUnit]:
-        """The durable units of all members; by unit, newest version first.
+    def find_units(self, *, is_patient: bool = True) -> list[PersistedUnit]:
+        """Return the durable units of all members; by unit, newest version first.
 
         Args:
-            is_patient: whether a place that is away is waited for.
+            is_patient: whether to wait for a store that is unavailable.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the store cannot be read.
         """
 
-    def join(self, member: str) -> None:
-        """A member begins to write here: removes what an earlier start of it has left half done.
+    def prepare_for(self, member: str) -> None:
+        """Prepare the store for a member: remove what an earlier start of it left unfinished.
 
         Raises:
-            OSError: it cannot be read or written.
+            OSError: the store cannot be read or written.
         """
 
     def newest(self, member: str) -> int | None:
-        """The newest version of which a member's part is durable; raises as `find` does."""
+        """Return the newest version of which a member's part is durable; raises as `find_units` does."""
 
     def write(self, saved: Saved) -> Any:
-        """Writes a member's part of a version.
+        """Write a member's part of a version.
 
         Returns:
             The draft.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the part cannot be written.
         """
 
     def commit(self, draft: Any, generation: int) -> None:
-        """Makes a draft durable.
+        """Make a draft durable.
 
         Args:
-            draft: whose units are written.
-            generation: of the members that its writer knows to be with.
+            draft: its units are written.
+            generation: the newest generation of members that the writer knows that it belongs to.
 
         Raises:
-            LeftBehind: newer members persist here; the draft is gone.
-            OSError: it may not be durable.
+            LeftBehind: members of a newer generation persist to this store; the draft is removed.
+            OSError: the draft may not be durable.
         """
 
     def discard(self, draft: Any) -> None:
-        """Removes a draft that was not committed; raises as `join` does."""
+        """Remove a draft that was not committed; raises as `prepare_for` does."""
 
     def rewind(self, version: int, generation: int) -> None:
-        """Makes undone what is newer than a version and of members before a generation; 0: of all members.
+        """Roll back newer versions than this one, saved by members of earlier generations; 0: by any member.
 
         Raises:
-            LeftBehind: newer members persist here.
-            OSError: some of it may be left.
+            LeftBehind: members of a newer generation persist to this store.
+            OSError: some versions may remain.
         """
 
     def prune(self, member: str, may_lag: Container[str]) -> None:
-        """Removes what no recovery needs any more, after a commit of a member; raises as `join` does."""
+        """Remove what no recovery needs, after a commit of a member; raises as `prepare_for` does."""
 
     def sweep(self, members: Collection[str], generation: int) -> None:
-        """Removes what others than the members of a generation have left half done: they are dead, or left behind."""
+        """Remove what dead or left behind processes, not among the members of a generation, left unfinished."""
 
 
 def open_partial(where: Location, layout: str, job: str | None = None) -> PartialStore:
-    """The units that are persisted at a place.
+    """Return the units that are persisted at a location.
 
     Args:
-        where: a folder, or below a URL.
-        layout: `UnitCatalog.layout`, which keeps the files of different models apart.
-        job: that writes there.
+        where: a folder, or a location below a URL.
+        layout: `UnitCatalog.layout`, which separates the files of different models.
+        job: the job that writes to it.
     """
     return PartialBucket(where, layout, job) if isinstance(where, ObjectPath) else PartialFolder(where, layout)

@@ -1,4 +1,4 @@
-"""Plain files of a folder: made durable with the modes of any new file, and read without being led elsewhere."""
+"""Plain files of a folder: written durably with default modes, and read without following links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evermoe.state.unit import Unit
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on disk."""
+    """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,7 +26,7 @@ def flush(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it that are missing; all their names are on disk."""
+    """Create a folder and its missing parents, and wait until their names are on disk."""
     missing = []
     above = path.absolute()
     while not above.is_dir():
@@ -38,7 +38,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file and waits until its content is on disk."""
+    """Write a file and wait until its content is on disk."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 WRITING_THREADS = 4
-"""Threads that write a file: a disk takes several blocks at a time."""
+"""Threads that write a file: a disk takes several blocks concurrently."""
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -65,11 +65,11 @@ _DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-"""What safetensors calls them."""
+"""Names of the dtypes in safetensors files."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Writes a new safetensors file and waits until its content is on disk: past the page cache, by several threads.
+    """Write a new safetensors file and wait until its content is on disk: past the page cache, by several threads.
 
     Args:
         path: of the file; its name is on disk once the folder is flushed.
@@ -77,8 +77,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         metadata: of the file.
 
     Raises:
-        UnsupportedState: a tensor is of a dtype that safetensors has not.
-        OSError: there is such a file, or it cannot be written; then none is left.
+        UnsupportedState: a tensor has a dtype that safetensors does not support.
+        OSError: the file exists, or it cannot be written; then it is removed.
     """
     _write(path, tensors, metadata)
 
@@ -89,16 +89,16 @@ def _write(
     found = []
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise UnsupportedState(f"{name} is of {tensor.dtype}, for which safetensors files have no type")
+            raise UnsupportedState(f"{name} is of {tensor.dtype}, which safetensors files do not support")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         found.append((name, _DTYPES[tensor.dtype], list(tensor.shape), data))
     return write_safetensors(path, found, metadata, threads=WRITING_THREADS, hashed=[each.numpy() for each in hashed])
 
 
 def write_units(path: Path, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, int]:
-    """Writes units to a new file, as `write_tensors` does, with tensors named `<unit>/<piece>`; returns their digests.
+    """Write units to a new file, as `write_tensors` does, with tensors named `<unit>/<piece>`; return their digests.
 
-    These are made meanwhile.
+    The digests are computed during the write.
 
     Args:
         path: of the file.
@@ -112,7 +112,7 @@ def write_units(path: Path, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[st
 
 
 def probe(folder: Path, name: str) -> None:
-    """Tries whether a file can be written to the folder.
+    """Check that a file can be written to the folder.
 
     Raises:
         OSError: it cannot.
@@ -125,16 +125,16 @@ def probe(folder: Path, name: str) -> None:
 
 
 PROBE = ".probe-"
-"""Start of the names of files that try whether a folder can be written to."""
+"""Prefix of the files that `probe` writes."""
 PROBE_BYTES = 4096
 
 
 @contextlib.contextmanager
 def open_plain(path: Path) -> Iterator[int]:
-    """Opens a file for reading: never through a link, and never waits, as it would for a pipe.
+    """Open a file for reading, without following a link and without blocking, as opening a pipe would.
 
     Raises:
-        CorruptCopy: it is missing, cannot be read or is no plain file.
+        CorruptCopy: the file is missing, cannot be read or is not a plain file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -149,10 +149,10 @@ def open_plain(path: Path) -> Iterator[int]:
 
 
 def read_plain(path: Path, most_bytes: int) -> bytes:
-    """Reads a file of bounded size.
+    """Read a file of bounded size.
 
     Raises:
-        CorruptCopy: it is missing, cannot be read, is no plain file or too large.
+        CorruptCopy: the file is missing, cannot be read, is not a plain file, or is too large.
     """
     with open_plain(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         try:

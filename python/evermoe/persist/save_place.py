@@ -1,4 +1,4 @@
-"""The place of a checkpoint that a script asks for."""
+"""The location of a checkpoint that a script requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def place_to_save(path_or_name: str | Path, home: str | Path | None, timeout: fl
     """Return the folder or URL to which `Session.save(path_or_name)` writes.
 
     Args:
-        path_or_name: a path, a URL, or the name of a folder below `home`: a text without a slash.
-        home: place of the session's own checkpoints; None: it has none.
+        path_or_name: a path, a URL, or the name of a folder below `home`: a string without a slash.
+        home: location of the session's own checkpoints; None: it has none.
         timeout: seconds during which a request to a URL is retried.
 
     Raises:
-        ValueError: it is a name and there is no `home`, or `home` uses that name itself; or a URL of an unknown kind.
+        ValueError: it is a name and `home` is None or uses that name itself; or it is a URL with an unknown scheme.
     """
     text = str(path_or_name)
     if isinstance(path_or_name, Path) or "/" in text:

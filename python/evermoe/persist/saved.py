@@ -1,4 +1,4 @@
-"""What a member saves of a version at a time, on its way to a place."""
+"""A member's part of a version, on its way to a store."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class SavedUnit:
     """A unit, or a part of its bytes."""
 
     digest: int
-    """Of all the unit's bytes."""
+    """Digest of all the unit's bytes."""
     names: Sequence[str]
     """Names of the unit's tensors."""
     tensors: Mapping[str, Tensor]
-    """What is saved of it, by name."""
+    """The saved tensors, by name."""
     part: Part | None = None
-    """Which bytes these are, if not all."""
+    """Range of the saved bytes, unless they are all."""
 
     @property
     def nbytes(self) -> int:
-        """Of what is saved."""
+        """Number of saved bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -37,14 +37,14 @@ class Saved:
     member: str
     units: Mapping[str, SavedUnit]
     members: Sequence[str] = ()
-    """Those that save what may not lag of the version; none where this one has all."""
+    """Members that save the version's units which may not lag; empty where this one saves all of them."""
 
     def tensors(self, units: Iterable[str]) -> dict[str, Tensor]:
-        """Content of a file of some of its units."""
+        """Return the content of a file of some of its units."""
         return {f"{name}/{key}": each for name in units for key, each in self.units[name].tensors.items()}
 
     def manifest(self, layout: str, files: Mapping[str, str]) -> str:
-        """Text of its manifest.
+        """Return the text of its manifest.
 
         Args:
             layout: of the model.

@@ -16,23 +16,23 @@ from evermoe.persist.folder_weights import INDEX
 from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
 
 SHARD_BYTES = 5_000_000_000
-"""Size of a file at most, where what is added at a time allows."""
+"""Maximum size of a file, unless a single addition is larger."""
 
 
 class WeightFolder:
-    """Writes a folder of weights file by file, as `NAME.writing-…`, which is renamed once all are on disk.
+    """Writes a folder of weights file by file, as `NAME.writing-…`, and renames it once all files are on disk.
 
         with WeightFolder("out") as folder:
-            folder.add(tensors)
+            folder.add_tensors(tensors)
             folder.publish()
 
-    Drafts of the same name, which a process that was killed has left, are removed.
+    Drafts of the same name that a killed process has left are removed.
 
     Args:
-        path: must be empty, or not be there.
+        path: must be empty or missing.
 
     Raises:
-        OSError: it is not empty, or cannot be written to.
+        OSError: the folder is not empty, or cannot be written to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,18 +57,18 @@ class WeightFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self._draft, ignore_errors=True)  # not there any more once it is published
+        shutil.rmtree(self._draft, ignore_errors=True)  # missing after it was published
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds tensors by key, on any device. They are written here or later, and must not change meanwhile.
+    def add_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors by key, on any device. They are written now or later, and must not change meanwhile.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the tensors cannot be written.
         """
         for key, tensor in tensors.items():
             if self._waiting and self._bytes + tensor.nbytes > SHARD_BYTES:
                 self._write()
-            apart = tensor.detach().to("cpu", copy=True).contiguous()  # files take no tensors that share memory
+            apart = tensor.detach().to("cpu", copy=True).contiguous()  # safetensors refuses tensors that share memory
             self._waiting[key] = apart
             self._bytes, self._total = self._bytes + tensor.nbytes, self._total + tensor.nbytes
 
@@ -78,13 +78,13 @@ class WeightFolder:
         self._waiting, self._bytes = {}, 0
 
     def publish(self, add_more: Callable[[Path], None] = lambda draft: None) -> None:
-        """Writes what is left, then makes the draft the folder.
+        """Write the remaining tensors, then rename the draft to the folder.
 
         Args:
             add_more: writes other files into the draft.
 
         Raises:
-            OSError: it cannot be written, or another folder of the name is there now.
+            OSError: the draft cannot be written, or a folder of this name exists by now.
         """
         if self._waiting:
             self._write()

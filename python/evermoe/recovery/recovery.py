@@ -341,7 +341,7 @@ class Recovery:
         self._phase("verify")
         problems = [text for text in gather_json(self.group, problem) if text]
         if problems:
-            warnings.warn(f"a checkpoint is passed over: {problems[0]}", stacklevel=3)
+            warnings.warn(f"a checkpoint is ignored: {problems[0]}", stacklevel=3)
             self._problem = f"the only checkpoint left cannot be used: {problems[0]}"
             for inventory in inventories:
                 inventory.checkpoints = [each for each in inventory.checkpoints if each != version]

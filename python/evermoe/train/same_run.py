@@ -31,7 +31,7 @@ class Claimed(Protocol):
     def found(self) -> Run | None:
         """Return the run that the place names."""
 
-    def take(self, run: Run, patience: float) -> None:
+    def claim_for(self, run: Run, patience: float) -> None:
         """Take the place for a run; raises `FolderInUse`."""
 
     def release(self) -> None:
@@ -45,12 +45,12 @@ class MemoryClaim(RunClaim):
         super().__init__(folder, "the job's memory folder")
         self._folder = folder
 
-    def take(self, run: Run, patience: float) -> None:
-        """Take the folder, as `RunClaim.take`. A folder that cannot be made needs no claim: nobody can write to it."""
+    def claim_for(self, run: Run, patience: float) -> None:
+        """Take the folder, as `RunClaim.claim_for`. One that cannot be made needs no claim: nobody can write to it."""
         with suppress(OSError):
             make_private(self._folder.parent)
             make_private(self._folder)
-            super().take(run, patience)
+            super().claim_for(run, patience)
 
 
 class SameRun:
@@ -85,7 +85,7 @@ class SameRun:
         problem = ""
         try:
             for place in self._places:
-                place.take(run, self._patience)
+                place.claim_for(run, self._patience)
         except FolderInUse as error:
             problem = str(error)
         problems = gather_json(everyone, problem)

@@ -77,7 +77,7 @@ def test_a_checkpoint_at_a_url_is_exported(spot, capsys, tmp_path):
 def test_impossible_input_is_an_error_of_one_line(spot, capsys):
     for arguments, message in [
         (["list", "ftp://host/run"], "the scheme ftp:// is unknown"),
-        (["show", f"{URL}/step-00000009"], "is no manifest of a checkpoint: it is not there"),
+        (["show", f"{URL}/step-00000009"], "is not a manifest of a checkpoint: the file is missing"),
         (["verify", "s3://bucket/nothing"], "expected a checkpoint, found none"),
     ]:
         (told,) = run(capsys, *arguments, code=2)

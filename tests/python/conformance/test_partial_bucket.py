@@ -64,13 +64,13 @@ def test_units_share_files_until_these_are_large_and_each_is_read_alone(persiste
     monkeypatch.setattr(partial_bucket, "FILE_BYTES", 2 * NBYTES)
     store = open_partial(persisted, "L")
     write(store, 1, names="abcxy")
-    files = {each.file.name for each in store.find()}
+    files = {each.file.name for each in store.find_units()}
     assert files == {"units-0.safetensors", "units-1.safetensors", "units-2.safetensors"}
     assert versions(persisted) == {name: [1] for name in "abcxy"}
     proxy.reset()
-    assert open_partial(persisted, "M").find() == []
+    assert open_partial(persisted, "M").find_units() == []
     proxy.reset()
-    (unit,) = (each for each in store.find() if each.unit == "y")
+    (unit,) = (each for each in store.find_units() if each.unit == "y")
     assert torch.equal(unit.data, content("y", 1))
     assert not [request for request in proxy.requests if "manifest" in request.path and "list" not in request.path]
 
@@ -79,12 +79,12 @@ def test_a_changed_byte_of_a_unit_is_refused_and_the_version_before_is_there(per
     store = open_partial(persisted, "L")
     for version in (1, 2):
         write(store, version)
-    newest = next(each for each in store.find() if each.unit == "b")
+    newest = next(each for each in store.find_units() if each.unit == "b")
     key = newest.file.key
     data = bytearray(persisted.place.read(key, 1 << 20))
     data[-1] ^= 1
     persisted.place.put(key, bytes(data))
-    found = {(each.unit, each.version): each.data for each in store.find()}
+    found = {(each.unit, each.version): each.data for each in store.find_units()}
     assert len(found["b", 2]) == 0
     assert torch.equal(found["b", 1], content("b", 1))
     persisted.place.remove([key])
@@ -96,7 +96,7 @@ def test_a_damaged_manifest_is_passed_over_with_one_warning(persisted):
     write(open_partial(persisted, "L"), 2)
     key = f"{persisted.key}/manifests/persisted-{2:020d}-m.json"
     persisted.place.put(key, persisted.place.read(key, 1 << 20)[:-1])
-    with pytest.warns(UserWarning, match=r"saved units are passed over: .*EOF") as told:
+    with pytest.warns(UserWarning, match=r"saved units are ignored: .*EOF") as told:
         assert versions(persisted) == {"a": [1], "b": [1]}
     assert len(told) == 1
 
@@ -119,7 +119,7 @@ def test_another_job_that_starts_later_has_the_place(persisted):
     first = open_partial(persisted, "L", "first")
     write(first, 1)
     CheckpointBucket(run.place, Owner("second", "L"), "m")
-    with pytest.raises(PersistFailed, match="belongs to job 'second' now, not to 'first'"):
+    with pytest.raises(PersistFailed, match="now belongs to job 'second', not to 'first'"):
         write(first, 2)
     assert versions(persisted) == {"a": [1], "b": [1]}
 
@@ -152,7 +152,7 @@ def test_a_commit_that_is_under_way_while_it_is_undone_never_is_durable(persiste
         proxy.fault = lambda request: None
         awake.rewind(OLD + 1, 2)
         proxy.reset()  # the request is dropped, and made again
-        with pytest.raises(LeftBehind, match="was given up by members that went on without this one"):
+        with pytest.raises(LeftBehind, match="was given up by members that continued without this one"):
             committing.result(LIMIT)
     assert versions(persisted) == {"a": [OLD + 1], "b": [OLD + 1]}
     assert len(parts(persisted)) == 1
@@ -298,7 +298,7 @@ def test_a_store_that_is_away_is_told_once_and_the_next_snapshot_gets_there(prox
 
 
 def persisted_parts(where):
-    return {each.file.parent for each in open_partial(where, "L").find()}
+    return {each.file.parent for each in open_partial(where, "L").find_units()}
 
 
 def test_what_could_not_be_rewound_goes_before_anything_newer_is_persisted(proxy, behind, join):
@@ -343,13 +343,13 @@ def test_reading_while_others_prune_finds_whole_units(persisted, join):
     members = [join(name) for name in ("one", "two")]
     for version in range(OLD + 1, OLD + 13):
         members[version % 2].snapshot(version, ["a", "b"])
-        for each in open_partial(persisted, "L").find()[:2]:
+        for each in open_partial(persisted, "L").find_units()[:2]:
             assert len(each.data) in (0, NBYTES)
     for member in members:
         member.persister.flush(PATIENCE)
         assert member.persister.error is None
     assert {found[0] for found in versions(persisted).values()} == {OLD + 12}
-    assert torch.equal(read_persisted(open_partial(persisted, "L").find()[0]), content("a", OLD + 12))
+    assert torch.equal(read_persisted(open_partial(persisted, "L").find_units()[0]), content("a", OLD + 12))
 
 
 def test_a_save_writes_and_lists_four_times_beside_its_files(persisted, proxy, join):

@@ -121,7 +121,7 @@ def test_two_writers_that_decide_at_the_same_moment_agree(proxy, behind):
         giving_up.start()
         stop.go_on()
         try:
-            path = write_.complete()
+            path = write_.wait_published()
         except Exception as error:
             assert "was given up" in str(error)
             path = None

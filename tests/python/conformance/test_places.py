@@ -107,14 +107,14 @@ def test_a_bad_manifest_is_passed_over_with_one_warning(spot, harm, message):
     _, path = write(spot, 1, 2)
     spot.write(f"{path.name}/manifest.json", harm(spot.read(f"{path.name}/manifest.json")))
     forget()
-    with pytest.warns(UserWarning, match=f"a checkpoint is passed over: .*{message}") as told:
+    with pytest.warns(UserWarning, match=f"a checkpoint is ignored: .*{message}") as told:
         assert steps(spot) == [1]
     assert len(told) == 1
 
 
 def test_checkpoints_of_another_model_are_refused(spot):
     (path,) = write(spot, 1)
-    with pytest.warns(UserWarning, match="is passed over: .* belongs to another model"):
+    with pytest.warns(UserWarning, match="is ignored: .* belongs to another model"):
         assert find(spot.locate(), "another") == {}
     with pytest.raises(CorruptCopy, match="has no unit nothing"):
         list(read_units(read_manifest(path), ["nothing"]))
@@ -144,7 +144,7 @@ def test_another_job_that_starts_later_has_the_place(spot):
         writer.close()  # it holds a lock, and another job would be refused
     later = Writer(spot, 4, job="second")
     if spot.is_bucket:
-        with pytest.raises(PersistFailed, match="belongs to job 'second' now"):
+        with pytest.raises(PersistFailed, match="now belongs to job 'second'"):
             writer.write(2)
     later.write(3)
     later.close()
@@ -155,17 +155,17 @@ def test_another_run_of_the_same_job_that_starts_later_has_the_place(spot):
     """An object store has no locks: the previous run finds that before it publishes or removes anything."""
     one, two = (Run("job", nonce, "head:1", "host-7", 4711, 1e9) for nonce in ("one", "two"))
     writer = Writer(spot)
-    writer.store.take(one, 0.0)
+    writer.store.claim_for(one, 0.0)
     writer.write(1)
     assert writer.store.found() == one
     later = Writer(spot, 4, "n")
     if spot.is_bucket:
-        later.store.take(two, 0.0)
+        later.store.claim_for(two, 0.0)
         with pytest.raises(PersistFailed, match="taken over by another run of job 'job', which process 4711 on host-7"):
             writer.write(2)
     else:
         with pytest.raises(FolderInUse, match=r"the checkpoint store .* is in use by another run of job 'job', which"):
-            later.store.take(two, 0.0)
+            later.store.claim_for(two, 0.0)
         with pytest.raises(PersistFailed, match="is in use by another run"):
             later.write(2)
         writer.close()
@@ -260,8 +260,8 @@ def test_a_stopped_writer_that_goes_on_finds_its_attempt_given_up(bucket):
     successor.write(1)
     successor.write(2)
     stop.go_on()
-    with pytest.raises(PersistFailed, match="was given up by members that went on without this one"):
-        slow.complete()
+    with pytest.raises(PersistFailed, match="was given up by members that continued without this one"):
+        slow.wait_published()
     assert sorted(find(bucket.locate())) == [4 << 40 | 1, 4 << 40 | 2]
     assert all_whole(bucket) == [2, 1]
 
@@ -278,7 +278,7 @@ def test_a_writer_that_begins_too_late_adds_a_checkpoint_and_removes_none(bucket
 def test_two_writers_of_one_step_both_have_a_whole_checkpoint(bucket):
     one, other = Writer(bucket, member="one"), Writer(bucket, member="other")
     writes = [one.begin(1), other.begin(1)]
-    paths = [write.complete() for write in writes]
+    paths = [write.wait_published() for write in writes]
     assert paths[0] != paths[1]
     assert all(is_whole(path, 1) for path in find(bucket.locate()).values())
     one.write(2)
@@ -296,8 +296,8 @@ def test_a_checkpoint_is_not_published_when_what_it_shares_has_gone(bucket):
     (path,) = find(bucket.locate()).values()
     bucket.write(f"{path.name}/manifest.json", b"")
     stop.go_on()
-    with pytest.raises(PersistFailed, match="what has not changed since a checkpoint was removed with that one"):
-        write.complete()
+    with pytest.raises(PersistFailed, match="unchanged units this one shares was removed"):
+        write.wait_published()
     assert steps(bucket) == []
     writer.write(3)
     assert all_whole(bucket) == [3]
@@ -317,7 +317,7 @@ def test_files_stay_while_an_attempt_is_undecided(bucket):
     assert not [name for name in bucket.files() if name.startswith(old.name) and "safetensors" in name]
     stop.go_on()
     with pytest.raises(PersistFailed, match="was given up"):
-        write.complete()
+        write.wait_published()
 
 
 def test_empty_manifests_go_after_a_week(bucket):
@@ -325,7 +325,7 @@ def test_empty_manifests_go_after_a_week(bucket):
     place = bucket.locate().place
     assert bucket.files()[f"{first.name}/manifest.json"] == 0
     for days, is_left in ((6, True), (8, False)):
-        assert Cleaner(Attempts(place)).clean(now=time.time() + days * 86400)
+        assert Cleaner(Attempts(place)).remove_files(now=time.time() + days * 86400)
         assert (first.name in place.names()) == is_left
     assert all_whole(bucket) == [3, 2]
 

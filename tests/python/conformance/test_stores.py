@@ -168,7 +168,7 @@ def test_a_changed_byte_of_a_unit_is_refused_and_the_version_before_is_there(sto
     assert is_whole(store, folder, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.* passed over")
+@pytest.mark.filterwarnings("ignore:.* (is|are) ignored")
 @stores()
 @pytest.mark.few(1)
 @pytest.mark.full
@@ -195,7 +195,7 @@ def empty(path: Path) -> None:
     os.truncate(path, 0)
 
 
-@pytest.mark.filterwarnings("ignore:.* passed over")
+@pytest.mark.filterwarnings("ignore:.* (is|are) ignored")
 @stores()
 @pytest.mark.parametrize("harm", [cut, empty, Path.unlink])
 def test_a_file_that_is_cut_or_gone_is_refused(store, folder, place, harm):

@@ -60,7 +60,7 @@ def test_quantised_weights_are_refused(tmp_path):
         save_file(tensors | {key: tensors[key].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
         model, source = from_pretrained(tmp_path / "source")
         with pytest.raises(
-            evermoe.errors.CorruptCopy, match=r"is quantised, to torch.float8_e4m3fn: expected weights of 16"
+            evermoe.errors.CorruptCopy, match=r"is quantised to torch.float8_e4m3fn: expected weights of 16"
         ):
             export(source, model, tmp_path / key)
 

@@ -80,7 +80,7 @@ def test_a_save_of_pec_that_is_read_while_averages_are_applied_has_the_weights(t
                 saves._latest.wait_captured()
             assert saves._is_flushed()
             catalog = session._state.catalog
-            found = [each for each in saves.store.find() if step_of(each.version) == 2]
+            found = [each for each in saves.store.find_units() if step_of(each.version) == 2]
             (unit,) = {each.unit for each in found} - {"session"}
             data = next(each.data for each in found if each.unit == unit)
             saved = catalog.by_name[unit].tensors(data)

@@ -29,7 +29,9 @@ def write(folder, state, step, generation=3):
     """As the only member of a job does from its start to its end."""
     opened = CheckpointFolder(folder, Owner("job", state.catalog.layout), "m")
     try:
-        return CheckpointWrite(opened, state, names(state), generation << 40 | step, generation, Group()).complete()
+        return CheckpointWrite(
+            opened, state, names(state), generation << 40 | step, generation, Group()
+        ).wait_published()
     finally:
         opened.close()
 
@@ -86,7 +88,7 @@ def test_a_stopped_writer_that_continues_replaces_and_removes_nothing(tmp_path):
     stop.wait()
     others = [write(tmp_path, state, step, generation=4) for step in (1, 2)]
     stop.go_on()
-    late = slow.complete()
+    late = slow.wait_published()
     stopped.close()
     assert late.name == "step-00000001-2"
     assert find(tmp_path) == {3 << 40 | 1: late, 4 << 40 | 1: others[0], 4 << 40 | 2: others[1]}
@@ -100,7 +102,7 @@ def test_the_draft_of_a_stopped_writer_is_removed_by_its_successors(tmp_path):
     _, _, state = make("sgd")
     stopped, successor = (CheckpointFolder(tmp_path, Owner("job", state.catalog.layout), name) for name in "ab")
     draft = stopped.draft(3 << 40 | 1, 3, "first")
-    stopped.begin(draft)
+    stopped.create_draft(draft)
     assert successor.newest_generation() == 3
     stopped.sweep(3)
     assert draft.exists(), "its own members do not remove it"
@@ -167,7 +169,7 @@ def test_a_bad_checkpoint_is_passed_over_for_a_good_one_with_one_warning(tmp_pat
     good, bad = write(tmp_path, state, 1), write(tmp_path, state, 2)
     harm, message = BAD[case]
     harm(bad)
-    with pytest.warns(UserWarning, match=f"a checkpoint is passed over: .*{message}") as told:
+    with pytest.warns(UserWarning, match=f"a checkpoint is ignored: .*{message}") as told:
         assert find(tmp_path, state.catalog.layout) == {3 << 40 | 1: good}
     assert len(told) == 1
 
@@ -319,9 +321,9 @@ def test_session_falls_back_to_the_older_checkpoint_and_names_what_is_wrong(tmp_
     (tmp_path / "memory").mkdir()
     straight, _ = run(tmp_path, "first", 6, interval=3)
     harm(tmp_path / "saved" / "step-00000006" / "units-0.safetensors")
-    with pytest.warns(UserWarning, match=r"a checkpoint is passed over: .*/step-00000006.*units-0.safetensors") as told:
+    with pytest.warns(UserWarning, match=r"a checkpoint is ignored: .*/step-00000006.*units-0.safetensors") as told:
         again, events = run(tmp_path, "second", 6)
-    assert len([each for each in told if "is passed over" in str(each.message)]) == 1
+    assert len([each for each in told if "is ignored" in str(each.message)]) == 1
     assert recovered_steps(events) == [3]
     assert digests(again._state) == digests(straight._state)
 

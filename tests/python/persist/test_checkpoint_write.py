@@ -38,9 +38,9 @@ def refuse(folder):
 def write_two(group, folder, place):
     """The second one is refused by rank 1's disk."""
     found, _ = members(group, folder, LIMIT)
-    path = begin(found, place, "first").complete()
+    path = begin(found, place, "first").wait_published()
     with pytest.raises(PersistFailed) as refused:
-        begin(found, place, "second", refuse if found.rank else lambda folder: None).complete()
+        begin(found, place, "second", refuse if found.rank else lambda folder: None).wait_published()
     return str(path), str(refused.value)
 
 
@@ -64,12 +64,12 @@ def hold_up(group, folder, place):
     write = begin(found, place, "late", hold if found.rank else lambda folder: None)
     if found.rank == 0:
         with pytest.raises(PeerLost):
-            write.complete()
+            write.wait_published()
     group.all_reduce(torch.zeros(1))  # rank 0 has given up
     may_write.set()
     if found.rank == 1:
         with pytest.raises(PeerLost):
-            write.complete()
+            write.wait_published()
     group.all_reduce(torch.zeros(1))
     return found.timed_out, found.broken
 

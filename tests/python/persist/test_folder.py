@@ -26,7 +26,7 @@ def test_a_model_is_persisted_and_read_again(tmp_path):
     written = read(state)
     store = open_partial(tmp_path / "new" / "folder", state.catalog.layout)
     persister = Persister(store, "rank0", units=state.catalog.units)
-    views = persister.begin(3 << 40, {name: Part.whole(len(data)) for name, data in written.items()})
+    views = persister.begin_snapshot(3 << 40, {name: Part.all_of(len(data)) for name, data in written.items()})
     for name, view in views.items():
         state.read(name, view)
     persister.commit()
@@ -131,7 +131,7 @@ def test_a_damaged_manifest_is_passed_over(tmp_path, join, spoil):
     text = manifest.read_text()
     assert spoil(text) != text
     manifest.write_text(spoil(text))
-    with pytest.warns(UserWarning, match="saved units are passed over: .*manifest.json is no manifest") as told:
+    with pytest.warns(UserWarning, match="saved units are ignored: .*manifest.json is not a manifest") as told:
         assert versions(tmp_path) == {"a": [1]}
     assert len(told) == 1
 
@@ -148,7 +148,7 @@ def test_a_member_that_comes_back_continues_after_its_last_save(tmp_path, join):
     assert not draft.exists()
     assert again.persister.durable_version == 2
     with pytest.raises(ValueError, match="version: 2 is not after 2, which is durable; rewind first"):
-        again.persister.begin(2, {"a": Part.whole(NBYTES)})
+        again.persister.begin_snapshot(2, {"a": Part.all_of(NBYTES)})
     again.persist(3, ["a"])
     assert versions(tmp_path) == {"a": [3, 1], "b": [2]}
 

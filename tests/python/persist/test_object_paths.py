@@ -181,7 +181,7 @@ def test_checkpoints_are_read_by_http_without_credentials(published):
     assert all_whole(Spot(published)) == [2, 1]
     newest = find(locate(published))[3 << 40 | 2]
     assert find(locate(str(newest))) == {3 << 40 | 2: newest}
-    with pytest.warns(UserWarning, match="is passed over: .* belongs to another model"):
+    with pytest.warns(UserWarning, match="is ignored: .* belongs to another model"):
         assert find(locate(str(newest)), "another layout") == {}
     model, _, _ = make("sgd-momentum")
     with torch.no_grad():
@@ -195,9 +195,9 @@ def test_nothing_is_written_by_http(published):
     for act in (lambda: place.put("a", b""), lambda: place.create("a", b""), lambda: place.remove(["a"])):
         with pytest.raises(OSError, match="is read-only: write to s3://"):
             act()
-    with pytest.raises(FileNotFoundError, match=r"has no index.json, and lists cannot be had by HTTP"):
+    with pytest.raises(FileNotFoundError, match=r"has no index.json, and HTTP cannot list files"):
         find(locate(f"{published}/nothing"))
-    with pytest.raises(CorruptCopy, match="it is not there"):
+    with pytest.raises(CorruptCopy, match="the file is missing"):
         load_weights(make("sgd")[0], str(locate_below(f"{published}/step-00000009")))
 
 

@@ -99,9 +99,9 @@ def test_a_job_whose_folder_was_taken_over_writes_nothing_more(tmp_path):
     layout = make("sgd")[2].catalog.layout
     with closing(CheckpointFolder(tmp_path, Owner("first", layout), "m")) as folder:
         draft = folder.draft(1, 1, "first")
-        folder.begin(draft)
+        folder.create_draft(draft)
         write_owner(tmp_path, Owner("second", layout))
-        for attempt in (lambda: folder.publish(draft, 1, "{}"), lambda: folder.begin(draft)):
-            with pytest.raises(PersistFailed, match="belongs to job 'second' now, not to 'first'"):
+        for attempt in (lambda: folder.publish(draft, 1, "{}"), lambda: folder.create_draft(draft)):
+            with pytest.raises(PersistFailed, match="now belongs to job 'second', not to 'first'"):
                 attempt()
     assert find(tmp_path) == {}

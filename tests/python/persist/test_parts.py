@@ -76,7 +76,7 @@ def test_versions_of_which_parts_are_still_to_come_stay_until_a_newer_one_is_com
 
 def test_a_part_needs_the_digest_of_the_complete_unit(join):
     member = join()
-    view = member.persister.begin(1, {"x": Part(0, CUT, NBYTES)}, BOTH)["x"]
+    view = member.persister.begin_snapshot(1, {"x": Part(0, CUT, NBYTES)}, BOTH)["x"]
     assert view.shape == (CUT,)
     assert view.dtype == torch.uint8
     with pytest.raises(ValueError, match=r"digests: expected those of \['x'\]"):
@@ -86,4 +86,4 @@ def test_a_part_needs_the_digest_of_the_complete_unit(join):
 @pytest.mark.parametrize("part", [Part(64, 32, NBYTES), Part(0, NBYTES + 1, NBYTES), Part(0, 32, NBYTES - 1)])
 def test_a_part_that_a_unit_does_not_have_is_refused(join, part):
     with pytest.raises(ValueError, match=f"units: x: expected {NBYTES} bytes, got"):
-        join().persister.begin(1, {"x": part}, BOTH)
+        join().persister.begin_snapshot(1, {"x": part}, BOTH)

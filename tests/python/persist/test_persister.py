@@ -77,8 +77,8 @@ def test_all_buffers_can_be_read_but_the_one_that_is_written(join, slow):
     member.snapshot(1, ["a", "b"])
     assert slow.entered.wait(PATIENCE)
     member.snapshot(2, ["a"])
-    member.persister.begin(3, {"c": Part.whole(NBYTES)})
-    found = {(held.unit, held.version): held for held in member.persister.whole()}
+    member.persister.begin_snapshot(3, {"c": Part.all_of(NBYTES)})
+    found = {(held.unit, held.version): held for held in member.persister.complete_units()}
     assert set(found) == {("a", 1), ("b", 1), ("a", 2)}
     for (unit, version), held in found.items():
         assert torch.equal(held.data, content(unit, version))
@@ -182,7 +182,7 @@ def test_a_failure_is_warned_of_by_the_next_call(persisted, join, monkeypatch):
         with member.persister._changed:
             assert member.persister._changed.wait_for(lambda: member.persister.error, PATIENCE)
         with pytest.warns(UserWarning, match="version 1 was not persisted: OSError: .*No space left") as told:
-            member.persister.begin(2, {"a": Part.whole(NBYTES)})
+            member.persister.begin_snapshot(2, {"a": Part.all_of(NBYTES)})
     assert (len(told), told[0].filename) == (1, __file__)
     member.persister.abandon()
     member.persist(3, ["a"])
@@ -191,7 +191,7 @@ def test_a_failure_is_warned_of_by_the_next_call(persisted, join, monkeypatch):
 
 def test_a_callback_that_fails_takes_nothing_back(persisted):
     persister = Persister(open_partial(persisted, "L"), "m", units=UNITS, on_durable=lambda *_: 1 / 0)
-    persister.begin(1, {"a": Part.whole(NBYTES)})["a"].copy_(content("a", 1))
+    persister.begin_snapshot(1, {"a": Part.all_of(NBYTES)})["a"].copy_(content("a", 1))
     persister.commit()
     persister.flush(PATIENCE)
     with pytest.warns(UserWarning, match="version 1 is durable, but what comes after it failed: ZeroDivisionError"):
@@ -221,7 +221,7 @@ def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(persisted, join, 
     member.snapshot(2, ["a"])
     assert slow.entered.wait(PATIENCE)
     member.snapshot(3, ["b"])
-    member.persister.begin(4, {"c": Part.whole(NBYTES)})
+    member.persister.begin_snapshot(4, {"c": Part.all_of(NBYTES)})
     member.persister.rewind(1)
     with pytest.raises(ValueError, match="Commit: expected a slot that is being written"):
         member.persister.commit()
@@ -263,7 +263,7 @@ def test_a_rewind_waits_for_the_word_that_a_version_is_durable(persisted):
 
     persister = Persister(open_partial(persisted, "L"), "m", units=UNITS, on_durable=on_durable)
     persister._gate = gate
-    persister.begin(2, {"a": Part.whole(NBYTES)})["a"].copy_(content("a", 2))
+    persister.begin_snapshot(2, {"a": Part.all_of(NBYTES)})["a"].copy_(content("a", 2))
     persister.commit()
     assert named.wait(PATIENCE)
     persister.rewind(1)
@@ -301,17 +301,17 @@ def test_errors_name_the_argument(persisted, join):
     persister = join().persister
     for units, message in (
         ({}, "units: expected one or more, got none"),
-        ({"z": Part.whole(1)}, "units: z: expected a unit of this model, got 1 bytes"),
-        ({"a": Part.whole(1)}, f"units: a: expected {NBYTES} bytes, got 1 bytes"),
+        ({"z": Part.all_of(1)}, "units: z: expected a unit of this model, got 1 bytes"),
+        ({"a": Part.all_of(1)}, f"units: a: expected {NBYTES} bytes, got 1 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
-            persister.begin(1, units)
+            persister.begin_snapshot(1, units)
     for call in (persister.commit, persister.abandon):
         with pytest.raises(ValueError, match="expected a slot that is being written"):
             call()
-    persister.begin(1, {"a": Part.whole(NBYTES)})
+    persister.begin_snapshot(1, {"a": Part.all_of(NBYTES)})
     with pytest.raises(ValueError, match=r"Begin\(2\): expected no slot that is being written"):
-        persister.begin(2, {"a": Part.whole(NBYTES)})
+        persister.begin_snapshot(2, {"a": Part.all_of(NBYTES)})
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="member: expected a name that can be part of a file name"):
             Persister(open_partial(persisted, "L"), name, units=UNITS)

@@ -39,7 +39,7 @@ class Member:
     def snapshot(self, version, units, parts=None, members=()):
         """`parts`: start and end of those that are saved in part."""
         parts = {unit: Part(start, end, NBYTES) for unit, (start, end) in (parts or {}).items()}
-        views = self.persister.begin(version, dict.fromkeys(units, Part.whole(NBYTES)) | parts, members)
+        views = self.persister.begin_snapshot(version, dict.fromkeys(units, Part.all_of(NBYTES)) | parts, members)
         for unit, view in views.items():
             start = parts[unit].start if unit in parts else 0
             view.copy_(content(unit, version)[start : start + len(view)])
@@ -53,7 +53,7 @@ class Member:
 def versions(where, layout="L"):
     """Unit → its versions, newest first; all of them are read."""
     found = {}
-    for each in open_partial(where, layout).find():
+    for each in open_partial(where, layout).find_units():
         assert torch.equal(read_persisted(each), content(each.unit, each.version))
         found.setdefault(each.unit, []).append(each.version)
     return found

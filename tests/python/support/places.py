@@ -145,7 +145,7 @@ class Writer:
         return write
 
     def write(self, step: int, units: Units | None = None) -> Location:
-        return self.begin(step, units).complete()
+        return self.begin(step, units).wait_published()
 
     def close(self) -> None:
         self.store.close()

@@ -152,7 +152,7 @@ class PersistedFolder:
         sweep(folder, [member])
 
     def write(self, version: int, units: Units) -> None:
-        views = self._persister.begin(version, {name: Part.whole(len(data)) for name, data in units.items()})
+        views = self._persister.begin_snapshot(version, {name: Part.all_of(len(data)) for name, data in units.items()})
         for name, view in views.items():
             view.copy_(units[name])
         self._persister.commit()
@@ -191,7 +191,7 @@ class Checkpoints:
 
     def write(self, version: int, units: Units) -> None:
         self._state.adopt(everyone(self._state), dict(units))
-        CheckpointWrite(self._folder, self._state, list(units), version, self._generation, Group()).complete()
+        CheckpointWrite(self._folder, self._state, list(units), version, self._generation, Group()).wait_published()
 
     def close(self) -> None:
         self._folder.close()

@@ -189,7 +189,7 @@ def export(
         return
     with WeightFolder(Path(folder)) as draft:
         for piece in _as_saved(model, _pieces(source, model, prefix)):
-            draft.add(piece)
+            draft.add_tensors(piece)
         draft.publish(write_config)
 
 

@@ -151,7 +151,7 @@ def test_the_state_stays_in_memory_when_the_last_checkpoint_cannot_be_written(tm
     ):
         run(tmp_path, small_disk, 5, {2: lambda: fill(small_disk)})
     assert find(small_disk) == {}
-    with pytest.warns(UserWarning, match="Job 'disk' continues, and tries each checkpoint when it is scheduled"):
+    with pytest.warns(UserWarning, match="Job 'disk' continues, and tries to write each scheduled checkpoint"):
         events = run(tmp_path, small_disk, 7, {5: lambda: free(small_disk)})
     assert [event.step for event in events if isinstance(event, Recovered)] == [5]
     assert written(events) == [7]
@@ -267,7 +267,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_folder, "write_units", write_late)
     at = {3: note, 7: let_write, 8: lambda: wait_until_written(sessions[0]), 9: check}
-    with pytest.warns(UserWarning, match="checkpoint of step 6 is left out: that of step 3 is still being written"):
+    with pytest.warns(UserWarning, match="checkpoint of step 6 is skipped: that of step 3 is still being written"):
         events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, interval=3)
     assert written(events) == [3, 9, 11]
 
@@ -287,7 +287,7 @@ def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, 
         lag = each.events("measured", step=11)[0]["lag"]
         assert lag["checkpoint"] >= 8
         assert preset != "pec" or lag["persisted"] >= 8
-        assert "is left out: that of step" in each.log()
+        assert "is skipped: that of step" in each.log()
     thaw(dying_disk)
     job.open_gate(1 << 60)
     assert [each.join() for each in workers] == [0, 0]

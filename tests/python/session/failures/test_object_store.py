@@ -93,7 +93,7 @@ def saved(url, limit=20.0):
     """Return the durable units of `pec`, by unit and step."""
     model = Model()
     layout = TrainingState(model, make_optimizer(OPTIMIZER, model)).catalog.layout
-    found = open_partial(locate(url, patience=limit) / PERSISTED, layout).find()
+    found = open_partial(locate(url, patience=limit) / PERSISTED, layout).find_units()
     return {(each.unit, step_of(each.version)): each for each in found}
 
 
