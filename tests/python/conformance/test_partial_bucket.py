@@ -185,7 +185,7 @@ def test_what_newer_members_have_persisted_stays_however_late_it_is_rewound(pers
     late.rewind(OLD + 1, 2)
     assert versions(persisted) == {"a": [NEW + 2, OLD + 1], "b": [NEW + 2, OLD + 1]}
     quick.rewind(NEW + 2, 3)
-    with pytest.raises(LeftBehind, match="members of generation 3 go on without those of 2"):
+    with pytest.raises(LeftBehind, match="members of generation 3 continue without those of 2"):
         late.rewind(OLD + 1, 2)
 
 

@@ -158,7 +158,7 @@ BAD = {
     "a pipe": (lambda path: as_pipe(path / "manifest.json"), "expected a plain file"),
     "a link": (lambda path: as_link(path / "manifest.json"), "symbolic links"),
     "a folder": (lambda path: [(path / "manifest.json").unlink(), (path / "manifest.json").mkdir()], "a plain file"),
-    "a linked folder": (as_link, "is no folder"),
+    "a linked folder": (as_link, "is not a folder"),
     "another name": (lambda path: path.rename(path.with_name("step-00000009")), "is of step 2"),
 }
 

@@ -51,8 +51,8 @@ def test_paths_and_file_urls_are_folders(tmp_path):
         ("s3:///run", "names no bucket"),
         ("s3://key:hidden@bucket/run", "credentials come from the environment"),
         ("https://host/run?signature=hidden", "credentials come from the environment"),
-        ("file://host/run", "of this machine"),
-        (Path("s3://bucket/run"), "expected a URL as a text, got a path"),
+        ("file://host/run", "on this machine"),
+        (Path("s3://bucket/run"), "expected a URL as a string, got a path"),
     ],
 )
 def test_a_url_of_no_store_is_refused_and_no_credential_is_shown(where, message):
@@ -227,7 +227,7 @@ def test_a_session_starts_from_http_and_writes_nothing(public, monkeypatch, tmp_
     events = train(url, 5)
     assert [event.step for event in events if isinstance(event, Recovered)] == [3]
     assert not [event for event in events if isinstance(event, Checkpoint)]
-    with pytest.raises(ValueError, match=r"checkpoints: interval is 2 steps, but http://.* can only be read"):
+    with pytest.raises(ValueError, match=r"checkpoints: interval is 2 steps, but http://.* is read-only"):
         train(url, 6, interval=2)
 
 
