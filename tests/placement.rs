@@ -128,6 +128,69 @@ fn choose(n: usize, k: usize) -> usize {
     (0..k).fold(1, |product, i| product * (n - i) / (i + 1))
 }
 
+/// All orders of a list.
+fn orders(count: usize) -> Vec<Vec<usize>> {
+    let Some(last) = count.checked_sub(1) else { return vec![Vec::new()] };
+    let shorter = orders(last);
+    let with_last = |order: &Vec<usize>| {
+        (0..=last).map(|at| [&order[..at], &[last], &order[at..]].concat()).collect::<Vec<_>>()
+    };
+    shorter.iter().flat_map(with_last).collect()
+}
+
+/// The experts of [2, 2, 4, 4] survive 5 of 6 losses of two nodes; [4, 4, 2, 2] are the same experts.
+#[test]
+fn safest_does_not_depend_on_the_order_of_experts() {
+    for (replicas, nodes, slots, failures, survival) in [
+        (&[2, 2, 4, 4][..], 4, 3, 2, Some(5.0 / 6.0)),
+        (&[1, 2, 3], 3, 2, 1, None),
+        (&[1, 1, 3, 5], 5, 2, 2, None),
+        (&[2, 3, 3, 4], 4, 3, 3, None),
+        (&[2, 2, 3, 5], 6, 2, 2, None),
+        (&[2, 2, 2, 3, 6], 5, 3, 2, None),
+    ] {
+        let load: Vec<f64> = replicas.iter().map(|&count| count as f64 + 0.5).collect();
+        for previous in [false, true] {
+            let request = |replicas: &[i64], load: &[f64], previous: Option<&[i64]>| {
+                let (load, failures) = (Some(load), Some(failures));
+                place(&Request {
+                    replicas,
+                    nodes,
+                    slots,
+                    policy: Policy::Safest,
+                    load,
+                    previous,
+                    domains: None,
+                    failures,
+                })
+                .unwrap()
+            };
+            let first = request(replicas, &load, None).matrix;
+            let previous = previous.then_some(&first[..]);
+            let sorted = request(replicas, &load, previous).reason;
+            assert!(
+                survival.is_none_or(|best| (sorted.survival - best).abs() < 1e-9),
+                "{replicas:?}: {sorted}"
+            );
+            for order in orders(replicas.len()) {
+                let listed: Vec<i64> = order.iter().map(|&expert| replicas[expert]).collect();
+                let load: Vec<f64> = order.iter().map(|&expert| load[expert]).collect();
+                let columns = |matrix: &[i64]| -> Vec<i64> {
+                    let rows = matrix.chunks_exact(order.len());
+                    rows.flat_map(|row| order.iter().map(|&expert| row[expert])).collect()
+                };
+                let previous = previous.map(columns);
+                let found = request(&listed, &load, previous.as_deref());
+                assert_eq!(found.reason, sorted, "{listed:?} on {nodes} × {slots}");
+                for (expert, &count) in listed.iter().enumerate() {
+                    let placed: i64 = found.matrix.iter().skip(expert).step_by(listed.len()).sum();
+                    assert_eq!(placed, count, "{listed:?}: expert {expert}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn safest_is_as_safe_as_any_placement_of_small_sizes() {
     let mut better_than_the_papers = 0;

@@ -2,11 +2,13 @@
 
 use super::candidate::{Candidate, NOISE, least_imbalance};
 use super::cells::{build, cells, fewest_cells, is_fragile};
+use super::classic::{compact, mro, spread};
 use super::climb::{climbed, climbs};
 use super::improve::improve;
 use super::layout::Problem;
 use super::respread::respread;
 use super::result::Construction;
+use super::rows::renumbered;
 use super::survival::{Share, choose};
 
 /// Load of the busiest node over the mean that `balanced` accepts for more safety or fewer moves.
@@ -47,16 +49,24 @@ fn most_survival(problem: &Problem) -> Share {
     }
 }
 
+/// The placement of a construction that ignores the previous one.
+pub(super) fn classic(problem: &Problem, construction: Construction) -> Candidate {
+    let replicas = problem.replicas();
+    let rows = match construction {
+        Construction::Mro => mro(problem, &replicas),
+        Construction::Spread => spread(problem, &replicas),
+        _ => compact(&replicas, problem.nodes, problem.slots_of_node()),
+    };
+    Candidate::new(problem, construction, rows)
+}
+
 /// Chooses the most even placement within 5 points of the safer of `mro` and `spread`, if that survives half of the
 /// losses. It keeps the previous placement if possible, safe and even enough. If cells cannot be that safe, the safest
 /// placement is taken. If a policy's placement is better on both counts, that one is taken.
 ///
 /// `unchanged` is the previous placement with the minimum number of exchanged replicas for the wanted counts.
-pub(super) fn balanced(
-    problem: &Problem,
-    unchanged: Option<Candidate>,
-    classic: impl Fn(Construction) -> Candidate,
-) -> Candidate {
+pub(super) fn balanced(problem: &Problem, unchanged: Option<Candidate>) -> Candidate {
+    let classic = |construction| classic(problem, construction);
     let (mut reference, mut compared) = (most_survival(problem), false);
     let mut is_safe = |candidate: &Candidate| {
         let near = |most: Share| most.is_minor() || candidate.survival.is_near(most, POINTS);
@@ -119,8 +129,8 @@ pub(super) fn balanced(
     {
         let safest_at = |failures: usize| {
             let problem = Problem { failures, ..fresh.clone() };
-            let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.rows);
-            weighed(safest(&problem, None, |construction| weighed(classic(construction), &problem)), &fresh)
+            let found = safest(&problem, None);
+            Candidate::new(&fresh, found.construction, found.rows)
         };
         let mut rivals = vec![safest_at(problem.failures)];
         if !best_is_safe && rivals[0].spread(problem) >= best.spread(problem) {
@@ -133,7 +143,7 @@ pub(super) fn balanced(
         if problem.failures + 1 < problem.domains {
             rivals.push(safest_at(problem.failures + 1));
         }
-        rivals.extend([Construction::Mro, Construction::Spread, Construction::Compact].map(&classic));
+        rivals.extend([Construction::Mro, Construction::Spread, Construction::Compact].map(classic));
         if let Some(better) = better(problem, &best, rivals, &mut is_safe) {
             (best_is_safe, best) = (is_safe(&better), better);
         }
@@ -213,14 +223,21 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
 
 /// The placement with the most survival among those that have every expert on as many domains as all can have. Ties go
 /// to the one that spreads experts most, then to the one with the fewest new replicas, then to the most even.
-pub(super) fn safest(
-    problem: &Problem,
-    unchanged: Option<Candidate>,
-    classic: impl Fn(Construction) -> Candidate,
-) -> Candidate {
+///
+/// The constructions depend on the order of the experts, so one order is used for all.
+pub(super) fn safest(problem: &Problem, unchanged: Option<Candidate>) -> Candidate {
+    let order = problem.order();
+    let mut number = vec![0; order.len()];
+    order.iter().enumerate().for_each(|(new, &old)| number[old] = new);
+    let unchanged = unchanged.map(|one| Candidate { rows: renumbered(&one.rows, &number), ..one });
+    let best = safest_in_order(&problem.numbered(&order), unchanged);
+    Candidate { rows: renumbered(&best.rows, &order), ..best }
+}
+
+fn safest_in_order(problem: &Problem, unchanged: Option<Candidate>) -> Candidate {
     let fresh = problem.without_previous();
-    let mut candidates =
-        Vec::from([Construction::Mro, Construction::Spread, Construction::Compact].map(classic));
+    let classics = [Construction::Mro, Construction::Spread, Construction::Compact];
+    let mut candidates = Vec::from(classics.map(|construction| classic(problem, construction)));
     let fine = FINE_IMBALANCE.max(least_imbalance(problem) + NOISE);
     let rings = [cells(&fresh, false), cells(&fresh, true)];
     for cells in if rings[0] == rings[1] { &rings[..1] } else { &rings[..] } {

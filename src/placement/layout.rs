@@ -1,6 +1,6 @@
 //! A placement in construction: the experts of each node, with the nodes' loads kept up to date.
 
-use super::rows::Rows;
+use super::rows::{Rows, renumbered};
 use std::collections::BTreeSet;
 
 /// Problem of a placement. Experts with more replicas than nodes are on every node the same number of times. `wanted`
@@ -43,6 +43,43 @@ impl Problem {
     /// The problem without a previous placement.
     pub(super) fn without_previous(&self) -> Self {
         Self { previous: Vec::new(), ..self.clone() }
+    }
+
+    /// Replicas of each expert.
+    pub(super) fn replicas(&self) -> Vec<i64> {
+        let all = |(&each, &wanted): (&usize, &usize)| (each * self.nodes + wanted) as i64;
+        self.each.iter().zip(&self.wanted).map(all).collect()
+    }
+
+    /// An order of the experts that does not depend on how they are numbered: ascending replicas, then load, then the
+    /// nodes that hold them. Experts that are equal in all of these may be exchanged.
+    pub(super) fn order(&self) -> Vec<usize> {
+        let mut nodes = vec![Vec::new(); self.experts];
+        for (node, row) in self.previous.iter().enumerate() {
+            row.iter().for_each(|&(expert, count)| nodes[expert].push((node, count)));
+        }
+        let mut order: Vec<usize> = (0..self.experts).collect();
+        order.sort_by(|&one, &two| {
+            (self.each[one], self.wanted[one])
+                .cmp(&(self.each[two], self.wanted[two]))
+                .then_with(|| self.weight[one].total_cmp(&self.weight[two]))
+                .then_with(|| nodes[one].cmp(&nodes[two]))
+        });
+        order
+    }
+
+    /// The problem with the experts numbered in this order.
+    pub(super) fn numbered(&self, order: &[usize]) -> Self {
+        let mut number = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(new, &old)| number[old] = new);
+        Self {
+            each: order.iter().map(|&expert| self.each[expert]).collect(),
+            wanted: order.iter().map(|&expert| self.wanted[expert]).collect(),
+            weight: order.iter().map(|&expert| self.weight[expert]).collect(),
+            previous: renumbered(&self.previous, &number),
+            domain: self.domain.clone(),
+            ..*self
+        }
     }
 
     pub(super) fn held(&self, node: usize, expert: usize) -> bool {

@@ -2,8 +2,7 @@
 
 use super::adjust::adjusted;
 use super::candidate::Candidate;
-use super::choose::{balanced, safest};
-use super::classic::{compact, mro, spread};
+use super::choose::{balanced, classic, safest};
 use super::domains::domain_of;
 use super::layout::Problem;
 use super::result::{Construction, Placement};
@@ -108,7 +107,7 @@ pub struct Request<'a> {
 /// many nodes as it has replicas (evenly on all of them if it has more), unless another policy is safer or more even.
 /// With `domains`, exchanges extend that to `min(f, domains)` distinct ones where possible:
 /// [`Reason::spread`](super::Reason::spread) is the number reached. Among equally safe candidates, `safest` takes the
-/// one with the fewest new replicas since `previous`.
+/// one with the fewest new replicas since `previous`. Its survival does not depend on the order of the experts.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) if the replicas do not sum to `nodes · slots`, an expert has none,
@@ -117,22 +116,14 @@ pub struct Request<'a> {
 pub fn place(request: &Request<'_>) -> Result<Placement> {
     let problem = problem_of(request)?;
     let replicas = request.replicas;
-    let made = |construction| {
-        let rows = match construction {
-            Construction::Mro => mro(&problem, replicas),
-            Construction::Spread => spread(&problem, replicas),
-            _ => compact(replicas, request.nodes, request.slots),
-        };
-        Candidate::new(&problem, construction, rows)
-    };
     let unchanged = adjusted(&problem.previous, replicas, request.slots, &problem.weight);
     let unchanged = unchanged.map(|rows| Candidate::new(&problem, Construction::Previous, rows));
     let candidate = match request.policy {
-        Policy::Balanced => balanced(&problem, unchanged, made),
-        Policy::Safest => safest(&problem, unchanged, made),
-        Policy::Mro => made(Construction::Mro).settled(&problem),
-        Policy::Spread => made(Construction::Spread).settled(&problem),
-        Policy::Compact => made(Construction::Compact).settled(&problem),
+        Policy::Balanced => balanced(&problem, unchanged),
+        Policy::Safest => safest(&problem, unchanged),
+        Policy::Mro => classic(&problem, Construction::Mro).settled(&problem),
+        Policy::Spread => classic(&problem, Construction::Spread).settled(&problem),
+        Policy::Compact => classic(&problem, Construction::Compact).settled(&problem),
     };
     Ok(candidate.into_placement(&problem))
 }

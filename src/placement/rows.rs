@@ -45,3 +45,13 @@ pub(super) fn holders_of(rows: &Rows, experts: usize) -> Vec<Vec<usize>> {
     }
     holders
 }
+
+/// Rows whose expert `e` is `number[e]` now.
+pub(super) fn renumbered(rows: &[Vec<(usize, i64)>], number: &[usize]) -> Rows {
+    let row = |row: &Vec<(usize, i64)>| {
+        let mut row: Vec<(usize, i64)> = row.iter().map(|&(expert, count)| (number[expert], count)).collect();
+        row.sort_unstable();
+        row
+    };
+    rows.iter().map(row).collect()
+}
