@@ -171,8 +171,8 @@ def test_buckets_have_all_tensors_once_and_each_owners_in_their_order():
         assert len(found) == {1: 4, 64: 3, 500: 2, 1 << 20: 1}[nbytes]
 
 
-def trained(start_job, faults, **session):
-    job = start_job(shard_optimizer=True, **session)
+def trained(start_job, faults, shard_optimizer):
+    job = start_job(shard_optimizer=shard_optimizer)
     workers = job.start_all(faults, bucket_bytes=NBYTES)
     assert [each.join() for each in workers] == [0, -9 if faults else 0, 0]
     check_history(workers)
