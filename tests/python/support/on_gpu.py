@@ -33,7 +33,7 @@ BENCHES = {
     "kernels": (60, []),
     "ops": (65, ["--tokens", "8192", "65536", "--hidden", "1024", "4096", "--experts", "8", "256", "--seconds", "0.2"]),
     "optim": (45, ["--elements", str(1 << 28), "--seconds", "2"]),
-    "replica": (45, []),
+    "copies": (45, []),
     "overlap": (60, ["--gib", "1", "8", "--seconds", "2"]),
     "overlap-32": (95, ["--gib", "32", "--seconds", "2"]),
     "profile": (40, []),

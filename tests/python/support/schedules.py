@@ -55,7 +55,12 @@ def plan(seed: int, *, unprivileged: bool = False) -> Schedule:
     preset = PRESET_NAMES[seed % len(PRESET_NAMES)]
     names = "abcde"[: draw.choice([4, 4, 5])]
     copies = 2 if preset == "pec" else 3  # which refuses more
-    options: dict[str, Any] = {"preset": preset, "copies": copies, "hang_timeout": HANG_LIMIT, "rejoin_timeout": 3.0}
+    options: dict[str, Any] = {
+        "preset": preset,
+        "replication": copies,
+        "hang_timeout": HANG_LIMIT,
+        "rejoin_timeout": 3.0,
+    }
     options["quorum_timeout"] = 30.0
     options["checkpoint_interval"] = draw.choice([0, CHECKPOINT_EVERY])
     while True:
