@@ -119,8 +119,9 @@ lint: package ## Check formatting, clippy, ruff, types, dead code and unused dep
 kernels: package ## Check that the build has the CUDA kernels; without nvcc it has none
 	$(BIN)/python -c "from evermoe.ops.cache import has_cuda_kernels; assert has_cuda_kernels(), 'the build has no CUDA kernels'"
 
-docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs
+docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs, and that of the crate
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d out/docs
+	RUSTDOCFLAGS="-D warnings" $(WITHOUT_KERNELS) cargo doc --quiet --no-deps --profile develop --features object-store,ucx
 
 evidence: package ## Regenerate docs/evidence.md, which compares the papers' numbers with ours (minutes)
 	$(BIN)/evermoe reproduce all --slow --markdown docs/evidence.md

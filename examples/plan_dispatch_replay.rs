@@ -1,5 +1,5 @@
-// Plan a placement, dispatch tokens on the CPU, and repeat an optimizer step from its record, without Python or CUDA.
-// Run with: cargo run --example plan_dispatch_replay --no-default-features
+//! Plan a placement, dispatch tokens on the CPU, and repeat an optimizer step from its record, without Python or CUDA.
+//! Run with: cargo run --example plan_dispatch_replay --no-default-features
 
 use evermoe::cpu::{self, AdamWOptions, AdamWStep, Combine, Gradient, Serial};
 use evermoe::dispatch::{self, split_tokens};

@@ -54,7 +54,7 @@ const LAYERS: [(&str, &[&str]); 22] = [
     ("transport", &["error", "reachability", "secret"]),
     ("recovery", &["error", "protocol"]),
     ("schedule", &["error", "placement"]),
-    ("protection", &["error", "dispatch", "placement", "schedule"]),
+    ("protection", &["error", "dispatch", "placement", "recovery", "schedule"]),
     ("selection", &["error"]),
     (
         "simulate",

@@ -2,7 +2,7 @@
 //! balanced.
 
 use evermoe::protection::{
-    CopyKind, Copying, ProtectionRequest, RankInfo, UnitInfo, UnitProtection, plan_protection,
+    CopyKind, PresetName, ProtectionRequest, RankInfo, UnitInfo, UnitProtection, plan_protection,
 };
 use std::collections::BTreeSet;
 
@@ -78,12 +78,12 @@ impl Shape {
 
 fn arranged(
     shape: &Shape,
-    copying: Copying,
+    preset: PresetName,
     copies: usize,
 ) -> (Vec<UnitInfo>, Vec<RankInfo>, Vec<UnitProtection>) {
     let (units, ranks) = (shape.units(), shape.ranks());
     let request =
-        ProtectionRequest { name: "any", copying, units: &units, ranks: &ranks, copies, budget: 0.01 };
+        ProtectionRequest { preset: preset.preset(), units: &units, ranks: &ranks, copies, budget: 0.01 };
     let kept = plan_protection(&request).unwrap().units;
     (units, ranks, kept)
 }
@@ -102,13 +102,13 @@ fn domains(ranks: &[RankInfo], some: impl Iterator<Item = usize>) -> BTreeSet<St
 fn each_unit_is_on_as_many_nodes_as_copies_says() {
     for shape in Shape::all() {
         for copies in 0..=4 {
-            for copying in [Copying::Chosen, Copying::Everything, Copying::ToPrevious, Copying::Uncovered] {
-                let (units, ranks, kept) = arranged(&shape, copying, copies);
+            for preset in [PresetName::Auto, PresetName::Gemini, PresetName::Baft, PresetName::Moetion] {
+                let (units, ranks, kept) = arranged(&shape, preset, copies);
                 let all = domains(&ranks, 0..ranks.len()).len();
                 for (unit, kept) in units.iter().zip(&kept) {
                     let held = unit.active.iter().chain(&kept.holders).copied();
                     let on = domains(&ranks, held).len();
-                    let case = format!("{copying:?}, {copies} copies, {shape:?}, {unit:?}: {kept:?}");
+                    let case = format!("{preset:?}, {copies} copies, {shape:?}, {unit:?}: {kept:?}");
                     assert!(on >= copies.min(all), "{on} of {all} nodes: {case}");
                     assert!(kept.holders.len() < copies.max(1), "more holders than asked for: {case}");
                     assert!(unit.active.contains(&kept.primary), "{case}");
@@ -116,7 +116,7 @@ fn each_unit_is_on_as_many_nodes_as_copies_says() {
                     assert!(each.len() == kept.holders.len() && !each.contains(&kept.primary), "{case}");
                 }
             }
-            let (_, _, kept) = arranged(&shape, Copying::Nothing, copies);
+            let (_, _, kept) = arranged(&shape, PresetName::Lazarus, copies);
             assert!(kept.iter().all(|kept| kept.holders.is_empty() && kept.kind == CopyKind::Active));
         }
     }
@@ -126,8 +126,8 @@ fn each_unit_is_on_as_many_nodes_as_copies_says() {
 #[test]
 fn two_lost_nodes_leave_each_unit_with_three_copies() {
     for shape in Shape::all().filter(|shape| shape.nodes >= 3) {
-        for copying in [Copying::Chosen, Copying::Everything, Copying::ToPrevious, Copying::Uncovered] {
-            let (units, ranks, kept) = arranged(&shape, copying, 3);
+        for preset in [PresetName::Auto, PresetName::Gemini, PresetName::Baft, PresetName::Moetion] {
+            let (units, ranks, kept) = arranged(&shape, preset, 3);
             let all: Vec<String> = domains(&ranks, 0..ranks.len()).into_iter().collect();
             for (at, one) in all.iter().enumerate() {
                 for two in &all[at + 1..] {
@@ -137,7 +137,7 @@ fn two_lost_nodes_leave_each_unit_with_three_copies() {
                     };
                     assert!(
                         units.iter().zip(&kept).all(is_left),
-                        "{copying:?} loses a unit with {one} and {two}: {shape:?}"
+                        "{preset:?} loses a unit with {one} and {two}: {shape:?}"
                     );
                 }
             }
@@ -149,7 +149,7 @@ fn two_lost_nodes_leave_each_unit_with_three_copies() {
 fn baft_copies_to_the_previous_nodes_the_nearest_first() {
     for copies in 2..=4 {
         let shape = Shape { nodes: 5, ranks_per_node: 1, is_sharded: true, replica_nodes: Vec::new() };
-        let (_, _, kept) = arranged(&shape, Copying::ToPrevious, copies);
+        let (_, _, kept) = arranged(&shape, PresetName::Baft, copies);
         for kept in kept {
             let before: Vec<usize> = (1..copies).map(|back| (kept.primary + 5 - back) % 5).collect();
             assert_eq!(kept.holders, before, "{copies} copies of what rank {} sends", kept.primary);
@@ -161,11 +161,11 @@ fn baft_copies_to_the_previous_nodes_the_nearest_first() {
 fn what_several_nodes_train_has_snapshots_on_as_many_of_them_as_copies_says() {
     for shape in Shape::all() {
         for copies in 0..=4 {
-            for copying in [Copying::Chosen, Copying::Uncovered, Copying::Nothing, Copying::Everything] {
-                let (units, ranks, kept) = arranged(&shape, copying, copies);
+            for preset in [PresetName::Auto, PresetName::Moetion, PresetName::Lazarus, PresetName::Gemini] {
+                let (units, ranks, kept) = arranged(&shape, preset, copies);
                 let node = |rank: usize| ranks[rank].node.as_str();
                 for (unit, kept) in units.iter().zip(&kept) {
-                    let case = format!("{copying:?}, {copies} copies, {shape:?}, {unit:?}: {kept:?}");
+                    let case = format!("{preset:?}, {copies} copies, {shape:?}, {unit:?}: {kept:?}");
                     if matches!(kept.kind, CopyKind::Snapshot { .. }) {
                         assert!(kept.own.is_empty(), "the holders keep snapshots, and the sender: {case}");
                         continue;
@@ -186,7 +186,7 @@ fn what_several_nodes_train_has_snapshots_on_as_many_of_them_as_copies_says() {
 fn own_snapshots_of_what_all_train_are_spread_evenly() {
     for shape in Shape::all().filter(|shape| !shape.is_sharded && shape.replica_nodes.is_empty()) {
         for copies in 1..=4 {
-            let (units, ranks, kept) = arranged(&shape, Copying::Nothing, copies);
+            let (units, ranks, kept) = arranged(&shape, PresetName::Lazarus, copies);
             let mut count = vec![0; ranks.len()];
             for (unit, kept) in units.iter().zip(&kept).filter(|(unit, _)| !unit.may_lag) {
                 assert_eq!(unit.active.len(), ranks.len());

@@ -2,7 +2,8 @@
 
     python tests/prose.py [PATH ...]
 
-Without paths it reads every text file of the repository. `make lint` runs it; its exit code is 1 if it found any.
+Without paths it reads every text file of the repository; a hook of `pre-commit` gives it the changed ones. Its exit
+code is 1 if it found any.
 """
 
 import re

@@ -41,8 +41,7 @@ def batch_steps(elements: int) -> int: ...
 def copy_budget(step_seconds: float, speeds: Sequence[float | None]) -> int | None: ...
 def unmeasured_budget(expert_bytes: int, all_bytes: int) -> int: ...
 def plan_protection(
-    name: str,
-    copying: str,
+    preset: str,
     units: Sequence[tuple[int, int, Sequence[int], float, bool, bool]],
     ranks: Sequence[tuple[str, int, bool, float | None, float | None, int, tuple[float, float] | None, float | None]],
     copies: int,

@@ -10,7 +10,7 @@ use crate::ensure;
 use crate::error::Result;
 use std::ops::Range;
 
-/// Number of partial sums of a dot product: column `c` is added to partial `c % DOT_PARTIALS`, then [`add_partials`]
+/// Number of partial sums of a dot product: column `c` is added to partial `c % DOT_PARTIALS`, then `add_partials`
 /// adds the partials. A warp of the CUDA kernel adds in the same order, so both produce the same bits.
 pub const DOT_PARTIALS: usize = 256;
 /// Partials of one lane of that warp.

@@ -37,10 +37,10 @@ pub fn write(path: &Path, content: &Content<'_>, threads: usize) -> Result<()> {
     })
 }
 
-/// Writes a file like [`write`], and computes the digests of some units meanwhile, in one more thread.
+/// Writes a file like [`write`](fn@write), and computes the digests of some units meanwhile, in one more thread.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write`](fn@write).
 pub fn write_hashed(path: &Path, content: &Content<'_>, threads: usize, units: &[&[u8]]) -> Result<Vec<u64>> {
     let hash = || units.iter().map(|unit| digest(unit)).collect();
     std::thread::scope(|scope| {

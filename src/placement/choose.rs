@@ -230,7 +230,7 @@ pub(super) fn safest(problem: &Problem, unchanged: Option<Candidate>) -> Candida
     let mut number = vec![0; order.len()];
     order.iter().enumerate().for_each(|(new, &old)| number[old] = new);
     let unchanged = unchanged.map(|one| Candidate { rows: renumbered(&one.rows, &number), ..one });
-    let best = safest_in_order(&problem.numbered(&order), unchanged);
+    let best = safest_in_order(&problem.numbered(&order, &number), unchanged);
     Candidate { rows: renumbered(&best.rows, &order), ..best }
 }
 

@@ -68,15 +68,13 @@ impl Problem {
         order
     }
 
-    /// The problem with the experts numbered in this order.
-    pub(super) fn numbered(&self, order: &[usize]) -> Self {
-        let mut number = vec![0; order.len()];
-        order.iter().enumerate().for_each(|(new, &old)| number[old] = new);
+    /// The problem with the experts in this order; `number` has the place of each in it.
+    pub(super) fn numbered(&self, order: &[usize], number: &[usize]) -> Self {
         Self {
             each: order.iter().map(|&expert| self.each[expert]).collect(),
             wanted: order.iter().map(|&expert| self.wanted[expert]).collect(),
             weight: order.iter().map(|&expert| self.weight[expert]).collect(),
-            previous: renumbered(&self.previous, &number),
+            previous: renumbered(&self.previous, number),
             domain: self.domain.clone(),
             ..*self
         }

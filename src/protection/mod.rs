@@ -26,10 +26,9 @@ pub use copy_constants::{
 };
 pub use plan::{CopyKind, CopyPlan, CopyReason, Holder, Limit, LossSurvival, NodeUse, UnitChoice};
 pub use preset::{
-    Kind, Lagging, Levels, PRESETS, Preset, PresetName, Selecting, copy_budget, levels, unmeasured_budget,
+    Copying, Lagging, Levels, PRESETS, Preset, PresetName, Selecting, copy_budget, levels, unmeasured_budget,
 };
 pub use request::{CopyNode, CopyRequest, CopyUnit};
 pub use session_plan::{
-    Copying, DEFAULT_LINK, ProtectionPlan, ProtectionRequest, RankInfo, UnitInfo, UnitProtection,
-    plan_protection,
+    DEFAULT_LINK, ProtectionPlan, ProtectionRequest, RankInfo, UnitInfo, UnitProtection, plan_protection,
 };

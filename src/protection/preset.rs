@@ -1,9 +1,9 @@
 //! The presets: one definition for sessions, `evermoe plan` and the simulator.
 
-use super::session_plan::Copying;
 use crate::dispatch;
 use crate::error::{Error, Result};
 use crate::placement;
+use crate::recovery::Kind;
 use crate::schedule;
 use serde::{Deserialize, Serialize};
 use std::str::FromStr;
@@ -62,6 +62,28 @@ impl FromStr for PresetName {
     }
 }
 
+/// Copies that a preset keeps in addition to the active holders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Copying {
+    /// Copies by [`choose_copies`](super::choose_copies) (`auto`).
+    Chosen,
+    /// Snapshots of all units to peers (`gemini`).
+    Everything,
+    /// Snapshots of all units to the previous nodes (`baft`).
+    ToPrevious,
+    /// Replayed copies of units that too few nodes train (`moetion`).
+    Uncovered,
+    /// None on other nodes (`lazarus`, `pec`).
+    Nothing,
+}
+
+impl Copying {
+    /// The name in Python.
+    pub fn name(self) -> &'static str {
+        ["chosen", "everything", "to_previous", "uncovered", "nothing"][self as usize]
+    }
+}
+
 /// Experts that are copied in a step, of those of which [`Preset::copying`] makes copies or which the store keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Selecting {
@@ -95,26 +117,6 @@ impl Lagging {
     /// The name in Python.
     pub fn name(self) -> &'static str {
         ["never", "if needed", "always"][self as usize]
-    }
-}
-
-/// Kind of copy that can protect a unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Another node trains it.
-    Active,
-    /// A node repeats the optimizer's steps from gradients.
-    Replayed,
-    /// A node keeps a copy of its state in memory.
-    Snapshot,
-    /// The store keeps it.
-    Persisted,
-}
-
-impl Kind {
-    /// The name in Python.
-    pub fn name(self) -> &'static str {
-        ["active", "replayed", "snapshot", "persisted"][self as usize]
     }
 }
 

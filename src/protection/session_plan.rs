@@ -3,12 +3,12 @@
 use super::choose::choose_copies;
 use super::copy_constants::{FAILURE, LOG_STEPS, LOGGED_STEPS, MAX_PERIOD, OWN_VERSIONS, RECORD_BYTES};
 use super::plan::CopyKind;
+use super::preset::{Copying, Preset};
 use super::request::{CopyNode, CopyRequest, CopyUnit};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::placement::{CopyPolicy, copy_holders, primaries, training_copy_holders, unit_copy_holders};
 use crate::schedule::Link;
 use std::collections::{BTreeMap, BTreeSet};
-use std::str::FromStr;
 
 /// Assumed seconds of a step that is not profiled yet.
 const UNKNOWN_SECONDS: f64 = 1e6;
@@ -16,43 +16,6 @@ const UNKNOWN_SECONDS: f64 = 1e6;
 pub const DEFAULT_LINK: Link = Link { alpha: 50e-6, beta: 1e9 };
 /// Steps between two persisted versions.
 const PERSIST_PERIOD: usize = 1000;
-
-/// Copies that a preset keeps in addition to the active holders.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Copying {
-    /// Copies by [`choose_copies`] (`auto`).
-    Chosen,
-    /// Snapshots of all units to peers (`gemini`).
-    Everything,
-    /// Snapshots of all units to the previous nodes (`baft`).
-    ToPrevious,
-    /// Replayed copies of units that too few nodes train (`moetion`).
-    Uncovered,
-    /// None on other nodes (`lazarus`, `pec`).
-    Nothing,
-}
-
-impl Copying {
-    /// All of them.
-    const ALL: [Self; 5] = [Self::Chosen, Self::Everything, Self::ToPrevious, Self::Uncovered, Self::Nothing];
-
-    /// The name in Python.
-    pub fn name(self) -> &'static str {
-        ["chosen", "everything", "to_previous", "uncovered", "nothing"][self as usize]
-    }
-}
-
-impl FromStr for Copying {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|each| each.name() == name);
-        known.ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::invalid(format!("copying: expected one of {names}, got {name:?}"))
-        })
-    }
-}
 
 /// A unit to protect.
 #[derive(Clone, Debug, PartialEq)]
@@ -130,10 +93,8 @@ pub struct ProtectionPlan {
 /// Units, ranks and options of a session.
 #[derive(Clone, Copy, Debug)]
 pub struct ProtectionRequest<'a> {
-    /// Name of the preset, for the summary.
-    pub name: &'a str,
-    /// The copies that the preset keeps.
-    pub copying: Copying,
+    /// The preset, which says which copies are kept.
+    pub preset: &'static Preset,
     /// All units.
     pub units: &'a [UnitInfo],
     /// All ranks.
@@ -152,7 +113,7 @@ pub struct ProtectionRequest<'a> {
 /// one survives a crash of all processes and the loss of fewer nodes. Each node makes its own, and nothing is sent.
 ///
 /// ```
-/// use evermoe::protection::{CopyKind, Copying, RankInfo, ProtectionRequest, UnitInfo, plan_protection};
+/// use evermoe::protection::{CopyKind, PresetName, RankInfo, ProtectionRequest, UnitInfo, plan_protection};
 /// let rank = |node: &str| RankInfo {
 ///     node: node.into(), free_bytes: 1 << 30, trains: true, step_seconds: None, network_seconds: None,
 ///     log_bytes: 1 << 30, link: None, host_speed: None,
@@ -164,7 +125,7 @@ pub struct ProtectionRequest<'a> {
 /// let units = [unit(&[0], true), unit(&[1], true), unit(&[0, 1], false)];
 /// let ranks = [rank("a"), rank("b")];
 /// let request = ProtectionRequest {
-///     name: "auto", copying: Copying::Chosen, units: &units, ranks: &ranks, copies: 2, budget: 0.01,
+///     preset: PresetName::Auto.preset(), units: &units, ranks: &ranks, copies: 2, budget: 0.01,
 /// };
 /// let found = plan_protection(&request)?;
 /// assert_eq!(found.units[0].kind, CopyKind::Replayed);
@@ -178,7 +139,7 @@ pub struct ProtectionRequest<'a> {
 /// [`Error::Invalid`](crate::Error::Invalid) as of [`choose_copies`] and
 /// [`unit_copy_holders`](crate::placement::unit_copy_holders).
 pub fn plan_protection(request: &ProtectionRequest<'_>) -> Result<ProtectionPlan> {
-    let mut found = match request.copying {
+    let mut found = match request.preset.copying {
         Copying::Chosen => request.chosen()?,
         Copying::Nothing => request.active_only("no copies beyond the nodes that train each unit")?,
         _ if request.copies < 2 => request.active_only("no copies beyond the nodes that train each unit")?,
@@ -186,7 +147,7 @@ pub fn plan_protection(request: &ProtectionRequest<'_>) -> Result<ProtectionPlan
         Copying::Everything | Copying::ToPrevious => request.everything()?,
     };
     request.use_replica_nodes(&mut found);
-    if request.copying == Copying::Chosen {
+    if request.preset.copying == Copying::Chosen {
         request.keep_within_logs(&mut found);
     }
     for (unit, kept) in request.units.iter().zip(&mut found.units) {
@@ -223,14 +184,18 @@ impl ProtectionRequest<'_> {
 
     fn active_only(&self, summary: &str) -> Result<ProtectionPlan> {
         let units = self.primaries()?.into_iter().map(UnitProtection::active).collect();
-        Ok(ProtectionPlan { units, summary: format!("{}: {summary}", self.name), delay_seconds: 0.0 })
+        Ok(ProtectionPlan {
+            units,
+            summary: format!("{}: {summary}", self.preset.name.name()),
+            delay_seconds: 0.0,
+        })
     }
 
     /// Gemini and BAFT: snapshots of all units; each unit is sent by one of the ranks that have it.
     fn everything(&self) -> Result<ProtectionPlan> {
         let nodes: Vec<&str> = self.ranks.iter().map(|rank| rank.node.as_str()).collect();
         let primaries = self.primaries()?;
-        let holders: Vec<Vec<usize>> = if self.copying == Copying::ToPrevious {
+        let holders: Vec<Vec<usize>> = if self.preset.copying == Copying::ToPrevious {
             let previous = copy_holders(&nodes, self.copies, CopyPolicy::Previous)?;
             primaries.iter().map(|&rank| previous[rank].clone()).collect()
         } else {
@@ -242,8 +207,10 @@ impl ProtectionRequest<'_> {
         let sent =
             self.units.iter().zip(&units).map(|(unit, kept)| unit.state_bytes * kept.holders.len() as u64);
         let (megabytes, count) = (sent.sum::<u64>() as f64 / 1e6, units.len());
-        let summary =
-            format!("{}: snapshots of all {count} units, {megabytes:.1} MB to peers each step", self.name);
+        let summary = format!(
+            "{}: snapshots of all {count} units, {megabytes:.1} MB to peers each step",
+            self.preset.name.name()
+        );
         Ok(ProtectionPlan { units, summary, delay_seconds: 0.0 })
     }
 
@@ -275,8 +242,11 @@ impl ProtectionRequest<'_> {
             |(unit, kept): &(&UnitInfo, &UnitProtection)| unit.may_lag && kept.kind == CopyKind::Replayed;
         let chosen = self.units.iter().zip(&units).filter(is_chosen).count();
         let always = units.iter().filter(|kept| !kept.holders.is_empty()).count() - chosen;
-        let mut summary =
-            format!("{}: copies of up to {chosen} of {} units within the budget", self.name, units.len());
+        let mut summary = format!(
+            "{}: copies of up to {chosen} of {} units within the budget",
+            self.preset.name.name(),
+            units.len()
+        );
         if always > 0 {
             summary += &format!("; of {always} more essential units at each step");
         }
@@ -316,7 +286,7 @@ impl ProtectionRequest<'_> {
         });
         let mut found = ProtectionPlan {
             units: kept.collect(),
-            summary: format!("{}: {}", self.name, plan.summary),
+            summary: format!("{}: {}", self.preset.name.name(), plan.summary),
             delay_seconds: plan.delay_seconds,
         };
         self.always_copy(&mut found, &domains, &primaries)?;

@@ -14,6 +14,14 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// All of them, in the order of their costs.
+    pub const ALL: [Self; 4] = [Self::Active, Self::Replayed, Self::Snapshot, Self::Persisted];
+
+    /// The name in Python.
+    pub fn name(self) -> &'static str {
+        ["active", "replayed", "snapshot", "persisted"][self as usize]
+    }
+
     /// Whether the copy is in the rank's own memory.
     pub fn is_memory(self) -> bool {
         self != Self::Persisted

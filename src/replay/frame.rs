@@ -89,7 +89,7 @@ impl Outgoing<'_> {
 /// Returns the bytes of both. The tail needs room for all records at their largest, or none if that fits the frame.
 ///
 /// # Errors
-/// [`Error::Invalid`] for more than `most` records, a frame without room for that number of sizes, or a tail without
+/// [`Error::Invalid`](crate::Error::Invalid) for more than `most` records, a frame without room for that number of sizes, or a tail without
 /// room.
 ///
 /// ```

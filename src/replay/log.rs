@@ -132,7 +132,7 @@ impl Log {
     /// of its state.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if two units have the same digest, or if the limit has no room for one gradient of the
+    /// [`Error::Invalid`](crate::Error::Invalid) if two units have the same digest, or if the limit has no room for one gradient of the
     /// largest unit.
     pub fn new(units: &[(u64, usize, usize)], limit_bytes: usize) -> Result<Self> {
         let mut log = Self { places: BTreeMap::new(), units: Vec::new(), bytes: 0, limit_bytes };

@@ -90,8 +90,7 @@ impl Job<'_> {
         let nodes: Vec<usize> = self.rank_units.iter().map(|own_units| own_units.node).collect();
         let ranks = self.session_ranks(&nodes);
         let plan = self.planners.plan_protection(&ProtectionRequest {
-            name: self.preset.name.name(),
-            copying: self.preset.copying,
+            preset: self.preset,
             units: &units,
             ranks: &ranks,
             copies: self.scenario.session.copies,

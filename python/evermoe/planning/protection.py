@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from evermoe import _native
 from evermoe.planning.placement import failure_domains
-from evermoe.planning.presets import PRESETS, PresetName
+from evermoe.planning.presets import PresetName
 from evermoe.planning.survival import copy_recovery_probability
 
 Kind = Literal["active", "replayed", "snapshot"]
@@ -120,13 +120,13 @@ def plan_protection(
     replication: int,
     budget: float,
 ) -> ProtectionPlan:
-    """The protection plan of a preset.
+    """Plan which rank keeps which copies with a preset.
 
     Args:
         preset: a name of `planning.PRESETS`.
-        subjects: all units.
-        members: by rank.
-        replication: nodes that are to hold each unit; 0 or 1 for no copies.
+        units: all units.
+        ranks: all ranks, in their order.
+        replication: number of nodes that hold each unit; 0 or 1 for no copies.
         budget: share of a step by which copies may delay it (`auto`).
 
     Example: two nodes, an expert on each, a router on both, `auto`: each expert is replayed on the other node, the
@@ -134,7 +134,6 @@ def plan_protection(
     """
     kept, summary = _native.plan_protection(
         preset,
-        PRESETS[preset].copying,
         [
             (unit.nbytes, unit.gradient_bytes, list(unit.active), unit.tokens, unit.replayable, unit.may_lag)
             for unit in units

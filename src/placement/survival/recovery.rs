@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 ///
 /// `matrix` is `[nodes, experts]`, the replicas of each node, as returned by [`place`](crate::placement::place). With
 /// `domains`, lists of nodes that fail together, `failures` counts domains; an unlisted node is its own domain.
-/// `samples` and `seed` are as for [`survival`].
+/// `samples` and `seed` are as for [`survival`](fn@crate::placement::survival).
 ///
 /// ```
 /// use evermoe::placement::recovery_probability;
@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) if the matrix has another size or a negative number, a domain is
-/// empty, or names an unknown node or one of another domain; also as [`survival`].
+/// empty, or names an unknown node or one of another domain; also as [`survival`](fn@crate::placement::survival).
 pub fn recovery_probability(
     matrix: &[i64],
     nodes: usize,
@@ -79,7 +79,7 @@ pub(crate) fn recovery_until(
 ///
 /// `holders` are ranks, as returned by [`copy_holders`](crate::placement::copy_holders) or
 /// [`unit_copy_holders`](crate::placement::unit_copy_holders). `nodes[r]` is the node of rank r; without it every list
-/// of `holders` belongs to one rank and each rank is its own node. `samples` and `seed` are as for [`survival`].
+/// of `holders` belongs to one rank and each rank is its own node. `samples` and `seed` are as for [`survival`](fn@crate::placement::survival).
 ///
 /// ```
 /// use evermoe::placement::{CopyPolicy, copy_holders, copy_recovery_probability};
@@ -94,7 +94,7 @@ pub(crate) fn recovery_until(
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) if a holder is not a rank; also as [`survival`].
+/// [`Error::Invalid`](crate::Error::Invalid) if a holder is not a rank; also as [`survival`](fn@crate::placement::survival).
 pub fn copy_recovery_probability<S: AsRef<str>>(
     holders: &[Vec<usize>],
     failures: usize,

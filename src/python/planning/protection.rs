@@ -1,7 +1,7 @@
 //! Python bindings of [`crate::protection`]: tuples in, tuples out.
 
 use crate::placement::Survival;
-use crate::protection::{self, CopyNode, CopyReason, CopyRequest, CopyUnit, Limit};
+use crate::protection::{self, CopyNode, CopyReason, CopyRequest, CopyUnit, Limit, PresetName};
 use crate::schedule::Link;
 use pyo3::prelude::*;
 
@@ -19,18 +19,16 @@ type RankInfoRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f6
 /// Kind, period, primary, holders, own.
 type UnitProtectionRow = (&'static str, usize, usize, Vec<usize>, Vec<usize>);
 
-/// `copying` is its name.
 #[pyfunction]
 fn plan_protection(
     py: Python<'_>,
-    name: &str,
-    copying: &str,
+    preset: &str,
     units: Vec<UnitInfoRow>,
     ranks: Vec<RankInfoRow>,
     copies: usize,
     budget: f64,
 ) -> PyResult<(Vec<UnitProtectionRow>, String)> {
-    let copying = copying.parse()?;
+    let preset = preset.parse::<PresetName>()?.preset();
     let unit = |(state_bytes, gradient_bytes, active, tokens, replayable, may_lag)| protection::UnitInfo {
         state_bytes,
         gradient_bytes,
@@ -55,8 +53,7 @@ fn plan_protection(
         };
     let units: Vec<_> = units.into_iter().map(unit).collect();
     let ranks: Vec<_> = ranks.into_iter().map(rank).collect();
-    let request =
-        protection::ProtectionRequest { name, copying, units: &units, ranks: &ranks, copies, budget };
+    let request = protection::ProtectionRequest { preset, units: &units, ranks: &ranks, copies, budget };
     let found = py.detach(|| protection::plan_protection(&request))?;
     let row = |kept: protection::UnitProtection| {
         (kept.kind.name(), kept.kind.period(), kept.primary, kept.holders, kept.own)

@@ -38,7 +38,7 @@ impl RecoveryPlan {
     #[getter]
     fn transfers(&self) -> Vec<(&str, usize, usize, &'static str)> {
         let row = |transfer: &recovery::Transfer| {
-            (self.name(transfer.unit), transfer.source, transfer.destination, kind_name(transfer.kind))
+            (self.name(transfer.unit), transfer.source, transfer.destination, transfer.kind.name())
         };
         self.plan.transfers.iter().map(row).collect()
     }
@@ -75,21 +75,10 @@ impl RecoveryPlan {
     }
 }
 
-const KINDS: [(&str, Kind); 4] = [
-    ("active", Kind::Active),
-    ("replayed", Kind::Replayed),
-    ("snapshot", Kind::Snapshot),
-    ("persisted", Kind::Persisted),
-];
-
-fn kind_name(kind: Kind) -> &'static str {
-    KINDS[kind as usize].0
-}
-
 fn kind(name: &str) -> PyResult<Kind> {
-    let found = KINDS.iter().find(|(known, _)| *known == name);
-    let kinds = KINDS.map(|(known, _)| format!("{known:?}")).join(", ");
-    Ok(found.ok_or_else(|| Error::invalid(format!("holdings: expected kind {kinds}, got {name:?}")))?.1)
+    let found = Kind::ALL.into_iter().find(|each| each.name() == name);
+    let kinds = Kind::ALL.map(|each| format!("{:?}", each.name())).join(", ");
+    Ok(found.ok_or_else(|| Error::invalid(format!("holdings: expected kind {kinds}, got {name:?}")))?)
 }
 
 #[pyfunction]
@@ -150,7 +139,7 @@ fn usable_holdings(members: Vec<(bool, bool)>, holdings: Vec<Vec<Row>>) -> PyRes
         held.push(rows.into_iter().map(read).collect::<PyResult<Vec<_>>>()?);
     }
     let row = |holding: Holding| {
-        (names[holding.unit].clone(), holding.version, holding.digest, kind_name(holding.kind).to_owned())
+        (names[holding.unit].clone(), holding.version, holding.digest, holding.kind.name().to_owned())
     };
     Ok(recovery::usable(&known, held).into_iter().map(|rows| rows.into_iter().map(row).collect()).collect())
 }

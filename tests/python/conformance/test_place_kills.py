@@ -148,7 +148,7 @@ def test_the_files_of_a_checkpoint_that_goes_stay_for_one_that_is_just_being_pub
     )
     with ThreadPoolExecutor(1) as pool:
         stop.go_on()
-        publishing = pool.submit(write_.complete)
+        publishing = pool.submit(write_.wait_published)
         assert proxy.held.wait(LIMIT)
         writer.write(3)
         writer.write(4)

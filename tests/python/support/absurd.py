@@ -195,8 +195,8 @@ def _plan_protection(draw: Draw) -> Any:
             draw.maybe(draw.real),
         )
     )
-    copying = draw.word("chosen", "everything", "to_previous", "uncovered", "nothing")
-    return _native.plan_protection(draw.name(), copying, units, ranks, draw.size(), draw.real())
+    preset = draw.word(*(row["name"] for row in _native.PRESETS))
+    return _native.plan_protection(preset, units, ranks, draw.size(), draw.real())
 
 
 def _select(draw: Draw) -> Any:

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=50,
         metavar="STEPS",
-        help="seconds between the checkpoints of restarts (%(default)s)",
+        help="steps between the checkpoints of restarts (%(default)s)",
     )
     results = parser.add_argument_group("results")
     results.add_argument("--plot", metavar="PATH", help="draw time by cause: a PNG file")
