@@ -20,6 +20,7 @@ import os
 import signal
 import statistics
 import tempfile
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -162,7 +163,7 @@ class Island:
         self._peers = [rank for rank, (_, position) in enumerate(seats) if position == self.position]
         limit = timedelta(seconds=10)
         end_torch_groups()
-        with quick_groups(limit):
+        with quick_groups(limit, threading.Event()):
             store = dist.PrefixStore(str(session.generation), self._store)
             dist.init_process_group("gloo", store=store, rank=self.position, world_size=self.size, timeout=limit)
         self._shard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm.group import connect_timeout, has_given_up
+from evermoe.comm.group import has_given_up
 from evermoe.comm.task import Task
 from evermoe.comm.waits import end_waits
 from evermoe.errors import PeerLost
@@ -23,8 +24,6 @@ _FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
 """Seconds from one look for a key to the next one: soon at first, as most are there at once."""
 _BATCH_SECONDS = 1.0
 """How long a thread may take to ask NCCL for all sends and receives of a batch."""
-_GLOO_PATIENCE = 5
-"""Gloo waits so many times its limit for a peer to connect."""
 
 
 class WatchedStore(dist.Store):
@@ -75,29 +74,51 @@ class WatchedStore(dist.Store):
         return self._ask(lambda: self._store.add(key, value))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """In a thread, as torch's stores wait for ever for a server that hangs."""
-        task = Task(question)
-        threading.Thread(target=task.run, name="evermoe-torch-store", daemon=True).start()
-        if not task.is_over_within(self._limit):
-            raise PeerLost(f"torch's groups are not connected: no answer from their store for {self._limit:.0f} s")
-        task.wait()
-        return cast(T, task.result)
+        """Ask the store in a thread: torch's stores wait without a limit for a server that hangs."""
+        return _in_thread(question, self._limit, None, "no answer from their store")
+
+
+def _in_thread(work: Callable[[], T], limit: float, lost: threading.Event | None, silence: str) -> T:
+    """Return the result of work that no other thread can end; the thread is left behind with it if it takes too long.
+
+    Args:
+        work: what the thread calls.
+        limit: seconds to wait for it.
+        lost: set once the work cannot end well any more, or None.
+        silence: why torch's groups cannot be connected if the limit passes.
+
+    Raises:
+        PeerLost: `lost` was set, or the limit has passed.
+    """
+    task = Task(work)
+    threading.Thread(target=task.run, name="evermoe-torch-groups", daemon=True).start()
+    deadline = time.monotonic() + limit
+    while not task.is_over_within(_LAST_LOOK):
+        if lost is not None and lost.is_set():
+            raise PeerLost("torch's groups cannot be connected, as a rank is lost")
+        if time.monotonic() > deadline:
+            raise PeerLost(f"torch's groups are not connected: {silence} for {limit:.0f} s")
+    task.wait()
+    return cast(T, task.result)
 
 
 @contextmanager
-def quick_groups(limit: timedelta) -> Iterator[None]:
-    """Gloo groups that are made meanwhile are connected once all their ranks are there, or fail within the limit.
+def quick_groups(limit: timedelta, lost: threading.Event) -> Iterator[None]:
+    """Connect the gloo groups that are made in the block as soon as all their ranks have come, or fail.
 
-    It is also the time limit of those that are given none.
+    Args:
+        limit: of each connection, and of the waits in groups that are given no time limit.
+        lost: set once a rank is lost: the connections fail with `PeerLost`.
     """
 
     class Gloo(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
-            # Gloo itself would wait for one rank after the other, and some of its waits cannot be ended.
+            # Gloo itself would wait for one rank after the other, for five times its time limit, and no call ends that
+            # wait. A smaller limit while it connects is no way out: gloo keeps it for sends and receives.
             store.set(f"rank {rank}", "is here")
             store.wait([f"rank {each}" for each in range(size)])
-            super().__init__(store, rank, size, timeout=min(connect_timeout(size), limit / _GLOO_PATIENCE), **more)
-            self.set_timeout(timeout)
+            connect = functools.partial(super().__init__, store, rank, size, timeout=timeout, **more)
+            _in_thread(connect, limit.total_seconds(), lost, "gloo has not connected their ranks")
 
     before = c10d.ProcessGroupGloo, c10d.default_pg_timeout
     c10d.ProcessGroupGloo, c10d.default_pg_timeout = Gloo, limit  # type: ignore[misc]

@@ -102,7 +102,7 @@ class TorchConnections:
         backend = self._backend()
         watch = self._watching = self._courier.submit(functools.partial(self._watch, lost))
         self._store = WatchedStore(self._membership.store, lost, limit)
-        with quick_groups(limit):
+        with quick_groups(limit, lost):
             dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._size)
             self._divide()
             yield

@@ -6,16 +6,12 @@ import json
 import shutil
 import signal
 import subprocess
-import threading
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import evermoe
-from evermoe.comm import torch_groups
 from support.disks import shrink, small_memories
 from support.harness import PATIENCE, Job
 from support.pipeline_worker import PEERS, STAGES, Options, Stage, batch
@@ -299,35 +295,6 @@ def test_nobody_waits_for_a_stopped_process_as_long_as_for_one_that_hangs(start_
     pipeline.lose(ranks[2])
     pipeline.start(2)
     pipeline.finish_as(uninterrupted)
-
-
-def test_groups_have_the_limit_that_they_are_given():
-    default = dist.constants.default_pg_timeout
-    store = torch_groups.WatchedStore(dist.HashStore(), threading.Event(), timedelta(seconds=7))
-    try:
-        with torch_groups.quick_groups(timedelta(seconds=7)):
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            longer = dist.new_group([0], timeout=timedelta(seconds=70))
-        later = dist.new_group([0])
-        groups = (dist.group.WORLD, longer, later)
-        limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
-        assert limits == [timedelta(seconds=7), timedelta(seconds=70), default]
-    finally:
-        torch_groups.end_torch_groups()
-
-
-def test_a_wait_in_a_store_ends():
-    """When the key exists, when a rank is lost, and at the limit, however long it was asked to wait."""
-    lost, store = threading.Event(), dist.HashStore()
-    patient = torch_groups.WatchedStore(store, lost, timedelta(seconds=PATIENCE))
-    threading.Timer(0.1, store.set, ("late", "value")).start()
-    assert patient.get("late") == b"value"
-    hasty = torch_groups.WatchedStore(store, lost, timedelta(seconds=0.1))
-    with pytest.raises(evermoe.errors.PeerLost, match="nothing from some rank"):
-        hasty.wait(["never"], timedelta(seconds=2 * PATIENCE))
-    threading.Timer(0.1, lost.set).start()
-    with pytest.raises(evermoe.errors.PeerLost, match="a rank is lost"):
-        patient.wait(["never"])
 
 
 def read_traces(folder):
