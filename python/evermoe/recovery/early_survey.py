@@ -74,7 +74,7 @@ class EarlySurvey:
                 return
 
     def take(self) -> Mapping[str, int]:
-        """Return digests of units, by name, once it is over; those before an error, none if it was not begun. Once."""
+        """Wait for the survey; return the digests of units by name, once. Empty if it was not begun."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.is_over_within(threading.TIMEOUT_MAX)

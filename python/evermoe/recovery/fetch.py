@@ -107,8 +107,8 @@ class Fetch:
         self.complete(task)
         return incoming
 
-    def beside(self, transfers: Sequence[Transfer], arrived: Callable[[str, Tensor], None]) -> Task[None]:
-        """As `remote`, as a task for a thread beside training, for which `complete` waits; not collective.
+    def as_task(self, transfers: Sequence[Transfer], arrived: Callable[[str, Tensor], None]) -> Task[None]:
+        """Return `remote` as a task for a background thread, for which `complete` waits; not collective.
 
         Args:
             transfers: the same, in the same order, on all ranks.

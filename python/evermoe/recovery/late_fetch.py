@@ -65,4 +65,4 @@ class LateFetch:
             lambda transfer: by_name[transfer.unit].state_nbytes,
             lambda transfer, out: late.read(by_name[transfer.unit], version, out),
         )
-        late.begin(list(weights), fetch.beside(self._transfers, take), fetch.complete)
+        late.begin(list(weights), fetch.as_task(self._transfers, take), fetch.complete)

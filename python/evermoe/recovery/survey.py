@@ -352,7 +352,7 @@ def gather_inventories(group: Group, mine: Inventory) -> list[Inventory]:
         try:
             found.append(Inventory.from_bytes(data))
         except CorruptCopy as error:
-            raise PeerLost(f"what member {rank} told is damaged, so all agree anew: {error}") from None
+            raise PeerLost(f"the report of member {rank} is damaged, so all agree again: {error}") from None
     return found
 
 

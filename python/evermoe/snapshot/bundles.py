@@ -13,7 +13,7 @@ from evermoe.state.unit import SESSION
 VERSIONS = 2
 """Versions for which an arena has room."""
 HEAD_BYTES = 1 << 16
-"""Bytes of an arena in addition to its units, about: names and digests."""
+"""Approximate overhead of an arena in bytes: names and digests."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bundle:
     units: tuple[str, ...]
 
     def without(self, ranks: Collection[int]) -> Bundle:
-        """The bundle when these ranks do not keep it; nobody does where the primary is one of them."""
+        """Return the bundle without these ranks; without any holder if one of them is the primary."""
         if not self.holders or self.holders[0] in ranks:
             return Bundle((), self.units)
         return Bundle(tuple(rank for rank in self.holders if rank not in ranks), self.units)
@@ -33,14 +33,14 @@ class Bundle:
 def bundles(
     units: Sequence[str], holders: Sequence[Sequence[int]], periods: Sequence[int] | None = None
 ) -> list[Bundle]:
-    """Groups units by the ranks that keep their copies, in order of first appearance; `session` stays alone.
+    """Group units by the ranks that keep their copies, in order of first appearance; `session` has its own bundle.
 
-    Its tensors are on the CPU wherever the model is.
+    The tensors of `session` are on the CPU wherever the model is.
 
     Args:
-        units: their names; a bundle has the place of the first of its units.
+        units: their names; a bundle takes the position of its first unit.
         holders: of each unit, its primary first.
-        periods: steps between two copies of each unit, where they differ: those of a bundle are copied together.
+        periods: steps between two copies of each unit, where they differ; a bundle's units are copied together.
 
     Example: holders [[0, 1], [2, 3], [0, 1]] of units a, b, c → (0, 1): a, c and (2, 3): b.
     """
@@ -54,7 +54,7 @@ class ArenaRoom(NamedTuple):
     """Shared memory for the arenas of a plan."""
 
     nbytes: int
-    """Bytes that this member's need, both versions."""
+    """Bytes that this member's arenas need, for both versions."""
     free: int
     """Free bytes of the folder, for all members of the node."""
 
@@ -79,6 +79,6 @@ def free_bytes(directory: Path) -> int:
 
 
 def arena_sizes(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int]) -> list[int]:
-    """About how many bytes each arena of a rank has."""
+    """Return the approximate size in bytes of each arena of a rank."""
     found = [sum(sizes[unit] for unit in bundle.units) for bundle in planned if rank in bundle.holders]
     return [VERSIONS * nbytes + HEAD_BYTES for nbytes in found]

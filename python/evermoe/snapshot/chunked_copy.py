@@ -8,10 +8,10 @@
     send(copy.chunks, copy.checksums())     # uint8 [C, chunk_bytes], and a number for each chunk
     copy.restore()                          # the other way; CorruptCopy names the chunks that are wrong
 
-Letters: C chunks, B bytes of a chunk, N = B / 4096 blocks of a chunk. The tensors' bytes lie one after the other in
-the chunks, each tensor at the next multiple of 16; what is between and after them is zero. Each block of 4096 bytes
-has a hash, XXH3-64, made as it is copied; the checksum of a chunk is XXH3-64 of its blocks' hashes (little-endian).
-CPU and CUDA tensors of the same bytes give the same chunks and the same checksums.
+Letters: C chunks, B bytes of a chunk, N = B / 4096 blocks of a chunk. The chunks contain the tensors one after the
+other, each at the next multiple of 16; gaps are zero. Each block of 4096 bytes has a hash, XXH3-64, computed during the
+copy. The checksum of a chunk is the XXH3-64 of its blocks' hashes (little-endian). CPU and CUDA tensors of the same
+bytes give the same chunks and checksums.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ __all__ = ["ChunkTransfer", "ChunkedCopy"]
 
 
 class ChunkedCopy:
-    """Copies of the same tensors in the same host memory, made time and again.
+    """Repeated copies of the same tensors to the same host memory.
 
-    The addresses of the tensors are taken once: they must not be resized or get new storage (`set_`, `.data = ...`).
+    The addresses of the tensors are read once: they must not be resized or get new storage (`set_`, `.data = ...`).
 
-    On CUDA the copies run on streams of their own, of the lowest priority, through page-locked memory, which the host
-    reads at full speed. Only `wait`, `verify`, `checksums` and `restore` wait for the GPU. On the CPU a copy is done
-    when the method returns. Not to be used from two threads at once, and not within a CUDA graph's capture.
+    On CUDA the copies run on lowest-priority streams of their own, through page-locked memory. Only `wait`, `verify`,
+    `checksums` and `restore` wait for the GPU. On the CPU a copy is done when the method returns. Not thread-safe, and
+    not allowed while a CUDA graph is captured.
 
     Args:
         tensors: contiguous, of any dtypes and sizes, all on the CPU or all on one CUDA device; memory of their own.
         chunk_bytes: a multiple of 4096.
-        host: uint8 `[C, B]` on the CPU, contiguous: where the chunks should be, a part of shared memory for example.
-            On CUDA it is page-locked for the life of this object. None for memory of its own.
-        staging: CUDA only: buffers in device memory, each for one transfer (of one chunk, or of several of together
-            4 MiB), as many of which may be on their way at once. With enough of them for all chunks, tensors are free
-            as soon as they are packed, and not only when the last chunk but one has reached the host.
-        for_captures: for `capture` alone, without `chunks`: on CUDA the host has memory for `staging` + 1 transfers,
-            which they use in turn.
+        host: uint8 `[C, B]` on the CPU, contiguous: memory for the chunks, a part of shared memory for example. On CUDA
+            it is page-locked for the life of this object. None allocates it.
+        staging: CUDA only: number of buffers in device memory, each for one transfer (of one chunk, or of several with
+            4 MiB in total); the number of concurrent transfers. With enough buffers for all chunks, tensors are free as
+            soon as they are packed, not only when the last chunk but one has reached the host.
+        for_captures: for `capture` only, without `chunks`: on CUDA the host has memory for `staging` + 1 transfers,
+            which use it in turn.
 
     Attributes:
         chunks: uint8 `[C, B]` on the CPU. Changes until the transfer is done.
-        hashes: int64 `[C, N]` on the CPU, of the blocks as they were made on the device of the tensors.
+        hashes: int64 `[C, N]` on the CPU, of the blocks, computed on the device of the tensors.
 
     Raises:
-        ValueError: tensors that cannot be copied like this, or a wrong `chunk_bytes`, `host` or `staging`.
+        ValueError: the tensors cannot be copied, or `chunk_bytes`, `host` or `staging` is invalid.
         RuntimeError: CUDA tensors with a build without kernels, or too little page-locked memory.
     """
 
@@ -107,7 +107,7 @@ class ChunkedCopy:
         return open_copier(self._tensors, chunk_bytes, staging, host=host, for_captures=for_captures)
 
     def save(self, first: int = 0, end: int | None = None) -> ChunkTransfer:
-        """Start to copy the tensors into chunks `first..end`, as torch's current stream will have left them.
+        """Start to copy the tensors into chunks `first..end`, after all work on torch's current stream.
 
         Call `ChunkTransfer.release` before the tensors are written again.
 
@@ -124,11 +124,11 @@ class ChunkedCopy:
     def restore(self, first: int = 0, end: int | None = None) -> None:
         """Copy chunks `first..end` back into the tensors, and wait for it.
 
-        What torch's current stream was given before comes first, and what it is given later sees the new values.
+        It runs after all earlier work on torch's current stream; later work sees the new values.
 
         Raises:
-            CorruptCopy: some blocks do not have their hash. Those found on the host: nothing was written. Those that
-                only the device found, so that they broke on their way: the blocks in question were not written.
+            CorruptCopy: some blocks do not match their hash. If the host finds them, nothing was written. If only the
+                device does, since they were damaged in transit, those blocks were not written.
             ValueError: a range beyond the chunks.
         """
         first, end = self._range(first, end)
@@ -144,12 +144,12 @@ class ChunkedCopy:
         _raise_corrupt(first + index for index in self._wrong[first:end].nonzero().flatten().tolist())
 
     def verify(self, first: int = 0, end: int | None = None) -> None:
-        """Hash the chunks `first..end` on the host, and compare with what the tensors' device computed.
+        """Hash the chunks `first..end` on the host, and compare the hashes with those of the tensors' device.
 
         Waits until they have arrived.
 
         Raises:
-            CorruptCopy: they differ; the message names the chunks.
+            CorruptCopy: the hashes differ; the message names the chunks.
             ValueError: a range beyond the chunks.
         """
         first, end = self._range(first, end)
@@ -160,12 +160,12 @@ class ChunkedCopy:
         _raise_corrupt(first + index for index in (found != expected).any(1).nonzero().flatten().tolist())
 
     def checksums(self) -> list[int]:
-        """Return the checksum of each chunk, verified: what a receiver compares its own `checksums(hashes)` with.
+        """Return the verified checksum of each chunk, which a receiver compares with its own `checksums(hashes)`.
 
         Waits until the chunks have arrived.
 
         Raises:
-            CorruptCopy: chunks are not what the tensors' device hashed; the message names them.
+            CorruptCopy: chunks do not match the hashes of the tensors' device; the message names them.
         """
         self.verify()
         return checksums(self.hashes)
@@ -173,13 +173,13 @@ class ChunkedCopy:
     def capture(self, engine: CopyEngine, arena: Arena, version: int, tensors_per_unit: Sequence[int]) -> Capture:
         """Begin a version in an arena and let the engine's thread copy the tensors into it while its gate is open.
 
-        On CUDA they go straight into an arena that is page-locked, else through other such memory, as torch's current
-        stream will have left them. The arena's first unit is the first `tensors_per_unit[0]` tensors, and so on. Do not
-        write the tensors or use this object, but for further captures, until the capture is over: `Capture.hurry`, then
-        `Capture.wait`.
+        On CUDA the tensors are copied directly into a page-locked arena, else through a page-locked buffer, after all
+        earlier work on torch's current stream. The arena's first unit is the first `tensors_per_unit[0]` tensors, and
+        so on. Until the capture is over (`Capture.hurry`, then `Capture.wait`), do not write the tensors, and use this
+        object only for further captures.
 
         Raises:
-            ValueError: counts that do not fit the tensors, or tensors the arena's units; the message names the unit.
+            ValueError: the counts do not fit the tensors, or the tensors do not fit the arena's units, which are named.
         """
         if sum(tensors_per_unit) != len(self._tensors) or min(tensors_per_unit, default=0) < 0:
             got = f"{len(self._tensors)} tensors, got {list(tensors_per_unit)}"
@@ -207,7 +207,7 @@ class ChunkTransfer:
         self._copy, self._first, self._end = copy, first, end
 
     def done(self, chunk: int | None = None) -> bool:
-        """Whether a chunk, or all of this transfer, is on the host. Later transfers of the same chunk count too.
+        """Return whether a chunk, or the complete transfer, is on the host; later transfers of it count, too.
 
         Raises:
             ValueError: `chunk` is not of this transfer.
@@ -222,15 +222,15 @@ class ChunkTransfer:
             copier.wait(*chunks)
 
     def release(self) -> None:
-        """Make torch's current stream wait until the tensors have been read; the calling thread continues at once.
+        """Make torch's current stream wait until the tensors have been read; return at once.
 
-        What is given to the stream from now on may write them.
+        Later work on the stream may write the tensors.
         """
         if self._copy._copier is not None:
             self._copy._copier.release(self._copy._stream())
 
     def _chunks(self, chunk: int | None) -> tuple[int, int]:
-        """The range to wait for."""
+        """Return the range to wait for."""
         if chunk is None:
             return self._first, self._end
         if not self._first <= chunk < self._end:
@@ -246,7 +246,7 @@ def _raise_corrupt(chunks: Iterable[int]) -> None:
 
 
 def _check_tensors(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of the tensors."""
+    """Check the tensors and return their device."""
     if not tensors:
         return torch.device("cpu")
     device = tensors[0].device

@@ -1,4 +1,4 @@
-"""Interval between versions where the idle windows of a step are too short: the least time is lost. Pure."""
+"""Interval between versions where a step's idle windows are too short: minimises the lost time. Pure."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from evermoe.snapshot.rank_plan import MAX_VERSION_STEPS
 
 
 def steps_of(reason: ChunkReason, step_seconds: float, link: Link) -> int:
-    """Steps over which a version is sent: as few as windows need, or where it delays training, as lose the least time.
+    """Return the steps over which a version is sent: the fewest without delay, or those that lose the least time.
 
     Args:
-        reason: of a plan over as few steps as delay none, of `plan_chunks(version_steps=None)`.
+        reason: of a plan with the fewest steps without delay, of `plan_chunks(version_steps=None)`.
         step_seconds: of a step.
-        link: the way to the destinations.
+        link: the link to the destinations.
     """
     period = reason.pace(step_seconds, link, FAILURE, most=MAX_VERSION_STEPS)
     return reason.steps_per_version if period is None else period.steps
 
 
 def lowered(reason: ChunkReason, step_seconds: float, link: Link, *, is_done: bool) -> str:
-    """Return what a plan's summary says of a lower frequency; empty where versions do not delay training.
+    """Return the sentence of a plan's summary on a lower frequency; empty where versions do not delay training.
 
     Args:
         reason: of the plan that is in use.
         step_seconds: of a step.
-        link: the way to the destinations.
-        is_done: whether versions are as frequent as `steps_of` says; else it is advice.
+        link: the link to the destinations.
+        is_done: whether versions are as frequent as `steps_of` says; otherwise the sentence is advice.
     """
     period = reason.pace(step_seconds, link, FAILURE, most=MAX_VERSION_STEPS)
     if period is None:

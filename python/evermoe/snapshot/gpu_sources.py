@@ -1,4 +1,4 @@
-"""Sources of captures from a GPU, by bundle, and whether snapshots are made on the GPU first."""
+"""Sources of captures from a GPU, by bundle; decides whether snapshots are copied within the GPU first."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.warn import warn
 
 WARM_CAPTURES = 2
-"""Captures of a bundle before free memory counts: by then a step has shown what training takes."""
+"""Captures of a bundle before free memory counts: by then a step has shown how much memory training needs."""
 LEFT_FREE, MIN_FREE = 1 / 16, 1 / 64
-"""Fractions of a GPU's memory that must be free to begin making snapshots on it, and to continue."""
+"""Fractions of a GPU's memory that must be free to begin snapshots on it, and to continue them."""
 
 
 class GpuSources:
     """The sources of this member's bundles.
 
     Args:
-        memory: where snapshots of a GPU's state are made: see `evermoe.presets`.
+        memory: where snapshots of a GPU's state are made; see `evermoe.presets`.
     """
 
     def __init__(self, memory: SnapshotMemory = "host") -> None:
@@ -39,11 +39,11 @@ class GpuSources:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a GPU's memory that snapshots take."""
+        """Bytes of GPU memory that snapshots take."""
         return sum(source.nbytes for source in self._by_bundle.values())
 
     def of(self, bundle: int, tensors: Sequence[Tensor], device: torch.device) -> GpuSource:
-        """The source of a bundle's tensors, from which nothing is read any more.
+        """Return the source of a bundle's tensors, once no earlier capture reads them.
 
         Raises:
             RuntimeError: too little page-locked memory.
@@ -51,55 +51,55 @@ class GpuSources:
         source = self._by_bundle.get(bundle)
         if source is not None:
             _finish(source)
-        is_beside = self._goes_beside(bundle, sum(tensor.nbytes for tensor in tensors), device)
-        if source is None or not source.is_of(tensors) or source.is_beside != is_beside:
+        copies_first = self._copies_on_gpu_first(bundle, sum(tensor.nbytes for tensor in tensors), device)
+        if source is None or not source.is_of(tensors) or source.copies_first != copies_first:
             del source
-            self._by_bundle.pop(bundle, None)  # its memory makes room
-            self._by_bundle[bundle] = self._make(tensors, device, is_beside)
+            self._by_bundle.pop(bundle, None)  # frees its memory
+            self._by_bundle[bundle] = self._make(tensors, device, copies_first)
         return self._by_bundle[bundle]
 
-    def _make(self, tensors: Sequence[Tensor], device: torch.device, is_beside: bool) -> GpuSource:
-        if is_beside:
+    def _make(self, tensors: Sequence[Tensor], device: torch.device, copies_first: bool) -> GpuSource:
+        if copies_first:
             try:
-                return GpuSource(tensors, device, is_beside=True)
+                return GpuSource(tensors, device, copies_first=True)
             except torch.OutOfMemoryError as error:
                 self._memory = "host"
                 warn(f"snapshots are made in host memory from now on: {error}")
         return GpuSource(tensors, device)
 
-    def _goes_beside(self, bundle: int, nbytes: int, device: torch.device) -> bool:
-        """Whether a bundle's captures are made on the GPU first."""
+    def _copies_on_gpu_first(self, bundle: int, nbytes: int, device: torch.device) -> bool:
+        """Return whether a bundle's captures are copied within the GPU first."""
         if self._memory != "auto" or device.type != "cuda":
             return self._memory == "gpu"
         free, total = torch.cuda.mem_get_info(device)
         source = self._by_bundle.get(bundle)
-        if source is not None and source.is_beside:
+        if source is not None and source.copies_first:
             return free >= total * MIN_FREE
         is_warm = self._captures.get(bundle, 0) >= WARM_CAPTURES
         return is_warm and snapshot_memory(free, [nbytes], reserve=int(total * LEFT_FREE)) == ["device"]
 
-    def note(self, bundle: int, capture: Capture) -> None:
-        """A capture of a bundle has begun."""
+    def note_capture(self, bundle: int, capture: Capture) -> None:
+        """Record that a capture of a bundle has begun."""
         self._by_bundle[bundle].capture = capture
         self._captures[bundle] = self._captures.get(bundle, 0) + 1
 
     def release(self, bundle: int) -> bool:
-        """Whether torch's current stream may write a bundle's tensors again, though they are being captured."""
+        """Return whether torch's current stream may write a bundle's tensors again while they are captured."""
         source = self._by_bundle.get(bundle)
-        if source is None or not source.is_beside:
+        if source is None or not source.copies_first:
             return False
         source.release()
         return True
 
     def clear(self) -> None:
-        """Lets go of the tensors, once nothing is read any more: their memory is needed for what takes their place."""
+        """Release the tensors, once nothing reads them any more, to free their memory for their successors."""
         for source in self._by_bundle.values():
             _finish(source)
         self._by_bundle, self._captures = {}, {}
 
 
 def _finish(source: GpuSource) -> None:
-    """Waits until nothing of a source is read any more."""
+    """Wait until nothing reads a source any more."""
     if source.capture is not None:
         with suppress(CaptureCancelled):
             source.capture.hurry()

@@ -15,7 +15,7 @@ MIN_SAMPLES = 8
 def measure_link(sent: Sequence[Sent], default: Link) -> Link:
     """Fit a link to transfers: alpha and beta of a line through the medians of the smaller and of the larger half.
 
-    A message that was begun while another one was under way has had the link for itself only since that one's end.
+    The time of a message that began during another one counts only from the end of that one.
 
         >>> def message(start, milliseconds, nbytes):
         ...     return Sent(start, start + milliseconds * 10**6, nbytes, 1, None)
@@ -28,7 +28,7 @@ def measure_link(sent: Sequence[Sent], default: Link) -> Link:
 
     Args:
         sent: in the order in which they ended.
-        default: the answer where there are fewer than `MIN_SAMPLES`; its alpha also where all sizes are equal.
+        default: returned if there are fewer than `MIN_SAMPLES` messages; its alpha also if all sizes are equal.
     """
     samples = []
     before = 0

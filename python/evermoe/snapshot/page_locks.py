@@ -1,4 +1,4 @@
-"""Page-locks of arenas: a GPU writes into them itself, and no processor copies what it has brought."""
+"""Page-locks arenas, so that a GPU writes to them directly and no processor copies its data."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from evermoe.snapshot.store import SnapshotStore
 from evermoe.warn import warn
 
 MIN_BYTES = 64 << 10
-"""Mean size of a bundle's tensors from which on each is sent to its place; smaller ones are packed first."""
+"""Mean size of a bundle's tensors from which each is sent directly; smaller ones are packed first."""
 
 
 class PageLocks:
     """Page-locks the arenas that this member's GPU fills, each once, for as long as it is mapped.
 
-    Where that is not possible snapshots go through a small page-locked buffer, as before, and one warning says so.
+    If that fails, snapshots use a small page-locked buffer instead, and one warning reports it.
     """
 
     def __init__(self) -> None:
         self._has_warned = False
 
     def lock(self, store: SnapshotStore, most_bytes: int | None) -> int:
-        """Locks the arenas of a plan; nothing may be under way, as the driver waits for all that is.
+        """Lock the arenas of a plan. The driver waits for running work, so nothing may be under way.
 
         Args:
             store: its own arenas are those that this member fills.
-            most_bytes: what this member may lock in all; None for any amount.
+            most_bytes: maximum that this member may lock in total; None for no limit.
 
         Returns:
-            Bytes that are locked.
+            Number of bytes that are locked.
         """
         locked = 0
         for kept in store.own:

@@ -6,23 +6,23 @@ from collections.abc import Callable
 
 
 class PreviousEpochSnapshots:
-    """Keep the previous epoch's snapshots until every member has new ones; all members give them up with the same vote.
+    """Keeps the previous epoch's snapshots until every member has new ones; all members remove them with the same vote.
 
-    Until then a crash of all processes needs them: only together do members have all units, at one version.
+    Until then a crash of all processes needs them: only together do the members have all units, at one version.
 
     Args:
-        prune: removes them here.
+        prune: removes them on this member.
     """
 
     def __init__(self, prune: Callable[[], None]) -> None:
         self._prune = prune
-        self._are_needed = self._are_whole = False
+        self._are_needed = self._are_complete = False
         self.are_replaced = False
-        """Whether the snapshots that take their place are under way."""
+        """Whether their replacements are under way."""
 
-    def forget(self) -> None:
-        """The members change: a new decision about them follows."""
-        self._are_needed = self.are_replaced = self._are_whole = False
+    def reset(self) -> None:
+        """Reset the decision, since the members change: a new one follows."""
+        self._are_needed = self.are_replaced = self._are_complete = False
 
     def release(self, *, are_needed: bool) -> None:
         """The copies of a plan are complete, except for its local snapshots if the previous ones are needed."""
@@ -31,16 +31,16 @@ class PreviousEpochSnapshots:
             self._prune()
 
     def replace(self) -> None:
-        """Snapshots that take their place are begun now, on all members."""
+        """Record that all members have begun the replacements."""
         self.are_replaced = self._are_needed
 
-    def note_whole(self, is_whole: bool) -> bool:
-        """Whether their replacements are complete on this member, which reports it in its vote."""
-        self._are_whole = is_whole
-        return is_whole
+    def report_complete(self, is_complete: bool) -> bool:
+        """Return whether this member's replacements are complete, which it reports in its vote."""
+        self._are_complete = is_complete
+        return is_complete
 
     def give_up(self) -> None:
-        """A vote has passed: if members have reported in it that theirs are complete, the previous ones are removed."""
-        if self._are_whole:
-            self.forget()
+        """Remove the previous snapshots if members have reported complete replacements in the passed vote."""
+        if self._are_complete:
+            self.reset()
             self._prune()

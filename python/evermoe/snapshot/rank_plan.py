@@ -1,4 +1,4 @@
-"""Report of a rank on its steps and snapshots, and the times at which it sends them: the same at both ends. Pure."""
+"""A rank's report on its steps and snapshots, and the schedule of its messages: the same at both ends. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COPIES = "copies"
 PACE_FACTOR = 2.0
 """Factor by which a message may take less time before a new plan is made."""
 MAX_VERSION_STEPS = 64
-"""Steps over which a version is sent at most, unless more are asked for."""
+"""Maximum number of steps over which a version is sent, unless more are requested."""
 
 
 class Outgoing(NamedTuple):
@@ -27,7 +27,7 @@ class Outgoing(NamedTuple):
     bundle: int
     peers: list[int]
     parts: list[tuple[int, int]]
-    """Offset and bytes of each unit, one behind the other. Before the first one is the table of their digests."""
+    """Offset and bytes of each unit, one after the other. The table of their digests precedes the first one."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class RankReport:
     windows: str
     """`Windows.to_json`; empty from a replica node, whose network is always idle."""
     starts: list[float]
-    """When its recorded steps began: seconds on rank 0's clock."""
+    """Start times of its recorded steps, in seconds on rank 0's clock."""
     changed: str
-    """Return how this rank's profile differs from its last report; empty if not significantly."""
+    """Difference between this rank's profile and its last report; empty if not significant."""
     link: tuple[float, float]
     """Alpha and beta of its link."""
     outgoing: list[Outgoing]
@@ -52,7 +52,7 @@ class RankReport:
     def pace(self) -> Link:
         """The link by which its messages are planned: the slower of its network and its copy from GPU to host.
 
-        Both run at the same time, in the same windows, so that a message can begin once the copy is past it.
+        Both run concurrently, in the same windows, so a message can begin once the copy has passed its first byte.
         """
         alpha, beta = self.link
         return Link(alpha, min(beta, self.host_speed) if self.is_on_gpu and self.host_speed else beta)
@@ -63,13 +63,13 @@ class RankReport:
         return self.pace.beta < self.link[1]
 
     def new_pace(self, before: RankReport, nbytes: int) -> str:
-        """Return what changed of `pace` since an earlier report; empty unless a message takes half as long.
+        """Return the change of `pace` since an earlier report; empty unless a message takes half as long.
 
-        One that takes longer, for a busy moment perhaps, goes in a later window than planned.
+        A slower message, perhaps during a busy moment, is sent in a later window than planned.
 
         Args:
-            before: the earlier one.
-            nbytes: of a message.
+            before: the earlier report.
+            nbytes: size of a message.
         """
         was, now = (each.pace.alpha + nbytes / each.pace.beta for each in (before, self))
         if PACE_FACTOR * now >= was:
@@ -78,19 +78,19 @@ class RankReport:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RankReport:
-        """The fields as JSON returns them, which has lists alone."""
+        """Return the report of fields from JSON, which has only lists."""
         alpha, beta = fields["link"]
         outgoing = [Outgoing(*each) for each in fields["outgoing"]]
         return RankReport(**fields | {"link": (alpha, beta), "outgoing": outgoing})
 
 
 def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
-    """Return what a pacer has recorded, as `find_windows` takes it.
+    """Return what a pacer has recorded, in the form that `find_windows` takes.
 
     Args:
         timed: steps.
-        until_vote: a version must be complete before the next vote: from when it is waited for, the network counts as
-            busy until the step is over.
+        until_vote: whether a version must be complete before the next vote. If so, the network counts as busy from the
+            start of that wait to the end of the step.
     """
     steps = []
     for start, end, busy in timed:
@@ -106,7 +106,7 @@ def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
 
 
 def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float]]:
-    """The network's windows as `Pacer.expect` takes them."""
+    """Return the network's windows in the form that `Pacer.expect` takes."""
     found = [(number, window) for number, window in enumerate(windows.windows) if window.resource == "network"]
     return {
         (window.after, window.occurrence): (number, window.seconds) for number, window in found if window.offset == 0.0
@@ -114,9 +114,9 @@ def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float
 
 
 def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[CopyItem], list[tuple[int, int]]]:
-    """Return what a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs complete units.
+    """Return what a rank sends, for `plan_chunks`, and each piece's bundle and first byte. BAFT packs complete units.
 
-    Digests come last: they are known when all units are captured.
+    Digests come last: they are known once all units are captured.
     """
     items, origins = [], []
     for bundle, peers, parts in outgoing:
@@ -131,7 +131,7 @@ def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[Co
 def plan_of(
     rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, memory: Memory, version_steps: int | None = 1
 ) -> ChunkPlan:
-    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have.
+    """Return when a rank sends what, the same wherever it is computed. Chunks are in windows that both ends have.
 
     `memory` and `version_steps`: as `plan_chunks` takes them.
     """
@@ -150,32 +150,33 @@ def plan_of(
 
 
 def lead(sender: RankReport, receiver: RankReport) -> float:
-    """Seconds by which the receiver's steps begin later than the sender's."""
+    """Return the seconds by which the receiver's steps begin later than the sender's."""
     return statistics.median(b - a for a, b in zip(sender.starts, receiver.starts, strict=True))
 
 
 def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
-    """The chunks of a sender as segments of its bundles; `peer` is the destination.
+    """Return the chunks of a sender as segments of its bundles; `peer` is the destination.
 
-    Pieces without a window come last. In MoEtion, which sends them while compute runs (W* of its Algorithm 4), they are
-    first in their step.
-    A version of `auto` is not waited for: its chunks may go before the step that they are planned for.
+    Pieces without a window come last. MoEtion sends them while compute runs (W* of its Algorithm 4), so with it they
+    are first in their step. Nothing waits for a version of `auto`: its chunks may be sent before their planned step.
     """
     items, origins = items_of(outgoing, policy)
     origin = {item.unit: found for item, found in zip(items, origins, strict=True)}
     segments: list[Segment] = []
     places: dict[tuple[int, int], int] = {}
-    is_beside = policy == "moetion"
-    for chunk in sorted(plan.chunks, key=lambda c: (c.step, c.window is not None) if is_beside else c.window is None):
+    during_compute = policy == "moetion"
+    for chunk in sorted(
+        plan.chunks, key=lambda c: (c.step, c.window is not None) if during_compute else c.window is None
+    ):
         bundle, first = origin[chunk.unit]
         place = places.get((bundle, chunk.destination), 0)
         places[bundle, chunk.destination] = place + 1
         step = None if policy == "auto" else chunk.step
-        window = ANY_TIME if chunk.window is None and is_beside else chunk.window
+        window = ANY_TIME if chunk.window is None and during_compute else chunk.window
         segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, window, step))
     return segments
 
 
 def peers_of(outgoing: Sequence[Outgoing]) -> set[int]:
-    """The ranks that bundles are sent to."""
+    """Return the ranks that bundles are sent to."""
     return {peer for each in outgoing for peer in each.peers}

@@ -1,4 +1,4 @@
-"""One version of all bundles on its way into the memories of their holders."""
+"""Copies one version of all bundles to the memories of their holders."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from evermoe.state.unit import read_tensors
 from evermoe.state.version import step_of
 
 Arriving = dict[int, deque[Transfer]]
-"""By number of a bundle that is not visible yet, its messages that have not come, in order."""
+"""Messages still to arrive, in order, by number of a bundle that is not visible yet."""
 UNDER_WAY = ("waiting", "copying")
 """States of a `Capture` that is not over."""
 RESERVED_AT_ONCE = 64 << 20
-"""Bytes of an arena that are reserved before there is progress: tens of milliseconds."""
+"""Bytes of an arena that are reserved between two checks: tens of milliseconds."""
 
 
 class SnapshotRound:
-    """One version on its way into the memories of all holders, in the thread of a courier.
+    """One version on its way to the memories of all holders, in the thread of a courier.
 
-    No bundle becomes visible before it is complete, and the previous version stays until then. Bundles are captured and
-    sent in the order of the plan, and each becomes visible at its holder by itself, also while that one sends others.
-    Within a bundle the order is of no use: all of it becomes visible at once, with the digests that are sent last.
+    A bundle becomes visible once it is complete, and the previous version stays until then. Bundles are captured and
+    sent in the order of the plan. Each becomes visible at its holder independently, even while the holder sends others.
+    The order within a bundle does not matter: it becomes visible at once, with the digests, which are sent last.
 
     Args:
         store: the arenas.
-        version: of the state now.
+        version: of the current state.
         courier: sends and receives.
-        due: numbers of the bundles that are copied; None for all.
-        copies: units that members have already: holders copy these from their own memory.
-        stays: numbers of the bundles that their primaries capture alone, for themselves.
-        emit: told of `chunk` and `published`, in the courier's thread: see `evermoe.Session`.
+        due: numbers of the bundles to copy; None for all.
+        copies: units that members already have: holders copy these from their own memory.
+        stays: numbers of the bundles that only their primaries capture, for themselves.
+        emit: called with `ChunkSent` and `SnapshotReceived` events, in the courier's thread; see `evermoe.Session`.
     """
 
     def __init__(
@@ -63,12 +63,14 @@ class SnapshotRound:
         self._sent_bytes = 0
         self._read_seconds = 0.0
         self._store, self._courier = store, courier
-        self._own = [kept for kept in store.own if due is None or kept.number in due]
+        every = {kept.number for kept in (*store.own, *store.peers)}
+        scheduled = every if due is None else due
+        self._own = [kept for kept in store.own if kept.number in scheduled]
         travels = [kept.number for kept in (*store.own, *store.peers) if kept.number not in stays]
-        travels = [number for number in travels if due is None or number in due]
+        travels = [number for number in travels if number in scheduled]
         self._peers = [kept for kept in store.peers if kept.number in travels]
         self._copies = copies
-        # Plans are for steps: the first copies of an arrangement leave out what holders have.
+        # Plans are for steps: the first copies of a protection plan omit units that holders have.
         segments = (None if copies else store.segments) or self._even_segments(copies)
         self._sends, self._receives = ([segment for segment in both if segment.bundle in travels] for both in segments)
         self._first_step = 0
@@ -76,27 +78,27 @@ class SnapshotRound:
         self._has_begun = threading.Event()
         """All captures have begun, or never will."""
         self._read = threading.Event()
-        """Bundles that the engine cannot capture and the courier has read."""
+        """Bundles that the engine cannot capture; the courier reads them."""
         self.problem = ""
-        """Why the version will not be complete, though no member is gone: this host has too little memory."""
+        """Why the version will not be complete though no member is lost: this host has too little memory."""
         self._captures: list[Capture | None] = []
         self._tensors: dict[str, list[Tensor]] = {}
-        """Of units that the courier reads, as they were at the start."""
+        """Tensors of units that the courier reads, as they were at the start."""
         self.task: Task[bool]
-        """From `start` on; its result: whether all copies that came match their digests."""
+        """Set by `start`; its result: whether all copies that arrived match their digests."""
 
     def _even_segments(self, copies: KeptCopies) -> Segments:
-        """Messages of what travels, where none are planned."""
+        """Return messages for the bundles that are sent, where none are planned."""
         return self._store.even_segments(copies)
 
     def start(self) -> SnapshotRound:
-        """Begins to capture the state as it is now, and the rest in the courier's thread.
+        """Begin to capture the current state, and continue in the courier's thread.
 
-        Where optimizer state is still on its way to this member (see `LateState`), all begins when that has arrived.
+        If optimizer state is still on its way to this member (see `LateState`), the round begins once that has arrived.
         """
         self._first_step = self._courier.step
         self._store.prepare(self._own)
-        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is read.
+        # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be read.
         state = self._store.state
         tensors = [state.tensors(kept.bundle.units) for kept in self._own]
         if not state.late.missing:
@@ -116,7 +118,7 @@ class SnapshotRound:
         return self
 
     def _capture(self, tensors: Sequence[list[list[Tensor]]]) -> None:
-        """Begins to capture the tensors of this member's bundles; notes those that the courier is to read."""
+        """Begin to capture the tensors of this member's bundles; record those that the courier must read."""
         self._captures = [
             self._store.capture(kept, found, self.version) for kept, found in zip(self._own, tensors, strict=True)
         ]
@@ -126,26 +128,26 @@ class SnapshotRound:
         self._has_begun.set()
 
     @property
-    def whole(self) -> dict[int, int]:
-        """By number of this member's own bundles that are copied, the steps taken in them; empty until all are."""
-        is_whole = self.task.is_over_within(0) and self.task.result
-        return {kept.number: step_of(self.version) for kept in self._own} if is_whole else {}
+    def complete_steps(self) -> dict[int, int]:
+        """Steps taken in this member's own copied bundles, by number; empty until all are captured and sent."""
+        is_complete = self.task.is_over_within(0) and self.task.result
+        return {kept.number: step_of(self.version) for kept in self._own} if is_complete else {}
 
     @property
     def host_speed(self) -> float:
-        """Bytes per second at which this member's units were captured; 0 before they all are."""
+        """Bytes per second at which this member's units were captured; 0 until all are."""
         nbytes, seconds = sum(kept.arena.payload_bytes for kept in self._own), self.capture_seconds
         return nbytes / seconds if self._read.is_set() and seconds else 0.0
 
     @property
     def capture_seconds(self) -> float:
-        """Seconds that this member took so far to capture its units."""
+        """Seconds that this member has taken so far to capture its units."""
         return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)
 
     def wait_captured(self) -> None:
-        """Waits until the state may be changed: this version of it is in the arenas of its primaries.
+        """Wait until the state may change: this version is in the arenas of its primaries.
 
-        Where it is on a GPU, and so is its snapshot, torch's current stream waits for that instead.
+        If the state and its snapshot are on a GPU, torch's current stream waits instead.
         """
         self._has_begun.wait()
         captures = [
@@ -156,7 +158,7 @@ class SnapshotRound:
         for capture in captures:
             capture.hurry()
         for capture in captures:
-            with suppress(CaptureCancelled):  # there was no memory for it: the round says so
+            with suppress(CaptureCancelled):  # the arena had no memory: `problem` says so
                 capture.wait()
         self._read.wait()
 
@@ -170,13 +172,13 @@ class SnapshotRound:
             self._tensors = {}
 
     def _reserve(self) -> bool:
-        """Take the memory of arenas that have none yet, as captures do for theirs; whether it was available."""
+        """Reserve the memory of arenas that have none yet, as captures do; return whether it was available."""
         try:
             for kept, capture in (
                 *((each, None) for each in self._peers),
                 *zip(self._own, self._captures, strict=True),
             ):
-                # What is captured meanwhile: no more than that, as the other buffer's turn is with the next version.
+                # Only the buffer of this version: the other one is reserved with the next version.
                 while (capture is None or capture.state in UNDER_WAY) and not kept.arena.reserve(RESERVED_AT_ONCE):
                     self._courier.progress += 1
         except OSError as error:
@@ -200,31 +202,31 @@ class SnapshotRound:
             arriving[segment.bundle].append(self._courier.receive(message))
         for kept in self._peers:
             self._copy_here(kept)
-        are_whole: list[bool] = []
+        are_complete: list[bool] = []
 
         def on_sent(sent: Sent) -> None:
             self._note_sent(sent)
-            are_whole.extend(self._publish(arriving, waits=False))
+            are_complete.extend(self._publish(arriving, waits=False))
 
         self._courier.send(self._captured(), on_sent)
         for capture in self._captures:
             if capture is not None:
                 capture.wait()
-        are_whole.extend(self._publish(arriving, waits=True))
-        return all(are_whole)
+        are_complete.extend(self._publish(arriving, waits=True))
+        return all(are_complete)
 
     def _publish(self, arriving: Arriving, *, waits: bool) -> Iterator[bool]:
-        """Make peers' bundles visible that have arrived, or all if it `waits`; yields whether each is complete."""
+        """Make arrived bundles of peers visible, or all if it `waits`; yield whether each is complete."""
         for kept in self._peers:
             transfers = arriving.get(kept.number)
             while transfers and (waits or transfers[0].has_ended):
                 self._courier.wait_received(transfers.popleft())
             if transfers is not None and not transfers:
                 del arriving[kept.number]
-                yield self._is_whole(kept)
+                yield self._is_complete(kept)
 
     def _copy_here(self, kept: BundleArena) -> None:
-        """Copies what this member has already; bytes that cannot be read any more do not match their digest."""
+        """Copy what this member already has; bytes that are no longer readable fail their digest check."""
         data = torch.from_numpy(kept.arena.buffer(kept.index))
         for name, offset, nbytes in kept.arena.units():
             if name in self._copies.here:
@@ -244,14 +246,14 @@ class SnapshotRound:
         kept.arena.commit(kept.index)
 
     def _captured(self) -> Iterator[Message]:
-        """Yield the messages, each part as soon as it is captured; the digests when all of its bundle is."""
+        """Yield the messages, each part as soon as it is captured; the digests when its entire bundle is."""
         captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
         for segment, message in zip(self._sends, self._messages(self._sends, self._own), strict=True):
             self._make_ready(segment, captures[segment.bundle])
             yield message
 
     def _make_ready(self, segment: Segment, capture: Capture | None) -> None:
-        """Waits until what a message of this member is made of is captured."""
+        """Wait until the content of this member's message is captured."""
         if capture is not None:
             capture.wait(segment.offset + segment.nbytes if segment.offset else None)
 
@@ -263,10 +265,10 @@ class SnapshotRound:
             yield Message(data, segment.peer, segment.tag, segment.window, step)
 
     def _bytes_of(self, kept: BundleArena) -> Tensor:
-        """Return the bytes that travel of a bundle, which its segments are parts of."""
+        """Return the bytes of a bundle that are sent; its segments are parts of them."""
         return torch.from_numpy(kept.arena.buffer(kept.index))
 
-    def _is_whole(self, kept: BundleArena) -> bool:
+    def _is_complete(self, kept: BundleArena) -> bool:
         try:
             kept.arena.commit_received(kept.index)
         except CorruptCopy:

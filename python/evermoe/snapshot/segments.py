@@ -23,7 +23,7 @@ class Segment(NamedTuple):
     window: int | None = None
     """Window of the sender's step: see `Message.window`."""
     step: int | None = None
-    """Step of the version before which it is not sent, 0 for the one after the version; None for any."""
+    """Earliest step of the version in which it is sent, 0 for the one after the version; None for any."""
 
     @property
     def tag(self) -> int:
@@ -35,12 +35,12 @@ class Segments(NamedTuple):
     """Segments that this rank sends and receives, from the same plans on all ranks."""
 
     sends: Sequence[Segment]
-    """In this order."""
+    """In the order of sending."""
     receives: Sequence[Segment]
 
 
 def even(number: int, arena: Arena, peer: int, left_out: Collection[str], most_bytes: int) -> Iterator[Segment]:
-    """Segments of `most_bytes` at most of a bundle that goes to a peer, to any window; without units that it has."""
+    """Yield segments of at most `most_bytes` of a bundle for a peer, in any window; omit units that the peer has."""
     units = arena.units()
     ends = [*(offset for _, offset, _ in units[1:]), arena.payload_bytes]
     runs: list[tuple[int, int]] = []
@@ -55,9 +55,9 @@ def even(number: int, arena: Arena, peer: int, left_out: Collection[str], most_b
 def even_runs(
     number: int, peer: int, runs: Iterable[tuple[int, int]], table_bytes: int, most_bytes: int
 ) -> Iterator[Segment]:
-    """Segments of `most_bytes` at most of a bundle's bytes from each start to its end, to any window.
+    """Yield segments of at most `most_bytes` of a bundle's bytes from each start to its end, in any window.
 
-    The table of digests comes last, as these are known when all is captured.
+    The table of digests comes last, since digests are known only when all units are captured.
     """
     parts = [(start, min(most_bytes, end - start)) for a, end in runs for start in range(a, end, most_bytes)]
     for place, (start, nbytes) in enumerate([*parts, (0, table_bytes)]):

@@ -1,15 +1,15 @@
-"""Slices of a sparse version: units captured completely in each step, and windows that can be made dense. Pure.
+"""Slices of a sparse version: units captured completely in each step of a window. Pure.
 
-A window of n steps from version v on (MoEvement): what is captured in its step i is of version v + i.
+A window of n steps from version v on (MoEvement): its step i captures version v + i.
 
     slice     version v         version v + 1     version v + 2
     0         complete
     1         weights alone     complete
     2         weights alone     weights alone     complete
 
-*Complete* is weights and optimizer state. Who has this and what the neighbours sent replays: slice 0 is loaded at
-version v, and is updated from then on; the others' weights are loaded again at each version until their state arrives,
-too. After n steps all is at version v + n.
+*Complete* is weights and optimizer state. A member with these slices and the neighbours' messages replays the window:
+it loads slice 0 at version v, and updates it from then on. It loads the other slices' weights at each version until
+their state arrives. After n steps all units are at version v + n.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class UnitBytes(NamedTuple):
     """Sizes of a unit."""
 
     weights: int
-    """Of what a forward and backward need."""
+    """Bytes that a forward and backward pass need."""
     state: int
     """Additional bytes that only an update needs."""
 
 
 def bytes_per_step(units: Sequence[UnitBytes], places: Sequence[int], steps: int) -> list[int]:
-    """Bytes that are captured in each step of a window: a slice, and the weights of those to come.
+    """Return the bytes captured in each step of a window: a slice, and the weights of later slices.
 
         >>> units = [UnitBytes(4, 8)] * 3  # Adam: two moments for each weight
         >>> bytes_per_step(units, [0, 1, 2], 3)  # 12 + 4 + 4, 12 + 4, 12
@@ -48,9 +48,9 @@ def bytes_per_step(units: Sequence[UnitBytes], places: Sequence[int], steps: int
 
 
 def fill_slices(units: Sequence[UnitBytes], most_bytes: int) -> list[int] | None:
-    """Cuts units, in their order, into as few slices as a limit of the bytes in a step allows.
+    """Divide units, in their order, into the fewest slices that respect a limit on the bytes of a step.
 
-    The first slice takes as many as fit, and so on: whoever takes fewer leaves more for later steps.
+    The first slice takes as many units as fit, and so on: fewer would leave more for later steps.
 
         >>> fill_slices([UnitBytes(4, 8)] * 4, 28)  # step 0: 12 + 3 * 4 = 24; step 1: 12 + 12 + 4 = 28; step 2: 12
         [0, 1, 1, 2]
@@ -60,9 +60,9 @@ def fill_slices(units: Sequence[UnitBytes], most_bytes: int) -> list[int] | None
     Returns:
         The number of each unit's slice; None if no number of slices is enough.
     """
-    left = sum(unit.weights for unit in units)  # of the slice that is filled and of those after it
+    left = sum(unit.weights for unit in units)  # weights of the slice being filled and of later ones
     found: list[int] = []
-    place = state = own = 0  # the slice's number, its units' state and their weights
+    place = state = own = 0  # number of the slice, state and weights of its units
     for number, unit in enumerate(units):
         if left + state + unit.state > most_bytes:
             left, is_empty = left - own, number == 0 or found[-1] < place
@@ -75,7 +75,7 @@ def fill_slices(units: Sequence[UnitBytes], most_bytes: int) -> list[int] | None
 
 
 def even_slices(units: Sequence[UnitBytes], steps: int) -> list[int]:
-    """Cuts units, in their order, into slices so that the most bytes of any step of a window are as few as can be.
+    """Divide units, in their order, into slices that minimise the largest number of bytes of any step of a window.
 
         >>> units = [UnitBytes(4, 8)] * 6
         >>> places = even_slices(units, 3)
@@ -83,13 +83,13 @@ def even_slices(units: Sequence[UnitBytes], steps: int) -> list[int]:
         ([0, 1, 1, 2, 2, 2], [32, 36, 36])
 
     Args:
-        units: of a rank; slices have complete ones.
-        steps: of the window, 1 or more: slices at most.
+        units: of a rank; a unit is never divided.
+        steps: of the window, 1 or more: the maximum number of slices.
 
     Returns:
         The number of each unit's slice.
     """
-    low, high = 0, sum(unit.weights + unit.state for unit in units)  # the one is too little, unless there is nothing
+    low, high = 0, sum(unit.weights + unit.state for unit in units)  # `low` is too little, unless it is zero bytes
     while low < high:
         middle = (low + high) // 2
         found = fill_slices(units, middle)
@@ -101,11 +101,11 @@ def even_slices(units: Sequence[UnitBytes], steps: int) -> list[int]:
 
 
 MAX_SLICES = 8
-"""More would save little: a step captures the weights in any case, and a loss goes back by as many steps more."""
+"""More would save little: each step captures all weights, and a loss costs one step more per slice."""
 
 
 def slices_needed(units: Sequence[UnitBytes], most_bytes: int) -> int:
-    """The fewest slices of which no step has more bytes than a limit, such as that of a step's bubbles.
+    """Return the fewest slices whose steps respect a limit on bytes, such as that of a step's bubbles.
 
         >>> units = [UnitBytes(4, 8)] * 6  # 72 bytes at once; in two slices 36 + 12, then 36
         >>> [slices_needed(units, limit) for limit in (72, 71, 36, 20)]
@@ -113,10 +113,10 @@ def slices_needed(units: Sequence[UnitBytes], most_bytes: int) -> int:
 
     Args:
         units: of a rank.
-        most_bytes: of a step.
+        most_bytes: maximum of a step.
 
     Returns:
-        1 where a version is no sparse one; `MAX_SLICES` where as many are not enough.
+        1 where the version is not sparse; `MAX_SLICES` where even those are not enough.
     """
     for steps in range(1, MAX_SLICES):
         if max(bytes_per_step(units, even_slices(units, steps), steps), default=0) <= most_bytes:
@@ -124,16 +124,16 @@ def slices_needed(units: Sequence[UnitBytes], most_bytes: int) -> int:
     return MAX_SLICES
 
 
-# ---- what must be kept
+# ---- parts of a window
 
 
 def weights_of(unit: str, step: int) -> str:
-    """Name of a unit's weights as they are captured in a step of a window before that of its slice."""
+    """Return the name of a unit's weights as captured in a step of a window before that of its slice."""
     return f"{unit}@{step}"
 
 
 def parts_of(unit: str, place: int) -> Iterator[tuple[str, int]]:
-    """Return what a window has of a unit of slice `place`: names, and the step in which each is captured.
+    """Yield the parts of a unit of slice `place` in a window: names, and the step in which each is captured.
 
     >>> list(parts_of("a", 2))
     [('a@0', 0), ('a@1', 1), ('a', 2)]
@@ -144,7 +144,7 @@ def parts_of(unit: str, place: int) -> Iterator[tuple[str, int]]:
 
 
 def slices_of(names: Iterable[str]) -> int:
-    """Slices of the windows whose parts have these names; 0 if none has weights alone.
+    """Return the slices of the windows whose parts have these names; 0 if none contains only weights.
 
     >>> slices_of(["a", "b@0", "b@1", "b"])
     3
@@ -164,16 +164,16 @@ def newest_dense(held: Collection[tuple[str, int]], units: Collection[str]) -> i
 
 
 def newest_window(held: Collection[tuple[str, int]], places: Mapping[str, int]) -> int | None:
-    """The version with which the newest window begins of which all is held; None if there is none.
+    """Return the version with which the newest complete window begins; None if no window is complete.
 
-    Holders need room for two versions of each slice, of which the older one is overwritten: when slice i of a window is
-    written, slice i of the window before the last is lost, and the last one is complete as it was.
+    Holders have room for two versions of each slice, and overwrite the older one. Writing slice i of a window discards
+    slice i of the window before the previous one, so the previous one stays complete.
 
         >>> newest_window({("a", 7), ("b@0", 7), ("b", 8), ("a", 9), ("b@0", 9)}, {"a": 0, "b": 1})
         7
 
     Args:
-        held: names (see `parts_of`), and the versions that what is held is of.
+        held: names (see `parts_of`) and versions of the held parts.
         places: number of each unit's slice.
     """
     parts = [part for unit, place in places.items() for part in parts_of(unit, place)]

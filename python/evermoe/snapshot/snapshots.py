@@ -31,18 +31,18 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
 MAX_LOCAL_STEPS = 1000
-"""Steps between two snapshots on a unit's own node, at most."""
+"""Maximum steps between two snapshots on a unit's own node."""
 SHARE_ON_HOST = 0.1
-"""Part of the budget that these take where the model is on the host, since they take processors from training, and
-the copies on other nodes do, too, which come first."""
+"""Part of the budget for them if the model is on the host: like the copies on other nodes, which come first, they take
+processor time from training."""
 
 
 def planned_bundles(assignment: Assignment, options: CopyConfig) -> tuple[list[Bundle], list[Bundle]]:
-    """The bundles of a plan: those that others keep, too, and those that stay on the nodes of ranks that train them.
+    """Return the bundles of a plan: those with copies on other nodes, and those that stay on the nodes that train them.
 
     Args:
         assignment: the plan.
-        options: preset and copies; without any there are none.
+        options: preset and copies; without any, the lists are empty.
     """
     if not options.replication:
         return [], []
@@ -56,12 +56,12 @@ def planned_bundles(assignment: Assignment, options: CopyConfig) -> tuple[list[B
 
 
 class Snapshots(StateKeeper):
-    """The rounds of a session.
+    """Schedules and runs the rounds of a session.
 
     Args:
         state: this member's units.
         store: this node's arenas.
-        membership: who takes part.
+        membership: the members that take part.
         options: the preset, with its options, and the number of copies.
         emit: of the session.
     """
@@ -77,7 +77,7 @@ class Snapshots(StateKeeper):
         self._state, self._store, self._membership = state, store, membership
         self._options, self._emit = options, emit
         self.sources = store.sources = GpuSources(options.preset.snapshot_memory)
-        """Through which captures from a GPU go."""
+        """Used by captures from a GPU."""
         self.pacer = Pacer()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
         self._blocks = options.preset.group(Gemini).copy_pacing == "blocking"
@@ -95,16 +95,16 @@ class Snapshots(StateKeeper):
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         self._round: SnapshotRound | None = None
         self._is_settled = False
-        """Whether nothing is sent until `restart`, as the members change."""
+        """Whether nothing is sent until `restart`, since the members change."""
         self._local: dict[int, tuple[str, ...]] = {}
         """Units of the bundles that only a rank that trains them keeps, by the bundle's number."""
         self._sent: dict[int, tuple[tuple[str, ...], int]] = {}
-        """Units and period of the bundles that others keep, too."""
+        """Units and period of the bundles that other ranks keep, too."""
         self.missing: dict[str, set[int]] = {}
         """Per unit, the ranks that should keep a snapshot of it and have no room; empty if all have."""
         self.locked_bytes = 0
-        """Bytes of this member's arenas that are page-locked, so that its GPU writes to them itself."""
-        self._whole: dict[int, int] = {}
+        """Bytes of this member's arenas that are page-locked, so that its GPU writes to them directly."""
+        self._complete: dict[int, int] = {}
         """Steps taken in the newest complete version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
         local, in_turns = options.preset.group(LocalSnapshots), options.preset.group(Pec)
@@ -114,25 +114,25 @@ class Snapshots(StateKeeper):
         self._local_steps = 1
         self._newest_local: float = 0
         self._is_local_later = False
-        """Whether the first local snapshots of the plan come a step later."""
+        """Whether the first local snapshots of the plan begin one step later."""
         self._former = PreviousEpochSnapshots(lambda: store.prune(self._generation))
         self._generation = 0
         self._copies = NO_COPIES
         """Previous copies, which need not be sent again."""
 
-    # ---- which bundles there are
+    # ---- bundles
 
     def replan(self, assignment: Assignment) -> None:
-        """Make the arenas of a plan next to the previous ones; `protect_all`, `release` and `restart` must follow.
+        """Create the arenas of a plan next to the previous ones; `protect_all`, `release` and `restart` must follow.
 
-        Where a running job has no room for all of them, `missing` says which holders have none.
+        If a running job has no room for all of them, `missing` names the holders without room.
 
         Raises:
             OSError: a job starts, and the shared memory is too small.
         """
         had_room, self.problem = not self.problem, ""
         self.missing, self.locked_bytes = {}, 0
-        self._former.forget()
+        self._former.reset()
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self.snapshot_schedule.is_used = self.copies_late
         self._copies = assignment.copies
@@ -144,7 +144,7 @@ class Snapshots(StateKeeper):
         found, local = planned_bundles(assignment, self._options)
         by_unit, planned = assignment.plan.by_unit, [*found, *local]
         share = share_of_host_bytes(self._membership.nodes, self._membership.everyone.rank)
-        is_on_gpu = self._membership.device.type == "cuda"  # whose driver page-locks the arenas
+        is_on_gpu = self._membership.device.type == "cuda"  # its driver page-locks the arenas
         kept = self._store.replace_arenas(
             planned,
             assignment.generation,
@@ -152,7 +152,7 @@ class Snapshots(StateKeeper):
             assignment.copies,
             reserves=is_on_gpu or not assignment.is_beside,
         )
-        self._is_local_later &= bool(assignment.copies)  # else the previous ones have made room
+        self._is_local_later &= bool(assignment.copies)  # otherwise the previous ones were removed to make room
         self.locked_bytes = self._page_locks.lock(self._store, share)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
@@ -163,19 +163,19 @@ class Snapshots(StateKeeper):
 
     @property
     def local_units(self) -> list[str]:
-        """Units of which the first copies of the plan have snapshots that stay on their own nodes."""
+        """Return the units whose first copies of the plan include snapshots that stay on their own nodes."""
         return [] if self._is_local_later else self._units_of(self._local)
 
     def _units_of(self, numbers: Iterable[int]) -> list[str]:
-        """Units of local bundles, each once: those that several nodes train are in as many bundles."""
+        """Return the units of local bundles, each once: a unit that several nodes train is in several bundles."""
         return list(dict.fromkeys(unit for number in sorted(numbers) for unit in self._local[number]))
 
-    # ---- everything once
+    # ---- first copies
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Begins to copy all bundles as of `version`; to other members what they do not have already.
+        """Begin to copy all bundles as of `version`; send other members only what they lack.
 
-        Where local snapshots come as the budget allows, they begin a step later: what others need is first.
+        If the budget determines the interval of local snapshots, these begin a step later: peers' copies come first.
         """
         due = set(self._sent) if self._is_local_later else None
         if self._sent or (self._local and not self._is_local_later):
@@ -183,14 +183,14 @@ class Snapshots(StateKeeper):
         return ()
 
     def release(self, step: int) -> None:
-        """Removes the arenas of earlier plans, unless their local snapshots are all there is."""
+        """Remove the arenas of earlier plans, unless their local snapshots are still needed."""
         copied = self._sent if self._is_local_later else self._sent | self._local
-        self._whole = dict.fromkeys(copied.keys() & {kept.number for kept in self._store.own}, step)
+        self._complete = dict.fromkeys(copied.keys() & {kept.number for kept in self._store.own}, step)
         if self._options.replication:
             self._former.release(are_needed=self._is_local_later and bool(self._local))
 
     def restart(self, step: int) -> None:
-        """Begins the next step, whose windows are not known yet."""
+        """Begin the next step, whose windows are not known yet."""
         self._is_settled, self._newest_local = False, -math.inf if self._is_local_later else step
         is_urgent = bool(self._sent) or self._options.choices.selects_by_budget
         self.window_planner.restart(step, self.copies_late, is_urgent=is_urgent)
@@ -200,7 +200,7 @@ class Snapshots(StateKeeper):
     # ---- a step
 
     def make_room(self, step: int) -> None:
-        """One version at a time: wait for the one under way if another is scheduled. Previous ones may be removed."""
+        """Wait for the version under way if another is scheduled: one at a time. Previous ones may be removed."""
         self._former.give_up()
         is_due = (
             self.snapshot_schedule.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
@@ -210,53 +210,53 @@ class Snapshots(StateKeeper):
             self.wait()
 
     def before_vote(self, step: int) -> bool:
-        """Waits for what must be safe by then; whether that is so."""
+        """Wait for the copies that must be complete before the vote; return whether they are."""
         if self._round is not None and self.copies_late:
             return not self.snapshot_schedule.is_due(step) or self.wait()
         if self._round is not None and self._former.are_replaced:
             self.pacer.hurry()
-            return self._former.note_whole(self.wait())
-        if self._round is not None and not self._sent:  # no peer is waited for
+            return self._former.report_complete(self.wait())
+        if self._round is not None and not self._sent:  # does not wait for a peer
             self._round.task.wait()
         return True
 
     def wait(self) -> bool:
-        """Whether the version under way is complete here. The training thread waits, but not for a silent peer."""
+        """Wait for the version under way, but not for a silent peer; return whether it is complete on this member."""
         if self._round is None:
             return True
         task, group = self._round.task, self._membership.trainer_group
         is_done = self.courier.wait(task, group)
         self.problem = self._round.problem
         if self.problem:
-            group.drop(f"no memory for copies: {self.problem}")  # others wait for what is not sent
+            group.drop(f"no memory for copies: {self.problem}")  # the others wait for messages that are not sent
         return is_done and bool(task.result)
 
     @property
     def lost(self) -> str | None:
-        """Why the version under way will not be complete: a peer is gone."""
+        """Why the version under way will not be complete: a peer is lost."""
         return None if self._round is None else self._round.task.lost
 
     def before_update(self) -> None:
-        """Waits until the state may be changed."""
+        """Wait until the state may change."""
         if self._round is not None:
             self._round.wait_captured()
 
     def settle(self, version: int | None = None) -> bool:
-        """Wait until nothing is under way, and begin nothing more; whether all that was is complete.
+        """Wait until nothing is under way, and begin nothing more; return whether all copies are complete.
 
-        `version`: of the state now, if it is to be copied where what is under way is older: collective then.
+        `version`: of the current state, to be copied if the version under way is older; collective then.
         """
         self.pacer.hurry("recovery")
         self._is_settled = True
         self.before_update()
-        is_whole = self.wait()
+        is_complete = self.wait()
         self._round = None
         self.sources.clear()
         if version is not None and self.copies_late and self.snapshot_schedule.begun < step_of(version):
             self._is_settled = False
             self.start(version, Due(bundles=None))
-            is_whole = self.settle() and is_whole
-        return is_whole
+            is_complete = self.settle() and is_complete
+        return is_complete
 
     @property
     def capture_seconds(self) -> float:
@@ -264,7 +264,7 @@ class Snapshots(StateKeeper):
         return 0.0 if self._round is None else self._round.capture_seconds
 
     def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
-        """Sets, from the sums over all members, how often local snapshots cost no more than the budget."""
+        """Set the interval at which local snapshots stay within the budget, from the sums over all members."""
         if self._fixed_steps is None and step_seconds > 0:
             share = SHARE_ON_HOST if self._membership.device.type == "cpu" else 1.0
             steps = math.ceil(capture_seconds / (share * self._copy_budget * step_seconds))
@@ -273,8 +273,8 @@ class Snapshots(StateKeeper):
     # ---- what is scheduled
 
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
-        """Bundles of which a round should begin now; `choose` gives the experts for local snapshots."""
-        if self.copies_late:  # also where there is no memory for any: steps are committed with versions
+        """Return the bundles to copy now; `choose` returns the experts for local snapshots."""
+        if self.copies_late:  # even without memory for copies: steps are committed with versions
             return Due(bundles=None) if self.snapshot_schedule.is_due(step) else Due()
         if not self._sent and not self._local:
             return Due()
@@ -298,38 +298,39 @@ class Snapshots(StateKeeper):
         return {number for number, (_, period) in self._sent.items() if step % period == 0}
 
     def start(self, version: int, due: Due) -> None:
-        """Begin a round of what is scheduled of the state, which is that of `version`."""
-        if due.bundles == frozenset():
+        """Begin a round of the scheduled bundles of the state of `version`."""
+        bundles = due.bundles
+        if bundles == frozenset():
             return
-        if due.bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
+        if bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
             self._newest_local = step_of(version)
-        if due.bundles is not None and due.bundles & self._local.keys():
+        if bundles is not None and bundles & self._local.keys():
             self._former.replace()
-        if not self._is_settled:  # where the members change, no peer would receive it
+        if not self._is_settled:  # while the members change, no peer would receive it
             if self._round is not None:
-                self._whole |= self._round.whole
+                self._complete |= self._round.complete_steps
                 self.window_planner.host_speed = self._round.host_speed or self.window_planner.host_speed
-            self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
-            self.snapshot_schedule.begin(step_of(version), self.window_planner.version_steps)
+            self._round = SnapshotRound(self._store, version, self.courier, bundles, self._emit).start()
+            self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
             if self._blocks:
                 self.pacer.hurry()
                 self.wait()
 
     def lag(self, step: int) -> dict[str, int]:
-        """Return the oldest complete one of the `snapshot` on other nodes and of the `local` ones."""
+        """Return the lag of the oldest complete `snapshot` on other nodes and of the oldest `local` one."""
         if self._round is not None:
-            self._whole |= self._round.whole
+            self._complete |= self._round.complete_steps
         kinds: dict[str, Mapping[int, object]] = {"snapshot": self._sent, "local": self._local}
-        found = {kind: [at for number, at in self._whole.items() if number in some] for kind, some in kinds.items()}
+        found = {kind: [at for number, at in self._complete.items() if number in some] for kind, some in kinds.items()}
         return {kind: step - min(steps) for kind, steps in found.items() if steps}
 
     def stored(self) -> Iterator[tuple[SnapshotUnit, str]]:
-        """List every complete version of every unit in this node's memory, also of processes that have died on it."""
+        """Yield every complete version of every unit in this node's memory, including those of dead processes."""
         for stored in self._store.stored():
             yield stored, "snapshot"
 
     def close(self) -> None:
-        """Ends all threads. Nothing may be under way."""
+        """Stop all threads. Nothing may be under way."""
         self.courier.close()
         if self._follower is not None:
             self._follower.close()
@@ -338,7 +339,7 @@ class Snapshots(StateKeeper):
 def _only_chosen(
     units: Mapping[int, Sequence[str]], catalog: UnitCatalog, experts: Collection[str], due: Collection[int]
 ) -> set[int]:
-    """Of the bundles with experts those that are chosen; of the others those that are scheduled."""
+    """Return the chosen bundles of those with experts, and the scheduled ones of the others."""
     return {
         number
         for number, (first, *_) in units.items()

@@ -1,4 +1,4 @@
-"""Shared memory that a spare reserves before it is needed: files of zeros that become arenas."""
+"""Shared memory that a spare reserves in advance: files of zeros that become arenas."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from evermoe.snapshot.bundles import free_bytes
 logger = logging.getLogger(__name__)
 
 RESERVED_AT_ONCE = 64 << 20
-"""Bytes that are reserved before it checks whether to continue: tens of milliseconds."""
+"""Bytes that are reserved between two checks for a stop: tens of milliseconds."""
 SUFFIX = ".room"
 
 
 class SpareRoom:
-    """Files with their space reserved, in the folder where a member's arenas will be.
+    """Files with reserved space, in the folder of a member's future arenas.
 
-    A file system in memory has given a file its pages, all zero, so an arena that takes such a file over has nothing to
-    wait for. Other members of the node may remove the files where they are short of memory themselves.
+    The pages of these files are already allocated and zeroed, so an arena that takes one over does not wait for memory.
+    Other members of the node may remove the files when they are short of memory.
 
     Args:
         directory: of the arenas of this node.
-        member: this one's id.
+        member: id of this member.
     """
 
     def __init__(self, directory: Path, member: str) -> None:
         self._directory, self._member = directory, member
         self._files: dict[Path, int] = {}
-        """Bytes of each."""
+        """Bytes of each file."""
         self._is_over = threading.Event()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reserved and have not been taken."""
+        """Reserved bytes that have not been taken."""
         return sum(self._files.values())
 
-    def reserve(self, sizes: Sequence[int], beside: int = 0) -> None:
-        """Reserve files of these sizes in place of the previous ones, or none with a warning where memory is short.
+    def reserve_files(self, sizes: Sequence[int], kept_free: int = 0) -> None:
+        """Reserve files of these sizes in place of the previous ones; if memory is short, reserve none and warn.
 
-        In any thread; `take` and `release` end it.
+        May run in any thread; `take_file` and `release` stop it.
 
         Args:
-            sizes: bytes of each.
-            beside: bytes that must stay free in the host's memory, for what else this member will need.
+            sizes: bytes of each file.
+            kept_free: bytes of the host's memory that must stay free for this member's other needs.
         """
         self._drop()
         arenas = sum(path.stat().st_blocks * 512 for path in self._directory.glob("*.arena"))
         wanted, free = sum(sizes), free_bytes(self._directory)
         host = memory.free_host_bytes()
         problem = ""
-        # The node's members need as much again as they have when members change.
+        # The node's members need as much again when members change.
         if free < wanted + arenas:
             problem = f"{free} are free in {self._directory} and its members may need {arenas} of them"
-        elif host is not None and host < wanted + arenas + beside:
-            problem = f"this host has {host} free, and its members and this one may need {arenas + beside} of them"
+        elif host is not None and host < wanted + arenas + kept_free:
+            problem = f"this host has {host} free, and its members and this one may need {arenas + kept_free} of them"
         else:
             try:
                 make_private(self._directory.parent)
@@ -88,12 +88,12 @@ class SpareRoom:
         finally:
             os.close(descriptor)
 
-    def end(self) -> None:
-        """Reserves no more."""
+    def stop_reserving(self) -> None:
+        """Stop reserving files."""
         self._is_over.set()
 
-    def take(self, nbytes: int) -> Path | None:
-        """Return the file whose room fits best for an arena of `nbytes` bytes; None if none is left."""
+    def take_file(self, nbytes: int) -> Path | None:
+        """Return the file that fits an arena of `nbytes` bytes best; None if none is left."""
         existing = {path: size for path, size in self._files.items() if path.exists()}
         if not existing:
             return None
@@ -103,7 +103,7 @@ class SpareRoom:
         return path
 
     def release(self) -> None:
-        """Gives back what was not taken."""
+        """Remove the files that were not taken."""
         self._is_over.set()
         self._drop()
 
@@ -114,7 +114,7 @@ class SpareRoom:
 
 
 def release_all(directory: Path) -> bool:
-    """Gives back what spares have reserved on this node; returns whether there was anything."""
+    """Remove the files that spares have reserved on this node; return whether it found any."""
     found = list(directory.glob(f"*{SUFFIX}"))
     for path in found:
         with suppress(FileNotFoundError):

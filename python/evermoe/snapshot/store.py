@@ -1,9 +1,9 @@
 """Snapshots of units in named shared memory: on their own node and on other nodes.
 
 Each unit has one *primary*: the rank that writes its copies. Units with the same primary and the same other holders
-form a *bundle*; a bundle's bytes lie in one arena on each node that keeps it, with room for two versions. A primary
-captures its units in its own arena, then sends those bytes, digests included, to the peers' arenas; all of it in a
-courier's thread, in the background.
+form a *bundle*. A bundle's bytes lie in one arena on each node that keeps it, with room for two versions. A primary
+captures its units in its own arena, then sends those bytes with their digests to the peers' arenas, all in a courier's
+thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from evermoe.warn import warn
 MAX_TRIES = 3
 """Send attempts before `CorruptCopy`."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-"""Errors of a file system that has too little room."""
+"""Errors of a file system without enough space."""
 _FILE = re.compile(r"^(\d{10})-.*\.arena$")
 
 
@@ -50,7 +50,7 @@ class SnapshotUnit:
     data: Tensor
     """uint8 `[nbytes]`, a view of the shared memory."""
     preset: str = ""
-    """Preset of the job that wrote it; empty where none is known."""
+    """Preset of the job that wrote it; empty if unknown."""
 
 
 @dataclass
@@ -61,12 +61,12 @@ class BundleArena:
     """Number of the bundle, the same on all its holders."""
     bundle: Bundle
     arena: Arena
-    index: int = -1
+    """The buffer that is being written."""
     """The buffer that is being written."""
 
 
 def _has_version(path: Path) -> bool:
-    """Whether an arena has anything that a recovery could need."""
+    """Return whether an arena has a version that a recovery could need."""
     try:
         return bool(Arena.open(str(path)).versions())
     except (CorruptCopy, FileNotFoundError):
@@ -74,13 +74,13 @@ def _has_version(path: Path) -> bool:
 
 
 def _all_files(directory: Path) -> list[Path]:
-    """The arenas, with drafts of a process that was killed while it made one."""
+    """Return the arenas, including drafts of a process that was killed while it created one."""
     found = (path for path in directory.glob("*.arena*") if path.name[:10].isdecimal())
     return [path for path in found if not path.is_dir()]
 
 
 def _reserve(arenas: Sequence[BundleArena]) -> str:
-    """Reserves the space of arenas; why that cannot be, or nothing."""
+    """Reserve the space of arenas; return the reason of a failure, else an empty string."""
     try:
         for kept in arenas:
             kept.arena.reserve(kept.arena.mapped_bytes)
@@ -97,7 +97,7 @@ def _open_engine() -> CopyEngine:
 
 @dataclass
 class SnapshotStore:
-    """The arenas of this node's directory and the exchange that fills them.
+    """The arenas of this node's directory, and the exchange that fills them.
 
     `directory` belongs to one job and one node: its files outlive a crash of the process, not the node.
     """
@@ -107,31 +107,31 @@ class SnapshotStore:
     preset: str = ""
     """Preset of the job, which is written to its arenas."""
     chunk_bytes: int = 4 << 20
-    """Size of a message at most."""
+    """Maximum size of a message."""
     sources: GpuSources = field(default_factory=GpuSources)
-    """Through which captures from a GPU go."""
+    """Used by captures from a GPU."""
     engine: CopyEngine = field(default_factory=_open_engine)
-    """Captures state in arenas, in a thread of its own."""
+    """Captures state to arenas, in a background thread."""
     own: list[BundleArena] = field(default_factory=list)
     """Arenas that this rank fills from its state."""
     peers: list[BundleArena] = field(default_factory=list)
     """Arenas that other ranks fill."""
     former: list[BundleArena] = field(default_factory=list)
-    """Arenas of the plan before, which are let go of with their files: that takes time for each byte."""
+    """Arenas of the previous plan. Closing them with their files takes time for each byte."""
     segments: Segments | None = None
     """Segments of the bundles, as planned; None for even ones."""
     room: SpareRoom | None = None
-    """Room that this member has reserved as a spare, for its first arenas."""
+    """Space that this member has reserved as a spare, for its first arenas."""
 
     def pace(self, is_idle: bool) -> None:
-        """Let captures continue, or pause them: nothing more is asked of a GPU but a few transfers."""
+        """Let captures continue, or pause them except for a few transfers already on the GPU."""
         if is_idle:
             self.engine.open()
         else:
             self.engine.close_gate()
 
     def even_segments(self, copies: KeptCopies = NO_COPIES) -> Segments:
-        """Messages of `chunk_bytes`, one bundle after the other, to any window; without what the holders have."""
+        """Return messages of `chunk_bytes`, bundle by bundle, in any window; omit units that the holders have."""
         sends = [
             segment
             for kept in self.own
@@ -146,14 +146,14 @@ class SnapshotStore:
         return Segments(sends, receives)
 
     def newest_generation(self) -> int:
-        """The newest generation of the arenas found in the directory, drafts included; 0 when there is none."""
+        """Return the newest generation of the arenas in the directory, drafts included; 0 if it has none."""
         return max((int(path.name[:10]) for path in _all_files(self.directory)), default=0)
 
-    def check(self) -> None:
-        """Refuses to work in memory that another user or another model has left behind.
+    def check_folder(self) -> None:
+        """Refuse memory that another user or another model has left behind.
 
         Raises:
-            UnsafeFolder: as of `check_private`. ValueError: it is another model's. Both name the folder.
+            UnsafeFolder: as for `check_private`. ValueError: the memory is another model's. Both name the folder.
         """
         check_private(self.directory.parent)
         check_private(self.directory)
@@ -184,20 +184,21 @@ class SnapshotStore:
         *,
         reserves: bool = True,
     ) -> list[Bundle]:
-        """Make new arenas next to those of earlier generations; in their place, if there is no room for both.
+        """Create new arenas next to those of earlier generations, or in their place if both do not fit.
 
-        Collective. In place of them, nothing but the members' own state survives a failure until the copies are made.
-        A running job keeps what has room even then.
+        Collective. In place of them, only the members' own state survives a failure until the copies are made. Even
+        then a running job keeps the arenas that fit.
 
         Args:
             planned: all bundles.
             generation: of the members.
             membership: all members.
-            copies: the previous ones, which are forgotten where earlier arenas make room.
-            reserves: whether they have their space on return; else it is free now, and the round reserves it.
+            copies: the previous ones, which are discarded where earlier arenas are removed to make room.
+            reserves: whether to reserve the space before returning; otherwise it is only free now, and the round
+                reserves it.
 
         Returns:
-            The bundles with the holders that have room for them; without any where the primary has none.
+            The bundles with the holders that have room for them; without holders where the primary has none.
 
         Raises:
             OSError: a job starts, and the shared memory is too small, even without the existing arenas.
@@ -210,14 +211,14 @@ class SnapshotStore:
             return list(planned)
         copies.forget()
         self.former = []
-        if not reserves and not problem:  # others are short of memory, and all wait now
+        if not reserves and not problem:  # other members are short of memory, and all wait now
             problem = _reserve([*self.own, *self.peers])
             if problem:
                 self._give_up()
         if problem:
-            warn(f"{problem}. Earlier copies make room, before the new ones are there")
+            warn(f"{problem}. Earlier copies are removed before the new ones exist")
             self.prune(generation)
-        # Once all have come here, they have let go of what they had, and it is gone.
+        # When all members have reached this point, they have closed their earlier arenas and the memory is free.
         is_running = bool(everyone.all_reduce(torch.tensor([int(membership.established)])))
         full: list[int] = []
         if problem and is_running:
@@ -233,7 +234,7 @@ class SnapshotStore:
         return kept
 
     def _try_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int, reserves: bool) -> str:
-        """Makes all arenas of this rank, or none; returns why, or nothing."""
+        """Create all arenas of this rank, or none; return the reason of a failure, else an empty string."""
         try:
             self.create_arenas(planned, generation, member, rank, reserves=reserves)
         except OSError as error:
@@ -245,7 +246,7 @@ class SnapshotStore:
         return ""
 
     def _create_fitting(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> list[int]:
-        """Makes the arenas that have room, those first that this rank fills; returns the numbers of the others."""
+        """Create the arenas that fit, first those that this rank fills; return the numbers of the others."""
         self.release()
         full, problem = [], ""
         mine = [(number, bundle) for number, bundle in enumerate(planned) if rank in bundle.holders]
@@ -263,7 +264,7 @@ class SnapshotStore:
         return full
 
     def _keep_only(self, kept: Sequence[Bundle]) -> None:
-        """Follows the bundles as they are kept: gives up arenas of those whose primary has no room."""
+        """Adopt the bundles that are kept: give up arenas of those whose primary has no room."""
         for each in (*self.own, *self.peers):
             each.bundle = kept[each.number]
             if not each.bundle.holders:
@@ -274,15 +275,15 @@ class SnapshotStore:
     def create_arenas(
         self, planned: Sequence[Bundle], generation: int, member: str, rank: int, *, reserves: bool = True
     ) -> None:
-        """Makes new, empty arenas for what this rank is primary for and what it keeps for peers.
+        """Create new, empty arenas for the bundles of which this rank is the primary, and for its peers' bundles.
 
-        The arenas of earlier generations stay until `prune`: they are what a failure would need now; but those of this
-        member that no version came into go. Where it does not reserve the space of the new ones, that is only free now,
-        and a round reserves it.
+        The arenas of earlier generations stay until `prune`, since a failure would need them now; this member's arenas
+        without a version are removed. Unless it reserves the space of the new ones, the space is only free now, and a
+        round reserves it.
 
         Raises:
             UnsafeFolder: the directory is not this user's alone.
-            OSError: the shared memory is too small; the message says how many bytes are needed and free. None was made.
+            OSError: the shared memory is too small; the message gives the bytes needed and free. No arena was created.
         """
         former = [] if reserves else [*self.own, *self.peers]
         self.release()
@@ -306,7 +307,7 @@ class SnapshotStore:
         self.release()
 
     def release(self) -> None:
-        """Lets go of this rank's arenas; their files stay."""
+        """Close this rank's arenas; their files stay."""
         self.own, self.peers, self.former, self.segments = [], [], [], None
         self.sources.clear()
 
@@ -318,14 +319,14 @@ class SnapshotStore:
             {"generation": generation, "member": member, "layout": self.state.catalog.layout, "preset": self.preset}
         )
         units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
-        room = None if self.room is None else self.room.take(VERSIONS * sum(nbytes for _, nbytes in units))
+        room = None if self.room is None else self.room.take_file(VERSIONS * sum(nbytes for _, nbytes in units))
         kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves, room=room))
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
     def capture(self, kept: BundleArena, tensors: Sequence[Sequence[Tensor]], version: int) -> Capture | None:
         """Begin to capture the tensors of a bundle's units; None if they cannot be read in the background.
 
-        That is so if they are not contiguous, or on a GPU and much of them elsewhere.
+        That is the case if they are not contiguous, or on a GPU and many of them elsewhere.
         """
         every = [tensor for each in tensors for tensor in each]
         if not all(tensor.is_contiguous() for tensor in every):
@@ -337,14 +338,14 @@ class SnapshotStore:
         elif GpuSource.fits(every, gpu):
             source = self.sources.of(kept.number, every, gpu)
             capture = source.copy().capture(self.engine, kept.arena, version, [*map(len, tensors)])
-            self.sources.note(kept.number, capture)
+            self.sources.note_capture(kept.number, capture)
         else:
             return None
         kept.index = capture.index
         return capture
 
     def prepare(self, captured: Sequence[BundleArena]) -> None:
-        """Makes what captures from a GPU need, which page-locks memory, before the first of them is under way."""
+        """Allocate what captures from a GPU need, which page-locks memory, before the first one is under way."""
         for kept in captured:
             if kept.number in self.sources or not any(
                 t.is_cuda for each in self.state.tensors(kept.bundle.units[:1]) for t in each
@@ -356,12 +357,12 @@ class SnapshotStore:
                 self.sources.of(kept.number, tensors, gpu)
 
     def stored(self) -> Iterator[SnapshotUnit]:
-        """List every complete version of every unit in this node's memory, also of processes that have died on it."""
+        """Yield every complete version of every unit in this node's memory, including those of dead processes."""
         for _, path in self._files():
             try:
                 arena = Arena.open(str(path))
             except (CorruptCopy, FileNotFoundError):
-                continue  # torn by a crash while it was made, or pruned by a peer on this node
+                continue  # torn by a crash during its creation, or pruned by a peer on this node
             preset = str(json.loads(arena.meta).get("preset", ""))
             for index, version in arena.versions():
                 try:
@@ -369,7 +370,7 @@ class SnapshotStore:
                 except ValueError:
                     continue  # overwritten meanwhile: its owner lives on this node
                 if (index, version) not in arena.versions():
-                    continue  # damaged, too, and the next version is complete already
+                    continue  # also damaged, and the next version is complete already
                 data = torch.from_numpy(arena.buffer(index))
                 for (name, offset, nbytes), digest in zip(arena.units(), digests, strict=True):
                     yield SnapshotUnit(name, version, digest, data[offset : offset + nbytes], preset)
@@ -382,7 +383,7 @@ class SnapshotStore:
                 path.unlink(missing_ok=True)
 
     def close(self, member: str) -> None:
-        """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""
+        """Remove this member's arenas, and the directories if they are empty: a clean exit needs no copies."""
         self.release()
         if self.room is not None:
             self.room.release()
@@ -394,4 +395,4 @@ class SnapshotStore:
             try:
                 directory.rmdir()
             except OSError:
-                return  # others still use it
+                return  # other members still use it

@@ -1,14 +1,14 @@
-"""When snapshots travel: profile → windows → chunk plan → segments and places, again whenever the steps have changed.
+"""Plans when snapshots travel: profile → windows → chunk plan → segments; repeated when the steps have changed.
 
     rank 0   pacer records some steps ─ find_windows ─┐             ┌─ plans of rank 0 and of its senders ─ cuts, places
     rank 1   pacer records some steps ─ find_windows ─┴─ all gather ┴─ plans of rank 1 and of its senders ─ cuts, places
 
 Both ends must divide a bundle the same way, so they plan from the same gathered data, at a step given by its number.
-The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
+The training thread plans between two steps; between profiles it costs nothing.
 
-A first plan is made from one step, and looked at again as more are recorded, if anything is sent in windows. When the
-members change, their windows stay in use, by newcomers, too, until the next steps are recorded. Only complete profiles
-say over how many steps a version is sent.
+The first plan is made from one step, and checked as more are recorded, if anything is sent in windows. When the members
+change, their windows stay in use, also by newcomers, until the next steps are recorded. Only complete profiles decide
+over how many steps a version is sent.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from evermoe.snapshot.store import SnapshotStore
 logger = logging.getLogger(__name__)
 
 WARM_UP = 1
-"""Steps after a change of membership that are no measure."""
+"""Steps after a change of membership that are not representative."""
 FIRST_LOOKS: tuple[int, ...] = (1, 2, 4, 8, 16)
-"""Recorded steps after a change of membership with which a plan is made already, before the profile is complete."""
+"""Recorded steps after a change of membership after which a first plan is made, before the profile is complete."""
 RECENT = 32
-"""Messages that measure the link, if half of all are no more, the latest: the first ones wait for memory that
-nobody has touched yet."""
+"""Minimum number of messages that measure the link: the latest half, or at least these. The first messages wait for
+memory that was never touched."""
 TOLERANCE = 0.05
 """Part of a step by which windows may change before a new plan is made."""
 
 
 class WindowPlanner:
-    """Profiles the session's steps and says when its snapshots travel.
+    """Profiles the session's steps and plans when its snapshots travel.
 
     Args:
         pacer: follows the group of the training thread.
         courier: sends the snapshots.
         store: holds the bundles.
         membership: the members.
-        options: sizes, and when steps are recorded.
+        options: sizes, and the schedule of profiles.
         policy: plans chunks for windows; None: snapshots never wait for one.
-        fixed_steps: over which a version is sent; None for as few as windows need, and 1 while they are not known.
+        fixed_steps: over which a version is sent; None for the fewest that windows need, and 1 until they are known.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WindowPlanner:
         fixed_steps: int | None = 1,
     ) -> None:
         self.fixed_steps = fixed_steps
-        """Steps over which a version is sent from the next change of members on; None: as few as windows need."""
+        """Steps over which a version is sent from the next change of members on; None: the fewest that windows need."""
         self.version_steps = fixed_steps or 1
         """Steps over which the next version is sent; the same on all members."""
         self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
@@ -100,26 +100,28 @@ class WindowPlanner:
         self.step_seconds: float | None = None
         """Seconds of a step, from the latest profile, also one of earlier members."""
         self.network_seconds: float | None = None
-        """Idle seconds of this member's network in a step, of the same profile."""
+        """Idle seconds of this member's network in a step, from the same profile."""
         self.link: tuple[float, float] | None = None
-        """Measured latency and bytes per second of this member's link; None before there was enough to measure."""
+        """Measured latency and bytes per second of this member's link; None before enough messages were sent."""
         self.couriers: Sequence[Courier] = [courier]
-        """Couriers whose messages measure the link, and are in traces."""
+        """Couriers whose messages measure the link, and appear in traces."""
         self.host_speed = 0.0
         """Bytes per second of the latest capture."""
         self.budgets = Budgets()
-        """Return the bytes that copies can take in a step, by the latest profile of these members; the same on all."""
+        """Bytes that copies can take in a step, by the latest profile of these members; the same on all."""
         self.summary = ""
         """Summary of the plan of the slowest member."""
         self.plans = 0
         """Number of plans so far."""
         self.numbers: Sequence[int] = ()
-        """By bundle, the step of a version in which all of it is captured and sent; empty where a version is captured
-        at once, and sent over `version_steps`."""
+        """Per bundle, the step of a version in which it is captured and sent.
+
+        Empty where a version is captured at once, and sent over `version_steps`.
+        """
         self.optional: Collection[int] = ()
-        """Bundles that a version may be without: the steps over which it is sent are as few as the others need."""
+        """Bundles that a version may omit: it is sent over the fewest steps that the others need."""
         self._left_out: Collection[int] = ()
-        """Bundles that the latest version is without."""
+        """Bundles that the latest version omits."""
         store.chunk_bytes, courier.in_flight = options.copy_buffer_bytes, options.copy_buffers
         courier.link = self._default
 
@@ -129,17 +131,17 @@ class WindowPlanner:
         return self._membership.everyone
 
     def restart(self, step: int, until_vote: bool, *, is_urgent: bool = True) -> None:
-        """Discards the plan: other members, or another protection plan, from this step on. Collective.
+        """Discard the plan, since the members or the protection plan change from this step on. Collective.
 
-        The previous windows are used for a new one until the next steps are recorded.
+        The previous windows are used for a new plan until the next steps are recorded.
 
         Args:
             step: steps taken.
             until_vote: whether each version must be complete before the vote that follows it.
-            is_urgent: whether anything waits for windows, or for a step's room; the same on all members.
+            is_urgent: whether copies wait for windows, or for room in a step; the same on all members.
 
         Raises:
-            PeerLost: another member is gone.
+            PeerLost: another member is lost.
         """
         self._until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
         self._base, self._reports, self.windows, self._is_settled = step, [], None, False
@@ -157,7 +159,7 @@ class WindowPlanner:
         return self._group.size > 1 and self._options.profile_steps > 0
 
     def _carry_over(self, policy: ChunkPolicy) -> None:
-        """Plans by the windows that members had before; a newcomer that trains takes those of another member."""
+        """Plan by the previous windows of the members; a newcomer that trains uses those of another member."""
         found = self._latest.get((self._until_vote, self._membership.role))
         reports = self._exchange("" if found is None else found.to_json(), [0.0])
         trainers = range(self._membership.num_trainers)
@@ -167,13 +169,13 @@ class WindowPlanner:
                 replace(report, windows=report.windows or known) if rank in trainers else report
                 for rank, report in enumerate(reports)
             ]
-            self._adopt(reports, policy, self._base, "; by the windows of before", paces=True)
+            self._adopt(reports, policy, self._base, "; by the previous windows", paces=True)
 
     def after(self, step: int) -> None:
-        """A step is over, the same on all members: begins a profile or plans from it when it is time to. Collective.
+        """Begin a profile, or plan from it, if scheduled after this step, the same on all members. Collective.
 
         Raises:
-            PeerLost: another member is gone.
+            PeerLost: another member is lost.
         """
         steps, since = self._options.profile_steps, step - self._base - WARM_UP
         if self._policy is None or not self._is_used or since < 0:
@@ -183,24 +185,24 @@ class WindowPlanner:
         if number and not place:
             self._pacer.record(steps)
         elif place == last or (number == 0 and place < last and place in self._looks):
-            self._consider(step, self._policy, is_whole=place == last)
+            self._consider(step, self._policy, is_complete=place == last)
             if place == last:
                 self._pacer.record(0)
 
-    def _consider(self, step: int, policy: ChunkPolicy, *, is_whole: bool) -> None:
+    def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
         """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
         reports = self._gather(*self._profile())
         changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
-        if self._reports and not changed and (self._is_settled or not is_whole):
+        if self._reports and not changed and (self._is_settled or not is_complete):
             return
-        self._is_settled = self.knows_pace = is_whole
+        self._is_settled = self.knows_pace = is_complete
         if reports[self._group.rank].windows:
             mine = Windows.from_json(reports[self._group.rank].windows)
             idle = [window.seconds for window in mine.windows if window.resource == "network"]
             self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
             self._latest[self._until_vote, self._membership.role] = mine
-        why = f"; planned anew, because of {changed[0]}" if changed else ""
-        self._adopt(reports, policy, step, why, paces=is_whole)
+        why = f"; planned again, because of {changed[0]}" if changed else ""
+        self._adopt(reports, policy, step, why, paces=is_complete)
 
     def _adopt(self, reports: list[RankReport], policy: ChunkPolicy, step: int, why: str, *, paces: bool) -> None:
         self._reports, self.budgets = reports, self._budgets(reports)
@@ -217,7 +219,7 @@ class WindowPlanner:
         return budgets_of(seconds, links, [report.host_speed or None for report in trainers])
 
     def _profile(self) -> tuple[list[StepProfile], list[float]]:
-        """The steps to find windows in, and when they started: seconds of `time.perf_counter`."""
+        """Return the steps in which to find windows, and their start times: seconds of `time.perf_counter`."""
         timed = self._pacer.recorded()
         self._recorded = timed, self.windows
         return as_steps(timed, self._until_vote), [each.start / 1e9 for each in timed]
@@ -257,9 +259,9 @@ class WindowPlanner:
         return found
 
     def _plan(self, policy: ChunkPolicy, *, paces: bool) -> None:
-        """Plans for this rank and for those that send to it. Collective.
+        """Plan for this rank and for those that send to it. Collective.
 
-        `paces`: new steps of a version are chosen, too.
+        `paces`: whether to choose the steps of a version again, too.
         """
         rank, reports = self._group.rank, self._reports
         if self.fixed_steps is None and paces:
@@ -288,13 +290,13 @@ class WindowPlanner:
         self.plans += 1
 
     def leave_out(self, bundles: Collection[int]) -> None:
-        """The next version is without some of the `optional` bundles, the same on all members: plans for the others."""
+        """Plan the next version without some of the `optional` bundles, the same on all members."""
         self._left_out = bundles
         if self._reports and self._policy is not None:
             self._divide(self._policy)
 
     def _without(self, bundles: Collection[int]) -> list[RankReport]:
-        """Return what ranks have reported, as if they sent none of these bundles."""
+        """Return the ranks' reports, as if they sent none of these bundles."""
         return [
             replace(report, outgoing=[each for each in report.outgoing if each.bundle not in bundles])
             for report in self._reports
@@ -306,7 +308,7 @@ class WindowPlanner:
         return Memory(buffers * self._options.copy_buffer_bytes, buffers)
 
     def _divide(self, policy: ChunkPolicy) -> dict[int, list[tuple[ChunkPlan, list[Outgoing]]]]:
-        """Divides what this rank sends and receives from now on into segments; the plans, by sender."""
+        """Divide what this rank sends and receives from now on into segments; return the plans, by sender."""
         rank, reports = self._group.rank, self._without(self._left_out)
         is_sender = [
             report.windows and (s == rank or rank in peers_of(report.outgoing)) for s, report in enumerate(reports)
@@ -325,7 +327,7 @@ class WindowPlanner:
     def _plans_of(
         self, sender: int, reports: Sequence[RankReport], policy: ChunkPolicy
     ) -> list[tuple[ChunkPlan, list[Outgoing]]]:
-        """A sender's plans and what each sends: one for a version, or one for each step in which a part is captured."""
+        """Return a sender's plans and what each sends: one plan for a version, or one for each step of a capture."""
         outgoing, steps = reports[sender].outgoing, self.version_steps
         parts = [outgoing]
         if self.numbers:
@@ -333,21 +335,21 @@ class WindowPlanner:
             parts, steps = [part for part in by_step if part] or [outgoing], 1
         found = []
         for part in parts:
-            told = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(reports)]
-            found.append((plan_of(sender, told, policy, self._memory, steps), part))
+            adjusted = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(reports)]
+            found.append((plan_of(sender, adjusted, policy, self._memory, steps), part))
         return found
 
     # ---- traces
 
     def trace(self) -> str:
-        """The steps of the latest profile, the windows that copies used then, and what was sent; for Perfetto.
+        """Return a trace for Perfetto: the steps of the latest profile, their windows, and the messages that were sent.
 
         Raises:
-            ValueError: no profile is over yet.
+            ValueError: no profile is complete yet.
         """
         timed, windows = self._recorded
         if not timed:
-            raise ValueError("trace: no profile is over yet")
+            raise ValueError("trace: no profile is complete yet")
         steps = as_steps(timed, until_vote=False)
         start = timed[0].start / 1e9
         sent = [

@@ -175,7 +175,7 @@ class PipelineRecovery(Driver):
         except PeerLost as lost:
             self._group.drop(str(lost))
             return
-        self.snapshot_schedule.begin(step_of(version), self.window_planner.version_steps)
+        self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
 
     # ---- a recovery
 
@@ -198,7 +198,7 @@ class PipelineRecovery(Driver):
         ends = [rank.stops_at for rank in self.layout if rank.stops_at is not None]
         self.stopped = min(ends, default=None)
         self.windows.learn(self.layout)
-        self.store.check()
+        self.store.check_folder()
         if options.expert_parallel:
             self.connections.connect_peers(self._state.layers.values())
 

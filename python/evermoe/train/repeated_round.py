@@ -91,12 +91,12 @@ class RepeatedRound(SnapshotRound):
 
     # ---- receiving
 
-    def _is_whole(self, kept: BundleArena) -> bool:
+    def _is_complete(self, kept: BundleArena) -> bool:
         known = self._repeated.get(kept.number)
         if known is None:
-            return super()._is_whole(kept)
+            return super()._is_complete(kept)
         problem = self._repeat(kept, known)
-        if not problem and super()._is_whole(kept):
+        if not problem and super()._is_complete(kept):
             return True
         self._asked.append(kept)
         for unit in [kept.bundle.units[0]] if problem else _differing(kept):
@@ -161,7 +161,7 @@ class RepeatedRound(SnapshotRound):
         )
         for transfer in states:
             courier.wait_received(transfer)
-        return all([super(RepeatedRound, self)._is_whole(kept) for kept in self._asked])
+        return all([super(RepeatedRound, self)._is_complete(kept) for kept in self._asked])
 
     def _by_peer(self, pairs: Iterable[tuple[int, BundleArena]]) -> dict[int, list[BundleArena]]:
         """Bundles that are sent as steps to or from each peer, in the order of their numbers, which both ends know."""

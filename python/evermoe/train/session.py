@@ -160,7 +160,7 @@ class Session(BetweenSteps):
         job = joining.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node, folder = node_name(joining.node), job_folder(joining.memory_dir or DEFAULT, job)
         self._store = SnapshotStore(folder / node, self._state, config.copies.name)
-        self._store.check()
+        self._store.check_folder()
         for layer in self._state.layers.values():
             layer.split_as(choices.token_split)
         common = config.shared() | script.common() | {"first weights": _describe(deferral)}

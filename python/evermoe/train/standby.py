@@ -85,7 +85,7 @@ class Standby:
         if self._store.room is None:
             self._store.room = SpareRoom(self._store.directory, self._membership.id)
         room, fetched = self._store.room, sum(nbytes for _, nbytes in state.catalog.sizes())
-        self._reserving = Task(lambda: room.reserve(sizes, fetched))
+        self._reserving = Task(lambda: room.reserve_files(sizes, fetched))
         run_beside(self._reserving, "evermoe-spare-room", ())
         return False
 
@@ -93,5 +93,5 @@ class Standby:
         """Stop reserving, as the spare trains or leaves; keep the reserved memory."""
         task, self._reserving = self._reserving, None
         if task is not None and self._store.room is not None:
-            self._store.room.end()
+            self._store.room.stop_reserving()
             task.wait()

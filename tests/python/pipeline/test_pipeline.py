@@ -150,7 +150,7 @@ def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_j
         pipeline.start(1)
         pipeline.finish_as(uninterrupted)
     for each in pipeline.ranks[:1] + pipeline.ranks[2:]:
-        assert "Earlier copies make room" in each.log()
+        assert "Earlier copies are removed" in each.log()
         assert "fewer copies" not in each.log()
 
 

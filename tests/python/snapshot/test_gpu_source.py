@@ -74,7 +74,7 @@ def test_each_capture_has_the_bytes_of_the_units(tmp_path, device, name):
 def test_buffers_outside_the_optimizer_are_captured_while_training_continues(tmp_path, device, name):
     """Nothing is copied to the host until the state has changed."""
     training = Training(tmp_path, device, name)
-    source = GpuSource(training.tensors, training.device, is_beside=True)
+    source = GpuSource(training.tensors, training.device, copies_first=True)
     assert source.nbytes == sum(tensor.nbytes for tensor in training.tensors)
     for version in range(1, 4):
         expected = training.now()
@@ -116,7 +116,7 @@ class Capturing:
         """Captures, and whether that was on the GPU first."""
         self.version += 1
         source = self.sources.of(0, self.tensors, self.device)
-        self.sources.note(0, source.copy().capture(self.engine, self.arena, self.version, [1]))
+        self.sources.note_capture(0, source.copy().capture(self.engine, self.arena, self.version, [1]))
         return self.sources.release(0)
 
 

@@ -41,8 +41,8 @@ def test_an_arena_has_the_room_that_was_reserved(folder, part, reserves):
     units = [("dense", 2 * MEBIBYTE), ("expert", MEBIBYTE)]
     other = Arena.create(str(folder / "new"), "{}", units)
     room = SpareRoom(folder, "me")
-    room.reserve([round(part * os.path.getsize(folder / "new"))])
-    arena = Arena.create(str(folder / "in-room"), "{}", units, reserves=reserves, room=room.take(6 * MEBIBYTE))
+    room.reserve_files([round(part * os.path.getsize(folder / "new"))])
+    arena = Arena.create(str(folder / "in-room"), "{}", units, reserves=reserves, room=room.take_file(6 * MEBIBYTE))
     assert room.nbytes == 0
     assert os.path.getsize(arena.path) == os.path.getsize(other.path)
     if not reserves:
@@ -66,20 +66,20 @@ def test_an_arena_has_the_room_that_was_reserved(folder, part, reserves):
 
 def test_the_room_that_fits_best_is_taken_and_the_rest_goes_back(folder):
     room = SpareRoom(folder, "me")
-    room.reserve([MEBIBYTE, 3 * MEBIBYTE, 2 * MEBIBYTE])
-    taken = [room.take(nbytes) for nbytes in (2 * MEBIBYTE - 1, 9 * MEBIBYTE)]
+    room.reserve_files([MEBIBYTE, 3 * MEBIBYTE, 2 * MEBIBYTE])
+    taken = [room.take_file(nbytes) for nbytes in (2 * MEBIBYTE - 1, 9 * MEBIBYTE)]
     assert [path.stat().st_size for path in taken] == [2 * MEBIBYTE, 3 * MEBIBYTE]
     room.release()
     assert sorted(folder.iterdir()) == sorted(taken)
-    assert room.take(1) is None
+    assert room.take_file(1) is None
 
 
 def test_another_member_of_the_node_may_take_it_back(folder):
     room = SpareRoom(folder, "me")
-    room.reserve([MEBIBYTE])
+    room.reserve_files([MEBIBYTE])
     assert release_all(folder)
     assert not release_all(folder)
-    assert room.take(MEBIBYTE) is None
+    assert room.take_file(MEBIBYTE) is None
 
 
 def test_what_trainers_of_the_node_have_stays_free_for_them_once_more(folder, monkeypatch, caplog):
@@ -87,6 +87,6 @@ def test_what_trainers_of_the_node_have_stays_free_for_them_once_more(folder, mo
     room = SpareRoom(folder, "me")
     for free, reserved in ((4 * MEBIBYTE, 0), (8 * MEBIBYTE, MEBIBYTE)):
         monkeypatch.setattr("evermoe.snapshot.spare_room.free_bytes", lambda _, free=free: free)
-        room.reserve([MEBIBYTE])
+        room.reserve_files([MEBIBYTE])
         assert room.nbytes == reserved
     assert "this spare reserves no memory: it would need 1048576 bytes" in caplog.text

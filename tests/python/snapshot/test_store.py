@@ -18,7 +18,7 @@ def test_what_is_no_arena_is_passed_over_and_left(tmp_path):
     os.mkfifo(folder / "0000000001-a-pipe.arena")
     (folder / "notes.txt").write_text("7")
     store = SnapshotStore(folder, model())
-    store.check()
+    store.check_folder()
     assert versions(Arenas, folder) == [1]
     assert store.newest_generation() == 9
     store.prune(9)

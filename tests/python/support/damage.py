@@ -363,7 +363,7 @@ def read_memory(folder: Path) -> bool:
     try:
         refused = check_units(store.stored())
         with contextlib.suppress(UnsafeFolder):
-            store.check()
+            store.check_folder()
         store.prune(store.newest_generation())
     finally:
         store.engine.shutdown()

@@ -373,7 +373,7 @@ def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_j
         assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     assert all(each.events("recovered")[-1]["members"] == 3 for each in workers)
-    assert all("Earlier copies make room" in each.log() for each in workers[:2])
+    assert all("Earlier copies are removed" in each.log() for each in workers[:2])
 
 
 @pytest.mark.parametrize("preset", ["gemini", "baft", "auto", "moetion"])
@@ -415,7 +415,7 @@ def test_memory_that_is_gone_before_new_copies_take_it_ends_no_job(start_job, sm
     for each in (a, b):
         assert [event["steps_lost"] for event in each.events("recovered")] == [0, 0, 0]
         assert each.events("verified")[0]["digests_mismatched"] == 0
-    assert "Earlier copies make room" in a.log()
+    assert "Earlier copies are removed" in a.log()
 
 
 def test_memory_that_is_too_small_at_the_start_is_said_at_once(start_job, small_disk):
