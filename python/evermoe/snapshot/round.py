@@ -42,7 +42,7 @@ class SnapshotRound:
         store: the arenas.
         version: of the current state.
         courier: sends and receives.
-        due: numbers of the bundles to copy; None for all.
+        bundles: numbers of the bundles to copy; None for all.
         copies: units that members already have: holders copy these from their own memory.
         stays: numbers of the bundles that only their primaries capture, for themselves.
         emit: called with `ChunkSent` and `SnapshotReceived` events, in the courier's thread; see `evermoe.Session`.
@@ -53,7 +53,7 @@ class SnapshotRound:
         store: SnapshotStore,
         version: int,
         courier: Courier,
-        due: Collection[int] | None = None,
+        bundles: Collection[int] | None = None,
         emit: Listener = lambda event: None,
         copies: KeptCopies = NO_COPIES,
         stays: Collection[int] = (),
@@ -64,7 +64,7 @@ class SnapshotRound:
         self._read_seconds = 0.0
         self._store, self._courier = store, courier
         every = {kept.number for kept in (*store.own, *store.peers)}
-        scheduled = every if due is None else due
+        scheduled = every if bundles is None else bundles
         self._own = [kept for kept in store.own if kept.number in scheduled]
         travels = [kept.number for kept in (*store.own, *store.peers) if kept.number not in stays]
         travels = [number for number in travels if number in scheduled]

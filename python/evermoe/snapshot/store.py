@@ -61,7 +61,7 @@ class BundleArena:
     """Number of the bundle, the same on all its holders."""
     bundle: Bundle
     arena: Arena
-    """The buffer that is being written."""
+    index: int = -1
     """The buffer that is being written."""
 
 
