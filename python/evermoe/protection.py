@@ -329,7 +329,7 @@ class Protection:
         """Writes this member's latest profiled steps, its windows and its copies for Perfetto.
 
         Raises:
-            ValueError: no profile is over yet.
+            ValueError: no profile is complete yet.
         """
         Path(path).write_text(self.window_planner.trace())
 

@@ -114,10 +114,7 @@ class WindowPlanner:
         self.plans = 0
         """Number of plans so far."""
         self.numbers: Sequence[int] = ()
-        """Per bundle, the step of a version in which it is captured and sent.
-
-        Empty where a version is captured at once, and sent over `version_steps`.
-        """
+        """Per bundle, the step of a version in which it is captured and sent; empty if all are captured at once."""
         self.optional: Collection[int] = ()
         """Bundles that a version may omit: it is sent over the fewest steps that the others need."""
         self._left_out: Collection[int] = ()

@@ -127,10 +127,10 @@ class StageWindowPlanner(WindowPlanner):
     def _remember(self, reports: Sequence[RankReport]) -> None:
         self._known = [_Known(report.windows, lead(reports[0], report)) for report in reports]
 
-    def _consider(self, step: int, policy: ChunkPolicy, *, is_whole: bool) -> None:
+    def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
         plans = self.plans
         with self.profiler.unseen():  # most steps have none of this
-            super()._consider(step, policy, is_whole=is_whole)
+            super()._consider(step, policy, is_complete=is_complete)
         if self.plans != plans:
             self._remember(self._reports)
 
