@@ -16,8 +16,7 @@ impl Ucx {
     pub(crate) fn open(_libraries: &[String]) -> Result<&'static Self> {
         Err(Error::invalid(
             "transport: \"ucx\" needs a build with the feature `ucx`, and this one has none: build with it, or use \
-             transport \"tcp\""
-                .into(),
+             transport \"tcp\"",
         ))
     }
 }
