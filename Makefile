@@ -124,7 +124,7 @@ docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs, and t
 	RUSTDOCFLAGS="-D warnings" $(WITHOUT_KERNELS) cargo doc --quiet --no-deps --profile develop --features object-store,ucx
 
 evidence: package ## Regenerate docs/evidence.md, which compares the papers' numbers with ours (minutes)
-	$(BIN)/evermoe reproduce all --slow --markdown docs/evidence.md
+	$(BIN)/python -m benches.papers all --slow --markdown docs/evidence.md
 
 fmt: $(STAMPS)/tools ## Format all sources
 	cargo fmt

@@ -1,6 +1,6 @@
 """Whether real and simulated runs rank methods of recovery the same way, under the same failures.
 
-    evermoe compare --trace p3-trace.csv --speedup 60 --trace-start 1920 ... --json real.json
+    python -m benches.compare --trace p3-trace.csv --speedup 60 --trace-start 1920 ... --json real.json
     python benches/bench_spot.py real.json [more.json ...] [--json PATH]
 
 Constants, and the time of a step of four and of three workers, come from a real session of the same model in which a
@@ -35,7 +35,7 @@ SAME = 0.15
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("real", nargs="+", help="files written by evermoe compare --json, one per run")
+    parser.add_argument("real", nargs="+", help="files written by python -m benches.compare --json, one per run")
     parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
     runs = [json.loads(Path(path).read_text()) for path in arguments.real]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benches.papers.routing import drifting_tokens
 from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.load import LoadAverage
 from evermoe.planning.selection import select_experts
-from evermoe.reproduce.routing import drifting_tokens
 from evermoe.state.expert_load import LOAD_HALF_LIFE
 
 

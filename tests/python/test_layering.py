@@ -63,8 +63,6 @@ ROOMS = [
     "integrations",
     "launch",
     "demo",
-    "compare",
-    "reproduce",
     "cli",
     "__main__",
 ]

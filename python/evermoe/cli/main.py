@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,10 @@ MAX_PROCESSES = 4096
 """Largest number of processes that a command starts on one machine."""
 FLAGS = {
     "demo": "evermoe.demo.flags",
-    "compare": "evermoe.cli.comparison_flags",
     "checkpoints": "evermoe.cli.checkpoints_flags",
     "export": "evermoe.cli.export",
     "top": "evermoe.cli.top",
     "plan": "evermoe.cli.plan.plan_flags",
-    "reproduce": "evermoe.cli.reproduce_flags",
     "role": "evermoe.cli.role",
     "simulate": "evermoe.cli.simulate.scenario_flags",
     "measure": "evermoe.cli.measure_flags",
@@ -32,30 +30,28 @@ FLAGS = {
 """Modules whose `add_arguments` defines the flags of a command. None of them imports torch, which takes seconds."""
 MAINS = FLAGS | {
     "demo": "evermoe.demo.driver",
-    "compare": "evermoe.cli.comparison",
     "checkpoints": "evermoe.cli.checkpoints",
     "plan": "evermoe.cli.plan.command",
-    "reproduce": "evermoe.cli.reproduce",
     "simulate": "evermoe.cli.simulate.simulation",
     "measure": "evermoe.cli.measure",
 }
 """Modules whose `main` runs a command."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports wrong flags in one line; the usage is in `--help`."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the message and end with exit code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands. Only `command` gets the flags of the module in `FLAGS`, to import no more
     than needed."""
-    top = _Parser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
+    top = Parser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
-    commands.add_parser("compare", help="run presets and what others use through the same failures")
     commands.add_parser(
         "plan",
         help="compare placements of experts by balance and by the losses that they survive",
@@ -147,11 +143,6 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("--plot", metavar="PATH", help="also draw the last steps, to a PNG or SVG file")
     commands.add_parser("export", help="convert a checkpoint to the format of transformers or of torch's DCP")
     commands.add_parser(
-        "reproduce",
-        help="compute the papers' numbers and compare them with the published ones",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands.add_parser(
         "simulate",
         help="compare ways to survive on a cluster that fails, in simulated time",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -168,13 +159,22 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name, and return the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    try:
+
+    def run() -> int:
         options = parser(given[0] if given else None).parse_args(given)
         if options.command in MAINS:
             code: int = import_module(MAINS[options.command]).main(options)
             return code
         actions = {"run": _run, "lighthouse": _lighthouse, "trace": _trace, "info": _info}
         return actions[options.command](options)
+
+    return exit_code(" ".join(["evermoe", *given[:1]]), run)
+
+
+def exit_code(command: str, run: Callable[[], int]) -> int:
+    """Run a command and return its exit code; print in one line an error that its user can mend."""
+    try:
+        return run()
     except ModuleNotFoundError as error:
         extra = {
             "rich": "cli,plot",
@@ -186,13 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in extra:
             raise
-        print(f"evermoe {given[0]} needs {error.name}: pip install 'evermoe[{extra[package]}]'", file=sys.stderr)
+        print(f"{command} needs {error.name}: pip install 'evermoe[{extra[package]}]'", file=sys.stderr)
     except (ValueError, CorruptCopy) as error:
-        print(f"evermoe {given[0]}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"evermoe {given[0]}: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+        print(f"{command}: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
     except KeyboardInterrupt:
-        print(f"evermoe {given[0] if given else ''}: stopped", file=sys.stderr)
+        print(f"{command}: stopped", file=sys.stderr)
         return 130
     return 2
 

@@ -1,4 +1,4 @@
-"""The jobs of `evermoe compare`, as real processes: judged by the workers' own logs and by plain PyTorch."""
+"""The jobs of `python -m benches.compare`, as real processes: judged by the workers' own logs and by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import json
 import pytest
 import torch
 
-from evermoe.compare.candidates import CANDIDATES
+from benches.compare.__main__ import main
+from benches.compare.candidates import CANDIDATES
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.train import build
 from evermoe.sampler import ElasticSampler
-from support.commands import evermoe
+from support.commands import call
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 32, "experts": 4, "top_k": 2, "sequence": 32}
 FLAGS = {**SIZES, "batch": 12, "seed": 3, "held_out": 24, "limit": 100}
@@ -26,7 +27,7 @@ def compare(folder, *flags, code=0):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     sizes = [part for name, value in FLAGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     keep = ["--json", "out.json", "--keep", "kept"]
-    done = evermoe("compare", *sizes, "--data", str(text), *keep, *flags, folder=folder)
+    done = call(main, *sizes, "--data", str(text), *keep, *flags, folder=folder)
     assert done.returncode == code, done.stdout + done.stderr
     return json.loads((folder / "out.json").read_text())["candidates"]
 

@@ -1,4 +1,4 @@
-"""Wrong flags of `evermoe compare`: what was expected, what came."""
+"""Wrong flags of `python -m benches.compare`: what was expected, what came."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from evermoe.cli.main import main
+from benches.compare.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -33,25 +33,25 @@ from evermoe.cli.main import main
     ],
 )
 def test_wrong_flags_say_what_was_expected(flags, message, capsys):
-    assert main(["compare", *flags]) == 2
+    assert main([*flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_unknown_candidate_is_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["compare", "--candidate", "hope"])
+        main(["--candidate", "hope"])
     assert "invalid choice: 'hope'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nvidia_resiliency_ext") is not None, reason="it is installed here")
 def test_candidate_that_is_not_installed_says_how_to_install_it(capsys):
-    assert main(["compare", "--candidate", "nvrx"]) == 2
+    assert main(["--candidate", "nvrx"]) == 2
     assert "pip install nvidia-resiliency-ext" in capsys.readouterr().err
 
 
 def test_folder_that_has_results_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "ds").mkdir()
     flags = ["--candidate", "auto", "--candidate", "ds", "--candidate", "ds"]
-    assert main(["compare", *flags, "--keep", str(tmp_path)]) == 2
+    assert main([*flags, "--keep", str(tmp_path)]) == 2
     assert not (tmp_path / "auto").exists(), "that is said before any run"
     assert "expected a folder without ds" in capsys.readouterr().err

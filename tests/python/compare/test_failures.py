@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
+from benches.compare.failures import Change, at_steps, from_trace, poisson
 from evermoe._native import read_bamboo
-from evermoe.compare.failures import Change, at_steps, from_trace, poisson
 
 TRACE = """\
 0,add,a

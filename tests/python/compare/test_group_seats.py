@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from evermoe.compare.group_seats import Holding, seat
+from benches.compare.group_seats import Holding, seat
 
 
 def job(workers=4, size=2, step=30, saved=0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evermoe.compare.outcome import lost_steps, measure
+from benches.compare.outcome import lost_steps, measure
 
 
 def taken(step, time, **more):

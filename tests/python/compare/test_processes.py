@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from evermoe.compare.processes import family, kill, memory_bytes
+from benches.compare.processes import family, kill, memory_bytes
 
 PARENT = """
 import subprocess, sys
@@ -21,7 +21,7 @@ child.wait()
 """
 SENDER = """
 import socket
-from evermoe.compare import loopback
+from benches.compare import loopback
 if not loopback.enter():
     raise SystemExit(77)
 with socket.create_server(("127.0.0.1", 0)) as server:

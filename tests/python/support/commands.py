@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evermoe.cli.main import main
@@ -20,6 +20,15 @@ def evermoe(
 ) -> subprocess.CompletedProcess[str]:
     """`evermoe ARGUMENTS` in a folder: exit code, standard output and error; as if a package was not installed."""
     return _wait_for(f"evermoe {' '.join(arguments)}", folder, limit, missing, functools.partial(_main, arguments))
+
+
+def call(
+    main: Callable[[Sequence[str]], int], *arguments: str, folder: Path, limit: float = 100
+) -> subprocess.CompletedProcess[str]:
+    """Call the `main` of a command in a folder, as `evermoe` does."""
+    return _wait_for(
+        f"{main.__module__} {' '.join(arguments)}", folder, limit, None, functools.partial(main, arguments)
+    )
 
 
 def script(path: Path, *arguments: str, folder: Path, limit: float = 100) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1]
-STARTERS = {"subprocess", "multiprocessing", "evermoe.launch", "evermoe.demo.driver", "evermoe.compare.runner"}
+STARTERS = {"subprocess", "multiprocessing", "evermoe.launch", "evermoe.demo.driver", "benches.compare.runner"}
 """Modules that start processes."""
 
 

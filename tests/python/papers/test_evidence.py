@@ -1,4 +1,4 @@
-"""`evermoe reproduce`: the registry, what is said of each number, the page, the command."""
+"""`python -m benches.papers`: the registry, what is said of each number, the page, the command."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import get_args
 
 import pytest
 
-from evermoe.cli.main import main
-from evermoe.reproduce.evidence import as_json, difference, markdown, section
-from evermoe.reproduce.figure import PAPERS, How, Row, reasons, stated
-from evermoe.reproduce.registry import FIGURES, find
+from benches.papers.__main__ import main
+from benches.papers.evidence import as_json, difference, markdown, section
+from benches.papers.figure import PAPERS, How, Row, reasons, stated
+from benches.papers.registry import FIGURES, find
 
 EVIDENCE = Path(__file__).parents[3] / "docs" / "evidence.md"
 QUICK = {figure.id: figure for figure in FIGURES.values() if not figure.is_slow}
@@ -107,7 +107,7 @@ def test_an_unknown_id_gets_close_ones(name, close):
 
 
 def test_a_name_like_no_other_gets_the_list():
-    with pytest.raises(ValueError, match="evermoe reproduce list has all"):
+    with pytest.raises(ValueError, match="papers list has all"):
         find(["???"])
 
 
@@ -174,27 +174,27 @@ def test_the_page_counts_its_rows():
 
 @pytest.mark.full
 def test_the_page_names_its_command_and_counts_rows(computed):
-    page = markdown(computed, "evermoe reproduce all --markdown page.md")
-    assert page.startswith("# Evidence\n") and "\n    evermoe reproduce all --markdown page.md\n" in page
+    page = markdown(computed, "python -m benches.papers all --markdown page.md")
+    assert page.startswith("# Evidence\n") and "\n    python -m benches.papers all --markdown page.md\n" in page
     counted = [
         [int(cell) for cell in line.split("|")[2:6]] for line in page.splitlines() if re.match(r"\| \w+ \| \d", line)
     ]
     assert len(counted) == len(PAPERS)
     assert all(total == sum(rest) for total, *rest in counted)
-    assert "evermoe reproduce all --slow --markdown docs/evidence.md" in EVIDENCE.read_text(encoding="utf-8")
+    assert "python -m benches.papers all --slow --markdown docs/evidence.md" in EVIDENCE.read_text(encoding="utf-8")
 
 
 def test_the_command_shows_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "gemini-f9", "--json", "x.json", "--markdown", "x.md"]) == 0
+    assert main(["gemini-f9", "--json", "x.json", "--markdown", "x.md"]) == 0
     said = capsys.readouterr().out
     assert "93.33 %" in said and "wrote x.md" in said
     assert json.loads((tmp_path / "x.json").read_text())[0]["id"] == "gemini-f9"
-    assert "evermoe reproduce gemini-f9 --json x.json --markdown x.md" in (tmp_path / "x.md").read_text()
+    assert "python -m benches.papers gemini-f9 --json x.json --markdown x.md" in (tmp_path / "x.md").read_text()
 
 
 def test_the_command_lists_every_figure(capsys):
-    assert main(["reproduce"]) == main(["reproduce", "list"]) == 0
+    assert main([]) == main(["list"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in FIGURES)
 
@@ -208,5 +208,5 @@ def test_the_command_lists_every_figure(capsys):
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
-    assert main(["reproduce", *words]) == 2
+    assert main([*words]) == 2
     assert message in capsys.readouterr().err

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benches.compare.program import MAX_GRAD_NORM
 from evermoe.comm.collectives import reduce_dense
 from evermoe.comm.group import Group
-from evermoe.compare.program import MAX_GRAD_NORM
 from evermoe.experts import expert_layers
 from evermoe.train.gradients import norms
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from benches.papers.figure import Row, stated
 from evermoe.planning.schedule import ALPHA_SECONDS, ChunkReason, CopyItem, Link, Memory, plan_chunks
 from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
-from evermoe.reproduce.figure import Row, stated
 from evermoe.simulate import Constants, Failure, Scenario, SchemeName, Workload, simulate_seeds
 from evermoe.simulate.scenario import DAY, SimulatedOptions
 

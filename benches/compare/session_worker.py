@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from evermoe.compare.program import MAX_GRAD_NORM, Program, main
+from benches.compare.program import MAX_GRAD_NORM, Program, main
 from evermoe.demo.train import Reporter
 from evermoe.demo.worker_flags import session_arguments
 from evermoe.train.session import Session

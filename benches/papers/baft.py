@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import NamedTuple
 
+from benches.papers.figure import Figure, Row, stated
 from evermoe.planning.schedule import (
     ALPHA_SECONDS,
     ChunkPolicy,
@@ -16,7 +17,6 @@ from evermoe.planning.schedule import (
     plan_chunks,
 )
 from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
-from evermoe.reproduce.figure import Figure, Row, stated
 
 NETWORK = 10e9 / 8
 """Bytes per second between two servers (section 5.2)."""

@@ -9,13 +9,13 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from benches.papers import lazarus_failures
+from benches.papers.figure import Figure, Row, stated
+from benches.papers.routing import skewed_load
 from evermoe.planning import allocate, migrate, place, recovery_probability
 from evermoe.planning.dispatch import imbalance
 from evermoe.planning.models import MODELS
 from evermoe.planning.placement import FewerReplicas, PlacementPolicy
-from evermoe.reproduce import lazarus_failures
-from evermoe.reproduce.figure import Figure, Row, stated
-from evermoe.reproduce.routing import skewed_load
 
 NODES, SLOTS, LEAST = 10, 6, 2
 """Nodes, slots for replicas per node, and least replicas of every expert (section 6.1)."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 
-from evermoe.reproduce.figure import Row, Stated, stated
-from evermoe.reproduce.routing import skewed_load
+from benches.papers.figure import Row, Stated, stated
+from benches.papers.routing import skewed_load
 from evermoe.simulate import Constants, Failure, Outcome, Scenario, SchemeName, Workload, simulate
 from evermoe.simulate.scenario import DAY, SimulatedOptions
 

@@ -1,4 +1,4 @@
-"""`evermoe reproduce`: the papers' published numbers, compared with those that evermoe computes."""
+"""`python -m benches.papers`: the papers' published numbers, compared with those that evermoe computes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,43 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benches.papers.evidence import Computed, as_json, difference, markdown, with_unit
+from benches.papers.figure import Figure, Row, reasons, shown
+from benches.papers.registry import FIGURES, find
+from evermoe.cli.main import Parser, exit_code
 from evermoe.cli.results import write_all
-from evermoe.reproduce.evidence import Computed, as_json, difference, markdown, with_unit
-from evermoe.reproduce.figure import Figure, Row, reasons, shown
-from evermoe.reproduce.registry import FIGURES, find
 
+DESCRIPTION = """\
+Compute the numbers of the five papers whose mechanisms evermoe implements, and compare them with the published ones:
+how each was computed, by how much they differ, and why. Where a paper is wrong, a counter-example shows it.
+
+  python -m benches.papers list
+  python -m benches.papers gemini-f9 lazarus-theorem1
+  python -m benches.papers all --slow --markdown docs/evidence.md"""
 PIPE_COLUMNS = 120
 
 
-def main(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, and return its exit code."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m benches.papers", description=DESCRIPTION, formatter_class=formatter)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=["list"],
+        metavar="ID",
+        help="figures, such as gemini-f9; a paper: gemini, pec, lazarus, baft or moetion; all; or list, which is the "
+        "default",
+    )
+    parser.add_argument(
+        "--slow", action="store_true", help="with all, or a paper: include figures that train or measure (minutes)"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write all numbers as JSON")
+    parser.add_argument("--markdown", metavar="PATH", help="write a page of Markdown, with the command that wrote it")
+    return exit_code(parser.prog, lambda: show(parser.parse_args(arguments)))
+
+
+def show(options: argparse.Namespace) -> int:
     """Compute the requested figures, print them and write the files.
 
     Raises:
@@ -67,7 +95,7 @@ def _command(options: argparse.Namespace) -> str:
     """Return the command line that corresponds to these options."""
     flags = ["--slow"] if options.slow else []
     flags += ["--json", options.json] if options.json else []
-    return " ".join(["evermoe reproduce", *options.names, *flags, "--markdown", options.markdown])
+    return " ".join(["python -m benches.papers", *options.names, *flags, "--markdown", options.markdown])
 
 
 def _listed() -> Table:
@@ -103,3 +131,7 @@ def _table(rows: Sequence[Row]) -> Table:
         ours = with_unit(shown(row.ours), row.unit)
         table.add_row(row.quantity, paper, ours, row.how, difference(row), why.replace("[", r"\["))
     return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

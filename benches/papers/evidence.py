@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from evermoe.reproduce.figure import PAPERS, Figure, Row, reasons, shown
+from benches.papers.figure import PAPERS, Figure, Row, reasons, shown
 
 Computed = Mapping[str, tuple[Figure, list[Row]]]
 """Figures with their rows, by ID."""
@@ -49,7 +49,7 @@ Rows with a number of the paper, without those that are arithmetic or fitted:
 def difference(row: Row) -> str:
     """Format the difference of a row; empty without a number of the paper, and "fitted" for a fitted one.
 
-    >>> from evermoe.reproduce.figure import stated
+    >>> from benches.papers.figure import stated
     >>> difference(Row(quantity="", unit="", paper=stated("4", 100), ours=91.0, how="exact", why=""))
     '-9.0 %'
     """

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from evermoe.compare.expert_parallel import ExpertParallel
-from evermoe.compare.program import Program
+from benches.compare.expert_parallel import ExpertParallel
+from benches.compare.program import Program
 from evermoe.demo.train import Reporter
 
 

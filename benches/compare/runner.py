@@ -1,6 +1,6 @@
 """One run of a candidate in a separate process: start workers, apply the schedule of failures, and measure.
 
-`python -m evermoe.compare.runner FILE` reads its options from the file, and writes its outcome next to it.
+`python -m benches.compare.runner FILE` reads its options from the file, and writes its outcome next to it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evermoe.compare import loopback, processes
-from evermoe.compare.failures import Change, Schedule
-from evermoe.compare.outcome import in_order, measure, progress
+from benches.compare import loopback, processes
+from benches.compare.failures import Change, Schedule
+from benches.compare.outcome import in_order, measure, progress
 from evermoe.errors import LaunchError
 from evermoe.launch import STOP_SIGNALS
 
@@ -38,7 +38,7 @@ class Run:
     Args:
         launch: the candidate's launch, whose context is entered.
         schedule: schedule of deaths and joins.
-        options: of `evermoe compare`.
+        options: of `python -m benches.compare`.
         show: called with the number of steps and of seconds, about four times a second.
 
     Raises:
@@ -154,7 +154,7 @@ def main(path: Path) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda signum, frame: sys.exit(128 + signum))  # so that no worker remains
     is_counted = loopback.enter()  # before torch has threads
-    from evermoe.compare.candidates import CANDIDATES
+    from benches.compare.candidates import CANDIDATES
 
     orders = json.loads(path.read_text())
     options = argparse.Namespace(**orders["options"])

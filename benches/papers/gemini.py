@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from itertools import combinations, product
 
+from benches.papers import gemini_times
+from benches.papers.figure import Figure, Row, stated
 from evermoe.planning.holders import copy_holders
 from evermoe.planning.survival import copy_recovery_probability
-from evermoe.reproduce import gemini_times
-from evermoe.reproduce.figure import Figure, Row, stated
 
 
 def survival(machines: int, copies: int, failures: int, policy: str = "mixed") -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
-from evermoe.reproduce import baft, gemini, lazarus, moetion, pec
-from evermoe.reproduce.figure import PAPERS, Figure
+from benches.papers import baft, gemini, lazarus, moetion, pec
+from benches.papers.figure import PAPERS, Figure
 
 FIGURES: Mapping[str, Figure] = {
     figure.id: figure for module in (gemini, pec, lazarus, baft, moetion) for figure in module.FIGURES
@@ -33,6 +33,6 @@ def find(names: Sequence[str], *, is_slow: bool = False) -> list[Figure]:
             chosen |= {figure.id for figure in of if is_slow or not figure.is_slow}
         else:
             close = get_close_matches(name, [*FIGURES, *PAPERS], n=3, cutoff=0.4)
-            hint = f"did you mean {', '.join(close)}?" if close else "evermoe reproduce list has all"
+            hint = f"did you mean {', '.join(close)}?" if close else "python -m benches.papers list has all"
             raise ValueError(f"expected the ID of a figure, a paper, or all; got {name!r}: {hint}")
     return [figure for figure in FIGURES.values() if figure.id in chosen]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evermoe.compare.expert_parallel import clip
-from evermoe.compare.program import MAX_GRAD_NORM, Program, main
+from benches.compare.expert_parallel import clip
+from benches.compare.program import MAX_GRAD_NORM, Program, main
 from evermoe.demo.train import Reporter
 from evermoe.train.gradients import norms
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benches.papers.figure import Row, stated
 from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.selection import Policy, select_experts
-from evermoe.reproduce.figure import Row, stated
 
 LAYERS, EXPERTS = 2, 8
 STEPS, FAULT, BATCH, SEQUENCE = 360, 288, 16, 64

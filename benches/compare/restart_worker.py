@@ -6,8 +6,8 @@ import os
 
 import torch.distributed as dist
 
-from evermoe.compare.checkpointed import train
-from evermoe.compare.program import Program, main
+from benches.compare.checkpointed import train
+from benches.compare.program import Program, main
 from evermoe.demo.train import Reporter
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from benches.papers.figure import Row, stated
 from evermoe.planning.holders import TrainingCopies, training_copy_holders
-from evermoe.reproduce.figure import Row, stated
 
 
 def cluster_holders() -> TrainingCopies:

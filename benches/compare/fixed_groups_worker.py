@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benches.compare.checkpointed import Checkpoints, complete, take
+from benches.compare.expert_parallel import ExpertParallel
+from benches.compare.group_seats import Holding, Seating, seat
+from benches.compare.program import Program, main
 from evermoe.comm.group import Group
-from evermoe.compare.checkpointed import Checkpoints, complete, take
-from evermoe.compare.expert_parallel import ExpertParallel
-from evermoe.compare.group_seats import Holding, Seating, seat
-from evermoe.compare.program import Program, main
 from evermoe.demo.train import Reporter
 from evermoe.errors import PeerLost
 

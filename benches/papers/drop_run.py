@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evermoe.reproduce.fault_run import EXPERTS, LAYERS, STEPS, Training, one_thread
-from evermoe.reproduce.figure import Row, stated
+from benches.papers.fault_run import EXPERTS, LAYERS, STEPS, Training, one_thread
+from benches.papers.figure import Row, stated
 
 UNTOUCHED = 36
 """Steps before tokens are dropped: a tenth of all, as in the paper."""

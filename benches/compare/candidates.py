@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from evermoe.compare import processes
+from benches.compare import processes
 from evermoe.demo.flags import worker_arguments
 from evermoe.launch import LocalJob
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, PresetName
@@ -25,7 +25,7 @@ class Launch:
     """Launches the workers of a candidate in one run.
 
     Args:
-        options: options of `evermoe compare`.
+        options: options of `python -m benches.compare`.
         folder: folder of this run.
     """
 
@@ -117,7 +117,7 @@ class PresetLaunch(Launch):
         super().__init__(options, folder)
         self._preset = preset
         self._job = LocalJob(
-            [sys.executable, "-m", "evermoe.compare.session_worker"],
+            [sys.executable, "-m", "benches.compare.session_worker"],
             f"compare-{uuid.uuid4().hex[:8]}",
             options.workers,
             memory_dir=options.memory_dir,
@@ -151,7 +151,7 @@ class PresetLaunch(Launch):
 class RestartLaunch(Launch):
     """Launches torchrun with an agent per node; if a worker dies, all restart from a checkpoint."""
 
-    worker_module = "evermoe.compare.restart_worker"
+    worker_module = "benches.compare.restart_worker"
 
     def open(self) -> None:
         """Start the store in which the agents meet; no node's death ends it."""
@@ -184,7 +184,7 @@ class RestartLaunch(Launch):
 class FixedGroupsLaunch(Launch):
     """Launches workers in fixed expert-parallel groups; a controller notifies them who is alive."""
 
-    worker_module = "evermoe.compare.fixed_groups_worker"
+    worker_module = "benches.compare.fixed_groups_worker"
 
     def open(self) -> None:
         """Start the controller's store."""
@@ -212,7 +212,7 @@ class FixedGroupsLaunch(Launch):
 class TorchftLaunch(Launch):
     """Launches workers with torchft's Manager, and their Lighthouse."""
 
-    worker_module = "evermoe.compare.torchft_worker"
+    worker_module = "benches.compare.torchft_worker"
 
     def open(self) -> None:
         """Start a Lighthouse with the settings of an evermoe job's."""
@@ -237,7 +237,7 @@ class TorchftLaunch(Launch):
 class InProcessLaunch(Launch):
     """Launches workers that NVIDIA's resiliency extension restarts within their processes. It admits no new ones."""
 
-    worker_module = "evermoe.compare.inprocess_worker"
+    worker_module = "benches.compare.inprocess_worker"
     takes_joins = False
 
     def open(self) -> None:

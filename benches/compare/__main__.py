@@ -1,4 +1,4 @@
-"""`evermoe compare`: run the candidates one after the other; write the table, the picture and JSON."""
+"""`python -m benches.compare`: run the candidates one after the other; write the table, the picture and JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benches.compare.candidates import CANDIDATES
+from benches.compare.failures import Schedule, at_steps, from_trace, poisson
+from benches.compare.flags import add_arguments
+from evermoe.cli.main import Parser, exit_code
 from evermoe.cli.results import write_all
-from evermoe.compare.candidates import CANDIDATES
-from evermoe.compare.failures import Schedule, at_steps, from_trace, poisson
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.flags import check_numbers
 from evermoe.demo.worker_flags import add_session_arguments
@@ -30,12 +32,21 @@ from evermoe.errors import LaunchError
 from evermoe.options import checked
 from evermoe.simulate import Failure
 
+DESCRIPTION = "Run presets, and what others use, through the same failures."
+ROOT = Path(__file__).parents[2]
 MAX_SECONDS = 1e7
 TABLE_WIDTH = 100
 """Width of the table in characters, also on a narrower terminal."""
 
 
-def main(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, and return its exit code."""
+    parser = Parser(prog="python -m benches.compare", description=DESCRIPTION)
+    add_arguments(parser)
+    return exit_code(parser.prog, lambda: compare(parser.parse_args(arguments)))
+
+
+def compare(options: argparse.Namespace) -> int:
     """Run all candidates; the exit code is 0 if each of them completed all steps."""
     console = Console(highlight=False)
     options = _complete(options)
@@ -64,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
         write_all({"--json": (options.json, (json.dumps(result, indent=2) + "\n").encode())})
     Console(highlight=False, width=max(console.width, TABLE_WIDTH)).print(_table(found))
     if options.plot:
-        from evermoe.compare.picture import draw
+        from benches.compare.picture import draw
 
         draw({CANDIDATES[name].title: each for name, each in found.items()}, Path(options.plot))
     failures = {name: each["failure"] for name, each in found.items() if each["failure"]}
@@ -174,11 +185,13 @@ def _run(name: str, options: argparse.Namespace, schedule: Schedule, folder: Pat
         "changes": [asdict(each) for each in schedule.changes],
     }
     (folder / "orders.json").write_text(json.dumps(orders))
-    command = [sys.executable, "-m", "evermoe.compare.runner", str(folder / "orders.json")]
+    command = [sys.executable, "-m", "benches.compare.runner", str(folder / "orders.json")]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # the runner and its workers import this package
     errors = folder / "runner.log"
     with errors.open("w") as log, _progress(console) as progress:
         bar = progress.add_task(CANDIDATES[name].title, total=options.steps)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 progress.update(bar, completed=int(line.split()[0]))
@@ -236,3 +249,7 @@ def _cells(found: Mapping[str, Any], best: float) -> Sequence[str]:
         "" if sent is None else f"{sent / 1e6:,.1f}",
         f"{outcome['peak_memory_bytes'] / 1e6:,.0f}",
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from benches.papers.drop_run import dropped_tokens
+from benches.papers.fault_run import spikes
+from benches.papers.figure import Figure, Row, stated
+from benches.papers.moetion_placement import algorithm_2, cluster_holders, placement_time
+from benches.papers.routing import drifting_tokens
 from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.models import MODELS
 from evermoe.planning.selection import select_experts
 from evermoe.planning.sizes import ModelSize, checkpoint_bytes
-from evermoe.reproduce.drop_run import dropped_tokens
-from evermoe.reproduce.fault_run import spikes
-from evermoe.reproduce.figure import Figure, Row, stated
-from evermoe.reproduce.moetion_placement import algorithm_2, cluster_holders, placement_time
-from evermoe.reproduce.routing import drifting_tokens
 from evermoe.simulate import Constants, Failure, Scenario, SchemeName, Workload, simulate_seeds
 from evermoe.simulate.scenario import SimulatedOptions
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from benches.papers import baft, drop_run, fault_run, gemini, gemini_times, lazarus, moetion, moetion_placement, pec
+from benches.papers.registry import FIGURES
+from benches.papers.routing import drifting_tokens, skewed_load
 from evermoe.planning.ledger import TokenLedger
-from evermoe.reproduce import baft, drop_run, fault_run, gemini, gemini_times, lazarus, moetion, moetion_placement, pec
-from evermoe.reproduce.registry import FIGURES
-from evermoe.reproduce.routing import drifting_tokens, skewed_load
 
 
 def ours(figure, start):

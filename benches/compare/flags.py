@@ -1,16 +1,16 @@
-"""Flags of `evermoe compare`. This module does not import torch."""
+"""Flags of `python -m benches.compare`."""
 
 from __future__ import annotations
 
 import argparse
 
-from evermoe.compare.candidates import CANDIDATES
+from benches.compare.candidates import CANDIDATES
 from evermoe.demo.flags import parse_kill
 from evermoe.demo.worker_flags import add_program_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `evermoe compare`."""
+    """Add the flags of `python -m benches.compare`."""
     what = parser.add_argument_group("what is compared")
     what.add_argument(
         "--candidate",

@@ -1,0 +1,1 @@
+"""Benches: scripts, and the packages `compare` and `papers`."""
