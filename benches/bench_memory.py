@@ -93,7 +93,7 @@ def work(options: argparse.Namespace) -> None:
             watch.begin("recovery")
         elif isinstance(event, Begin) and watch.phase == "start":
             watch.begin("step")
-        elif isinstance(event, CoverageChanged) and event.is_whole and watch.phase == "recovery":
+        elif isinstance(event, CoverageChanged) and event.is_complete and watch.phase == "recovery":
             watch.begin("after")  # by now the copies exist that are made during the repeated step
 
     with evermoe.deferred():

@@ -1,10 +1,11 @@
 """Batches of any structure, divided among members by their samples.
 
-A batch is read as fields, each with one row for each sample, or as a list with one entry for each sample. Tensors and
-arrays have samples along their first dimension. Mappings, named tuples and dataclasses have fields. A list or tuple may
-be either: torch's `default_collate` makes `[x, y]` of pairs, and `collate_fn=list` makes a list of samples. So all
-readings in which the numbers of samples agree are found first, and what else is known (the size of a batch, the reading
-of earlier batches) chooses among them. Where two are left, the batch is refused: each would train without an error.
+A batch has fields with one row per sample each, or is a list with one entry per sample. Tensors and arrays have samples
+along their first dimension. Mappings, named tuples and dataclasses have fields. A list or tuple may be either: torch's
+`default_collate` makes `[x, y]` of pairs, and `collate_fn=list` makes a list of samples.
+
+So `read` first finds all readings in which the numbers of samples agree. The size of a batch and the reading of earlier
+batches then choose among them. If two are left, it refuses the batch: each would train without an error.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 Way = Literal["fields", "samples"]
-"""How a list is read."""
+"""Reading of a list."""
 Lists = Mapping[str, Way]
-"""How lists and tuples are read, by their path in the batch."""
+"""Readings of lists and tuples, by their path in the batch."""
 
 MAX_READINGS = 8
-"""Readings of one part of a batch that are compared; two that are left refuse a batch."""
+"""Maximum number of readings of one part of a batch that are compared."""
 MAX_DESCRIBED = 6
-"""Parts of a batch that a message names."""
+"""Maximum number of parts of a batch that a message names."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class Reading:
     """One way to divide a batch, or a part of one."""
 
     length: int | None
-    """Number of samples; None where the part is the same for all of them, such as a number."""
+    """Number of samples; None for a part that all of them share, such as a number."""
     fields: Mapping[Any, Reading] | None = None
-    """Of a part that has fields, the reading of each; None: it has one row or entry for each sample."""
+    """Reading of each field; None for a part that has one row or entry per sample."""
     lists: Lists = field(default_factory=dict)
 
     def cut(self, value: Any, place: slice) -> Any:
-        """These samples of a batch, or of a part that `cut` has returned; classes stay what they are."""
+        """Return these samples of a batch, or of a part that `cut` has returned; keeps the classes of containers."""
         if self.length is None:
             return value
         if self.fields is None:
@@ -55,16 +56,16 @@ class Reading:
 
 
 def read(value: Any, *, size: int | None = None, known: Lists | None = None, has_fields: bool = False) -> Reading:
-    """The one reading of a batch; its length is None where nothing in it belongs to a sample.
+    """Return the only possible reading of a batch; its length is None if no part of it belongs to a sample.
 
     Args:
         value: the batch.
-        size: samples that batches usually have; the last one of an epoch may have fewer. None if it is not known.
-        known: how lists were read in earlier batches.
+        size: usual number of samples of a batch; the last one of an epoch may have fewer. None if unknown.
+        known: readings of lists in earlier batches.
         has_fields: whether lists with tensors always have fields, as those of torch's `default_collate`.
 
     Raises:
-        ValueError: there is no reading, or more than one.
+        ValueError: the batch has no reading, or more than one.
     """
     found = _readings(value, "", known or {}, has_fields)
     found = [each for each in found if each.length is not None] or found
@@ -85,18 +86,18 @@ def _refusal(value: Any, found: Sequence[Reading], size: int | None, known: List
         ways = " or ".join(dict.fromkeys(_way(value, each) for each in found[:2]))
         return (
             f"{described} may be read as {ways}. Give the number of samples of a global batch, "
-            "ElasticLoader(loader, batch_size=n), if that tells them apart; else yield a dict of the fields, or a list "
-            "with a dict for each sample"
+            "ElasticLoader(loader, batch_size=n), if the readings differ in it; else yield a dict of the fields, or a "
+            "list with a dict for each sample"
         )
     usual = f" of at most {size} samples" if size is not None else ""
-    before = f"; earlier batches had {_told(known)}" if known else ""
+    before = f"; earlier batches had {_listed(known)}" if known else ""
     return (
         f"expected a batch{usual}: tensors and arrays with one row for each sample, lists with one entry for each, all "
         f"of the same number, alone or in mappings, sequences, named tuples and dataclasses; got {described}{before}"
     )
 
 
-def _told(known: Lists) -> str:
+def _listed(known: Lists) -> str:
     return ", ".join(
         f"{reading} in the list {'at ' + path if path else 'at the top'}" for path, reading in known.items()
     )
@@ -105,14 +106,14 @@ def _told(known: Lists) -> str:
 def _way(value: Any, reading: Reading) -> str:
     if reading.fields is None:
         return f"{reading.length} samples, one for each entry"
-    return f"a batch of {reading.length} samples, with {_told(reading.lists)}"
+    return f"a batch of {reading.length} samples, with {_listed(reading.lists)}"
 
 
 # ---- readings
 
 
 def _readings(value: Any, path: str, known: Lists, has_fields: bool) -> list[Reading]:
-    """All readings of a part of a batch; none if it cannot be divided."""
+    """Return all readings of a part of a batch; none if it cannot be divided."""
     if _is_same_for_all(value):
         return [Reading(None)]
     if isinstance(value, Tensor | np.ndarray):
@@ -137,7 +138,7 @@ def _readings(value: Any, path: str, known: Lists, has_fields: bool) -> list[Rea
 
 
 def _of_fields(children: Mapping[Any, Any], path: str, known: Lists, has_fields: bool) -> list[Reading]:
-    """Readings in which all children have the same number of samples, or are the same for all."""
+    """Return the readings in which all children have the same number of samples, or are shared by all samples."""
     each = {key: _readings(child, f"{path}.{key}".strip("."), known, has_fields) for key, child in children.items()}
     lengths = dict.fromkeys(reading.length for found in each.values() for reading in found)
     if not all(each.values()):
@@ -154,12 +155,12 @@ def _of_fields(children: Mapping[Any, Any], path: str, known: Lists, has_fields:
 
 
 def _fitting(found: Sequence[Reading], length: int) -> list[Reading]:
-    """Readings with this number of samples; else those of a part that is the same for all."""
+    """Return the readings with this number of samples; else those of a part that all samples share."""
     return [each for each in found if each.length == length] or [each for each in found if each.length is None]
 
 
 def _has_samples(items: Sequence[Any], has_fields: bool) -> bool:
-    """Whether the entries may be samples: all of one kind, or without tensors."""
+    """Return whether the entries may be samples: all of one kind, or without tensors."""
     if not any(map(_has_tensors, items)):
         return True
     kinds = {_kind(item) for item in items if item is not None}
@@ -167,7 +168,7 @@ def _has_samples(items: Sequence[Any], has_fields: bool) -> bool:
 
 
 def _kind(item: Any) -> Any:
-    """What all samples of a list have in common."""
+    """Return the kind of an item, which all samples of a list share."""
     if isinstance(item, Tensor | np.ndarray):
         return Tensor if isinstance(item, Tensor) else np.ndarray, item.dtype, item.ndim
     if isinstance(item, Mapping):
@@ -196,13 +197,13 @@ def _is_same_for_all(value: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it is a sequence that may have fields or samples."""
+    """Return whether a value is a sequence whose entries may be fields or samples."""
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and not is_named
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:
-    """The parts of a container by key; None for anything else."""
+    """Return the parts of a container by key; None for anything else."""
     if isinstance(value, Mapping):
         return dict(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -213,7 +214,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 def _rows(value: Any, place: slice) -> Any:
-    """Rows or entries of something with one for each sample."""
+    """Return rows or entries of a value that has one per sample."""
     if isinstance(value, PackedSequence):
         return pack_sequence(unpack_sequence(value)[place], enforce_sorted=value.sorted_indices is None)
     if isinstance(value, Tensor) and value.is_nested:
@@ -232,11 +233,11 @@ def _as_type_of(value: Any, items: Iterable[Any]) -> Any:
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any], place: slice) -> Any:
-    """A container of the same class with other parts."""
+    """Return a container of the same class with other parts."""
     if isinstance(value, MutableMapping):
         found = copy.copy(value)
         found.update(parts)
-        if isinstance(encodings := getattr(value, "_encodings", None), list):  # of a BatchEncoding, one for each sample
+        if isinstance(encodings := getattr(value, "_encodings", None), list):  # of a BatchEncoding, one per sample
             found._encodings = encodings[place]  # type: ignore[attr-defined]
         return found
     if isinstance(value, Mapping):
@@ -249,13 +250,13 @@ def _rebuilt(value: Any, parts: dict[Any, Any], place: slice) -> Any:
     if dataclasses.is_dataclass(value):
         same_class = copy.copy(value)
         for name, part in parts.items():
-            object.__setattr__(same_class, name, part)  # which may be frozen
+            object.__setattr__(same_class, name, part)  # the dataclass may be frozen
         return same_class
     return _as_type_of(value, parts.values())
 
 
 def describe(value: Any) -> str:
-    """A batch for a message: classes and shapes."""
+    """Return a description of a batch for a message: classes and shapes."""
     if isinstance(value, Tensor | np.ndarray):
         return f"{type(value).__name__} {[*value.shape] if not getattr(value, 'is_nested', False) else 'nested'}"
     children = None if isinstance(value, PackedSequence) else _fields(value)

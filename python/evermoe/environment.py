@@ -1,4 +1,4 @@
-"""What launchers tell a process by environment variables: read from torchrun, srun, Kubernetes; torchrun's, written.
+"""Environment variables of launchers: reads those of torchrun, srun and Kubernetes; writes those of torchrun.
 
 `evermoe.config.variables` reads them after options and `EVERMOE_*` variables; `evermoe run` writes torchrun's.
 """
@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from evermoe.options import NAME, check_name, checked
 
 JOBS = {"JOB_ID": "", "SLURM_JOB_ID": "slurm-", "TORCHELASTIC_RUN_ID": "torchrun-"}
-"""Variables that name the job, the first that is set counts; and what the job's name has before it."""
+"""Variables that name the job, in order of precedence, with the prefix of the job's name."""
 UNNAMED = "none"
-"""TORCHELASTIC_RUN_ID of a torchrun without --rdzv-id: the same for all such jobs."""
+"""TORCHELASTIC_RUN_ID that torchrun sets without --rdzv-id: the same for all such jobs."""
 MASTER_PORT = "29500"
 """torchrun's default."""
 
 
 def lighthouse() -> str | None:
-    """Address of the Lighthouse, as users of torchft give it (TORCHFT_LIGHTHOUSE); None without."""
+    """Return the address of the Lighthouse from torchft's variable, TORCHFT_LIGHTHOUSE; None if it is not set."""
     return os.environ.get("TORCHFT_LIGHTHOUSE") or None
 
 
 def job() -> str | None:
-    """Name of the job by the first variable of `JOBS` that is set; None without.
+    """Return the job's name from the first variable of `JOBS` that is set; None if none is.
 
     Raises:
-        ValueError: it cannot be a job's name, as of `check_name`.
+        ValueError: the value is not a valid job name, see `check_name`.
     """
     for variable, prefix in JOBS.items():
         name = os.environ.get(variable, "")
@@ -41,13 +41,13 @@ def job() -> str | None:
 
 
 def domain() -> str | None:
-    """Switches above this node, from the largest to the smallest, as SLURM's topology plugin tells srun's tasks.
+    """Return the switches above this node, from the largest to the smallest, from SLURM's topology plugin.
 
     Example: SLURM_TOPOLOGY_ADDR `core.leaf2.node7` with SLURM_TOPOLOGY_ADDR_PATTERN `switch.switch.node` is
     `core/leaf2`.
 
     Returns:
-        None where there is no such plugin.
+        None without this plugin.
     """
     names = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -56,19 +56,19 @@ def domain() -> str | None:
 
 
 def processes() -> int | None:
-    """Number of processes that were started together: WORLD_SIZE, else srun's tasks; None where no variable says it.
+    """Return the number of processes that were started together: WORLD_SIZE, else srun's tasks; None if neither is set.
 
     Raises:
-        ValueError: a variable is no number, or less than 1.
+        ValueError: a variable is not a number, or less than 1.
     """
     return next(iter(_sizes().values()), None)
 
 
 def others() -> str | None:
-    """By which variable this process is one of several, in words; None if no variable says so.
+    """Return a phrase with the variable by which this process is one of several; None if no variable says so.
 
     Raises:
-        ValueError: as of `processes`.
+        ValueError: as for `processes`.
     """
     for variable, size in _sizes().items():
         if size > 1:
@@ -78,7 +78,7 @@ def others() -> str | None:
 
 
 def _sizes() -> dict[str, int]:
-    # In a batch script SLURM_NTASKS counts what srun would start; the step's own number is right where there is a step.
+    # In a batch script, SLURM_NTASKS counts the tasks that srun would start; within a step, the step's number is right.
     tasks = "SLURM_STEP_NUM_TASKS" if os.environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     return {name: _number(name, least=1) for name in ("WORLD_SIZE", tasks) if os.environ.get(name)}
 
@@ -89,12 +89,12 @@ def _number(variable: str, *, least: int) -> int:
 
 
 def local_rank() -> int:
-    """Number of this process among those of its machine, from 0: LOCAL_RANK, else srun's SLURM_LOCALID, else 0.
+    """Return this process's rank on its machine: LOCAL_RANK, else srun's SLURM_LOCALID, else 0.
 
     With it one script chooses its GPU under every launcher: `torch.cuda.set_device(evermoe.local_rank())`.
 
     Raises:
-        ValueError: the variable is no number.
+        ValueError: the variable is not a number.
     """
     for variable in ("LOCAL_RANK", "SLURM_LOCALID"):
         if os.environ.get(variable):
@@ -103,10 +103,10 @@ def local_rank() -> int:
 
 
 def node_rank() -> int | None:
-    """Number of this machine where a launcher has started one process on each; None where none says it.
+    """Return this machine's rank if a launcher has started one process on each; None if no variable is set.
 
     Raises:
-        ValueError: the variable is no number.
+        ValueError: the variable is not a number.
     """
     several = os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     for variable in ("JOB_COMPLETION_INDEX", *(["SLURM_PROCID"] if several else [])):
@@ -116,23 +116,23 @@ def node_rank() -> int | None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """Return a free TCP port of this machine."""
     with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])
 
 
 @dataclass(frozen=True)
 class TorchrunVariables:
-    """The variables that torchrun sets, for the processes of one machine. They hold for the start: members change.
+    """Variables as torchrun sets them, for the processes of one machine. They describe the start: members change later.
 
     Args:
         job: its name.
-        members: processes that train which a new job waits for, over all machines.
+        members: number of trainers that a new job waits for, over all machines.
         roles: `train`, `replica` or `spare` for each process of this machine.
-        node_rank: number of this machine; None if that is not known, and only what is of this machine is set.
-        nodes: number of machines; None if as many as `members` need, with processes as here.
-        master: host and port where scripts may form a process group of their own.
-        restarts: times that a process is started again.
+        node_rank: rank of this machine; None if unknown, which sets only the machine's local variables.
+        nodes: number of machines; None for the number that `members` need, if all have the same processes as this one.
+        master: host and port at which scripts may form a process group of their own.
+        restarts: maximum number of times that a process is restarted.
     """
 
     job: str
@@ -144,21 +144,21 @@ class TorchrunVariables:
     restarts: int
 
     def of(self, index: int, restart: int) -> dict[str, str]:
-        """The variables of process `index` of this machine, in its start number `restart`, from 0."""
+        """Return the variables of process `index` of this machine, after `restart` restarts."""
         local, role = len(self.roles), self.roles[index]
-        alike, trainers = self.roles.count(role), self.roles.count("train")
+        same_role, trainers = self.roles.count(role), self.roles.count("train")
         variables: dict[str, int | str] = {"LOCAL_RANK": index, "LOCAL_WORLD_SIZE": local}
         if self.node_rank is not None and trainers:
             nodes = self.nodes or max(self.node_rank + 1, math.ceil(self.members / trainers))
-            later = max(0, self.members - trainers) if self.nodes else 0  # they are added by hand
+            later = max(0, self.members - trainers) if self.nodes else 0  # users start these by hand
             variables |= {
                 "RANK": self.node_rank * local + index,
                 "WORLD_SIZE": nodes * local + later,
                 "GROUP_RANK": self.node_rank,
                 "GROUP_WORLD_SIZE": nodes,
                 "ROLE_NAME": role,
-                "ROLE_RANK": self.node_rank * alike + self.roles[:index].count(role),
-                "ROLE_WORLD_SIZE": nodes * alike + (later if role == "train" else 0),
+                "ROLE_RANK": self.node_rank * same_role + self.roles[:index].count(role),
+                "ROLE_WORLD_SIZE": nodes * same_role + (later if role == "train" else 0),
                 "MASTER_ADDR": self.master[0],
                 "MASTER_PORT": self.master[1],
                 "TORCHELASTIC_RUN_ID": self.job,

@@ -15,12 +15,14 @@ __all__ = [
 LEFT_CODE = 143
 """Exit code of a process that has left its job on SIGTERM: 128 and the number of that signal."""
 REQUEUE_CODE = 75
-"""Exit code of a process that has left its job on SIGUSR1 or SIGUSR2, the notice before a time limit: start it again
-to resume. It is `EX_TEMPFAIL` of sysexits.h, which schedulers can be set to requeue on."""
+"""Exit code of a process that has left its job on SIGUSR1 or SIGUSR2, the notice before a time limit.
+
+Start the process again to resume. The code is `EX_TEMPFAIL` of sysexits.h; schedulers can be set to requeue on it.
+"""
 
 
 class EvermoeError(Exception):
-    """Base of everything that evermoe raises on its own account."""
+    """Base class of evermoe's exceptions."""
 
 
 class CorruptCopy(EvermoeError):
@@ -28,23 +30,23 @@ class CorruptCopy(EvermoeError):
 
 
 class CaptureCancelled(EvermoeError):
-    """A capture was cancelled, or its engine shut down, before it was whole; its version will never be there."""
+    """A capture was cancelled, or its engine shut down, before it was complete; its version will never exist."""
 
 
 class PersistFailed(EvermoeError):
-    """What should be saved did not get to disk. Training continues; what is saved next tries again."""
+    """A save to disk failed. Training continues; the next save tries again."""
 
 
 class PeerLost(EvermoeError):
-    """A member of the group died, hung past the limit or closed its socket; the session recovers from it."""
+    """A member of the group died, hung past the timeout or closed its socket; the session recovers from it."""
 
 
 class UnitsMissing(PeerLost):
-    """No member that is here now has some units; the session waits a while for others that may come back."""
+    """No current member has some units; the session waits a while for members that may return."""
 
 
 class LostExperts(EvermoeError):
-    """No copy of some units is left in any memory and no checkpoint holds them. `units` names them."""
+    """No copy of some units is left in any memory, and no checkpoint contains them. `units` names them."""
 
     def __init__(self, message: str, units: list[str]) -> None:
         super().__init__(message)
@@ -52,25 +54,25 @@ class LostExperts(EvermoeError):
 
 
 class TooFewFiles(EvermoeError):
-    """This process may not open as many files as the job's members need connections; the message has both numbers."""
+    """This process may open fewer files than the job's members need connections; the message has both numbers."""
 
 
 class JobFinished(EvermoeError):
-    """The job that this process wanted to join has committed its last step already."""
+    """The job that this process wants to join has already committed its last step."""
 
 
 class JoinTimeout(EvermoeError):
-    """Too few members came, or the Lighthouse did not answer, within the time limit."""
+    """Too few members joined, or the Lighthouse did not answer, within the timeout."""
 
 
 class LeftBehind(EvermoeError):
-    """The other members went on without this one, and none of them is left to tell it what they committed."""
+    """The other members continued without this one, and none of them is left to report what they committed."""
 
 
 class NonFiniteLoss(EvermoeError):
-    """The loss or a gradient of a step is infinite or not a number. The step was taken by no member.
+    """The loss or a gradient of a step is infinite or not a number. No member applied the step.
 
-    `step` is the step's number; `rank` the member that it came from, None if it came from several.
+    `step` is the step's number; `rank` the member with such a value, None if there are several.
     """
 
     def __init__(self, message: str, step: int, rank: int | None) -> None:
@@ -79,11 +81,11 @@ class NonFiniteLoss(EvermoeError):
 
 
 class UnequalForwards(EvermoeError):
-    """Members ran different numbers of forwards in a step, so that they waited for each other; it names them."""
+    """Members ran different numbers of forward passes in a step and waited for each other; the message names them."""
 
 
 class NotReplayable(EvermoeError):
-    """The optimizer's steps cannot be repeated bit for bit elsewhere: its state must be sent instead."""
+    """The optimizer's steps cannot be repeated bit for bit on another member: its state must be sent instead."""
 
 
 class UnsupportedState(EvermoeError, ValueError):
@@ -91,16 +93,16 @@ class UnsupportedState(EvermoeError, ValueError):
 
 
 class UnsafeFolder(EvermoeError, ValueError):
-    """A folder of shared memory belongs to another user, or others may write or read it; the message names it."""
+    """A folder of shared memory belongs to another user, or other users may read or write it; the message names it."""
 
 
 class FolderInUse(EvermoeError, ValueError):
-    """Living processes of another run of the job use a folder of it: the message names the run, and says what to do."""
+    """Live processes of another run of the job use one of its folders; the message names the run and the remedy."""
 
 
 class ReplicaBehind(EvermoeError):
-    """A replica cannot be brought to the step; the message says why, and which steps it has."""
+    """A replica cannot reach the step; the message gives the reason, and the steps that it has."""
 
 
 class LaunchError(EvermoeError):
-    """A worker could not do its part; the message has the end of its output."""
+    """A worker failed; the message has the end of its output."""

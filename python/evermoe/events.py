@@ -1,4 +1,4 @@
-"""Events of a session: what `Session(on_event=...)` is told, each a frozen dataclass.
+"""Events of a session, which it passes to `Session(on_event=...)`: frozen dataclasses.
 
 Steps are numbered from 0: step n leads from the state after n steps to the state after n + 1.
 """
@@ -28,7 +28,7 @@ def name_of(kind: type[Event]) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that has happened in a session."""
+    """Base class of all events of a session."""
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Event:
         return name_of(type(self))
 
     def fields(self) -> dict[str, Any]:
-        """The event's fields by name, as JSON can hold them."""
+        """Return the event's fields by name, with values that JSON can represent."""
         return asdict(self)
 
 
@@ -55,14 +55,14 @@ class Begin(Event):
 
 @dataclass(frozen=True)
 class Reduce(Event):
-    """The block of a step has ended: its gradients are about to be summed over the members."""
+    """The `with step` block has ended: its gradients are about to be summed over the members."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Send(Event):
-    """The gradients of a step are complete: those for replicas are sent, if they were not already."""
+    """The gradients of a step are complete: those that replicas still lack are sent to them."""
 
     step: int
     """Steps taken after it."""
@@ -70,7 +70,10 @@ class Send(Event):
 
 @dataclass(frozen=True)
 class Confirm(Event):
-    """What must be on other nodes before the vote is there; in a recovery: all copies, unless they are tried again."""
+    """The copies that other nodes must have before the vote have arrived.
+
+    In a recovery: all copies of the plan, unless the session tries them again.
+    """
 
     step: int
     """Steps taken after it."""
@@ -92,32 +95,32 @@ class Update(Event):
 
 @dataclass(frozen=True)
 class Skipped(Event):
-    """The vote of a step has passed, but all members leave out its update: a loss or a gradient is not finite."""
+    """The vote of a step has passed, but no member applies its update: a loss or a gradient is not finite."""
 
     step: int
     rank: int | None
-    """The member that it came from; None if it came from several."""
+    """The member whose value is not finite; None if there are several."""
 
 
 @dataclass(frozen=True)
 class Gather(Event):
-    """The owners of what is not an expert are about to send its new weights; with `dense="sharded"`."""
+    """With `shard_optimizer=True`: owners are about to send the new weights of the parameters outside experts."""
 
     step: int
-    """Steps taken in them."""
+    """Steps taken in these weights."""
 
 
 @dataclass(frozen=True)
 class Copy(Event):
-    """The state has changed: snapshots of it begin; in a recovery: the copies that are missing."""
+    """The state has changed: its snapshots begin; in a recovery: the missing copies."""
 
     step: int
-    """Steps taken in it."""
+    """Steps taken in the state."""
 
 
 @dataclass(frozen=True)
 class Commit(Event):
-    """No failure that the preset covers undoes a step any more: known at the next vote, or at the end of the job."""
+    """A step is committed: no failure that the preset covers can undo it. Known at the next vote, or the job's end."""
 
     step: int
     loss: float
@@ -132,41 +135,48 @@ class Commit(Event):
 
 @dataclass(frozen=True)
 class Measured(Event):
-    """A step was taken: what it took, and how far its copies are behind. Its vote may still turn out to be undone."""
+    """Metrics of an applied step, and the lag of its copies. The step is not committed yet."""
 
     step: int
     seconds: float
-    """From the end of the step before, or of a recovery, to its own end: with what the script does between steps."""
+    """From the end of the previous step, or of a recovery, to its own end, including the script's work in between."""
     tokens: int
-    """Tokens of the global batch, as the MoE layers count them; 0 where there are none, and on a replica node."""
+    """Tokens of the global batch, as the MoE layers count them; 0 without such layers, and on a replica node."""
     imbalance: float | None
-    """Tokens that the busiest member computes over the mean of all, in the layer where that is largest; as of the
-    latest step that is a multiple of 10, or the first after a recovery. None without a MoE layer."""
+    """Tokens that the busiest member computes divided by the mean of all members, in the layer with the largest ratio.
+
+    Measured at the latest step that is a multiple of 10, or the first after a recovery. None without a MoE layer.
+    """
     expert_imbalance: float | None
-    """Tokens of the busiest expert over the mean of all, likewise: what the router makes of it."""
+    """Tokens of the busiest expert divided by the mean of all experts, in the layer with the largest ratio, at the same
+    step. It shows how evenly the router chooses, before replicas share the tokens."""
     lag: dict[str, int]
-    """By kind of copy, steps by which this member's are behind training: the oldest complete copy of `replayed`,
-    `snapshot` (on other nodes) and `local` ones; the newest on disk of `persisted` and `checkpoint`. Kinds that the
-    session has none of are left out."""
+    """Steps by which this member's copies are behind training, by kind of copy.
+
+    Of `replayed`, `snapshot` (on other nodes) and `local`: the oldest complete copy. Of `persisted` and `checkpoint`:
+    the newest on disk. Kinds that the session does not have are omitted.
+    """
     sent_bytes: dict[str, int]
-    """By kind, `replayed` and `snapshot`, bytes of copies that this process has sent to other members so far."""
+    """Bytes of copies that this process has sent to other members so far, by kind: `replayed` and `snapshot`."""
     gpu_bytes: int = 0
-    """Bytes of the GPU's memory in which snapshots are made, see `snapshot_memory`, and what they need besides."""
+    """Bytes of GPU memory that snapshots occupy, buffers included; see `snapshot_memory`."""
     plt_at_risk: float | None = None
-    """With `moetion` and `pec`, the portion of the run's tokens that a failure now would lose which takes all experts
-    that are copied back to their latest copies on other nodes, or in the checkpoint store: over the tokens of all
-    experts of a layer, averaged over layers. None with other presets, without a MoE layer, and on a replica node."""
+    """With `moetion` and `pec`: fraction of the run's tokens that a failure now would lose, averaged over layers.
+
+    It assumes that all copied experts roll back to their latest copies on other nodes (`moetion`) or in the checkpoint
+    store (`pec`). None with other presets, without a MoE layer, and on a replica node.
+    """
     starvation: int | None = None
-    """Likewise, copies that have passed over the expert with tokens at risk that waits longest: steps with `moetion`,
-    saves with `pec`; 0 if no expert waits."""
+    """With `moetion` and `pec`: of all experts with tokens at risk, the longest wait for a copy, in copies that were
+    made of others meanwhile: steps with `moetion`, saves with `pec`. 0 if no expert waits; None as `plt_at_risk`."""
 
 
 @dataclass(frozen=True)
 class Protocol(Event):
-    """The commit protocol was told an event and gave commands; tests replay them."""
+    """An input of the commit protocol and the commands that it returned; tests replay them."""
 
     said: str
-    """JSON of the event."""
+    """JSON of the input."""
     commands: str
     """JSON of the commands."""
 
@@ -176,13 +186,13 @@ class Checkpoint(Event):
     """A checkpoint is on disk."""
 
     step: int
-    """Steps taken in it."""
+    """Steps taken in the checkpoint."""
     path: str
 
 
 @dataclass(frozen=True)
 class Verified(Event):
-    """All steps are taken, and copies of the last version were compared."""
+    """All steps are taken, and the copies of the last version were compared."""
 
     digests_checked: int
     digests_mismatched: int
@@ -204,42 +214,42 @@ class ConnectionLost(Event):
 
 @dataclass(frozen=True)
 class MemberLost(Event):
-    """A member of the group before is not in this one; told by each member of this one, once all of them know it.
+    """A member of the previous group is missing from the current one.
 
-    `on_lost` is called with it by one of them.
+    Each member of the current group emits it once all of them know; one of them also calls `on_lost` with it.
     """
 
     key: str
-    """Names the loss: of the member and the generation that it was last in. The same where it is told again."""
+    """Identifies the loss: the member, and the last generation that it was in. Repeated events have the same key."""
     job: str
     member: str
-    """Its name, unlike that of any other process."""
+    """Its unique name."""
     node: str
-    """The machine that it was on."""
+    """The machine that it ran on."""
     domain: str
-    """What fails with that machine, with slashes; empty where unknown."""
+    """Failure domains of that machine, separated by slashes; empty if unknown."""
     role: str
     """`train` or `replica`."""
     kind: str
-    """`left`: on notice. `process`: its host answers, and says that the process has ended. `hung`: its host answers for
-    it, and it does not: it is stopped, or waits. `host`: nothing answers: its host is gone, or cut off."""
+    """`left`: it left on notice. `process`: its host answers, and reports that the process has ended. `hung`: its host
+    answers, but the process is stopped or blocked. `host`: nothing answers: the host is lost or unreachable."""
     step: int
-    """Steps taken when it was lost, as the member knows that noticed."""
+    """Steps taken when it was lost, as known to the member that noticed the loss."""
     generation: int
-    """Generation of the group without it; in a pipeline that calls `on_lost` before there is one, of that with it."""
+    """Generation of the group without it; in a pipeline that calls `on_lost` earlier, of the group with it."""
     reason: str
     """First line of the error by which it was noticed."""
     members: int
-    """Workers that train now; in such a pipeline, those of the group with it that are left."""
+    """Workers that train now; in a pipeline that calls `on_lost` earlier, the remaining ones of the group with it."""
     wanted: int
-    """Workers that the job was to have at its start: `members` of its options."""
+    """Workers that the job waits for at its start: `members` of its options."""
     attempt: int
-    """1; more where members that were to call `on_lost` for it were lost before the others knew that they had."""
+    """1, or more if a member that should call `on_lost` was itself lost before it confirmed the call."""
 
 
 @dataclass(frozen=True)
 class Phase(Event):
-    """A phase of a recovery begins; `agree` alone also where new members turn out to be gone."""
+    """A phase of a recovery begins. `agree` also occurs alone, if new members turn out to be lost."""
 
     phase: str
     """`agree`, `rebuild`, `fetch` or `verify`."""
@@ -247,29 +257,29 @@ class Phase(Event):
 
 @dataclass(frozen=True)
 class ProtectionPlanned(Event):
-    """The holders of all copies were planned anew."""
+    """The session has planned which members hold which copies."""
 
     summary: str
-    """One sentence that says how units are covered."""
+    """One sentence on how units are covered."""
     survives_one: float
-    """Probability that every unit is left, in some version, when one node fails."""
+    """Probability that every unit survives, in some version, when one node fails."""
     survives_two: float
     """The same when two nodes fail at once."""
     locked_bytes: int = 0
-    """Shared memory of this member that is page-locked, so that its GPU writes its snapshots there itself."""
+    """Bytes of this member's shared memory that are page-locked, so that its GPU writes snapshots to them directly."""
     missing_bytes: int = 0
-    """Bytes of all copies that their holders do not have yet, over all members: these alone are sent."""
+    """Bytes of all copies that their holders lack, over all members; only these are sent."""
 
 
 @dataclass(frozen=True)
 class Joined(Event):
-    """This member is connected with all others: its place among them, until members change again."""
+    """This member is connected with all others. The fields hold until members change again."""
 
     job: str
     member: str
-    """Its name, unlike that of any other."""
+    """Its unique name."""
     node: str
-    """The machine whose memory is lost as one."""
+    """The machine it runs on: all memory of a node is lost at once."""
     rank: int
     role: str
     """`train` or `replica`."""
@@ -280,27 +290,29 @@ class Joined(Event):
 
 @dataclass(frozen=True)
 class StandsBy(Event):
-    """This spare is ready: told once, and again when the members that it may replace have changed."""
+    """This spare is ready to replace a member; repeated when the members that it may replace have changed."""
 
     connected: list[str]
-    """Names of the members to which it is connected, in the order of names: all, if they answer here."""
+    """Sorted names of the members to which it is connected: all that it can reach."""
     reserved_bytes: int
-    """Shared memory that it has reserved; 0 where it found no room, which a warning says."""
+    """Bytes of shared memory that it has reserved; 0 if memory was short, which a warning reports."""
 
 
 @dataclass(frozen=True)
 class CoverageChanged(Event):
-    """Which losses the copies that are complete would survive now: before a recovery makes those that are missing, and
-    once all are complete."""
+    """Losses that the complete copies would survive now.
+
+    Emitted twice in a recovery: before it makes the missing copies, and once all are complete.
+    """
 
     survives_one: float
-    """Probability that every unit is left, in some version, when one node fails."""
+    """Probability that every unit survives, in some version, when one node fails."""
     survives_two: float
     """The same when two nodes fail at once."""
     fatal: dict[str, int]
-    """Losses that it would not survive: the nodes, joined by ` + `, and how many units would be lost with them. Of one
-    node and of two; a pair of which one alone is fatal is left out. At most 32, those of most units."""
-    is_whole: bool
+    """Losses of one node or two that the job would not survive: node names, joined by ` + `, and the number of units
+    lost with them. A pair that contains a fatal node is omitted. At most 32, those with most units."""
+    is_complete: bool
     """Whether all copies of the plan are complete."""
 
 
@@ -311,44 +323,44 @@ class Recovered(Event):
     started_at: float
     """Time on this machine's clock, seconds since 1970."""
     seconds: dict[str, float]
-    """By phase: `agree`, `rebuild`, `fetch`, `verify`; copies for which training waits are made in `verify`."""
+    """Seconds by phase: `agree`, `rebuild`, `fetch`, `verify`. `verify` includes copies that training waits for."""
     step: int
     """Steps taken in the state from which all resume."""
     steps_lost: int
-    """Committed steps that had to be undone: 0 unless more copies were lost or damaged than the preset covers."""
+    """Committed steps that were undone: 0 unless more copies were lost or damaged than the preset covers."""
     members: int
     """Workers that train now."""
     reason: str
-    """Why members agreed: the lost connection, `new members`, `this process has started` or `the load has shifted`."""
+    """Cause: the lost connection, `new members`, `this process has started` or `the load has shifted`."""
     fetched_bytes: int
-    """What this member received from peers, or read from its node's memory or from disk."""
+    """Bytes that this member received from peers, or read from its node's memory or from disk."""
     fetched_units: int
     sources: dict[str, int]
-    """Units by where they came from: `peer`, `local memory`, `disk`."""
+    """Number of units by source: `peer`, `local memory`, `disk`."""
     digests_checked: int
-    """Digests of units compared with those of another copy or of the bytes that arrived."""
+    """Digests of units that were compared with another copy's, or with that of the received bytes."""
     digests_mismatched: int
     lost_units: list[str]
-    """Units of which no copy was left in memory, when the job went back to a checkpoint."""
+    """Units without a copy left in memory, if the job rolled back to a checkpoint."""
     stale: dict[str, int] = field(default_factory=dict)
     """Steps taken in the older copies of experts that were rolled back, by expert."""
     lost_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens in the updates that these experts lost."""
     plt: float = 0.0
-    """Portion of lost tokens of the run so far, averaged over layers."""
+    """Portion of lost tokens (PLT) of the run so far, averaged over layers."""
     failure: str = ""
-    """What has failed, the worst of it; the same on all members that were there: empty (nothing), `left`, `process`,
-    `hung` or `host`, each as `MemberLost.kind`; `storage`: the memory of enough hosts that units were lost with it."""
+    """The most severe failure, the same on all previous members. Empty: none. `left`, `process`, `hung` or `host`: as
+    `MemberLost.kind`. `storage`: the memory of enough hosts that units were lost with it."""
     tier: str = ""
-    """Where units came from, the farthest of all members' sources: `own memory` (what this host shares), `peers` (other
-    members' memory), `store` (a checkpoint, or what `pec` saves); empty where none had to be fetched."""
+    """The most distant source of units, over all members: `own memory` (this host's shared memory), `peers` (other
+    members' memory) or `store` (a checkpoint, or the saves of `pec`). Empty if nothing was fetched."""
     mtl: float = 0.0
     """MoE token loss of the run so far (MoEtion, Eq. 6): the portions of lost tokens of all layers, added up."""
     steps_undone: int = 0
-    """Steps that members had taken, committed or not, and now compute again: one at most with `gemini` and `baft`, and
-    2 n - 1 where a version of their copies takes n steps."""
+    """Steps that members had applied, committed or not, and now compute again. With `gemini` and `baft` at most one,
+    or 2 n - 1 if a version of their copies takes n steps."""
     late_bytes: int = 0
-    """Those of `fetched_bytes` that arrive while the next step computes: optimizer state, which its update needs."""
+    """Part of `fetched_bytes` that arrives while the next step computes: optimizer state, which its update needs."""
 
 
 # ---- from other threads
@@ -361,40 +373,44 @@ class ChunkSent(Event):
     step: int
     """Steps taken in the snapshot."""
     sent: int
-    """Bytes so far."""
+    """Bytes of the snapshot that were sent so far."""
     total: int
-    """Bytes of all parts."""
+    """Bytes of all its parts."""
     when: str
-    """When it began. `window`: in an idle window. `idle`: while no collective ran, as windows were unknown or training
-    had paused. `background`: concurrently with compute, as planned. `vote`: training waited for it, before a vote or
-    for room. `recovery`: training waited in any case, as members changed or all steps were taken."""
+    """When it began. `window`: in an idle window. `idle`: while no collective ran, since windows were unknown or
+    training had paused. `background`: concurrently with compute, as planned. `vote`: while training waited for it,
+    before a vote or for room. `recovery`: while training waited anyway, since members changed or training has ended."""
 
 
 @dataclass(frozen=True)
 class SnapshotReceived(Event):
-    """A version that came from a peer matches its digests, and is visible. From the thread `evermoe-snapshots`."""
+    """A version from a peer matches its digests, and recoveries can use it. From the thread `evermoe-snapshots`."""
 
     step: int
-    """Steps taken in it."""
+    """Steps taken in the version."""
     units: int
 
 
 @dataclass(frozen=True)
 class Damaged(Event):
-    """A copy that this member keeps by repeating steps is not what its trainer has: a bit has flipped, or a step was
-    not repeated exactly. It is not used; its full state is asked for. From the thread `evermoe-gradients`, in a
-    pipeline `evermoe-snapshots`, or in a recovery from the training thread."""
+    """A copy that this member keeps by repeating steps differs from its trainer's state.
+
+    A bit has flipped, or a step was not repeated exactly. The member does not use the copy, and requests the full
+    state. From the thread `evermoe-gradients`, in a pipeline `evermoe-snapshots`, in a recovery the training thread.
+    """
 
     unit: str
     step: int
-    """Steps taken in the state that it should have been."""
+    """Steps taken in the state that the copy should have."""
     reason: str
 
 
 @dataclass(frozen=True)
 class GradientsLogged(Event):
-    """The gradients of others for the next step are in this member's log, where they count once the vote has passed.
-    From the thread `evermoe-gradients`."""
+    """The other members' gradients of the next step are in this member's log, and take effect once the vote passes.
+
+    From the thread `evermoe-gradients`.
+    """
 
     step: int
     """Steps taken after it."""

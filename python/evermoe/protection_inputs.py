@@ -224,12 +224,12 @@ def covered_now(
         replace(each, holders=tuple(rank for rank in range(len(ranks)) if each.unit in copies.at(rank)))
         for each in plan.units
     ]
-    is_whole = all(set(each.holders) <= {*now.holders} for each, now in zip(plan.units, kept, strict=True))
-    return replace(covered(ProtectionPlan(kept, ""), active, ranks), is_whole=is_whole)
+    is_complete = all(set(each.holders) <= {*now.holders} for each, now in zip(plan.units, kept, strict=True))
+    return replace(covered(ProtectionPlan(kept, ""), active, ranks), is_complete=is_complete)
 
 
 def covered(plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo]) -> CoverageChanged:
     """Which losses would be survived once all copies of the plan are complete."""
     holders = {each.unit: {*active[each.unit], *each.holders} for each in plan.units}
     fatal = fatal_losses(holders, [info.node for info in ranks])
-    return CoverageChanged(*survival(plan, active, ranks), fatal, is_whole=True)
+    return CoverageChanged(*survival(plan, active, ranks), fatal, is_complete=True)

@@ -212,7 +212,7 @@ class Metrics:
         self._of["fatal_loss_units"].clear()
         for nodes, units in event.fatal.items():
             self._of["fatal_loss_units"].labels(nodes=nodes).set(units)
-        self._of["covered"].set(event.is_whole)
+        self._of["covered"].set(event.is_complete)
 
     def _note_recovered(self, event: Recovered) -> None:
         self._state.state("training")

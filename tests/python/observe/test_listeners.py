@@ -125,9 +125,9 @@ def test_states_and_what_would_not_be_survived():
     for phase in ("agree", "fetch"):
         metrics(Phase(phase))
         assert value(metrics, "state", evermoe_state=phase) == 1
-    metrics(CoverageChanged(0.5, 0.0, {"a": 3, "b + c": 1}, is_whole=False))
+    metrics(CoverageChanged(0.5, 0.0, {"a": 3, "b + c": 1}, is_complete=False))
     assert (value(metrics, "covered"), value(metrics, "fatal_loss_units", nodes="b + c")) == (0, 1)
-    metrics(CoverageChanged(1.0, 0.5, {"b + c": 2}, is_whole=True))
+    metrics(CoverageChanged(1.0, 0.5, {"b + c": 2}, is_complete=True))
     assert (value(metrics, "covered"), value(metrics, "fatal_loss_units", nodes="b + c")) == (1, 2)
     assert value(metrics, "fatal_loss_units", nodes="a") is None
     assert (value(metrics, "survives_losses", nodes="1"), value(metrics, "survives_losses", nodes="2")) == (1, 0.5)

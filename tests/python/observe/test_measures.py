@@ -97,7 +97,7 @@ def test_losses_that_would_be_survived_are_reported_before_and_after_the_copies_
         joined, missing, _, full = events[start + 1 :]
         assert (joined["nodes"], joined["node"], joined["job"]) == (["a", "c"], each.name, job.name)
         assert joined["nodes"][joined["rank"]] == each.name
-        assert (missing["is_whole"], full["is_whole"]) == (False, True)
+        assert (missing["is_complete"], full["is_complete"]) == (False, True)
         # What b has kept for others is gone: some units are on one node alone until they are copied.
         assert missing["survives_one"] < 1 == full["survives_one"]
         assert set(missing["fatal"]) & {"a", "c"}

@@ -89,7 +89,7 @@ def test_the_table_of_curves_names_all(tmp_path):
     listener = TensorBoard(tmp_path)
     for event in (
         Recovered(0.0, {"agree": 1.0}, 7, 2, 3, "lost", 100, 1, {}, 9, 0, [], {"e": 5}, {"e": 30}),
-        CoverageChanged(1.0, 0.5, {"a + b": 2}, is_whole=True),
+        CoverageChanged(1.0, 0.5, {"a + b": 2}, is_complete=True),
         Measured(7, 0.5, 8, 1.5, 2.0, {"snapshot": 2}, {"snapshot": 30}, 0, 0.25, 3),
         Skipped(8, None),
         Damaged("u", 8, "a bit"),

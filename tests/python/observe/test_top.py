@@ -44,7 +44,7 @@ def member(listener, rank, node="n", generation=4):
     """Send a listener what a member of three has done."""
     for event in (
         Joined("moe", f"{node}-1", node, rank, "train", generation, ["l", "m", "n"]),
-        CoverageChanged(1.0, 0.5, {"l + m": 2}, is_whole=True),
+        CoverageChanged(1.0, 0.5, {"l + m": 2}, is_complete=True),
         RECOVERED,
         Measured(7, 0.5, 4000, 1.25, 2.5, {"snapshot": 1, "checkpoint": 3}, {"snapshot": 3_000_000}, 0, 0.0125, 4),
         Commit(7, 0.125, 3, generation, 2.5),
@@ -70,7 +70,7 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     ports = sorted(free_port() for _ in range(3))
     member(Metrics(ports[0]), 1, "m")
     slow = member(Metrics(ports[1]), 0, "l")
-    slow(CoverageChanged(0.5, 0.0, {"[l]": 3, "m + n": 1}, is_whole=False))
+    slow(CoverageChanged(0.5, 0.0, {"[l]": 3, "m + n": 1}, is_complete=False))
     slow(Phase("verify"))
     code, out, _ = top(capsys, f"127.0.0.1:{ports[0]}", ports[1], ports[2], "--once")
     assert code == 0
