@@ -70,10 +70,7 @@ class Send(Event):
 
 @dataclass(frozen=True)
 class Confirm(Event):
-    """The copies that other nodes must have before the vote have arrived.
-
-    In a recovery: all copies of the plan, unless the session tries them again.
-    """
+    """The copies that the vote needs have arrived; in a recovery: all of the plan, unless they are tried again."""
 
     step: int
     """Steps taken after it."""
@@ -144,28 +141,22 @@ class Measured(Event):
     """Tokens of the global batch, as the MoE layers count them; 0 without such layers, and on a replica node."""
     imbalance: float | None
     """Tokens that the busiest member computes divided by the mean of all members, in the layer with the largest ratio.
-
-    Measured at the latest step that is a multiple of 10, or the first after a recovery. None without a MoE layer.
-    """
+    Measured at the latest step that is a multiple of 10, or the first after a recovery. None without a MoE layer."""
     expert_imbalance: float | None
     """Tokens of the busiest expert divided by the mean of all experts, in the layer with the largest ratio, at the same
     step. It shows how evenly the router chooses, before replicas share the tokens."""
     lag: dict[str, int]
-    """Steps by which this member's copies are behind training, by kind of copy.
-
-    Of `replayed`, `snapshot` (on other nodes) and `local`: the oldest complete copy. Of `persisted` and `checkpoint`:
-    the newest on disk. Kinds that the session does not have are omitted.
-    """
+    """Steps by which this member's copies are behind training, by kind of copy. Of `replayed`, `snapshot` (on other
+    nodes) and `local`: the oldest complete copy. Of `persisted` and `checkpoint`: the newest on disk. Kinds that the
+    session does not have are omitted."""
     sent_bytes: dict[str, int]
     """Bytes of copies that this process has sent to other members so far, by kind: `replayed` and `snapshot`."""
     gpu_bytes: int = 0
     """Bytes of GPU memory that snapshots occupy, buffers included; see `snapshot_memory`."""
     plt_at_risk: float | None = None
-    """With `moetion` and `pec`: fraction of the run's tokens that a failure now would lose, averaged over layers.
-
-    It assumes that all copied experts roll back to their latest copies on other nodes (`moetion`) or in the checkpoint
-    store (`pec`). None with other presets, without a MoE layer, and on a replica node.
-    """
+    """With `moetion` and `pec`: fraction of the run's tokens that a failure now would lose, averaged over layers. It
+    assumes that all copied experts roll back to their latest copies on other nodes (`moetion`) or in the checkpoint
+    store (`pec`). None with other presets, without a MoE layer, and on a replica node."""
     starvation: int | None = None
     """With `moetion` and `pec`: of all experts with tokens at risk, the longest wait for a copy, in copies that were
     made of others meanwhile: steps with `moetion`, saves with `pec`. 0 if no expert waits; None as `plt_at_risk`."""
@@ -214,10 +205,7 @@ class ConnectionLost(Event):
 
 @dataclass(frozen=True)
 class MemberLost(Event):
-    """A member of the previous group is missing from the current one.
-
-    Each member of the current group emits it once all of them know; one of them also calls `on_lost` with it.
-    """
+    """A member was lost. Each remaining member emits it once all of them know; one of them calls `on_lost` with it."""
 
     key: str
     """Identifies the loss: the member, and the last generation that it was in. Repeated events have the same key."""
@@ -300,10 +288,7 @@ class StandsBy(Event):
 
 @dataclass(frozen=True)
 class CoverageChanged(Event):
-    """Losses that the complete copies would survive now.
-
-    Emitted twice in a recovery: before it makes the missing copies, and once all are complete.
-    """
+    """Losses that the complete copies would survive: before a recovery makes the missing ones, and once it has."""
 
     survives_one: float
     """Probability that every unit survives, in some version, when one node fails."""
@@ -408,9 +393,7 @@ class Damaged(Event):
 @dataclass(frozen=True)
 class GradientsLogged(Event):
     """The other members' gradients of the next step are in this member's log, and take effect once the vote passes.
-
-    From the thread `evermoe-gradients`.
-    """
+    From the thread `evermoe-gradients`."""
 
     step: int
     """Steps taken after it."""
