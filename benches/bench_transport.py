@@ -300,10 +300,10 @@ def by_courier(courier, rank, parts):
     messages = [Message(part, 1 - rank, SNAPSHOT_FIRST + place) for place, part in enumerate(parts)]
 
     def receive():
-        for transfer in [courier.receive(message) for message in messages]:
+        for transfer in [courier.begin_receive(message) for message in messages]:
             courier.wait_received(transfer)
 
-    assert courier.submit(receive if rank else lambda: courier.send(messages)).wait()
+    assert courier.submit(receive if rank else lambda: courier.send_messages(messages)).wait()
 
 
 def by_torch(rank, parts):

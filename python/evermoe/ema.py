@@ -47,7 +47,7 @@ class EMA:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Moves the averages of all parameters that had a gradient once."""
+        """Update the averages of all parameters that have had a gradient."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
@@ -63,7 +63,7 @@ class EMA:
                 state[STEPS] += 1
 
     def averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter that this process holds, and its average; nothing before the first step."""
+        """Yield each parameter that this process holds with its average; yield nothing before the first step."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
@@ -72,7 +72,7 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Gives the parameters the values of their averages for the block, between two steps.
+        """Set the parameters to their averages within the block, between two steps.
 
         Nothing is written: copies of the state that are under way have the parameters as they are.
         """
@@ -87,5 +87,5 @@ class EMA:
 
 
 def is_averaged(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the weights of an optimizer are averaged by an `EMA`."""
+    """Return whether the weights of an optimizer are averaged by an `EMA`."""
     return any(AVERAGE in group for group in optimizer.param_groups)

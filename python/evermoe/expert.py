@@ -126,21 +126,21 @@ class Expert:
         return ", ".join([*(f"{name}={value}" for name, value in named.items()), *marks])
 
     def views(self, weights_eW: Tensor) -> dict[str, Tensor]:
-        """The matrices and biases of experts, `[e, *shape]` each, as views of their rows."""
+        """Return the matrices and biases of experts as views of their rows, each `[e, *shape]`."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = weights_eW.split([*sizes, weights_eW.shape[1] - sum(sizes)], 1)
         return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
 
     @torch.no_grad()
     def initialize(self, weights_eW: Tensor) -> None:
-        """Draws experts as `nn.Linear` draws its weights: uniform within 1/sqrt(inputs); zeros for the padding."""
+        """Initialize experts as `nn.Linear` does: uniform within 1/sqrt(inputs), with zeros as padding."""
         weights_eW.zero_()
         for name, view in self.views(weights_eW).items():
             inputs = self.intermediate if name.startswith("down") else self.hidden
             view.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
 
     def apply(self, rows_NH: Tensor, views: Mapping[str, Tensor], product: Product, ends_e: Tensor) -> Tensor:
-        """The outputs of experts, not yet weighted: `[N, H]` in the order of `rows_NH`.
+        """Return the unweighted outputs of experts: `[N, H]` in the order of `rows_NH`.
 
         Args:
             rows_NH: ordered by expert; rows after the last expert's are padding.

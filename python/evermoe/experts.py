@@ -124,11 +124,11 @@ class Experts(PartialExperts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the experts as `Expert.initialize` does."""
+        """Initialize the experts with `Expert.initialize`."""
         self.expert.initialize(self.weights)
 
     def split_as(self, default: SplitPolicy) -> None:
-        """Splits tokens over replicas as the layer was told to, or else like this."""
+        """Set the rule that splits tokens over replicas, unless the layer was given its own."""
         self.token_split = self._given_split or default
 
     def extra_repr(self) -> str:
@@ -154,7 +154,7 @@ class Experts(PartialExperts):
         )
 
     def forward(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The weighted sum of what each token's experts make of it; collective when the layer spans several ranks.
+        """Return the weighted sum of each token's expert outputs; collective when the layer spans several ranks.
 
         Args:
             x_TH: tokens `[T, H]`.
@@ -196,7 +196,7 @@ class Experts(PartialExperts):
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """The rest of `forward`, as `torch.compile` traces it: what it cannot look into are opaque ops."""
+        """Compute the part of `forward` that `torch.compile` traces; whatever it cannot trace is an opaque op."""
         num_local = self.weights.shape[0]
         manner = Manner.of(x_TH, ids_TK, in_graph=True)
         share_E, send_ER, receive_Re, splits_2R = moe_ops.plan_exchange(self._name, counts_E, num_local, list(manner))
@@ -230,7 +230,7 @@ class Experts(PartialExperts):
         return rows_NH * weights_N.to(rows_NH.dtype).unsqueeze(1), torch.ones_like(weights_TK)
 
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
-        """Gathers and counts the load, and plans the exchange; collective.
+        """Gather and count the load, and plan the exchange; collective.
 
         It is the step's only extra exchange, and the layer's only wait for a GPU, since the host must know how many
         rows it sends and receives. A GPU splits tokens by `even`, and the host reads these sizes alone. `balanced` is
@@ -248,24 +248,24 @@ class Experts(PartialExperts):
         if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
             return self._split_there(tokens_RE)
         on_host_RE = self._host.read(tokens_RE)
-        self.group.check()  # a GPU may have been let go without the counts
+        self.group.check_nccl()  # after a failure of NCCL, the counts on a GPU may be incomplete
         self.count.add(on_host_RE.sum(0), is_counted=self.training and not is_recomputing())
         tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE, *planned, self.ids)
 
     def _split_there(self, tokens_RE: Tensor) -> Exchange:
-        """The exchange that a GPU plans, of the tokens of all ranks."""
+        """Return the exchange that a GPU plans from the token counts of all ranks."""
         matrix_RE, device = self.matrix_RE, tokens_RE.device
         if self._placed is None or self._placed[0] is not matrix_RE or self._placed[1] != device:
             self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
         exchange, tokens_E = Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host)
-        self.group.check()  # as above
+        self.group.check_nccl()  # as above
         self.count.add(tokens_E.copy(), is_counted=self.training and not is_recomputing())
         return exchange
 
     def _plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Exchange:
-        """The exchange of a forward; all ranks decide alike whether the host must know the sizes. Collective.
+        """Return the exchange of a forward; all ranks agree whether the host must know the sizes. Collective.
 
         Raises:
             ValueError: there are more tokens than `max_tokens`.
@@ -294,7 +294,7 @@ class Experts(PartialExperts):
         return self._padding[3]
 
     def _gather(self, counts_E: Tensor) -> Tensor:
-        """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
+        """Gather the tokens of each expert on all ranks, and count them, without a wait; collective."""
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
         self.count.add(tokens_RE.sum(0), is_counted=self.training and not is_recomputing())
@@ -331,7 +331,7 @@ def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int)
 
 
 def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) -> Product:
-    """The product for a number of rows of each local expert."""
+    """Return the product for a given number of rows of each local expert."""
     ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
     if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, widths):
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
@@ -348,7 +348,7 @@ def _take_part(rows_NH: Tensor, weights: Tensor) -> Tensor:
 
 
 def _mixes_rows(module: nn.Module | None) -> str | None:
-    """The class of torch's norm over rows that a module is or contains, if there is one."""
+    """Return the class of torch's norm over rows that a module is or contains, if there is one."""
     parts = [] if module is None else module.modules()
     return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
 
@@ -365,5 +365,5 @@ def sum_over_members(experts: Experts, values: Tensor) -> Tensor:
 
 
 def expert_layers(model: nn.Module) -> dict[str, Experts]:
-    """The experts of a model's MoE layers by their module path, in module order."""
+    """Return the experts of a model's MoE layers by their module path, in module order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}

@@ -30,24 +30,24 @@ _OTHERS = 0o077
 
 
 def job_folder(memory_dir: str | Path, job: str) -> Path:
-    """A job's folder on this machine, with a folder for each node below it."""
+    """Return a job's folder on this machine, with a folder for each node below it."""
     return Path(memory_dir) / f"evermoe-{os.geteuid()}-{job}"
 
 
 def role_files(folder: Path, pid: int) -> tuple[Path, Path]:
-    """Files in a job's folder by which `evermoe role` asks a process to take a role, and the process answers."""
+    """Return the request file and the answer file with which `evermoe role` changes the role of a process."""
     return folder / f"{pid}.role", folder / f"{pid}.answer"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Makes a file, or replaces it by one rename."""
+    """Create a file, or replace it, by one rename."""
     draft = path.with_name(f"{path.name}.writing")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
 
 
 def mark(what: str) -> None:
-    """Tells `evermoe run`, if this process is one of its workers, what of the job: `BEGUN` or `FINISHED`."""
+    """Report to `evermoe run`, if it started this process, that the job has `BEGUN` or `FINISHED`."""
     path = _mark(what)
     if path:
         with suppress(OSError):  # the folder is gone with the one that would look
@@ -55,7 +55,7 @@ def mark(what: str) -> None:
 
 
 def is_marked(what: str) -> bool:
-    """Whether a worker of the same `evermoe run` has told it so."""
+    """Return whether a worker of the same `evermoe run` has reported it."""
     path = _mark(what)
     return path is not None and path.exists()
 
@@ -79,7 +79,7 @@ def node_name(given: str | None) -> str:
 
 
 def check_private(folder: Path) -> None:
-    """Checks a folder of shared memory, if it is there.
+    """Check a folder of shared memory, if it exists.
 
     Raises:
         UnsafeFolder: it is a link or a file, belongs to another user, or others may do something with it.
@@ -103,7 +103,7 @@ def check_private(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder for this user alone, and what is missing above it; one that is there is checked.
+    """Create a folder for this user alone, and its missing parents; check a folder that exists.
 
     Raises:
         UnsafeFolder: as of `check_private`. OSError: it cannot be made.
@@ -116,7 +116,7 @@ def make_private(folder: Path) -> None:
 
 
 def open_lock(path: Path) -> TextIO:
-    """Opens a file to lock, which is made if it is missing, and follows no link.
+    """Open a file to lock, without following links; create it if it is missing.
 
     Raises:
         UnsafeFolder: it is a link.

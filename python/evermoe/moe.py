@@ -92,7 +92,7 @@ class MoE(nn.Module):
 
     @classmethod
     def of(cls, router: Router, experts: Experts, shared: nn.Module | None = None) -> MoE:
-        """The layer of a router and experts of any kind.
+        """Combine a router and experts of any kind into a layer.
 
         Args:
             router: chooses for each token.
@@ -123,7 +123,7 @@ class MoE(nn.Module):
             experts.on_load = router.update_balance
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no graph of a forward."""
+        """Return the state without the graph of the last forward."""
         return self.__dict__ | {"balance_loss": self.balance_loss.detach()}
 
     @property
@@ -141,7 +141,7 @@ class MoE(nn.Module):
         return f"{self.router.settings()}, {self.experts.settings()}"
 
     def forward(self, x: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The layer's output, with the shape and type of `x`. Collective when the layer spans several ranks.
+        """Return the layer's output, with the shape and type of `x`. Collective when the layer spans several ranks.
 
         Args:
             x: `[..., H]`.
@@ -176,12 +176,12 @@ class MoE(nn.Module):
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """The MoE layers of a model by their module path, in module order."""
+    """Return the MoE layers of a model by their module path, in module order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def update_balance(model: nn.Module) -> None:
-    """Tells what follows the load of a model's experts, such as the `balance` of a `Router`, the load of this step.
+    """Pass the load of this step to everything that follows it, such as the `balance` of a `Router`.
 
     A session does so in each step. Without one, call it after `optimizer.step()`, and then `experts.count.forget()` of
     each layer.
@@ -190,7 +190,7 @@ def update_balance(model: nn.Module) -> None:
 
 
 def tell_load(layers: Iterable[Experts]) -> None:
-    """Calls `on_load` of each of these layers that has one with its load."""
+    """Call `on_load` with the layer's load, for each layer that has one."""
     told = [experts for experts in layers if experts.on_load is not None]
     for experts, load_E in zip(told, TokenCount.totals(experts.count for experts in told), strict=True):
         assert experts.on_load is not None
@@ -198,7 +198,7 @@ def tell_load(layers: Iterable[Experts]) -> None:
 
 
 def layer_settings(model: nn.Module) -> list[str]:
-    """The settings of each MoE layer, and of experts with another router."""
+    """Return the settings of each MoE layer, and of experts with another router."""
     layers = list(moe_layers(model).values())
     inside = {id(layer.experts) for layer in layers}
     others = [experts for experts in expert_layers(model).values() if id(experts) not in inside]

@@ -36,22 +36,22 @@ OURS = "_evermoe_tickets"
 
 
 def is_recomputing() -> bool:
-    """Whether this forward repeats one for its backward, as activation checkpointing of either kind does."""
+    """Return whether this forward repeats one for its backward, as activation checkpointing of either kind does."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def is_recomputing_reentrant() -> bool:
-    """Whether it is the kind that has left no graph at first."""
+    """Return whether the first forward has left no graph, as in reentrant checkpointing."""
     return is_recomputing() and _find_checkpoints().repeated is not None
 
 
 def is_for_backward() -> bool:
-    """Whether a backward may go through what is computed now, or through its repeat by reentrant checkpointing."""
+    """Return whether a backward may use this forward, or its repeat by reentrant checkpointing."""
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and bool(_find_checkpoints().running))
 
 
 def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's output and its loss, such that the gradient of the loss arrives, also under reentrant checkpointing.
+    """Return a layer's output and its loss, connected so that the loss's gradient arrives under checkpointing, too.
 
     Args:
         layer: of this forward.
@@ -88,7 +88,7 @@ class Ticket:
         self._gradient: Tensor | None = None
 
     def keep(self, gradient: Tensor) -> None:
-        """Keeps it until the second forward's backward, which must be part of the backward that runs."""
+        """Keep the gradient until the backward of the second forward, which must be part of the running backward."""
         self._gradient = gradient
         if _find_checkpoints(of_all=True).repeated is None:  # else it may come once the backward in a backward is over
             Variable._execution_engine.queue_callback(self._check)
@@ -99,7 +99,7 @@ class Ticket:
         return gradient
 
     def _check(self) -> None:
-        """Raises if nothing has taken the gradient until the backward's end.
+        """Raise if nothing has used the gradient by the end of the backward.
 
         Raises:
             UnsupportedState: it would be lost.
@@ -149,7 +149,7 @@ class _Checkpoints(NamedTuple):
 
 
 def _find_checkpoints(*, of_all: bool = False) -> _Checkpoints:
-    """Looks through the calls that have led here.
+    """Search the call stack for checkpointed functions.
 
     Args:
         of_all: also outside of the backward that runs, where that is part of another one.
@@ -168,13 +168,13 @@ def _find_checkpoints(*, of_all: bool = False) -> _Checkpoints:
 
 
 def _name(code: CodeType) -> str:
-    """The qualified name; before Python 3.11 that of torch's own checkpointing alone."""
+    """Return the qualified name; before Python 3.11 that of torch's own checkpointing alone."""
     name: str = getattr(code, "co_qualname", "")
     return TORCHS.get(code, name)
 
 
 def _tickets(context: Any, layer: Any) -> deque[Ticket]:
-    """Those of a layer within a checkpointed function."""
+    """Return the saved-tensor hooks of a layer within a checkpointed function."""
     if not hasattr(context, OURS):
         setattr(context, OURS, {})
     found: dict[Any, deque[Ticket]] = getattr(context, OURS)

@@ -29,7 +29,7 @@ class PartialExperts(nn.Module):
     _name: Tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no job.
+        """Return the state of a copy, which belongs to no job.
 
         Raises:
             UnsupportedState: this rank has a part of the experts, and a copy could not reach the others; or an
@@ -53,7 +53,7 @@ class PartialExperts(nn.Module):
         return self.__dict__ | {"group": Group(), "matrix_RE": every_1E, "_padding": None, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a layer of its own, also to compiled graphs."""
+        """Restore a copy as a separate layer, also for compiled graphs."""
         super().__setstate__(state)
         self._name = moe_ops.register(self)  # type: ignore[arg-type]
 
@@ -69,12 +69,12 @@ class PartialExperts(nn.Module):
 
 
 def is_averaged_apart(layer: PartialExperts) -> bool:
-    """Whether an `AveragedModel` that still exists has copied the layer."""
+    """Return whether an `AveragedModel` that still exists has copied the layer."""
     return bool(_averages.get(layer))
 
 
 def _average_that_copies() -> AveragedModel | None:
-    """The `AveragedModel` that is being made, if this is called on the way."""
+    """Return the `AveragedModel` under construction on the call stack, if there is one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not AveragedModel.__init__.__code__:
         frame = frame.f_back

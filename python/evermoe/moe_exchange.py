@@ -49,7 +49,7 @@ class Exchange:
 
     @staticmethod
     def of(tokens_RE: Tensor, send_ER: np.ndarray, receive_RE: np.ndarray, experts: Sequence[int]) -> Exchange:
-        """The exchange as it was planned.
+        """Return the exchange as it was planned.
 
         Args:
             tokens_RE: int64 on the layer's device, tokens of each rank for each expert.
@@ -73,7 +73,7 @@ class Exchange:
 
     @staticmethod
     def alone(tokens_RE: Tensor, rows: int) -> Exchange:
-        """The exchange of a rank with itself; the host waits for nothing.
+        """Return the exchange of a rank with itself; the host waits for nothing.
 
         Args:
             tokens_RE: int64 on the layer's device, tokens of this rank for each expert.
@@ -92,7 +92,7 @@ class Exchange:
 
     @staticmethod
     def padded(tokens_RE: Tensor, padding: Padding, rank: int) -> Exchange:
-        """The exchange as the device plans it: the host waits for nothing, and no shape depends on a value.
+        """Return the exchange as the device plans it: the host waits for nothing, and no shape depends on a value.
 
         Replicas of an expert share its tokens evenly.
 
@@ -117,7 +117,7 @@ class Exchange:
 
     @staticmethod
     def plan_on_device(tokens_RE: Tensor, placed: Placed, rank: int, host: HostMemory) -> tuple[Exchange, np.ndarray]:
-        """The exchange as the device plans it, with exact sizes, for which the host waits once.
+        """Return the exchange as the device plans it, with exact sizes, for which the host waits once.
 
         Replicas of an expert share its tokens evenly.
 
@@ -148,11 +148,11 @@ class Exchange:
         return exchange, counted_E
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Brings rows from the order of (source rank, local expert) into that of (expert, source); differentiable."""
+        """Reorder rows from (source rank, local expert) to (local expert, source rank); differentiable."""
         return ops.regroup(rows, self.receive_Re) if self._is_mixed else rows
 
     def by_source(self, rows: Tensor) -> Tensor:
-        """The inverse of `by_expert`."""
+        """Return the inverse of `by_expert`."""
         return ops.regroup(rows, self.receive_Re, inverse=True) if self._is_mixed else rows
 
     @property
@@ -161,7 +161,7 @@ class Exchange:
         return min(self.receive_Re.shape) > 1
 
     def pad(self, positions_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The plan of what is sent, with each rank's rows at the start of its part.
+        """Return the send plan with each rank's rows at the start of its part.
 
         Args:
             positions_TK: of `ops.dispatch_plan`.
@@ -192,7 +192,7 @@ class Placed:
 
     @staticmethod
     def on(device: torch.device, matrix_RE: np.ndarray, experts: Sequence[int]) -> Placed:
-        """The placement on a device.
+        """Return the placement on a device.
 
         Args:
             device: the layer's.
@@ -220,7 +220,7 @@ class Padding(Placed):
 
     @staticmethod
     def of(matrix_RE: np.ndarray, experts: Sequence[int], max_tokens: int, top_k: int, device: torch.device) -> Padding:
-        """The padding for a placement.
+        """Return the padding for a placement.
 
         Args:
             matrix_RE: replicas of each expert on each rank.
@@ -235,7 +235,7 @@ class Padding(Placed):
         return Padding(most_R=most_R.tolist(), starts_R=starts_R, replicas_RE=replicas_RE, experts_e=experts_e)
 
     def fits(self, row_bytes: int) -> bool:
-        """Whether padding costs less than it spares, and a GPU can split the tokens; the same on all ranks."""
+        """Return whether padding saves more than it costs and a GPU can split the tokens; the same on all ranks."""
         ranks = len(self.most_R)
         return ranks <= MAX_RANKS and ranks * max(self.most_R) * row_bytes <= PADDED_BYTES
 
@@ -247,11 +247,11 @@ class HostMemory:
         self._memory: Tensor | None = None
 
     def __reduce__(self) -> tuple[type[HostMemory], tuple[()]]:
-        """A copy of the layer gets memory of its own."""
+        """Pickle no memory: a copy of the layer allocates its own."""
         return HostMemory, ()
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
-        """The values of a tensor: of one on a GPU by one copy on its current stream, for whose end the host waits.
+        """Return the values of a tensor; the host waits for one copy on the current stream of its GPU.
 
         Returns:
             Of the tensor's shape and type. Those of a GPU are valid until the next read, those of the CPU are its own.
@@ -267,7 +267,7 @@ class HostMemory:
 
 
 def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on a device; to a GPU in one copy that nobody waits for."""
+    """Return the arrays as tensors on a device, copied to a GPU in one asynchronous transfer."""
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     if device.type == "cpu":
         return tensors

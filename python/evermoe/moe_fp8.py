@@ -41,7 +41,7 @@ class _Send(torch.autograd.Function):
 
 
 def send(x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, exchange: Exchange, group: Group) -> Tensor:
-    """The rows that come to this rank, of tokens that are rounded to 8 bits for the way; collective and differentiable.
+    """Return the rows that this rank receives, of tokens rounded to 8 bits in transit; collective and differentiable.
 
     They are brought into the experts' order while they still have 8 bits. The gradient takes no notice of the rounding,
     and comes back in the type of the tokens.
@@ -70,5 +70,5 @@ class _Rounded(torch.autograd.Function):
 
 
 def rounded(x_TH: Tensor) -> Tensor:
-    """The tokens as `send` brings them to the experts, without the way; the gradient takes no notice of it."""
+    """Return the tokens rounded as `send` rounds them, without sending; the gradient passes through unchanged."""
     return _Rounded.apply(x_TH)

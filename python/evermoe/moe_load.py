@@ -29,7 +29,7 @@ class TokenCount:
         """Forwards whose exchange has begun since the total was forgotten, without those that a CUDA graph repeats."""
 
     def add(self, tokens_E: NDArray[np.int64] | Tensor, *, is_counted: bool) -> None:
-        """Notes a forward.
+        """Record the load of a forward.
 
         Args:
             tokens_E: int64, tokens of each expert; a tensor stays on its device.
@@ -52,28 +52,28 @@ class TokenCount:
         return self._last_E.cpu().numpy() if isinstance(self._last_E, Tensor) else self._last_E
 
     def forget(self) -> None:
-        """Sets the total to zero."""
+        """Set the total to zero."""
         self.begun = 0
         self._total_E = np.zeros_like(self._total_E)
         if self._there_E is not None:
             self._there_E.zero_()
 
     def copy(self) -> TokenCount:
-        """What is counted so far; the host waits for no device."""
+        """Return a copy of the counts; the host waits for no device."""
         found = TokenCount(len(self._total_E))
         found._last_E, found._total_E = self._last_E, self._total_E
         found._there_E = None if self._there_E is None else self._there_E.clone()
         return found
 
     def resume(self, kept: TokenCount) -> None:
-        """Counts on from a copy, once the total was forgotten."""
+        """Restore the total of a copy after `forget`."""
         self._total_E = kept._total_E
         if kept._there_E is not None and self._there_E is not None:
             self._there_E.copy_(kept._there_E)
 
     @classmethod
     def totals(cls, counts: Iterable[TokenCount]) -> list[NDArray[np.int64]]:
-        """The totals of several layers; the host waits for each device once."""
+        """Return the totals of several layers; the host waits for each device once."""
         counts = list(counts)
         cls._collect(counts)
         return [each._total_E for each in counts]

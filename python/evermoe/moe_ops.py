@@ -30,7 +30,7 @@ class Layer(Served, Protocol):
     ids: list[int]
 
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
-        """The exchange of this rank's tokens of each expert; collective."""
+        """Return the exchange of this rank's tokens of each expert; collective."""
         ...
 
 
@@ -39,14 +39,14 @@ _numbers = itertools.count()
 
 
 def register(layer: Layer) -> Tensor:
-    """A tensor on the CPU that names a layer in compiled graphs, as long as it lives."""
+    """Return a tensor on the CPU that names a layer in compiled graphs, as long as the layer exists."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
 
 
 def takes_groups(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
-    """Whether `grouped_mm` is quick for matrices of this type with rows of these many elements.
+    """Return whether `grouped_mm` is fast for matrices of this type with these row lengths.
 
     Rows must be whole 16 bytes. On a GPU only bfloat16 has a kernel of its own: with others torch copies the rows' ends
     to the host and goes from expert to expert.
@@ -62,7 +62,7 @@ def takes_groups(device: torch.device, dtype: torch.dtype, widths: Sequence[int]
 def plan_exchange(
     layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gathers the load, counts it in the layer, and plans who sends which tokens where; collective.
+    """Gather the load, count it in the layer, and plan the exchange of tokens; collective.
 
     Args:
         layer: from `register`.
@@ -109,7 +109,7 @@ def _exchange(layer: Tensor, rows: Tensor, splits_2R: Tensor, is_return: bool) -
 
 @torch.library.custom_op("evermoe::send_rows", mutates_args=())
 def send_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
-    """Sends rows to the experts' ranks: `[N, H]`, as many as come. Collective and differentiable."""
+    """Send rows to the experts' ranks and return the received rows, `[N, H]`. Collective and differentiable."""
     return _exchange(layer, rows, splits_2R, is_return=False)
 
 
@@ -120,7 +120,7 @@ def _(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
 
 @torch.library.custom_op("evermoe::exchange_rows", mutates_args=())
 def exchange_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor, num_rows: int, is_return: bool) -> Tensor:
-    """Sends rows to the experts' ranks or back: `[num_rows, H]`, with zeros after those that have come.
+    """Send rows to the experts' ranks or back: `[num_rows, H]`, padded with zeros after the received rows.
 
     Collective and differentiable.
     """
@@ -188,7 +188,7 @@ def multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, lengths_e: Sequen
 
 
 def product_of(ends_e: Tensor) -> Product:
-    """The product of rows with their experts' matrices, by the quickest way, in graphs and out of them.
+    """Multiply rows by their experts' matrices with the fastest kernel, in compiled graphs and outside of them.
 
     Args:
         ends_e: int32, the end of each expert's rows; on a GPU the host reads them where `takes_groups` says no.
@@ -206,7 +206,7 @@ def product_of(ends_e: Tensor) -> Product:
 
 @torch.library.custom_op("evermoe::multiply", mutates_args=())
 def multiply(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
-    """Each expert's rows times its matrix, transposed: `[N, D]`. Differentiable.
+    """Return each expert's rows times its matrix, transposed: `[N, D]`. Differentiable.
 
     torch's own `grouped_mm` cannot be traced with float32 or float16 before 2.12.
 
@@ -229,7 +229,7 @@ def _(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
 def multiply_backward(
     gradient_ND: Tensor, rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `multiply` for the rows and for the matrices."""
+    """Return the gradients of `multiply` for the rows and for the matrices."""
     gradient_ND = gradient_ND.contiguous()
     if takes_groups(rows_NC.device, rows_NC.dtype, matrices_eDC.shape[1:]):
         rows = F.grouped_mm(gradient_ND, matrices_eDC, offs=ends_e)

@@ -40,7 +40,7 @@ class Manner(NamedTuple):
 
     @classmethod
     def of(cls, x_TH: Tensor, ids_TK: Tensor, *, in_graph: bool) -> Manner:
-        """The manner of a forward.
+        """Describe a forward by the properties that all members must share.
 
         Args:
             x_TH: tokens in the type in which they travel.
@@ -166,7 +166,7 @@ class Turns:
 
 
 def _serve(layer: Served, manner: Manner) -> None:
-    """Runs a forward of no tokens, for those of other members."""
+    """Run a forward without tokens, so that the forwards of other members can complete."""
     dtype, device = DTYPES[manner.dtype], layer.weights.device
     x_TH = torch.zeros(0, layer.hidden, dtype=dtype, device=device)
     ids_TK = torch.zeros(0, manner.top_k, dtype=torch.int64, device=device)

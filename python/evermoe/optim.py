@@ -28,7 +28,7 @@ class _Optimizer(torch.optim.Optimizer):
     """What the optimizers share: checks of their groups, and one call for all parameters."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters with options of their own; those not given are the constructor's.
+        """Add parameters with their own options; options not given are those of the constructor.
 
         Raises:
             ValueError: as the constructor's, or TypeError; nothing is added then.
@@ -43,10 +43,10 @@ class _Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step with the gradients that there are; where it raises, none.
+        """Update all parameters that have a gradient, or none if it raises.
 
         Args:
-            closure: computes the loss and its gradients anew, before the step.
+            closure: recomputes the loss and its gradients before the step.
 
         Returns:
             What the closure returned.
@@ -96,7 +96,7 @@ class _Optimizer(torch.optim.Optimizer):
         return master
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over groups and state; torch would round the float32 state of parameters in bfloat16 and float16."""
+        """Load groups and state; torch would round the float32 state of parameters in bfloat16 and float16."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -106,17 +106,17 @@ class _Optimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
     def _next_step(self, parameter: Tensor) -> int:
-        """The number of the step that the parameter takes next, from 1, as far as the numbers depend on it."""
+        """Return the number of the parameter's next step, from 1, as far as the hyperparameters depend on it."""
         raise NotImplementedError
 
     def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
-        """The numbers of the group's step `t`."""
+        """Return the numbers of the group's step `t`."""
         raise NotImplementedError
 
     def _step_all(
         self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
     ) -> None:
-        """Takes a step of each parameter's target, of all in one call, and counts it."""
+        """Update the targets of all parameters in one call, and count the step."""
         raise NotImplementedError
 
 
@@ -160,7 +160,7 @@ class AdamW(_Optimizer):
         super().__init__(params, options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over groups and state; also those of torch's class, without its AMSGrad.
+        """Load groups and state, including those of torch's class without AMSGrad.
 
         Raises:
             ValueError: the groups ask for AMSGrad.
@@ -248,7 +248,7 @@ class SGD(_Optimizer):
             self.state[parameter]["momentum_buffer"] = buffer
 
     def _buffer(self, parameter: Tensor) -> Tensor:
-        """The parameter's momentum; before its first step, memory for it."""
+        """Return the parameter's momentum; allocate it before the first step."""
         buffer: Tensor | None = self.state[parameter].get("momentum_buffer")
         if buffer is None:
             return torch.empty_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -256,7 +256,7 @@ class SGD(_Optimizer):
 
 
 def _readable(gradient: Tensor) -> Tensor:
-    """The gradient as the ops take it: they read float32 and bfloat16."""
+    """Return the gradient in a type that the ops read: float32 or bfloat16."""
     return gradient.float() if gradient.dtype == torch.float16 else gradient
 
 

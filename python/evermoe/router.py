@@ -166,7 +166,7 @@ class Router(nn.Linear):
     def forward(  # type: ignore[override]
         self, x_TH: Tensor, tokens_T: Tensor | None = None, mask_T: Tensor | None = None
     ) -> Routes:
-        """The experts of each token.
+        """Return the experts of each token.
 
         Args:
             x_TH: `[T, H]` of any floating-point type.
@@ -229,7 +229,7 @@ class Router(nn.Linear):
 
     @torch.no_grad()
     def update_balance(self, load_E: NDArray[np.int64]) -> None:
-        """Moves `balance` after a step; the same on all ranks, as the load is.
+        """Update `balance` after a step; it stays equal on all ranks, as the load is.
 
         Args:
             load_E: tokens of each expert on all ranks in this step, as `Experts.load_E`.
@@ -247,5 +247,5 @@ def mean_of_tokens(scores_TE: Tensor, mask_T: Tensor | None) -> Tensor:
 
 
 def follow_load(balance_E: Tensor, load_E: NDArray[np.int64], rate: float) -> None:
-    """Adds `rate` for each expert with less than the mean load, and takes it from those with more, in place."""
+    """Add `rate` to experts with less than the mean load and subtract it from those with more, in place."""
     balance_E.add_(torch.from_numpy(np.sign(load_E.mean() - load_E)).to(balance_E), alpha=rate)

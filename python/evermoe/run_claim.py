@@ -55,12 +55,12 @@ class Run:
 
     @staticmethod
     def begin(job: str, lighthouse: str) -> Run:
-        """A new run, as this process proposes it."""
+        """Return a new run that this process proposes."""
         return Run(job, uuid.uuid4().hex, lighthouse, socket.gethostname(), os.getpid(), round(time.time(), 3))
 
     @staticmethod
     def parsed(content: bytes) -> Run | None:
-        """The run that the content of `run.json` names; None if it is damaged."""
+        """Return the run that the content of `run.json` names; None if it is damaged."""
         try:
             fields = json.loads(content)
             run = Run(**fields)
@@ -75,7 +75,7 @@ class Run:
         return json.dumps(asdict(self))
 
     def describe(self) -> str:
-        """The run, for people."""
+        """Describe the run for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return (
             f"another run of job {self.job!r}, which process {self.pid} on {self.host} began at {since} with the "
@@ -84,7 +84,7 @@ class Run:
 
 
 def meeting_point(addresses: Iterable[str]) -> str:
-    """The Lighthouses of a run, in an order that is the same for all members; a loopback address with this host's name.
+    """Return the Lighthouses of a run, in the same order on all members; a loopback address with this host's name.
 
     >>> meeting_point(["http://b:29510", "http://a:29510"])
     'a:29510,b:29510'
@@ -112,7 +112,7 @@ class RunClaim:
         _claims.add(self)
 
     def found(self) -> Run | None:
-        """The run whose members live and hold the folder; None where it has none, or cannot be opened."""
+        """Return the run whose living members hold the folder; None without one or if the folder cannot be opened."""
         try:
             file = self._open(os.O_RDWR)
         except OSError:
@@ -123,7 +123,7 @@ class RunClaim:
             os.close(file)
 
     def claim_for(self, run: Run, patience: float) -> None:
-        """Takes the folder for a run, with those of its members that have it.
+        """Take the folder for a run, together with the members of the run that hold it.
 
         Args:
             run: of this process.
@@ -147,7 +147,7 @@ class RunClaim:
             time.sleep(_PAUSE_SECONDS)  # nothing tells when a lock is free
 
     def _try(self, run: Run) -> Run | None:
-        """Takes the lock if that can be done at once; returns the run that has it, if not."""
+        """Take the lock if it is free; return the run that holds it otherwise."""
         file = self._open(os.O_RDWR | os.O_CREAT)
         try:
             if try_lock(file, fcntl.LOCK_EX) and _read(file) != run:
@@ -169,7 +169,7 @@ class RunClaim:
             raise error
 
     def _is_current(self, file: int) -> bool:
-        """Whether the name still stands for the open file."""
+        """Return whether the name still stands for the open file."""
         try:
             return os.fstat(file).st_ino == self._path.stat().st_ino
         except OSError:
@@ -199,7 +199,7 @@ class RunClaim:
         return f"{self._what} {self._path.parent} was taken over by {found.describe()}"
 
     def release(self) -> None:
-        """Lets other runs take the folder."""
+        """Release the folder for other runs."""
         file, self._file, self._nonce = self._file, None, ""
         if file is not None:
             os.close(file)
@@ -218,7 +218,7 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 def remove_run(folder: Path) -> None:
-    """Removes `run.json` from a folder in which nothing else is left, unless a living process holds it."""
+    """Remove `run.json` from a folder that is otherwise empty, unless a living process holds it."""
     with suppress(OSError):
         file = os.open(folder / RUN, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -233,7 +233,7 @@ def remove_run(folder: Path) -> None:
 
 
 def try_lock(file: int, kind: int) -> bool:
-    """Takes a lock on an open file, `fcntl.LOCK_SH` or `LOCK_EX`, unless others hold one that forbids it.
+    """Take a lock on an open file, `fcntl.LOCK_SH` or `LOCK_EX`, unless others hold one that forbids it.
 
     Returns:
         Whether it could be taken; True also on a file system without locks.

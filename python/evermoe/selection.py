@@ -62,7 +62,7 @@ class ExpertSelector:
         """Experts of which there are copies at all; None for all. Others train on enough nodes."""
 
     def replan(self, active: Mapping[str, Collection[int]], ranks: int) -> None:
-        """Ranks train experts otherwise from now on: `active`, by unit."""
+        """Update the ranks that train each expert from `active`, by unit."""
         names = [expert_unit(path, expert) for path, number in self._layers.items() for expert in range(number)]
         found = iter(primaries([list(active[name]) for name in names], [1] * len(names), ranks))
         for row, number in zip(self._ranks_LE, self._layers.values(), strict=True):

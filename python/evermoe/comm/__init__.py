@@ -1,1 +1,1 @@
-"""Who is alive, and how bytes travel between members."""
+"""Membership, failure detection, and transport of bytes between members."""

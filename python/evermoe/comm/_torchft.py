@@ -12,13 +12,13 @@ class Torchft(NamedTuple):
     """The two modules of torchft that are used."""
 
     coordination: Any
-    """Lighthouse and quorums."""
+    """The Lighthouse and its quorums."""
     process_group: Any
-    """Groups that can be aborted."""
+    """Process groups that can be aborted."""
 
 
 @functools.cache
 def torchft() -> Torchft:
     """Import torchft."""
-    os.environ.setdefault("RUST_LOG", "warn")  # it reads this as it is imported, and logs every quorum otherwise
+    os.environ.setdefault("RUST_LOG", "warn")  # read at import; by default it logs every quorum
     return Torchft(*(importlib.import_module(f"torchft.{name}") for name in Torchft._fields))

@@ -1,4 +1,4 @@
-"""Decisions of all members beside training: what each says goes to rank 0, and what that decides goes to all."""
+"""Decisions of all members in the background: rank 0 gathers the reports and broadcasts its decision."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from evermoe.comm.transport import Channel
 from evermoe.errors import PeerLost
 
 UNLIMITED = timedelta(days=7)
-"""Members may take long until they have something to say. That one is gone, its group notices."""
+"""A member may take long to report. Its group, not this limit, detects that a member is lost."""
 _LENGTH_BYTES = 8
 
 
 class BackgroundConsensus:
-    """One decision among the members of a group, whatever group they are in when it is made.
+    """A decision of the members of a group. It stays valid when the group changes while it is made.
 
-    Any thread may decide. All members make their councils of one tag in the same order, and decide in that order.
+    Any thread may call it. All members must create the objects of one tag in the same order, and decide in that order.
 
     Args:
-        group: the members now.
-        tag: of the messages.
+        group: the current members.
+        tag: tag of the messages.
 
     Raises:
         PeerLost: the group was dropped.
@@ -40,11 +40,17 @@ class BackgroundConsensus:
             self._channel = Channel(group.transport, tag)
 
     def decide(self, mine: object, conclude: Callable[[list[Any]], object]) -> Any:
-        """What `conclude` makes on rank 0 of what each member says, by rank; all as JSON returns it.
+        """Gather `mine` of each member on rank 0, and return what `conclude` makes of them; collective.
+
+        All values pass through JSON.
+
+        Args:
+            mine: this member's report.
+            conclude: returns the decision from the reports, by rank; called on rank 0 alone.
 
         Raises:
-            PeerLost: a member cannot be heard any more. If that is known before rank 0 concludes, nothing is decided;
-                else others may know the decision.
+            PeerLost: a member no longer answers. If rank 0 notices this before it concludes, nothing is decided;
+                otherwise other members may already know the decision.
         """
         said = json.dumps(mine)
         if self.rank:
@@ -53,11 +59,11 @@ class BackgroundConsensus:
         else:
             decided = self._decide(said, conclude)
         if not decided:
-            raise PeerLost("not all members can be heard any more")
+            raise PeerLost("a member no longer answers")
         return json.loads(decided)
 
     def _decide(self, mine: str, conclude: Callable[[list[Any]], object]) -> str:
-        """On rank 0; nothing if it is no decision."""
+        """Conclude on rank 0 and send the decision to all; return an empty text if a member is lost."""
         try:
             said = [mine, *map(self._hear, range(1, self.size))]
         except PeerLost:
@@ -65,7 +71,7 @@ class BackgroundConsensus:
         else:
             decided = json.dumps(conclude([json.loads(text) for text in said]))
         for peer in range(1, self.size):
-            with suppress(PeerLost):  # the group notices it, too
+            with suppress(PeerLost):  # the group detects it as well
                 self._tell(peer, decided)
         return decided
 

@@ -1,9 +1,10 @@
 """Collectives of training: the differentiable all-to-all and the reduction of gradients.
 
-There is no communicator per expert: expert gradients are reduced over the world group by two uneven all-to-alls.
+There is no communicator per expert, as placements change. Two uneven all-to-alls over the world group reduce expert
+gradients.
 Each host of an expert owns a shard of its gradient; it receives that shard from all other hosts, sums in rank order
 and returns the sum, so that all replicas get the same bits. Other gradients use bucketed all-reduce, or an all-to-all
-to the owner of each, in buckets to which the owners contribute alike.
+to the owner of each, in buckets of which every owner has an equal part.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(rows: Tensor, sent_R: list[int], received_R: list[int], group: Group) -> Tensor:
-    """Differentiable `Group.all_to_all`: `sent_R[r]` rows go to rank r, `received_R[r]` come from it."""
+    """Exchange rows like `Group.all_to_all`, differentiably: `sent_R[r]` go to rank r, `received_R[r]` come from it."""
     if group.size == 1:
         return rows.narrow(0, 0, sent_R[0])
     return _AllToAll.apply(rows.narrow(0, 0, sum(sent_R)), sent_R, received_R, group)
@@ -54,9 +55,9 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_reduce(values: Tensor, group: Group) -> Tensor:
-    """Differentiable sum over all members; the backward, too, is collective, and sums the gradient over them.
+    """Return the sum over all members, differentiably. The backward is collective and sums the gradient over them.
 
-    So each member gets the gradient of all members' losses by its own values.
+    Each member thus gets the gradient of all members' losses with respect to its own values.
     """
     found: Tensor = _AllReduce.apply(values, group)
     return found
@@ -84,13 +85,13 @@ class _Round(NamedTuple):
 class ExpertReducer:
     """Sums expert gradients over all hosts of each expert; every replica ends with the same bits.
 
-    Takes memory for a bucket's worth of them at a time, on each rank.
+    It needs memory for one bucket of gradients at a time on each rank.
 
     Args:
         matrices: per MoE layer, int `[R, E]`: replicas of each expert on each rank; the same on all ranks.
         row_sizes: per layer, elements of one expert's flat weights.
         rank: this rank.
-        bucket_bytes: of float32 gradients that any rank sums with others at a time.
+        bucket_bytes: bytes of float32 gradients that a rank sums with others at a time.
 
     Example: expert 0 of 10 elements is hosted by ranks 1, 2 and 4. Rank 1 owns elements 0–3, rank 2 4–6, rank 4 7–9.
     Rank 2 sends elements 0–3 to rank 1 and 7–9 to rank 4, receives 4–6 from both, sums them in the order 1, 2, 4,
@@ -108,7 +109,7 @@ class ExpertReducer:
         self._rounds: list[_Round] = []
         self._room = room = max(1, bucket_bytes // 4)
         self._left_R = np.zeros(self._size, np.int64)
-        """Elements of each rank for which the latest round has room; counted alike on all of them."""
+        """Elements of each rank that still fit into the latest round; all ranks compute the same counts."""
         for layer, (matrix, length) in enumerate(zip(matrices, row_sizes, strict=True)):
             rows_RE = np.cumsum(matrix > 0, axis=1) - 1
             for expert in np.flatnonzero((matrix > 0).sum(0) > 1):
@@ -132,7 +133,7 @@ class ExpertReducer:
                 self._rounds[-1].theirs[host].append(part)
 
     def reduce(self, gradients: Sequence[Tensor], group: Group) -> None:
-        """Replaces each layer's gradient `[e, row]` by the sum over all hosts, in place. Collective."""
+        """Replace each layer's gradient `[e, row]` by the sum over all hosts, in place. Collective."""
         if group.size == 1 or not gradients:
             return
         for each in self._rounds:
@@ -163,7 +164,7 @@ class ExpertReducer:
     def _sum(
         mine: Sequence[tuple[Slice, list[int]]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int
     ) -> Tensor:
-        """Sums the shards of this rank in rank order (float32); returns them laid out by destination."""
+        """Sum the shards of this rank in rank order (float32); return them laid out by destination."""
         cursor = [0] * len(incoming)
         outgoing: list[list[Tensor]] = [[] for _ in incoming]
         for part, hosts in mine:
@@ -185,17 +186,17 @@ class ExpertReducer:
 
 
 def complete_gradients(parameters: Sequence[nn.Parameter], group: Group, flags: Sequence[bool] = ()) -> list[bool]:
-    """Makes all ranks agree on which parameters have a gradient: missing on some ranks means zeros there.
+    """Make all ranks agree on which parameters have a gradient: a missing one becomes zeros if another rank has it.
 
-    One that has none on any rank keeps `grad = None`, so that the optimizer skips it. Collective.
+    A parameter without a gradient on every rank keeps `grad = None`, so that the optimizer skips it. Collective.
 
     Args:
-        parameters: of the model.
-        group: of all that have them.
-        flags: as many on all ranks.
+        parameters: parameters of the model.
+        group: all ranks that have them.
+        flags: any flags; the same number on all ranks.
 
     Returns:
-        per flag, whether it is set on any rank.
+        for each flag, whether it is set on any rank.
     """
     counts = torch.tensor([*(float(p.grad is not None) for p in parameters), *map(float, flags)])
     group.all_reduce(counts)
@@ -207,7 +208,7 @@ def complete_gradients(parameters: Sequence[nn.Parameter], group: Group, flags: 
 
 
 def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
-    """Sums the gradients of replicated parameters over all ranks by all-reduce, in buckets of one dtype. Collective."""
+    """Sum the gradients of replicated parameters over all ranks by all-reduce, in buckets of one dtype. Collective."""
     if group.size == 1:
         return
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -227,17 +228,17 @@ def _reduce_bucket(gradients: list[Tensor], group: Group) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-# ---- tensors that have an owner each
+# ---- tensors with one owner each
 
 
 def reduce_to_owners(gradients_R: Sequence[Sequence[Tensor]], group: Group) -> None:
-    """Sums each gradient over all ranks at its owner, in rank order and at least float32; the others' stay as they are.
+    """Sum each gradient over all ranks at its owner, in rank order and at least in float32. Collective.
 
-    Collective.
+    Gradients on other ranks keep their values.
 
     Args:
-        gradients_R: those that each rank owns; of the same shapes and types everywhere.
-        group: of these ranks.
+        gradients_R: the gradients that each rank owns; the same shapes and types on all ranks.
+        group: the ranks.
 
     Example: rank 0 owns a gradient [2], rank 1 one [1]. Rank 0 sends one element to rank 1, gets two, and adds them to
     its own.
@@ -262,11 +263,11 @@ def reduce_to_owners(gradients_R: Sequence[Sequence[Tensor]], group: Group) -> N
 
 
 def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> None:
-    """Copies tensors of any types from the rank that owns each to all others, in place. Collective.
+    """Copy tensors of any types from the rank that owns each to all others, in place. Collective.
 
     Args:
-        tensors_R: those that each rank owns; of the same shapes and types everywhere.
-        group: of these ranks.
+        tensors_R: the tensors that each rank owns; the same shapes and types on all ranks.
+        group: the ranks.
     """
     if group.size == 1:
         return
@@ -274,7 +275,7 @@ def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> Non
     for pieces_R in _rounds(flat_R):
         some = next(piece for pieces in pieces_R for piece in pieces)
         mine = torch.cat([some[:0], *pieces_R[group.rank]])
-        pieces_R[group.rank] = []  # its own stay untouched: replicas follow what its steps alone have written
+        pieces_R[group.rank] = []  # an owner's tensors stay untouched: replicas repeat only what its steps have written
         receive = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
         send = [len(mine) * (rank != group.rank) for rank in range(group.size)]
         incoming = group.all_to_all(mine.repeat(group.size - 1), send, receive)
@@ -286,7 +287,7 @@ def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> Non
 
 
 def buckets(tensors_R: Sequence[Sequence[Tensor]], nbytes: int) -> list[list[list[Tensor]]]:
-    """Divides tensors `[rank][n]` into buckets `[bucket][rank][m]` of about so many bytes, each rank's in their order.
+    """Divide tensors `[rank][n]` into buckets `[bucket][rank][m]` of about `nbytes`; each rank's keep their order.
 
     Example, with room for 8 bytes: tensors of 4, 4 and 4 bytes of rank 0, and of 8 bytes of rank 1, give a bucket with
     the first of each, one with the second of rank 0, and one with its third.
@@ -306,7 +307,7 @@ def buckets(tensors_R: Sequence[Sequence[Tensor]], nbytes: int) -> list[list[lis
 
 
 def _rounds(flat_R: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yields pieces `[n]` of one type that each rank owns, up to a bucket in all, and equally many while there are any.
+    """Yield rounds: for each rank pieces `[n]` of one type that it owns, together up to a bucket.
 
     Args:
         flat_R: tensors `[n]` that each rank owns.
@@ -321,7 +322,7 @@ def _rounds(flat_R: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
 
 
 def _pieces(flat: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
-    """Yields lists of pieces, each of `room` elements in all but the last."""
+    """Yield lists of pieces, each of `room` elements in all but the last."""
     pieces: list[Tensor] = []
     left = room
     for tensor in flat:
@@ -343,7 +344,7 @@ def _fill(pieces: Sequence[Tensor], values: Tensor) -> None:
 
 
 def _write_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
-    """Writes what was copied, as it is not contiguous, to where it came from."""
+    """Copy the values of tensors that are not contiguous back into them: `flat` holds copies of those."""
     for tensor, values in zip(tensors, flat, strict=True):
         if not tensor.is_contiguous():
             tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))

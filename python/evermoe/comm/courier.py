@@ -1,8 +1,9 @@
 """Transfers concurrent with training: threads that send and receive for the copies while the network is idle.
 
 A courier never stops the training thread. It begins a message only in a window, between two collectives of the training
-thread, unless that says `hurry`; it learns of a lost peer as a result (`Task.lost`), not as an exception over there.
-What it reads from a GPU it reads on a stream of its own, after what the training thread had launched when it was told.
+thread, unless the training thread calls `Pacer.hurry`. A lost peer is a result (`Task.lost`), not an exception in the
+training thread. A courier reads from a GPU on a stream of its own, after the work that the training thread had launched
+when it submitted the task.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from evermoe.comm.transport import Transfer, Transport
 from evermoe.planning.schedule import Link
 
 IN_FLIGHT = 2
-"""Messages that are under way at a time: while one travels, the next is made ready."""
+"""Messages in flight at a time: while one travels, the next is prepared."""
 KEPT_TRANSFERS = 4096
-"""Latest transfers that are remembered for traces."""
+"""Number of latest transfers kept for traces."""
 PROGRESS_CHECKS = 16
-"""Progress checks per hang limit."""
+"""Progress checks per hang timeout."""
 UNLIMITED = timedelta(days=7)
-"""The other end may be much later: it waits for windows or optimizer state. `Courier.wait` notices silent peers."""
+"""The other end may be much later: it waits for windows or optimizer state. `Courier.wait_for_task` detects silent
+peers."""
 
 
 class Message(NamedTuple):
@@ -44,11 +46,11 @@ class Message(NamedTuple):
     tag: int
     """Messages of one tag between two members keep their order."""
     window: int | None = None
-    """The window of the step, by `Pacer.expect`, before which it is not sent; None: any; or `ANY_TIME`, `AT_ONCE`."""
+    """Window (see `Pacer.expect_windows`) before which it is not sent; None: any window; or `ANY_TIME`, `AT_ONCE`."""
     step: int | None = None
-    """The step, by `Pacer.step`, of which that is the window; None for whichever runs."""
+    """The window's step, as numbered by `Pacer.step`; None: the current step."""
     for_vote: bool = False
-    """Whether the vote of the step that runs waits for it."""
+    """Whether the vote of the current step waits for it."""
 
 
 class Sent(NamedTuple):
@@ -59,12 +61,12 @@ class Sent(NamedTuple):
     nbytes: int
     peer: int
     window: int | None
-    """The window in which it was begun; None outside of all."""
+    """The window in which it began; None if it began outside all windows."""
     when: When = "background"
 
 
 class _UnderWay(NamedTuple):
-    """A message whose end is not known yet."""
+    """A message that is still being sent."""
 
     transfer: Transfer
     message: Message
@@ -81,10 +83,10 @@ class Courier:
 
     Args:
         transport: carries the messages.
-        pacer: None for one that never waits for a window.
-        name: of the thread.
-        device: that tasks read from.
-        link: how long a message takes.
+        pacer: knows the windows; None: messages wait for no window.
+        name: name of the thread.
+        device: device that tasks read from.
+        link: cost model of a message.
     """
 
     def __init__(
@@ -99,31 +101,31 @@ class Courier:
         self._transport, self._pacer, self.link = transport, pacer, link
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         self.in_flight = IN_FLIGHT
-        """Messages that are under way at a time."""
+        """Messages in flight at a time."""
         self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
         """The latest messages."""
         self.sent_bytes = 0
         """Bytes of all messages so far."""
         self.progress = 0
-        """Counter of everything that is done for tasks: while it grows, no peer is silent."""
+        """Count of completed transfers of tasks: while it grows, no peer is silent."""
         self._tasks: queue.SimpleQueue[Task[object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def step(self) -> int:
-        """Number of the step that runs: see `Pacer.step`."""
+        """Number of the current step: see `Pacer.step`."""
         return 0 if self._pacer is None else self._pacer.step
 
     @property
     def windows(self) -> list[float]:
-        """Seconds of the windows of a step; empty where they are not known."""
+        """Durations in seconds of the windows of a step; empty while they are not known."""
         return [] if self._pacer is None else [seconds for _, seconds in self._pacer.places.values()]
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
-        """Runs `work` in the thread, after the tasks before it.
+        """Run `work` in the thread, after the tasks before it.
 
-        What it reads from a GPU is what the caller's stream will have written by then.
+        It sees on a GPU all writes that the caller's stream has already launched.
         """
         after = None
         if self._stream is not None:
@@ -132,8 +134,8 @@ class Courier:
         self._tasks.put(task)  # type: ignore[arg-type]
         return task
 
-    def receive(self, message: Message) -> Transfer:
-        """Begins to receive; called by tasks.
+    def begin_receive(self, message: Message) -> Transfer:
+        """Begin to receive a message; called by tasks.
 
         Raises:
             PeerLost: the connections were dropped.
@@ -141,7 +143,7 @@ class Courier:
         return self._transport.receive(message.data, message.peer, message.tag)
 
     def wait_received(self, transfer: Transfer) -> None:
-        """Waits for what was begun to receive, however long its sender waits for a window; called by tasks.
+        """Wait for a message to arrive, without a time limit, as its sender may wait for a window; called by tasks.
 
         Raises:
             PeerLost: the other member is gone, or the connections were dropped.
@@ -149,10 +151,12 @@ class Courier:
         transfer.wait(UNLIMITED)
         self.progress += 1
 
-    def send(self, messages: Iterable[Message], on_sent: Callable[[Sent], None] = _ignore) -> int:
-        """Sends messages, each when its window is open; called by tasks. Returns the bytes once all are sent.
+    def send_messages(self, messages: Iterable[Message], on_sent: Callable[[Sent], None] = _ignore) -> int:
+        """Send messages, each when its window is open, and return their bytes once all are sent; called by tasks.
 
-        `on_sent` is told of each message that is sent.
+        Args:
+            messages: the messages, in order.
+            on_sent: called with each message that was sent.
 
         Raises:
             PeerLost: a peer is gone, or the connections were dropped.
@@ -162,7 +166,7 @@ class Courier:
         for message in messages:
             if len(under_way) == self.in_flight:
                 self._note_sent(under_way.popleft())
-            before = sum(self.seconds(each.message.data.nbytes) for each in under_way)
+            before = sum(self.message_seconds(each.message.data.nbytes) for each in under_way)
             opening = self._wait_for_window(message, before, under_way)
             transfer = self._transport.send(message.data, message.peer, message.tag)
             under_way.append(_UnderWay(transfer, message, opening, on_sent))
@@ -171,29 +175,30 @@ class Courier:
             self._note_sent(under_way.popleft())
         return total
 
-    def tell(self, messages: Iterable[Message]) -> None:
-        """Sends what peers must know before all else comes: at once, and no measure of the link.
+    def send_at_once(self, messages: Iterable[Message]) -> None:
+        """Send messages that peers need first, without a window and without timing the link; called by tasks.
 
         Raises:
             PeerLost: a peer is gone, or the connections were dropped.
         """
-        told = list(messages)
-        for transfer in [self._transport.send(each.data, each.peer, each.tag) for each in told]:
+        listed = list(messages)
+        for transfer in [self._transport.send(each.data, each.peer, each.tag) for each in listed]:
             transfer.wait(UNLIMITED)
             self.progress += 1
-        self.sent_bytes += sum(each.data.nbytes for each in told)
+        self.sent_bytes += sum(each.data.nbytes for each in listed)
 
-    def seconds(self, nbytes: int) -> float:
-        """How long a message takes."""
+    def message_seconds(self, nbytes: int) -> float:
+        """Return the seconds that a message of `nbytes` takes."""
         return self.link.alpha + nbytes / self.link.beta
 
-    def wait(self, task: Task[T], group: Group) -> bool:
-        """Waits like `Task.wait`, for the training thread, which has hurried.
+    def wait_for_task(self, task: Task[T], group: Group) -> bool:
+        """Wait in the training thread until a task is over, like `Task.wait`; call `Pacer.hurry` first.
 
-        Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer; hardly
-        later, as members that wait for the same peer in a collective then agree, and resume without a late member.
+        If no transfer completes for as long as a collective waits for a silent peer, the training thread's group is
+        dropped. The two limits must be about equal: members that wait for the same peer in a collective give up then,
+        and continue without a member that comes later.
         """
-        is_whole = False
+        has_succeeded = False
         group.on_wait(True)
         try:
             moved, since = self.progress, time.monotonic()
@@ -205,23 +210,23 @@ class Courier:
                 elif time.monotonic() - since >= self._transport.limit_seconds:
                     group.timed_out = True
                     group.drop("copies have stopped: a peer is silent")
-            is_whole = task.wait()
-            return is_whole
+            has_succeeded = task.wait()
+            return has_succeeded
         finally:
-            group.on_wait(False, is_whole)
+            group.on_wait(False, has_succeeded)
 
     def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
         if self._pacer is None or message.window == AT_ONCE:
             return Opening("background", None, time.perf_counter_ns())
-        seconds, for_vote = self.seconds(message.data.nbytes), message.for_vote
+        seconds, for_vote = self.message_seconds(message.data.nbytes), message.for_vote
         if not self._pacer.may_begin(message.window, before + seconds, message.step, for_vote=for_vote):
-            while under_way:  # what is under way is noted now, not when the next window opens
+            while under_way:  # messages in flight are recorded now, not when the next window opens
                 self._note_sent(under_way.popleft())
             before = 0.0
-        return self._pacer.wait(message.window, before + seconds, message.step, for_vote=for_vote)
+        return self._pacer.wait_for_window(message.window, before + seconds, message.step, for_vote=for_vote)
 
     def close(self) -> None:
-        """Ends the thread after the current task."""
+        """End the thread after the current task."""
         self._tasks.put(None)
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Whether the members of a group are there: notices one that falls silent, and learns that others wait for this one."""
+"""Failure detection in a group: finds silent members, and learns when others have waited for this one in vain."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from evermoe.native_calls import native_call
 logger = logging.getLogger(__name__)
 
 MAX_WATCHED = 64
-"""Members that one watches: of more, those that follow it in the order of ranks, so that all are watched."""
+"""Largest number of members that one probes: the next ones in the order of ranks, so that every member is probed."""
 AT_ONCE = 0.1
-"""Seconds in which a collective fails that began after the others had given up."""
+"""A collective that fails within these seconds began after the others had given up."""
 SIT_OUT = 10
-"""A member that others have waited for in vain stays away for so many hang limits, then for twice as many."""
+"""Hang timeouts for which a member stays away after others have waited for it in vain; doubled each further time."""
 LOOKS = 8
-"""Looks whether the wall clock was set back, per hang limit."""
+"""Checks for a wall clock that was set back, per hang timeout."""
 SET_BACK_SECONDS = 1.0
-"""A wall clock that is set back by less prolongs no wait by more than that."""
+"""A wall clock that is set back by less than this is ignored: it prolongs no wait by more."""
 
 
 class FailureDetector:
-    """Watches the other members of a group, and tells them whether this one computes or waits.
+    """Probes the other members of a group, and publishes whether this member computes or waits.
 
     Args:
-        reach: this member's probe server and those of the others.
-        groups: in which this member may wait for others. The first is in use in every epoch, and dropped with the
-            others; those that are not in use stay broken.
+        reach: this member's probe server and the addresses of the others'.
+        groups: groups in which this member may wait for others. The first is used in every epoch, and dropped with the
+            others; unused ones stay broken.
         heartbeat_timeout: seconds without an answer after which a member is silent.
         hang_timeout: seconds that a collective waits.
-        on_silent: is told the reason to drop the group, in a thread of the watch.
-        on_left_out: is called, also there, when others have given this member up.
+        on_silent: called in the detector's thread with the reason to drop the group.
+        on_left_out: called in the detector's thread when others have given up on this member.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FailureDetector:
         self.silent: list[str] = []
         """Members that no longer answer, by id."""
         self.late = ""
-        """The members that the latest group was given up for, for people."""
+        """The members for which the latest group was given up, as text for users."""
         self._is_training = self._is_waiting = False
         self._began, self._waited = 0.0, math.inf
         self._waited_for_me: str | None = None
@@ -70,23 +70,23 @@ class FailureDetector:
         for group in self._groups:
             group.on_wait = self._on_wait
 
-    def begin(self, epoch: int, members: Mapping[str, str], first: int) -> None:
-        """Watches the other members of a new group.
+    def begin_watch(self, epoch: int, members: Mapping[str, str], first: int) -> None:
+        """Begin to probe the other members of a new group.
 
         Args:
-            epoch: names the group.
+            epoch: name of the group.
             members: addresses of their probe servers, by id, in the order of ranks.
-            first: how many of them have lower ranks than this one.
+            first: number of them whose ranks are lower than this member's.
         """
-        self.end()
+        self.end_watch()
         for group in self._groups:
             group.timed_out = False
         self._waited = math.inf
         self._epoch, self._members = epoch, dict(members)
-        self._reach.say()
+        self._reach.set_status()
         following = list(members.items())
         following = (following[first:] + following[:first])[:MAX_WATCHED]
-        self._asking = self._reach.watch(dict(following), epoch, self._limit)
+        self._asking = self._reach.start_detector(dict(following), epoch, self._limit)
         self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
         self._thread.start()
         self._is_over = threading.Event()
@@ -95,14 +95,14 @@ class FailureDetector:
         )
         self._bound.start()
 
-    def step_begins(self) -> None:
-        """This member computes now: others may have to wait for it."""
+    def begin_step(self) -> None:
+        """Publish that this member computes, so that others may have to wait for it."""
         if not self._is_training:
             self._is_training = True
-            self._reach.say(computes=self._epoch)
+            self._reach.set_status(computes=self._epoch)
 
-    def end(self) -> None:
-        """Watches nobody any more."""
+    def end_watch(self) -> None:
+        """Stop probing."""
         self._is_training = False
         if self._asking is not None:
             self._asking.stop()
@@ -112,27 +112,27 @@ class FailureDetector:
             self._asking = None
             self._members, self.silent = {}, []
 
-    def look_around(self) -> None:
-        """Finds out, once the group has broken, which of its members answer, and who has waited for whom."""
+    def probe_members(self) -> None:
+        """Find out which members of a broken group still answer, and which have waited for which."""
         if self._asking is None:
             return
         gave_up = any(group.timed_out for group in self._groups)
-        self._reach.say(gave_up=self._epoch if gave_up else 0)
-        self._reach.look_around(self._members, self.silent)
-        said = self._reach.said
+        self._reach.set_status(gave_up=self._epoch if gave_up else 0)
+        self._reach.probe_group(self._members, self.silent)
+        said = self._reach.answers
         if gave_up:
             late = [
                 f"{each} at {self._members[each]}" for each, (computes, _) in said.items() if computes == self._epoch
             ]
             self.late = ", ".join(late)
-            if late:  # it learns this from this member's probe server
+            if late:  # they learn it from this member's probe server
                 logger.warning("waited %g s for %s: the others continue without it", self._hang_timeout, self.late)
         elif self._waited < AT_ONCE and self._waited_for_me is None:
             self._waited_for_me = next((each for each, (_, epoch) in said.items() if epoch == self._epoch), None)
-        self.end()
+        self.end_watch()
 
     def seconds_to_sit_out(self) -> float:
-        """How long this member is to stay away as others have waited for it in vain; 0 where they have not."""
+        """Return the seconds to stay away because others have waited for this member in vain; 0 if they have not."""
         if self._waited_for_me is None:
             return 0.0
         seconds = SIT_OUT * self._hang_timeout * 2**self._times_left_out
@@ -149,16 +149,16 @@ class FailureDetector:
         self._on_left_out()
         return seconds
 
-    def _on_wait(self, begins: bool, is_whole: bool = True) -> None:
+    def _on_wait(self, begins: bool, has_succeeded: bool = True) -> None:
         if begins:
             self._began = time.monotonic()
         else:
             self._waited = time.monotonic() - self._began
         self._is_waiting = begins
-        # Whose wait was in vain still waits for others; who begins one when they have given up is late. So what was
-        # said when a group broke stays, also where something else that was waited for comes to its end after that.
-        if self._is_training and is_whole and self._groups[0].broken is None:
-            self._reach.say(computes=0 if begins else self._epoch)
+        # A member whose wait failed still counts as waiting; one that begins a wait after the others gave up is late.
+        # So the status from when the group broke stays, even if another wait ends later.
+        if self._is_training and has_succeeded and self._groups[0].broken is None:
+            self._reach.set_status(computes=0 if begins else self._epoch)
 
     def _wait(self, asking: _native.FailureDetector) -> None:
         self.silent, has_ended, gave_up = asking.wait()
@@ -166,7 +166,7 @@ class FailureDetector:
             self._act(has_ended, gave_up)
 
     def _bound_waits(self, is_over: threading.Event) -> None:
-        """Ends collectives that gloo does not end in time: its waits follow the wall clock, which may be set back."""
+        """End collectives that outlast their timeout: gloo's waits follow the wall clock, which may be set back."""
         while not is_over.wait(self._hang_timeout / LOOKS):
             for group in self._groups:
                 began = group.waiting
@@ -183,14 +183,14 @@ class FailureDetector:
                         )
 
     def _act(self, has_ended: bool, gave_up: str | None) -> None:
-        """Ends what this member waits for, as the watch has ended."""
+        """End what this member waits for, now that the detector has found something."""
         if self.silent:
             if has_ended:
                 self._reach.ended.add(self.silent[0])
             who = f"{self.silent[0]} at {self._members[self.silent[0]]}"
             self._on_silent(f"{who} has ended" if has_ended else f"{who} has not answered for {self._limit:g} s")
         elif gave_up is not None:
-            # A collective that fails breaks its group before it ends: who waited with the others is not late.
+            # A collective that fails breaks its group before it ends: a member that waited with the others is not late.
             is_late = self._is_training and not self._is_waiting and self._groups[0].broken is None
             who = "this member" if is_late else "another member"
             self._waited_for_me = gave_up if is_late else None

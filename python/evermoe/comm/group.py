@@ -1,8 +1,8 @@
-"""The collectives among the members of a job, and their failures: gloo and NCCL through torchft's process groups.
+"""Collectives among the members of a job, and their failures: gloo and NCCL through torchft's process groups.
 
-Rules that the code below keeps:
+The code below keeps two rules:
 
-* a member that sees an error closes its own sockets *before* it waits for others, or its peers stall on it;
+* a member that sees an error closes its own sockets *before* it waits for others, or its peers would wait for it;
 * no `Work` and no exception of a collective outlives the call, because both keep sockets open.
 """
 
@@ -30,18 +30,17 @@ from evermoe.options import count
 logger = logging.getLogger(__name__)
 
 ABORT_ALONE = "2"
-"""What torch does where NCCL fails, as TORCH_NCCL_ASYNC_ERROR_HANDLING has it: it aborts the communicator, and leaves
-the process to us. Its default ends the process."""
+"""Value of TORCH_NCCL_ASYNC_ERROR_HANDLING with which torch aborts a failed communicator and keeps the process alive.
+Torch's default ends the process."""
 DUMP_MILLISECONDS = "100"
-"""How long torch may write its record of what NCCL was asked for when that fails, as
-TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC has it. No group can be left before: with torch's default that took more
-than 30 s behind the stand-in of NCCL."""
+"""Value of TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: time in which torch may dump its record of NCCL calls after a failure.
+No group can be left before. With torch's default, leaving one took more than 30 s with the emulated NCCL."""
 CONNECT_SECONDS = 3.0
-"""Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
+"""Time to connect, per hundred members. They agreed a moment ago, so one that takes longer has died since."""
 
 
 def connect_timeout(size: int) -> timedelta:
-    """Time that gloo is given to connect so many ranks, all of which are there."""
+    """Return the time that gloo gets to connect `size` ranks that are all running."""
     return timedelta(seconds=CONNECT_SECONDS * (1 + size // 100))
 
 
@@ -50,18 +49,18 @@ def _ignore(name: str, on_stream: bool) -> None:
 
 
 class OnWait(Protocol):
-    """Callback before a wait for other members, and after it."""
+    """Callback before and after a wait for other members."""
 
-    def __call__(self, begins: bool, is_whole: bool = True) -> None:
-        """`begins`: before it. `is_whole`: after it, whether it was not in vain."""
+    def __call__(self, begins: bool, has_succeeded: bool = True) -> None:
+        """`begins`: True before the wait, False after it. `has_succeeded`: after it, whether the wait succeeded."""
 
 
-def _ignore_wait(begins: bool, is_whole: bool = True) -> None:
+def _ignore_wait(begins: bool, has_succeeded: bool = True) -> None:
     pass
 
 
 def _gloo(address: str | None, timeout: timedelta) -> Any:
-    """A gloo group that can be aborted, on the interface of an address."""
+    """Return a gloo group that can be aborted, bound to the interface of an address."""
     base = torchft().process_group.ProcessGroupGloo
     if address is None:
         return base(timeout=timeout)
@@ -82,68 +81,67 @@ def _gloo(address: str | None, timeout: timedelta) -> Any:
 
 
 def _identity(device: torch.device) -> torch.Tensor:
-    """int64 `[2]`: the UUID of a GPU, which no other one shares."""
+    """Return the UUID of a GPU, as int64 `[2]`."""
     identity = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
     return torch.frombuffer(bytearray(identity.bytes), dtype=torch.int64)
 
 
 def share_a_gpu(group: Group, device: torch.device) -> bool:
-    """Whether several members of a group have the same GPU, among which NCCL refuses to work. Collective.
+    """Return whether several members of a group use the same GPU, which NCCL does not support. Collective.
 
     Args:
         group: the members.
-        device: the GPU of this one.
+        device: the GPU of this member.
 
     Raises:
-        PeerLost: a member is gone.
+        PeerLost: a member is lost.
     """
     return len(group.all_gather(_identity(device)).unique(dim=0)) < group.size
 
 
 def leave_failures_to_us() -> None:
-    """Has NCCL groups that are made from now on leave this process alive when they fail; what a user has set stays."""
-    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets its default
+    """Make failures of NCCL groups created from now on keep this process alive, unless the user has set otherwise."""
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets torch's default
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", DUMP_MILLISECONDS)
 
 
 def has_given_up(nccl: Any) -> bool:
-    """Whether torch's NCCL group has failed."""
+    """Return whether torch's NCCL group has failed."""
     return bool(nccl.get_error().name != "SUCCESS")
 
 
 def _has_failed(nccl: Any) -> bool:
-    """Whether NCCL has failed or was aborted; its own `errored` would wait for all streams of the device."""
+    """Return whether NCCL has failed or was aborted. Its own `errored` would wait for all streams of the device."""
     return nccl._errored is not None or has_given_up(nccl._pg._get_backend(torch.device("cuda")))
 
 
 class Linked(Protocol):
-    """What ends with a group."""
+    """An object that is dropped together with a group."""
 
     def drop_alone(self, reason: str) -> None:
-        """Ends it, in any thread; not what is linked with it."""
+        """Drop this object from any thread, without the objects linked to it."""
 
 
 @dataclass
 class Begun:
-    """Counts collectives."""
+    """Counter of collectives."""
 
     count: int = 0
 
 
 class Group:
-    """The members now and the collectives among them; `rank` and `size` change when the membership does.
+    """The current members and the collectives among them; `rank` and `size` change with the membership.
 
-    A fresh `Group()` has one member and needs no network. Every failure of a peer is raised as `PeerLost`, after
-    this member's own sockets are closed; from then on every call raises `PeerLost` until the group is rebuilt.
-    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL; where several members share a GPU, which NCCL
-    refuses, over gloo, too.
+    A new `Group()` has one member and needs no network. When a peer fails, this member's sockets are closed and
+    `PeerLost` is raised; from then on every call raises `PeerLost` until the group is rebuilt. Tensors on the CPU
+    travel over gloo, tensors on a GPU over NCCL. If several members share a GPU, which NCCL does not support, all
+    travel over gloo.
 
-    Threads may wait for it while another one drops it.
+    One thread may drop the group while others wait in it.
 
     Args:
-        address: name or address whose interface gloo uses; None: as torch chooses, by GLOO_SOCKET_IFNAME or the host's
-            name.
+        address: name or address whose interface gloo uses; None: by GLOO_SOCKET_IFNAME or the host's name.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -153,36 +151,36 @@ class Group:
         self.is_alone = True
         """Whether `size` is 1; compiled graphs depend on this alone."""
         self._groups: dict[str, Any] = {}
-        """Process groups by the type of the tensors' device; without one of its own, a device has that of the CPU."""
+        """Process groups by device type; a device without its own uses that of the CPU."""
         self._timeout = timedelta(0)
         self._waits: set[Wait] = set()
-        """For messages that are under way."""
+        """Waits for messages in flight."""
         self._posted: list[Any] = []
         """Messages of the latest `post`."""
         self.broken: str | None = None
         self.begun = Begun()
-        """Collectives that this member has begun since the group was connected, or since a reader put in a new one."""
+        """Collectives begun since the group was connected, or since a reader replaced the counter."""
         self.timed_out = False
-        """Whether others did not come to a collective in time; who watches the group resets it."""
+        """Whether others were not in time for a collective; the failure detector resets it."""
         self.waiting: Clocks | None = None
-        """When the collective that is waited for began; None outside of all."""
+        """When the collective that this member waits for began; None outside collectives."""
         self.on_wait: OnWait = _ignore_wait
-        """Callback before each collective, and after it."""
+        """Callback before and after each collective."""
         self.linked: list[Linked] = []
-        """What is dropped with this group: other groups, for example."""
+        """Objects that are dropped with this group, such as other groups."""
         self.transport: Transport | None = None
-        """Messages of other threads, which are dropped with this group, too."""
+        """Transport for messages of other threads; its connections are dropped with this group."""
         self.on_begin: Callable[[str, bool], None] = _ignore
-        """Callback before each collective: its name, and whether it runs when the GPU's stream comes to it."""
+        """Callback before each collective: its name, and whether it runs on the GPU's stream."""
         self.on_end: Callable[[str, bool], None] = _ignore
-        """Callback after each collective, or once it is on the stream, with the same."""
+        """Callback after each collective, or once it was put on the stream; same arguments."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of `tensor` over all members, in place; the same bits on every member."""
+        """Replace `tensor` by its sum over all members, the same bits on every member, and return it."""
         return self._call("all_reduce", tensor, lambda pg: pg.allreduce([tensor], c10d.AllreduceOptions()))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[size, *tensor.shape]`: what each member brought, by rank. Shapes must agree."""
+        """Return the tensor of each member, by rank: `[size, *tensor.shape]`. Shapes must agree."""
         if self.size == 1 and self.broken is None:
             return tensor.unsqueeze(0).clone()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -190,7 +188,7 @@ class Group:
         return torch.stack(gathered)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """What each member brought, by rank; lengths may differ."""
+        """Return the bytes of each member, by rank; lengths may differ."""
         lengths = self.all_gather(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
@@ -198,9 +196,9 @@ class Group:
         return [rows[i, :length].numpy().tobytes() for i, length in enumerate(lengths)]
 
     def all_to_all(self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
-        """Uneven exchange along dim 0: the first `send_counts[0]` rows go to rank 0, and so on.
+        """Exchange rows unevenly along dim 0: the first `send_counts[0]` rows go to rank 0, and so on.
 
-        `rows` is `[sum(send_counts), ...]`, contiguous; the result `[sum(receive_counts), ...]`, by source rank.
+        `rows` is `[sum(send_counts), ...]`, contiguous; the result is `[sum(receive_counts), ...]`, by source rank.
         """
         if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != len(rows):
             raise ValueError(
@@ -226,15 +224,15 @@ class Group:
         tag: int = 0,
         limit: timedelta | None = None,
     ) -> None:
-        """Point-to-point: sends each tensor to its rank while receiving each tensor, in place, from its rank.
+        """Send each tensor to its rank and receive each tensor, in place, from its rank, at the same time.
 
         Between two members, messages of a tag pair up in the order in which each side lists them. CPU tensors only.
 
         Args:
-            sends: tensors, and the ranks that get them.
-            receives: tensors, and the ranks that they come from.
-            tag: of these messages; see `comm.tags`.
-            limit: how long it waits for a silent member; None: as long as any collective.
+            sends: tensors and their destination ranks.
+            receives: tensors and their source ranks.
+            tag: tag of these messages; see `comm.tags`.
+            limit: time to wait for a silent member; None: that of a collective.
         """
         if not sends and not receives:
             return
@@ -246,9 +244,9 @@ class Group:
         self._call("exchange", (sends or receives)[0][0], start, limit)
 
     def post(self, tensor: torch.Tensor, ranks: Iterable[int], tag: int) -> None:
-        """Begins to send a tensor on the CPU to ranks that take it by `exchange`; does not wait for them.
+        """Begin to send a tensor on the CPU to ranks that receive it by `exchange`, without waiting for them.
 
-        The ranks must have taken the messages of the previous call.
+        The ranks must have received the messages of the previous call.
         """
         if self.broken is not None:
             return
@@ -273,7 +271,7 @@ class Group:
             failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu", limit or self._timeout)
             self.waiting = None
             if failure is not None:
-                # Nobody is late if gloo gives up early, as the wall clock was set forward.
+                # No member is late if gloo gives up early because the wall clock was set forward.
                 is_long = began.seconds() >= self.limit_seconds / 2
                 self.timed_out = self.timed_out or (is_long and "timed out" in failure.lower())
                 self.drop(failure)
@@ -290,7 +288,7 @@ class Group:
                 works.wait()
                 return None
             waits = [Wait(works.pop(0)) for _ in range(len(works))]
-        except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
+        except (RuntimeError, AssertionError) as error:  # torchft asserts that a group was not aborted
             return plain_reason(error)
         for wait in waits:
             failure = self._finish(wait, limit)
@@ -299,7 +297,7 @@ class Group:
         return None
 
     def _finish(self, wait: Wait, limit: timedelta) -> str | None:
-        """Waits for a message, until the group is dropped; returns why it failed, None if it did not."""
+        """Wait for a message or until the group is dropped; return the failure, or None."""
         self._waits.add(wait)
         try:
             failure = self.broken or wait.run(limit)
@@ -309,35 +307,37 @@ class Group:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it belongs to a job, whose members may change."""
+        """Whether the group belongs to a job, whose members may change."""
         return self.on_wait is not _ignore_wait
 
     @property
     def limit_seconds(self) -> float:
-        """How long a collective waits for a silent member."""
+        """Seconds that a collective waits for a silent member."""
         return self._timeout.total_seconds()
 
-    def is_whole(self) -> bool:
-        """Whether everything that was started on a GPU has arrived: NCCL's waits only order streams. Waits for it."""
+    def has_arrived(self) -> bool:
+        """Wait for the GPU; return whether all its collectives have succeeded. NCCL's own waits only order streams."""
         nccl = self._groups.get("cuda") if self.size > 1 else None
         if nccl is None:
             return True
         torch.cuda.current_stream().synchronize()
         return self.broken is None and not _has_failed(nccl)
 
-    def check(self) -> None:
-        """To be called when the host has read what a collective has brought to a GPU: it might be nothing.
+    def check_nccl(self) -> None:
+        """Check that NCCL has not failed. Call it after the host has read the result of a collective on a GPU.
+
+        After a failure the result holds arbitrary values.
 
         Raises:
-            PeerLost: NCCL has given up since.
+            PeerLost: NCCL has failed.
         """
         nccl = self._groups.get("cuda") if self.size > 1 else None
         if nccl is not None and (self.broken is not None or _has_failed(nccl)):
-            self.drop("NCCL has given up")
+            self.drop("NCCL has failed")
             raise PeerLost(f"a collective among {count(self.size, 'member')} failed: {self.broken}")
 
     def drop(self, reason: str) -> None:
-        """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
+        """Close this member's sockets, so that peers that wait for it fail at once. Idempotent."""
         self.drop_alone(reason)
         for other in self.linked:
             other.drop_alone(reason)
@@ -345,18 +345,18 @@ class Group:
             self.transport.drop(reason)
 
     def drop_alone(self, reason: str) -> None:
-        """As `drop`, without the groups that are linked with this one."""
+        """Close this member's sockets of this group alone, not those of linked objects."""
         self.broken = self.broken or reason
         self._posted = []
         for name, group in self._groups.items():
-            if name == "cpu" and self.size > 1 and group._pg is not None:  # NCCL's own abort ends its waits
+            if name == "cpu" and self.size > 1 and group._pg is not None:  # an abort ends NCCL's waits
                 end_waits(group, self.rank, self.size)
             group.abort(errored=False)
         for wait in list(self._waits):
-            wait.end()
+            wait.end_wait()
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-        """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
+        """Connect the members of a new epoch. `store` has a prefix that no other epoch uses."""
         self.drop_alone("the group is being rebuilt")
         if not self._groups:
             self._groups["cpu"] = _gloo(self._address, timeout)
@@ -373,12 +373,14 @@ class Group:
         self.broken = None
 
     def _connect_gpus(self, store: Any, device: torch.device) -> None:
-        """Connects the members' GPUs by NCCL, unless some share one."""
+        """Connect the members' GPUs by NCCL, unless some share one."""
         torch.cuda.set_device(device)
         self.broken = None
         if share_a_gpu(self, device):
             if self.rank == 0:
-                logger.warning("several members share a GPU: their tensors travel over gloo, as NCCL refuses that")
+                logger.warning(
+                    "several members share a GPU, which NCCL does not support: their tensors travel over gloo"
+                )
             self._groups.pop("cuda", None)
             return
         leave_failures_to_us()

@@ -1,4 +1,4 @@
-"""Questions to the Lighthouse that are asked beside training, so that no step waits for its answer."""
+"""Background requests to the Lighthouse for the current members, so that no step waits for an answer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from evermoe.native_calls import native_call
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 2.0
-"""Time between two questions. The Lighthouse's join limit must exceed it."""
+"""Time between two requests. The Lighthouse's join timeout must exceed it."""
 ANSWERED_A_SECOND = 50
-"""Answers a second that all members together ask for: large groups ask less often."""
+"""Requests per second of all members together: members of large groups send fewer."""
 RETRY_SECONDS = 0.1
 """Time between two attempts."""
 CONNECT_LIMIT = timedelta(seconds=3)
 ANSWER_LIMIT = timedelta(seconds=15)
-"""Time after which a question is asked again: it waits for members that are late, or for a Lighthouse that hangs."""
+"""Time after which a request is repeated: it waits for late members, or for a Lighthouse that hangs."""
 SILENT_SECONDS = 5.0
-"""Time without a Lighthouse after which the log says so."""
+"""Time without a Lighthouse after which a warning is logged."""
 BACK_SECONDS = 30.0
 """Time between two attempts to reach an earlier one of several Lighthouses again."""
 CLOSE_SECONDS = 1.0
-"""Time that a question is given to end when its connection is shut."""
+"""Time that a request gets to end after its connection is shut."""
 
 
 class Inquiry:
-    """Asks the Lighthouse who there is, in a thread, again and again.
+    """A thread that repeatedly requests the current members from the Lighthouse.
 
     Args:
-        lighthouses: the job's.
+        lighthouses: the job's Lighthouses.
         member: this member's id.
     """
 
@@ -51,16 +51,16 @@ class Inquiry:
         self._thread = threading.Thread()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._latest: dict[str, tuple[int, set[str]]] = {}
-        """By Lighthouse, number and members of the latest set that it has answered, so far as this is known."""
+        """Number and members of the latest known set of each Lighthouse, by address."""
         self._heard = 0.0
         self._has_said = False
 
-    def begin(self, data: dict[str, Any], members: int) -> None:
-        """Asks now, unless a question is under way, and then again from time to time.
+    def begin_asking(self, data: dict[str, Any], members: int) -> None:
+        """Send a request now, unless one is in progress, and repeat it from time to time.
 
         Args:
-            data: what the Lighthouse is told, from the next question on.
-            members: how many of them ask so.
+            data: this member's message, used from the next request on.
+            members: number of members that send such requests.
         """
         self._data, self._seconds = data, max(AGAIN_SECONDS, members / ANSWERED_A_SECOND)
         self._is_due.set()
@@ -71,8 +71,8 @@ class Inquiry:
             self._thread = threading.Thread(target=self._run, args=arguments, name="evermoe-inquiry", daemon=True)
             self._thread.start()
 
-    def take(self) -> list[Any]:
-        """The answers that have come since the last call."""
+    def take_answers(self) -> list[Any]:
+        """Return the answers that have arrived since the last call."""
         taken = []
         while not self._answers.empty():
             taken.append(self._answers.get())
@@ -80,41 +80,41 @@ class Inquiry:
         return taken
 
     def _note_set(self, answer: Any) -> bool:
-        """Remembers the set; whether the Lighthouse no longer knew of the latest one before it."""
+        """Store the set; return whether the Lighthouse has lost the memory of the previous one."""
         address = self._lighthouses.current
         number, members = self._latest.get(address, (0, set()))
         self._latest[address] = found = answer.quorum_id, {each.replica_id for each in answer.participants}
         return found[0] <= number and found[1] != members
 
-    def give_way(self, answer: Any, *, is_intact: bool) -> None:
-        """Asks no more, and drops the answers that have not come yet, as another question was answered.
+    def supersede(self, answer: Any, *, is_intact: bool) -> None:
+        """Stop the requests and drop outstanding answers, as the training thread's own request was answered.
 
         Args:
-            answer: to that question.
-            is_intact: whether the members are all there, whatever a Lighthouse says.
+            answer: the answer to that request.
+            is_intact: whether the members are complete, whatever a Lighthouse answers.
 
         Raises:
-            ConnectionError: the Lighthouse has lost its memory, and others may be on their way to it; ask again.
+            ConnectionError: the Lighthouse was restarted, and other members may not have reached it yet; request again.
         """
-        self.forget()
+        self.drop_answers()
         if self._note_set(answer) and not is_intact:
-            raise ConnectionError("the Lighthouse has lost its memory, and others may be on their way to it")
+            raise ConnectionError("the Lighthouse was restarted, and other members may not have reached it yet")
 
-    def end(self) -> None:
-        """Asks no more. What has been asked may still be answered."""
+    def stop_asking(self) -> None:
+        """Send no more requests. Outstanding ones may still be answered."""
         self._is_over.set()
         self._is_due.set()
 
-    def forget(self) -> None:
-        """Asks no more, and drops the answers that have not come yet."""
-        self.end()
-        taken, self._answers = self.take(), queue.SimpleQueue()
+    def drop_answers(self) -> None:
+        """Send no more requests, and drop outstanding answers."""
+        self.stop_asking()
+        taken, self._answers = self.take_answers(), queue.SimpleQueue()
         for answer in taken:
             self._answers.put(answer)
 
     def close(self) -> None:
-        """Ends the thread."""
-        self.forget()
+        """Stop the thread."""
+        self.drop_answers()
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
             for address in self._lighthouses.addresses:
@@ -128,7 +128,7 @@ class Inquiry:
                 with native_call():
                     client = self._connected(is_over)
                     answer = client.quorum(self._member, ANSWER_LIMIT, world_size=1, data=self._data)
-            except Exception as error:  # torchft's are of many kinds; whatever it is, this thread goes on
+            except Exception as error:  # torchft raises many kinds; after any of them this thread continues
                 with native_call():
                     self._note_silence(str(error).split("\n", 1)[0], is_over)
                 is_over.wait(RETRY_SECONDS)
@@ -138,13 +138,13 @@ class Inquiry:
             is_due.wait(self._seconds)
 
     def _connected(self, is_over: threading.Event) -> Any:
-        """The client of the Lighthouse that is asked now."""
+        """Return a client of the current Lighthouse, and keep the heartbeat running."""
         if time.monotonic() - self._went_back > BACK_SECONDS:
             self._went_back = time.monotonic()
-            self._lighthouses.go_back(is_over.is_set)
+            self._lighthouses.return_to_earlier(is_over.is_set)
         if self._client is None or self._address != self._lighthouses.current:
-            self._address, self._client = self._lighthouses.connect(CONNECT_LIMIT)
-        self._lighthouses.beat(CONNECT_LIMIT)
+            self._address, self._client = self._lighthouses.connect_client(CONNECT_LIMIT)
+        self._lighthouses.start_heartbeat(CONNECT_LIMIT)
         return self._client
 
     def _note_silence(self, why: str, is_over: threading.Event) -> None:
@@ -152,21 +152,21 @@ class Inquiry:
         try:
             if client is not None:
                 client.heartbeat(self._member, CONNECT_LIMIT)
-                self._note_answer()  # it is there, and waits for members
+                self._note_answer()  # it answers heartbeats, so it waits for members
                 return
         except Exception:  # as above
             logger.debug("no heartbeat reaches the Lighthouse at %s", self._address)
         if time.monotonic() - self._heard <= SILENT_SECONDS:
             return
         if self._lighthouses.are_several and not is_over.is_set():
-            self._lighthouses.move_on(why)
+            self._lighthouses.switch_to_next(why)
             self._heard = time.monotonic()
             return
         if not self._has_said:
             self._has_said = True
             logger.warning(
-                "no Lighthouse answers at %s (%s): training goes on without it; until it is back nobody can join, and "
-                "after a failure the members wait for it",
+                "no Lighthouse answers at %s (%s): training continues without it; until it is back no worker can join, "
+                "and after a failure the members wait for it",
                 " and ".join(self._lighthouses.addresses),
                 why,
             )

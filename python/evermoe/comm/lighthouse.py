@@ -1,4 +1,4 @@
-"""torchft's Lighthouse, which decides who is alive: started from here, and asked; a job may have several."""
+"""Client and server of torchft's Lighthouse, which decides which processes are alive. A job may have several."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from evermoe.config.membership import is_address, split_addresses
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = timedelta(seconds=0.1)
-"""How often a member tells the Lighthouse that it lives."""
+"""Time between two heartbeats to the Lighthouse."""
 ANSWER_SECONDS = 5.0
-"""Time after which one of several Lighthouses is asked again, or another one if it is silent."""
+"""Time after which a request to one of several Lighthouses is repeated, or sent to another one if it is silent."""
 CONNECT_LIMIT = timedelta(seconds=1)
-"""Time in which one of several Lighthouses must accept a connection, and answer a heartbeat."""
+"""Time in which one of several Lighthouses must accept a connection and answer a heartbeat."""
 UNNAMED = "the Lighthouse has not named the members in time: it waits for each process whose heartbeats it hears"
-"""Problem of a question without an answer."""
+"""Problem of a request without an answer."""
 STAY_SECONDS = (1.0, 3.0)
-"""Members that look for a majority stay at a Lighthouse for so long, drawn at random, so that they meet."""
+"""Range of the random time for which members without a majority stay at one Lighthouse, so that they meet."""
 TOUR_SECONDS = 30.0
-"""Time after which those that wait for a new job to begin look again whether it runs at another Lighthouse."""
+"""Time after which workers that wait for a new job check again whether it runs at another Lighthouse."""
 
 
 def own_address(addresses: str) -> str | None:
-    """Where to start the first Lighthouse that is this machine's and does not run: `host:port`; None if all run.
+    """Return `host:port` of the first of this machine's Lighthouses that is not running; None if all run.
 
     Args:
         addresses: see `split_addresses`.
@@ -60,11 +60,11 @@ def own_address(addresses: str) -> str | None:
                         continue
                     if error.errno != errno.EADDRINUSE:
                         raise ValueError(f"lighthouse: {address}: {error.strerror}") from None
-                    if _is_there(address, "evermoe-run"):
+                    if _answers(address, "evermoe-run"):
                         runs = True
                         continue
                     raise ValueError(f"lighthouse: another program listens at {address}") from None
-            # A machine's own name may mean loopback there, and another address on the other machines.
+            # A machine's own name may resolve to loopback on it, and to another address on other machines.
             listens = host if host == "localhost" or _is_number(host) else "0.0.0.0"
             return f"[{listens}]:{port}" if ":" in listens else f"{listens}:{port}"
     if not runs:
@@ -81,15 +81,15 @@ def _is_number(host: str) -> bool:
 
 
 class Lighthouses:
-    """The Lighthouses of a job, one of which is asked at a time; this member's heart beats there.
+    """The Lighthouses of a job, of which this member uses one at a time: for its requests and its heartbeat.
 
-    Members ask the first that answers. Its methods may be called from several threads.
+    Members use the first one that answers. Methods may be called from several threads.
 
     Args:
         addresses: see `split_addresses`.
         member: this member's id.
         host: name or address by which others reach this member.
-        manager: address on which the heart listens.
+        manager: address on which torchft's server for the heartbeat listens.
     """
 
     def __init__(self, addresses: str, member: str, host: str, manager: str) -> None:
@@ -97,8 +97,8 @@ class Lighthouses:
         self._member, self._host, self._manager = member, host, manager
         self._lock = threading.RLock()
         self._at, self._until = 0, 0.0
-        self._heart: Any = None
-        self._is_still = True
+        self._heartbeat: Any = None
+        self._is_silenced = True
         self._client: Any = None
         self._answered: set[str] = set()
         self._toured = time.monotonic()
@@ -106,92 +106,92 @@ class Lighthouses:
 
     @property
     def are_several(self) -> bool:
-        """Whether there are several: only a majority of the last members goes on then."""
+        """Whether there are several. If so, only a majority of the previous members continues."""
         return len(self.addresses) > 1
 
     @property
     def current(self) -> str:
-        """Address of the Lighthouse that is asked now."""
+        """Address of the Lighthouse in use."""
         return self.addresses[self._at]
 
     @property
     def silent(self) -> list[str]:
-        """Addresses that have not answered since `begin`, but for the one that is asked now."""
+        """Addresses that have not answered since `forget_answered`, except the one in use."""
         return [each for each in self.addresses if each not in self._answered and each != self.current]
 
-    def runs(self) -> bool:
-        """Whether the Lighthouse that is asked now answers."""
-        return _is_there(self.current, self._member)
+    def is_running(self) -> bool:
+        """Return whether the Lighthouse in use answers."""
+        return _answers(self.current, self._member)
 
-    def begin(self) -> None:
-        """Forgets who has answered."""
+    def forget_answered(self) -> None:
+        """Forget which Lighthouses have answered."""
         self._answered.clear()
 
-    def ask(self, data: dict[str, Any], limit: float) -> Any:
-        """torchft's answer: the set of those that ask, once all that are alive do.
+    def request_quorum(self, data: dict[str, Any], limit: float) -> Any:
+        """Request a quorum and return torchft's answer: all requesting members, once all that are alive have requested.
 
         Args:
-            data: what this member tells them.
+            data: this member's message to the others.
             limit: seconds that it may take.
 
         Raises:
-            ConnectionError: there is none; the next question goes to another Lighthouse if this one is silent.
+            ConnectionError: no answer came; if the Lighthouse is silent, the next request goes to another one.
         """
         seconds = timedelta(seconds=min(limit, ANSWER_SECONDS) if self.are_several else limit)
         with self._lock:
-            address, client, self._is_still = self.current, self._client, False
+            address, client, self._is_silenced = self.current, self._client, False
         try:
             if client is None:
                 connect = CONNECT_LIMIT if self.are_several else seconds
                 client = self._client = self._coordination.LighthouseClient(address, connect)
-            self.beat(seconds)
+            self.start_heartbeat(seconds)
             answer = client.quorum(self._member, seconds, world_size=1, data=data)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             problem = UNNAMED if isinstance(error, TimeoutError) else _first_line(str(error))
             self._client = None
-            if self.are_several and address == self.current and not _is_there(address, self._member):
-                self.move_on(str(error))
+            if self.are_several and address == self.current and not _answers(address, self._member):
+                self.switch_to_next(str(error))
             raise ConnectionError(problem) from None
         self._answered.add(address)
         return answer
 
-    def beat(self, limit: timedelta) -> None:
-        """Lets the heart beat, unless it does, or was stopped since this member has asked.
+    def start_heartbeat(self, limit: timedelta) -> None:
+        """Start the heartbeat, unless it runs, or was stopped after this member's latest request.
 
         Args:
             limit: time in which the Lighthouse must be reached.
         """
         with self._lock:
-            if self._heart is None and not self._is_still:
-                self._heart = self._coordination.ManagerServer(
+            if self._heartbeat is None and not self._is_silenced:
+                self._heartbeat = self._coordination.ManagerServer(
                     self._member, self.current, self._host, self._manager, "", 1, HEARTBEAT, limit, 0
                 )
 
-    def connect(self, limit: timedelta) -> tuple[str, Any]:
-        """Address of the Lighthouse that is asked now, and a new client of it."""
+    def connect_client(self, limit: timedelta) -> tuple[str, Any]:
+        """Return the address of the Lighthouse in use, and a new client of it."""
         address = self.current
         return address, self._coordination.LighthouseClient(address, limit)
 
-    def hang_up(self) -> None:
-        """Ends the connection; the next question makes another one."""
+    def close_client(self) -> None:
+        """Close the connection; the next request opens another one."""
         self._client = None
 
-    def stop_heart(self) -> None:
-        """The Lighthouse hears of this member no more, until it asks."""
+    def stop_heartbeat(self) -> None:
+        """Stop the heartbeat until this member's next request."""
         with self._lock:
-            self._is_still = True
-            self._end_heart()
+            self._is_silenced = True
+            self._end_heartbeat()
 
-    def _end_heart(self) -> None:
-        heart, self._heart = self._heart, None
-        if heart is not None:
-            heart.shutdown()
+    def _end_heartbeat(self) -> None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.shutdown()
 
-    def move_on(self, why: str) -> None:
-        """From now on the next Lighthouse is asked: this one is silent.
+    def switch_to_next(self, why: str) -> None:
+        """Use the next Lighthouse from now on, as this one is silent.
 
         Args:
-            why: for the log.
+            why: reason, for the log.
         """
         before = self.current
         self._go_to_next()
@@ -200,15 +200,15 @@ class Lighthouses:
     def _go_to_next(self) -> None:
         self._go((self._at + 1) % len(self.addresses))
 
-    def look_elsewhere(self, why: str, *, is_established: bool) -> None:
-        """Asks another Lighthouse if this member waits for what may be there.
+    def try_another(self, why: str, *, is_established: bool) -> None:
+        """Switch to another Lighthouse if the members that this one waits for may use that.
 
-        Who looks for a majority moves on after a while. A newcomer asks all others before it waits for a new job at the
-        first: members of one that runs are heard.
+        A member without a majority switches after a while. A newcomer asks all others before it waits for a new job at
+        the first, so that it finds a running one.
 
         Args:
-            why: it waits: see `Wait` in `src/protocol/event.rs`.
-            is_established: whether it has state of the running job.
+            why: reason to wait; see `Wait` in `src/protocol/event.rs`.
+            is_established: whether this member has state of the running job.
         """
         if not self.are_several:
             return
@@ -220,17 +220,17 @@ class Lighthouses:
     def _tour(self) -> None:
         if time.monotonic() - self._toured > TOUR_SECONDS:
             self._toured = time.monotonic()
-            self.begin()
+            self.forget_answered()
         self._go(self.addresses.index(self.silent[0]) if self.silent else 0)
 
-    def go_back(self, is_over: Callable[[], bool]) -> None:
-        """Asks an earlier Lighthouse again if one answers, so that all members ask the same.
+    def return_to_earlier(self, is_over: Callable[[], bool]) -> None:
+        """Switch back to an earlier Lighthouse if one answers, so that all members use the same.
 
         Args:
-            is_over: whether it is too late for that: another thread asks.
+            is_over: returns whether another thread has taken over the requests, so that it is too late.
         """
         for number in range(self._at):
-            if _is_there(self.addresses[number], self._member) and not is_over():
+            if _answers(self.addresses[number], self._member) and not is_over():
                 logger.info("the Lighthouse at %s answers again", self.addresses[number])
                 self._go(number)
                 return
@@ -241,35 +241,35 @@ class Lighthouses:
                 return
             self._at, self._client = number, None
             self._until = time.monotonic() + random.uniform(*STAY_SECONDS)
-            self._end_heart()
+            self._end_heartbeat()
 
 
 def _first_line(text: str) -> str:
     return text.split("\n", 1)[0]
 
 
-def _is_there(address: str, member: str) -> bool:
-    """Whether a Lighthouse answers; a member's heart beats there once then."""
+def _answers(address: str, member: str) -> bool:
+    """Return whether a Lighthouse answers a single heartbeat of `member`."""
     try:
         client = torchft().coordination.LighthouseClient(address, CONNECT_LIMIT)
         client.heartbeat(member, CONNECT_LIMIT)
-    except Exception:  # torchft's are of many kinds
+    except Exception:  # torchft raises many kinds
         return False
     return True
 
 
 def start_local_lighthouse(*, heartbeat_timeout: float, join_timeout: float) -> tuple[Any, str]:
-    """A Lighthouse that only this machine can reach, and its address."""
+    """Start a Lighthouse that only this machine can reach; return it and its address."""
     server = start_lighthouse(heartbeat_timeout=heartbeat_timeout, join_timeout=join_timeout, bind="127.0.0.1:0")
     return server, f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
 
 
 def start_lighthouse(*, heartbeat_timeout: float, join_timeout: float, bind: str = "0.0.0.0:0") -> Any:
-    """Starts torchft's Lighthouse inside this process; `.address()` is what members need, `.shutdown()` ends it.
+    """Start torchft's Lighthouse in this process. Members need its `.address()`; `.shutdown()` ends it.
 
     Args:
         heartbeat_timeout: seconds without a heartbeat after which a member counts as dead.
-        join_timeout: seconds that a quorum waits for a member that beats but does not ask (busy, or hung).
+        join_timeout: seconds that a quorum waits for a member that sends heartbeats but no request (busy, or hung).
         bind: `host:port` to listen on; port 0 picks a free one.
     """
     return torchft().coordination.LighthouseServer(

@@ -1,9 +1,9 @@
-"""Who is alive: what the Lighthouse says, and the groups that follow from it. Only `comm` knows torchft.
+"""Membership of a job: the sets that the Lighthouse names, and the groups built from them. Only `comm` uses torchft.
 
-torchft's Lighthouse names the members: every member beats from a native thread and asks for a set; the answer is the
-same for all. The protocol (`evermoe.train.protocol`) judges it, and `MembershipManager.connect` builds the groups.
-Groups meet in the store of the first member, under a prefix of their own; `evermoe.comm.reachability` finds out
-who answers.
+Every member sends heartbeats to torchft's Lighthouse from a native thread and requests a set of members; all get the
+same answer. The protocol (`evermoe.train.protocol`) checks it, and `MembershipManager.connect` builds the groups. They
+meet in the store of the first member, under a prefix of their own. `evermoe.comm.reachability` finds out which members
+answer.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 0.1
 """Time between two attempts to agree."""
 END_SECONDS = 5.0
-"""Time in which the Lighthouse must pass on to spares that the job is over."""
+"""Time in which the Lighthouse must report the end of the job to spares."""
 RETURN_SECONDS = 1.0
-"""Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
+"""Time that healthy members get to reach a Lighthouse that was restarted."""
 
 
 class MembershipManager:
-    """Asks the Lighthouse which members take part, and connects their groups.
+    """Requests the members of the job from the Lighthouse, and connects their groups.
 
     Args:
-        options: limits, and the role.
-        lighthouse: address of the job's Lighthouse, also of one that this process has started; several with commas.
-        identity: what all members of the job share.
-        node: the machine whose memory dies as one.
+        options: time limits, and the role.
+        lighthouse: addresses of the job's Lighthouses, separated by commas; one may run in this process.
+        identity: options and layout that all members of the job share.
+        node: name of this machine, whose memory fails as one.
         device: device of the tensors that `trainer_group` takes.
-        rank_key: ranks follow the order of these, then of the members' ids.
-        has_side_group: whether those that train need `side_group`.
+        rank_key: sort key of ranks; members with equal keys are sorted by id.
+        has_side_group: whether members that train need `side_group`.
     """
 
     _meeting: str | None = None
     """Address of the store in which groups are being connected."""
     _deadline: float | None = None
-    """Until when the agreement that is under way must be reached."""
+    """Time by which the current agreement must be reached."""
 
     def __init__(
         self,
@@ -89,126 +89,125 @@ class MembershipManager:
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
         self.transport = Transport(place.host, place.address, secret, options.transport)
-        """Messages between all members, replica nodes included, of background threads."""
+        """Messages of background threads between all members, including replica nodes."""
         self._with_replicas = Group(interface)
         self.side_group, self._has_side_group = Group(interface), has_side_group
-        """Second group of the trainers, for exchanges on the CPU; in a pipeline of a stage's ranks; or of one."""
+        """Second group of the trainers, for exchanges on the CPU; in a pipeline that of a stage's ranks."""
         _link([self.trainer_group, self._with_replicas, self.side_group], self.transport)
         self.steps = 0
-        """Steps after which the script ends the job; 0 where no script does."""
+        """Steps after which the script ends the job; 0 for no limit."""
         self.established = False
-        """Whether this member has state of the running job, as its protocol says."""
+        """Whether this member has state of the running job; set by its protocol."""
         self.generation = 0
-        """Generation of the group, as the protocol says."""
+        """Generation of the group; set by the protocol."""
         self.members: dict[str, Mapping[str, Any]] = {}
         """Reports of the group's members, by id, in the order of ranks."""
         self.nodes: list[str] = []
-        """Per rank, the machine whose memory dies with it; several members may share one. Replica nodes come last."""
+        """Node of each rank, whose memory fails as one; several ranks may share a node. Replica nodes come last."""
         self.num_trainers = 1
         """Number of members that train."""
         self.store: Any = None
-        """Store of the current members, where further groups can meet, under a prefix that no other epoch uses."""
+        """Store in which further groups of the current members can meet; its prefix is unique to the epoch."""
         self.device = device
-        """Device of the tensors that `trainer_group` takes."""
         self._heartbeat_timeout, self._quorum_timeout = options.heartbeat_timeout, options.quorum_timeout
         self._hang_timeout = timedelta(seconds=options.hang_timeout)
         self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
-        """When the Lighthouse answered first in this agreement."""
+        """Time of the Lighthouse's first answer in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
         """Reports of the members in the latest set of the Lighthouse, by id."""
         self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reachability(self.id, place, secret)
-        """Other members that this one can reach."""
-        self._ended = EndedMembers(self.id, self.messages, self.reach, speaks=not self.allows_solo_resume)
+        """Probe server of this member, and probes of the others."""
+        self._ended = EndedMembers(self.id, self.messages, self.reach, reports=not self.allows_solo_resume)
         self.stores = EarlyStores(place, self._hang_timeout, secret, self.reach)
-        """Where groups meet, and connections to those of others."""
-        self.watch = FailureDetector(
+        """This member's store, and clients of the others' stores."""
+        self.failure_detector = FailureDetector(
             self.reach,
             (self.trainer_group, self._with_replicas),
             heartbeat_timeout=options.heartbeat_timeout,
             hang_timeout=options.hang_timeout,
             on_silent=self._member_is_silent,
-            on_left_out=self._stop_heart,
+            on_left_out=self._stop_heartbeat,
         )
-        """Watches the other members of the group."""
         close_at_exit(self)
 
     @property
     def domains(self) -> list[str]:
-        """Per rank, what fails with its node, from the largest to the smallest, with slashes; empty where unknown."""
+        """Failure domains of each rank's node, from the largest to the smallest, with slashes; empty if unknown."""
         domain_of = {each["node"]: each["domain"] for each in self.members.values()}
         return [domain_of[node] for node in self.nodes]
 
     @property
     def everyone(self) -> Group:
-        """Group of all members: those that train, with their ranks of `trainer_group`, then replica nodes."""
+        """Group of all members: trainers, with their ranks in `trainer_group`, then replica nodes."""
         return self.trainer_group if self.num_trainers == len(self.nodes) or not self.nodes else self._with_replicas
 
     # ---- an agreement
 
     def begin_agreement(self) -> None:
-        """Starts the time limit of an agreement, unless one is under way."""
+        """Start the time limit of an agreement, unless one is in progress."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._quorum_timeout
             self._patience, self._answered = 0.0, None
-            self.messages.gathering.begin(0 if self.established else self._members)
-            self.lighthouses.begin()
+            self.messages.gathering.begin_agreement(0 if self.established else self._members)
+            self.lighthouses.forget_answered()
 
     def end_agreement(self) -> None:
-        """The members have agreed."""
+        """End the time limit: the members have agreed."""
         self._deadline, self._is_expected = None, False
 
     def expect_members(self, *, as_spare: bool) -> None:
-        """The members train and have heard of this one: it waits for them, for as long again; as a spare, always."""
+        """Restart the time limit, as the members know of this one but still train; a spare waits without a limit."""
         self._deadline = None
         if not self._is_expected:
             self._is_expected = True
             spare = f"this worker is a spare: it waits until one of the {self._members} that train is missing"
-            logger.warning(spare if as_spare else "the job's members train, and take this one in between two steps")
+            logger.warning(spare if as_spare else "the job's members train, and admit this one between two steps")
 
     def is_out_of_time(self) -> bool:
-        """Whether the agreement has taken longer than `quorum_timeout`."""
+        """Return whether the agreement has taken longer than `quorum_timeout`."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
-    def timeout(self, problem: str) -> JoinTimeout:
-        """The error of an agreement that took too long."""
+    def timeout_error(self, problem: str) -> JoinTimeout:
+        """Return the error of an agreement that took too long."""
         seconds, address = round(self._quorum_timeout), self.lighthouses.current
         if self._is_expected:
             return not_taken_in(seconds)
-        return self.messages.gathering.timeout(problem, seconds, address, lighthouse_runs=self.lighthouses.runs())
+        is_running = self.lighthouses.is_running()
+        return self.messages.gathering.timeout_error(problem, seconds, address, lighthouse_runs=is_running)
 
     def inquire(self, standing: dict[str, Any]) -> None:
-        """Asks the Lighthouse beside training, now and from time to time; `overheard` has the answers that have come.
+        """Request the members in the background, now and from time to time; `take_answers` returns the answers.
 
         Args:
-            standing: what this member tells the others, as the protocol has it.
+            standing: this member's state for the others, from the protocol.
         """
-        self._inquiry.begin(self._message(standing, RETURN_SECONDS, waits=False), len(self.nodes))
+        self._inquiry.begin_asking(self._message(standing, RETURN_SECONDS, waits=False), len(self.nodes))
 
-    def overheard(self) -> list[tuple[int, list[dict[str, Any]]]]:
-        """What the Lighthouse has answered to `inquire` since the last call, as `ask` returns it."""
+    def take_answers(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Return the answers to `inquire` since the last call, each like that of `request_members`."""
         heard = []
-        for quorum in self._inquiry.take():
-            asked = self.messages.read(quorum.participants, is_established=True)
-            self.stores.connect({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
-            if self.messages.names(asked):
+        for quorum in self._inquiry.take_answers():
+            asked = self.messages.read_members(quorum.participants, is_established=True)
+            self.stores.connect_new({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
+            if self.messages.names_this_member(asked):
                 asked = [] if self.messages.problem(asked) else asked
                 heard.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
         return heard
 
-    def ask(self, standing: dict[str, Any], *, is_intact: bool) -> tuple[int, list[dict[str, Any]]]:
-        """The set that the Lighthouse names: its number, and what the protocol knows of each member of this job.
+    def request_members(self, standing: dict[str, Any], *, is_intact: bool) -> tuple[int, list[dict[str, Any]]]:
+        """Return the number of the set that the Lighthouse names, and the protocol's view of each member of this job.
 
         Args:
-            standing: what this member tells the others, as the protocol has it.
+            standing: this member's state for the others, from the protocol.
             is_intact: whether the group stays as it is if no answer comes within `heartbeat_timeout`.
 
         Raises:
-            ConnectionError: no Lighthouse answers, or not with what can be believed; ask again.
-            ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
+            ConnectionError: no Lighthouse answers, or its answer is inconsistent; request again.
+            ValueError: the Lighthouse serves another job, or the job has another model or other options.
         """
-        self.reach.look_again(LOOK_SECONDS)
-        self._inquiry.end()  # it would take the place of what is asked now
+        self.reach.probe_again(LOOK_SECONDS)
+        self._inquiry.stop_asking()  # a background request would replace this one
         if is_intact:
             # A missing member may only be slow to reconnect to a restarted Lighthouse: newcomers wait for it.
             seconds, self._patience, self._answered = self._heartbeat_timeout, RETURN_SECONDS, None
@@ -216,27 +215,28 @@ class MembershipManager:
             assert self._deadline is not None
             seconds = min(self._deadline - time.monotonic(), max(30.0, 2 * self._hang_timeout.total_seconds()))
         try:
-            # A newcomer is patient as long as it does not know whether the job runs at another Lighthouse.
+            # A newcomer is patient until it knows whether the job runs at another Lighthouse.
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
-            if self.is_spare and not self.established:  # those that are to begin a new job get time to come
+            if self.is_spare and not self.established:  # gives the members of a new job time to join
                 patience = max(patience, self._came + self._hang_timeout.total_seconds() - time.monotonic())
-            with self._ended.speaking(self.lighthouses.current, list(self.members)):
-                quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
-            self._inquiry.give_way(quorum, is_intact=is_intact)
+            message = self._message(standing, patience, waits=True)
+            with self._ended.reporting_ended(self.lighthouses.current, list(self.members)):
+                quorum = self.lighthouses.request_quorum(message, max(0.1, seconds))
+            self._inquiry.supersede(quorum, is_intact=is_intact)
         except ConnectionError:
-            # The Lighthouse may come back without any memory, and to others a little later.
+            # The Lighthouse may return without memory, and reach other members a little later.
             self._patience, self._answered = RETURN_SECONDS, None
             raise
-        asked = self.messages.read(
+        asked = self.messages.read_members(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
         )
-        self._ended.check(quorum.quorum_id, asked, self.members)
+        self._ended.check_set(quorum.quorum_id, asked, self.members)
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self.named = {member.id: member.data for member in asked}
-        self.messages.gathering.meet(self.named)
-        self.reach.note_cut({each.id: each.data["unreachable"] for each in asked if each.data["waits"]})
-        self.reach.forget_all_but(self.named)
+        self.messages.gathering.note_members(self.named)
+        self.reach.note_cut_off({each.id: each.data["unreachable"] for each in asked if each.data["waits"]})
+        self.reach.retain_members(self.named)
         return quorum.quorum_id, [participant(member.id, member.data) for member in asked]
 
     def _message(self, standing: dict[str, Any], patience: float, *, waits: bool) -> dict[str, Any]:
@@ -254,35 +254,35 @@ class MembershipManager:
             "transport": self.transport.address,
             "unreachable": sorted(self.reach.unreachable),
         }
-        return self.messages.write(message)
+        return self.messages.write_message(message)
 
-    def tell_end(self, standing: dict[str, Any]) -> None:
-        """Tells spares that ask the Lighthouse, too, that the job is over; tries for a while."""
-        self._inquiry.end()
+    def announce_end(self, standing: dict[str, Any]) -> None:
+        """Try to notify spares that the job is over, by one more request to the Lighthouse."""
+        self._inquiry.stop_asking()
         with suppress(ConnectionError):
-            self.lighthouses.ask(self._message(standing, 0.0, waits=False), END_SECONDS)
+            self.lighthouses.request_quorum(self._message(standing, 0.0, waits=False), END_SECONDS)
 
     def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
-        """Connects the groups of an agreement.
+        """Connect the groups of an agreement.
 
         Args:
-            epoch: names the groups; no other agreement has this name.
-            members: ids by rank, of the set that `ask` returned last.
-            num_trainers: how many of them train.
+            epoch: unique name of the groups.
+            members: ids of the latest set of `request_members`, by rank.
+            num_trainers: number of them that train.
 
         Raises:
-            PeerLost: a member is gone or does not come; ask again.
-            TooFewFiles: this process may not open as many connections.
+            PeerLost: a member is lost or does not connect; request again.
+            TooFewFiles: this process may not open enough connections.
         """
-        self.watch.end()
+        self.failure_detector.end_watch()
         reserve_open_files(len(members))
         try:
             probed = {each: self.named[each]["probe_address"] for each in members if each != self.id}
-            self.reach.check(probed)
+            self.reach.check_reachable(probed)
             self._meeting = address = self.named[members[0]]["store"]
-            self.watch.begin(epoch, probed, members.index(self.id))
-            with self.stores.within(address, 2 * connect_timeout(len(members)).total_seconds()):
-                store = dist.PrefixStore(f"{epoch:016x}", self.stores.get(address))
+            self.failure_detector.begin_watch(epoch, probed, members.index(self.id))
+            with self.stores.time_limit(address, 2 * connect_timeout(len(members)).total_seconds()):
+                store = dist.PrefixStore(f"{epoch:016x}", self.stores.store_at(address))
                 self.members = {member: self.named[member] for member in members}
                 self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
@@ -292,13 +292,13 @@ class MembershipManager:
                 self.transport.connect(epoch, members.index(self.id), addresses, self._hang_timeout, limit)
                 self.store = dist.PrefixStore("others", store)
             self._meeting = None
-            if self.watch.silent:
-                raise ConnectionError(f"{self.watch.silent[0]} fell silent while the groups were connected")
+            if self.failure_detector.silent:
+                raise ConnectionError(f"{self.failure_detector.silent[0]} fell silent while the groups were connected")
         except (RuntimeError, TimeoutError, ConnectionError, PeerLost) as error:
             problem = plain_reason(error)
             logger.info("connecting failed, agreeing again: %s", problem)
             self._meeting = None
-            self.lighthouses.hang_up()
+            self.lighthouses.close_client()
         else:
             return
         self.trainer_group.drop(problem)
@@ -306,12 +306,12 @@ class MembershipManager:
         raise PeerLost(problem)
 
     def _member_is_silent(self, reason: str) -> None:
-        """In the watch's thread: ends what this member may wait for."""
+        """End what this member may wait for; called in the failure detector's thread."""
         meeting = self._meeting
         if meeting is None:
             self.trainer_group.drop(reason)
         else:
-            self.stores.end(meeting)
+            self.stores.end_connections_to(meeting)
 
     def _rebuild(self, store: Any, rank: int, size: int) -> None:
         self.trainer_group.drop("the group is being rebuilt")
@@ -326,29 +326,29 @@ class MembershipManager:
             self.trainer_group.rebuild(store, 0, 1, cpu, limit)
 
     def close(self) -> None:
-        """Leaves the job: closes sockets and stops the heartbeat."""
-        self.watch.end()
+        """Leave the job: close all sockets and stop the heartbeat."""
+        self.failure_detector.end_watch()
         self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
-        self._stop_heart()
+        self._stop_heartbeat()
         self._inquiry.close()
         self.reach.close()
         self.transport.close()
 
-    def _stop_heart(self) -> None:
-        self._inquiry.end()
-        self.lighthouses.stop_heart()
+    def _stop_heartbeat(self) -> None:
+        self._inquiry.stop_asking()
+        self.lighthouses.stop_heartbeat()
 
     def withdraw(self, seconds: float) -> None:
-        """Tells the Lighthouse nothing more, until all members answer that did not, or so many seconds are over."""
+        """Stop the heartbeat until all silent members answer again, at most for this number of seconds."""
         silent = ", ".join(sorted(f"{member} at {address}" for member, address in self.reach.unreachable.items()))
-        why = silent or "here, as others say"
+        why = silent or "this member, as others report"
         logger.warning("the members continue without this one until it reaches them: no answer from %s", why)
-        self.lighthouses.hang_up()
-        self._stop_heart()
+        self.lighthouses.close_client()
+        self._stop_heartbeat()
         self.reach.wait_until_reached(seconds)
 
 
 def _link(groups: list[Group], transport: Transport) -> None:
-    """Makes each group be dropped with the others."""
+    """Link the groups, so that dropping one drops all."""
     for group in groups:
         group.linked, group.transport = [other for other in groups if other is not group], transport

@@ -1,4 +1,4 @@
-"""File descriptors that a member needs: where gloo gets none for a connection, it ends the process by SIGABRT."""
+"""File descriptors that a member needs. If gloo gets none for a connection, it ends the process by SIGABRT."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from evermoe.errors import TooFewFiles
 from evermoe.options import count
 
 FEWEST = 64
-"""Descriptors of a member alone, besides those that its script has open: of its ports, of torchft and of recoveries."""
+"""Descriptors of a member alone, in addition to those that its script has open: ports, torchft, recoveries."""
 EACH = 20
-"""For each other member: connections of gloo, of copies, and to its ports."""
+"""Descriptors for each other member: connections of gloo, of copies, and to its ports."""
 
 
 def reserve_open_files(members: int) -> None:
-    """Makes sure that this process may open the files and connections that a group needs.
+    """Ensure that this process may open the files and connections that a group needs.
 
-    Where its soft limit is too low, it is raised, as far as the hard limit allows.
+    A soft limit that is too low is raised, as far as the hard limit allows.
 
     Args:
-        members: of the group, this one included.
+        members: number of members of the group, including this one.
 
     Raises:
         TooFewFiles: the hard limit is too low.

@@ -1,4 +1,4 @@
-"""When the network is idle: windows between the collectives of the training thread."""
+"""Windows in which the network is idle: those between the collectives of the training thread."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from evermoe.comm.group import Group
 from evermoe.comm.step_record import StepRecord, TimedStep
 
 ANY_TIME = -1
-"""In place of a window's number: beside compute, whether a window of the step is open or not."""
+"""In place of a window's number: concurrently with compute, whether a window is open or not."""
 AT_ONCE = -2
-"""In place of a window's number: now, whatever runs; such a message waits for no pacer."""
+"""In place of a window's number: now, whatever runs. Such a message does not wait for the pacer."""
 PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
-"""Training has paused where no collective has begun or ended for as long as so many steps, and for so many seconds."""
+"""Training has paused if no collective began or ended for as long as this number of steps, and for these seconds."""
 POLL_SECONDS = 0.5
-"""Time between two looks whether it has."""
+"""Time between two checks of that."""
 
 When = Literal["window", "idle", "background", "vote", "recovery"]
-"""When a message begins.
+"""Reason why a message may begin.
 
-`window`: in an idle window that was expected. `idle`: between two collectives, as windows are not known or training has
-paused. `background`: at any time, as planned. `vote`: training waits for it, before a vote or for room. `recovery`: it
-waits in any case, as the members change or all steps are taken.
+`window`: an expected idle window is open. `idle`: no collective runs, and windows are unknown or training has paused.
+`background`: it was planned for any time. `vote`: training waits for it, before a vote or for memory. `recovery`:
+training waits in any case, as the members change or all steps are done.
 """
 
 
 class Opening(NamedTuple):
-    """When a message may begin."""
+    """Start of a message, and the reason for it."""
 
     when: When
     window: int | None
-    """Number of the window that is open; None outside of all."""
+    """Number of the open window; None outside all windows."""
     at: int
-    """Now: no collective had begun yet."""
+    """Current time, taken before a collective could begin."""
 
 
 class Follower(Protocol):
-    """Says when a GPU's stream, which the host runs ahead of, comes to a point."""
+    """Reports when a GPU's stream, which the host runs ahead of, reaches a point."""
 
-    def mark(self, tell: Callable[[int], None]) -> None:
-        """Calls `tell` in another thread, with the time at which the current stream has come to this point."""
+    def mark(self, notify: Callable[[int], None]) -> None:
+        """Call `notify` in another thread, with the time at which the current stream reached this point."""
 
-    def wait(self) -> None:
-        """Waits until all marks so far are told of."""
+    def wait_for_marks(self) -> None:
+        """Wait until all marks so far are reported."""
 
 
 class _Streamed:
@@ -56,11 +56,11 @@ class _Streamed:
     def __init__(self, name: str, step: int, is_counted: bool) -> None:
         self.name, self.step, self.is_counted = name, step, is_counted
         self.since = 0
-        """When the stream came to it."""
+        """Time at which the stream reached it."""
 
 
 class _Followed:
-    """Tells a pacer of a group's collectives: of those on a GPU's stream when it comes to them and has passed them."""
+    """Reports a group's collectives to a pacer; those on a GPU's stream when the stream reaches and has passed them."""
 
     def __init__(self, pacer: Pacer, follower: Follower) -> None:
         self._pacer, self._follower = pacer, follower
@@ -85,13 +85,13 @@ def _ignore(is_idle: bool) -> None:
 
 
 class Pacer:
-    """Knows when the network is idle, from what the training thread's group tells of its collectives.
+    """Tracks when the network is idle, by the collectives of the training thread's group.
 
-    A collective on a GPU's stream lasts from when the stream comes to it until it is past it. Windows open when a
-    collective ends and close when the next one begins, early or late as the step may be. After
-    `expect` it also knows their numbers and how long they last, and lets no message begin that would not end in time.
+    A collective on a GPU's stream lasts from when the stream reaches it until the stream has passed it. A window opens
+    when a collective ends and closes when the next one begins, whenever that is in the step. After `expect_windows` the
+    pacer also knows the windows' numbers and durations, and begins no message that would not end in time.
 
-    A step lasts from one `begin_step` to the next: from when a version of the state is there to the next one.
+    A step lasts from one `begin_step` to the next, that is, from one version of the state to the next.
     """
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -102,27 +102,29 @@ class Pacer:
         self._began = self._changed = now()
         self._step_lasts = 0
         self.step = 0
-        """Steps that have begun."""
+        """Number of steps that have begun."""
         self._hurry: When | None = None
-        """Why the training thread waits; None while it does not."""
+        """Reason why the training thread waits; None while it does not."""
         self._awaits_some = False
-        """Whether it waits for the messages of its step's vote alone."""
+        """Whether it waits only for the messages of its step's vote."""
         self._seen: dict[str, int] = {}
         self.places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
-        """The windows of a step, as `expect` was told them; empty while they are not known."""
+        """The windows of a step, as set by `expect_windows`; empty while they are unknown."""
         self._window: int | None = None
         self._reached = -1
         self._closes = 0.0
         self._record = StepRecord()
         self._follower: Follower | None = None
         self.on_idle: Callable[[bool], None] = _ignore
-        """When a collective begins (False), and when none runs any more, or training waits for copies (True)."""
+        """Callback: False when a collective begins; True when none runs any more, or training waits for copies."""
         self._is_idle, self._is_waiting = True, False
 
-    def attach(self, group: Group, follower: Follower | None = None) -> None:
-        """Follows the collectives of a group.
+    def attach_group(self, group: Group, follower: Follower | None = None) -> None:
+        """Follow the collectives of a group.
 
-        `follower`: of its GPU's stream, where a collective runs later than it is begun.
+        Args:
+            group: group of the training thread.
+            follower: follows its GPU's stream, on which a collective runs later than the host begins it.
         """
         self._follower = follower
         if follower is None:
@@ -131,8 +133,8 @@ class Pacer:
             followed = _Followed(self, follower)
             group.on_begin, group.on_end = followed.begins, followed.ends
 
-    def expect(self, places: Mapping[tuple[str | None, int], tuple[int, float]]) -> None:
-        """Sets the windows of a step: (collective, how often it has ended in the step) → (number, seconds)."""
+    def expect_windows(self, places: Mapping[tuple[str | None, int], tuple[int, float]]) -> None:
+        """Set the windows of a step: (collective, number of times it has ended in the step) → (number, seconds)."""
         with self._change:
             self.places = dict(places)
             self._window = None
@@ -141,9 +143,10 @@ class Pacer:
     # ---- the training thread
 
     def begin_step(self, at: int | None = None) -> None:
-        """A step begins, and with it the window that follows no collective, if there is one.
+        """Begin a step, and with it the window before its first collective, if there is one.
 
-        `at`: when it began, of `time.perf_counter_ns`; None: now.
+        Args:
+            at: time of `time.perf_counter_ns` at which it began; None: now.
         """
         with self._change:
             now = self._now() if at is None else at
@@ -152,10 +155,10 @@ class Pacer:
             self._record.begin_step(now)
             self._seen, self._reached, self._hurry, self._awaits_some = {}, -1, None, False
             self._open((None, 0), now)
-            self._tell()
+            self._notify()
 
     def begin_forward(self) -> None:
-        """Collectives since the step's beginning, of an evaluation for example, are none of an ordinary step's."""
+        """Ignore the collectives since the step began, such as those of an evaluation: an ordinary step has none."""
         with self._change:
             if self._seen:
                 self._seen, self._reached = {}, -1
@@ -163,21 +166,23 @@ class Pacer:
                 self._change.notify_all()
 
     def hurry(self, why: Literal["vote", "recovery"] = "vote", *, everything: bool = True) -> None:
-        """The training thread waits: everything may be sent until the next step begins.
+        """Let all messages begin until the next step begins, as the training thread waits for them.
 
-        `everything`: False where only what is `for_vote` may, as the rest has time.
+        Args:
+            why: reason of the wait.
+            everything: False to let only messages with `for_vote` begin.
         """
         with self._change:
             if everything:
                 self._hurry = why
-                self._tell()
+                self._notify()
             else:
                 self._awaits_some = True
                 self._change.notify_all()
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
-        """The training thread keeps the network busy, or waits for it; like a collective of this name."""
+        """Treat the block like a collective of this name: training keeps the network busy, or waits for it."""
         self._is_waiting = True
         self._begins(name)
         try:
@@ -188,7 +193,7 @@ class Pacer:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Collectives meanwhile are none of an ordinary step's: they open no window, and are not recorded."""
+        """Ignore collectives in the block, which no ordinary step has: they open no window and are not recorded."""
         self._is_counting = False
         try:
             yield
@@ -196,17 +201,17 @@ class Pacer:
             self._is_counting = True
 
     def transfer_begins(self) -> None:
-        """Something is sent from here, earlier perhaps than planned: the window that is open closes.
+        """Close the open window, as this member sends something, perhaps earlier than planned.
 
-        For transfers that run side by side, such as those of a pipeline, in place of an attached group.
+        For concurrent transfers, such as those of a pipeline, in place of an attached group.
         """
         with self._change:
             self._window = None
 
     def transfer_ends(self, name: str, at: int) -> None:
-        """Such a transfer is over since `at`, of `time.perf_counter_ns`; the window after it opened then, if any.
+        """Record that such a transfer ended at `at`, of `time.perf_counter_ns`, and open the window after it, if any.
 
-        A thread may be late to say so: what was over before the step began is none of this step's.
+        The call may come late: a transfer that ended before the step began does not count for this step.
         """
         with self._change:
             if at >= self._began:
@@ -220,7 +225,7 @@ class Pacer:
                 self._busy_since = self._changed
             else:
                 of.since = self._changed
-            self._tell()
+            self._notify()
 
     def _ends(self, name: str, at: int | None = None, of: _Streamed | None = None) -> None:
         with self._change:
@@ -228,14 +233,14 @@ class Pacer:
             self._running, self._changed = max(0, self._running - 1), now
             since, ago = (self._busy_since, 0) if of is None else (of.since, self.step - of.step)
             if self._is_counting if of is None else of.is_counted:
-                self._record.note(name, since, now, steps_ago=ago)
+                self._record.note_busy(name, since, now, steps_ago=ago)
                 if ago == 0:
                     occurrence = self._seen.get(name, 0)
                     self._seen[name] = occurrence + 1
                     self._open((name, occurrence), now)
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         is_idle = self._hurry is not None or self._is_waiting or not self._running
         if is_idle != self._is_idle:
             self._is_idle = is_idle
@@ -250,29 +255,31 @@ class Pacer:
 
     # ---- profiles
 
-    def record(self, steps: int, left_out: int = 0) -> None:
-        """Records so many steps, of those that begin now without the first `left_out`; 0 to stop.
-
-        What was recorded before is forgotten.
-        """
+    def record_steps(self, steps: int, left_out: int = 0) -> None:
+        """Record the next `steps` steps after skipping `left_out`; 0 to stop. Earlier records are discarded."""
         with self._change:
-            self._record.record(steps, left_out)
+            self._record.record_steps(steps, left_out)
 
-    def recorded(self) -> list[TimedStep]:
-        """The steps recorded so far that are over; waits until a GPU has come to all that they have launched."""
+    def recorded_steps(self) -> list[TimedStep]:
+        """Return the completed steps recorded so far, once a GPU has reached everything that they launched."""
         if self._follower is not None:
-            self._follower.wait()
+            self._follower.wait_for_marks()
         with self._change:
-            return self._record.recorded()
+            return self._record.recorded_steps()
 
     # ---- the couriers' threads
 
-    def wait(self, window: int | None, seconds: float, step: int | None = None, *, for_vote: bool = False) -> Opening:
-        """Waits until a message of so many seconds may begin.
+    def wait_for_window(
+        self, window: int | None, seconds: float, step: int | None = None, *, for_vote: bool = False
+    ) -> Opening:
+        """Wait until a message may begin.
 
-        `window`: `ANY_TIME`, or the one of `step` (None: of any) that it was planned for; it may also go later, and at
-        any time once training has paused: the network is idle then, and no window would open. `for_vote`: the step's
-        vote waits for it.
+        Args:
+            window: `ANY_TIME`, or the window that it was planned for. It may also begin in a later window, and at any
+                time once training has paused: the network is idle then, and no window would open.
+            seconds: duration of the message.
+            step: the window's step; None: any step.
+            for_vote: whether the step's vote waits for the message.
         """
         with self._change:
             while not self._may_begin(window, seconds, step, for_vote, now := self._now()):
@@ -285,7 +292,7 @@ class Pacer:
             return Opening("idle" if window is None else "window", window, now)
 
     def may_begin(self, window: int | None, seconds: float, step: int | None = None, *, for_vote: bool = False) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait_for_window` would return at once."""
         with self._change:
             return self._may_begin(window, seconds, step, for_vote, self._now())
 

@@ -1,4 +1,4 @@
-"""Why a collective failed, in words for users."""
+"""Reasons for the failure of a collective, in words for users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 logger = logging.getLogger(__name__)
 
 SOURCE_LINE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|cu|h):\d+\]\s*")
-"""Where gloo or NCCL has raised an error, as its text says."""
+"""Location in the source of gloo or NCCL at the head of an error's text."""
 PLAIN = (
     (
         re.compile(r"connection (?:closed|reset)|broken pipe|(?:read|write) error", re.I),
@@ -17,11 +17,11 @@ PLAIN = (
     (re.compile(r"timed out waiting (\d+)ms", re.I), "timed out: a member sent and received nothing for {} s"),
     (re.compile(r"connect|no route|unreachable", re.I), "a member could not be reached"),
 )
-"""Errors of gloo, and what they mean."""
+"""Errors of gloo, and their meaning."""
 
 
 def plain_reason(error: Exception) -> str:
-    """Return why a collective failed, in words for users; what the library says is logged at level DEBUG.
+    """Return the reason for a collective's failure, in words for users. The library's own text is logged at DEBUG.
 
     >>> plain_reason(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"))
     'a member closed its connection'

@@ -1,4 +1,4 @@
-"""Where members listen, which of them this one can reach, and the stores of those that it no longer can."""
+"""Endpoints of members, probes of whether this member can reach them, and their stores."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
-"""Connections that wait to be accepted, as torch has it."""
+"""Largest number of connections that wait to be accepted; as in torch."""
 REACH_SECONDS = 1.0
-"""Time that a member gets to answer a probe: its probe server answers at once, also while it computes."""
+"""Time that a member gets to answer a probe. Its probe server answers at once, even while the member computes."""
 LOOK_SECONDS = 3.0
-"""Time between two looks whether silent members answer, of one that goes on without them."""
+"""Time between two probes of silent members by a member that continues without them."""
 RETRY_SECONDS = 0.1
-"""Time between two questions of a member to those that continue without it."""
+"""Time between two probes by a member that has withdrawn."""
 CUT_OFF_SECONDS = 30.0
-"""Time for which a member counts as alive that the Lighthouse has named and another one did not reach. It withdraws and
-comes back to the Lighthouse several times meanwhile, if the two still do not reach each other."""
+"""Time for which a member counts as alive after the Lighthouse has named it although another member did not reach it.
+Meanwhile it withdraws and returns to the Lighthouse several times, if the two still do not reach each other."""
 
 
 class Endpoint(NamedTuple):
-    """Where a member is reached, and where it listens."""
+    """Address by which others reach a member, and the address on which it listens."""
 
     host: str
     """Name or address by which others reach this machine."""
     address: str | None
-    """Numeric address on which this member listens; None for all."""
+    """Numeric address on which this member listens; None: all addresses."""
 
     @property
     def manager(self) -> str:
-        """Address for torchft's server, with any port."""
+        """Address for torchft's server, with any free port."""
         if self.address is None:
             return "0.0.0.0:0"
         return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
 
 
 def find_endpoint(given: str | None, lighthouses: Iterable[str]) -> Endpoint:
-    """The address that a member was given, else loopback if all Lighthouses are there, else all addresses.
+    """Return the endpoint at a given address, else at loopback if all Lighthouses are local, else at all addresses.
 
-    An address that is none of this machine's, as behind a translation of addresses, says nothing about where to listen.
-    Where this host's name does not resolve, others get its address on the way to the first Lighthouse.
+    If the given address does not belong to this machine, as behind network address translation, the member listens on
+    all addresses. If this host's name does not resolve, others get the address of its route to the first Lighthouse.
 
     Args:
-        given: name or address by which others reach this process.
+        given: name or address by which others reach this process; None: find one.
         lighthouses: addresses of the Lighthouses.
     """
     hosts = [urlsplit(lighthouse).hostname or "" for lighthouse in lighthouses]
@@ -91,7 +91,7 @@ def find_endpoint(given: str | None, lighthouses: Iterable[str]) -> Endpoint:
 
 
 def _address_towards(hosts: Iterable[str]) -> str:
-    """This host's address on the way to the first of some hosts that resolves; a loopback address if there is none."""
+    """Return this host's address on its route to the first host that resolves; a loopback address if none does."""
     for host in hosts:
         with suppress(OSError):
             family, kind, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
@@ -102,12 +102,12 @@ def _address_towards(hosts: Iterable[str]) -> str:
 
 
 def _is_elsewhere(host: str) -> bool:
-    """Whether a host is known not to be this one."""
+    """Return whether a name resolves to another host."""
     return _resolves(host) and not _is_loopback(host) and _own_address(host) is None
 
 
 def _is_loopback(host: str) -> bool:
-    """Only if it says so: a host's own name may mean loopback on that host alone."""
+    """Return whether a name is literally loopback. A host's own name may resolve to loopback on that host alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -115,13 +115,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def _own_address(host: str) -> str | None:
-    """The address of this machine that a name stands for; None if it stands for none."""
+    """Return the address of this machine to which a name resolves; None if it resolves to none."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.bind(address)
                 return str(address[0])
-    logger.info("%s is no address of this machine: listening on all", host)
+    logger.info("%s is no address of this machine: listening on all addresses", host)
     return None
 
 
@@ -134,41 +134,41 @@ def _resolves(host: str) -> bool:
 
 
 class Reachability:
-    """This member's probe server, and what it has learned from those of the others.
+    """This member's probe server, and the results of its probes of other members.
 
     A probe server answers from its own thread (`src/reachability/`). A member that does not answer is stopped, its host
-    is gone, or a partition separates the two, though the Lighthouse may hear from both.
+    has failed, or a partition separates the two, although the Lighthouse may hear from both.
 
     Args:
         member: this member's id.
-        place: where it listens.
-        secret: the job's, if it has one: only members that have it get an answer, and give one.
+        place: endpoint of this member.
+        secret: the job's secret, if it has one. Members answer only probes that have it.
     """
 
     def __init__(self, member: str, place: Endpoint, secret: Secret | None = None) -> None:
         self._secret = secret
         self._server: ProbeServer | None = ProbeServer(member, place.address, secret)
         self.address = f"{place.host}:{self._server.port}"
-        """Address that others probe."""
-        self.said: dict[str, tuple[int, int]] = {}
-        """By id, what those answered that were asked last: see `_native.probe_all`."""
+        """Address of this member's probe server."""
+        self.answers: dict[str, tuple[int, int]] = {}
+        """Answers of the members that were probed last, by id: see `_native.probe_all`."""
         self._asked = 0.0
-        """When members were asked."""
+        """Time of the latest probe."""
         self.unreachable: dict[str, str] = {}
         """Members that did not answer, by id, with the addresses of their probe servers."""
         self.ended: set[str] = set()
-        """Members whose hosts refuse a connection to them, as they do where the process has ended."""
+        """Members whose hosts refuse the connection, because the process has ended."""
         self._cut_off: dict[str, float] = {}
-        """When members were named at the Lighthouse with others that they cannot reach, by id."""
+        """Time at which the Lighthouse last named a member together with one that it cannot reach, by id."""
 
     def probe(self, members: Mapping[str, str]) -> list[str]:
-        """Asks members for an answer, all at once.
+        """Probe members, all at the same time.
 
         Args:
             members: addresses of their probe servers, by id.
 
         Returns:
-            The ids of those that did not answer within `REACH_SECONDS`.
+            the ids of those that did not answer within `REACH_SECONDS`.
         """
         self._asked = time.monotonic()
         asked = list(members.items())
@@ -176,14 +176,14 @@ class Reachability:
         self.ended.difference_update(members)
         self.ended.update(ended)
         missing = {member: address for (member, address), said in zip(asked, answers, strict=True) if said is None}
-        self.said = {member: said for member, said in zip(members, answers, strict=True) if said is not None}
+        self.answers = {member: said for member, said in zip(members, answers, strict=True) if said is not None}
         for member in members:
             self.unreachable.pop(member, None)
         self.unreachable.update(missing)
         return list(missing)
 
-    def check(self, members: Mapping[str, str]) -> None:
-        """Asks members for an answer, so that nobody waits for the silent ones.
+    def check_reachable(self, members: Mapping[str, str]) -> None:
+        """Probe members, so that no member waits for silent ones.
 
         Raises:
             ConnectionError: some are silent.
@@ -192,13 +192,17 @@ class Reachability:
         if silent:
             raise ConnectionError(f"{', '.join(silent)} cannot be reached from here")
 
-    def silent(self, members: Mapping[str, str]) -> list[str]:
-        """The ids of members that do not answer within `REACH_SECONDS`, of addresses by id; nothing is remembered."""
+    def find_silent(self, members: Mapping[str, str]) -> list[str]:
+        """Return the ids of members that do not answer a probe within `REACH_SECONDS`; keep no results.
+
+        Args:
+            members: addresses of their probe servers, by id.
+        """
         answers, _ = probe_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
         return [member for member, said in zip(members, answers, strict=True) if said is None]
 
-    def waiting(self, members: Mapping[str, str]) -> list[str]:
-        """The ids of members that answer and do not compute: they wait for others. Nothing is remembered.
+    def find_waiting(self, members: Mapping[str, str]) -> list[str]:
+        """Return the ids of members that answer and do not compute, as they wait for others; keep no results.
 
         Args:
             members: addresses of their probe servers, by id.
@@ -206,72 +210,72 @@ class Reachability:
         answers, _ = probe_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
         return [each for each, said in zip(members, answers, strict=True) if said is not None and not said[0]]
 
-    def look_again(self, pause: float = 0.0) -> list[str]:
-        """The members that still do not answer, of those that did not before.
+    def probe_again(self, pause: float = 0.0) -> list[str]:
+        """Probe the unreachable members again, and return those that still do not answer.
 
         Args:
-            pause: seconds since they were asked, before which they are not asked again.
+            pause: seconds after the latest probe within which no new one is sent.
         """
         if self.unreachable and time.monotonic() >= self._asked + pause:
             self.probe(dict(self.unreachable))
         return list(self.unreachable)
 
     def wait_until_reached(self, seconds: float) -> None:
-        """Waits until all members answer that did not before, at most this number of seconds."""
+        """Wait until all unreachable members answer, at most this number of seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(RETRY_SECONDS)
-            if self.unreachable and not self.look_again():
+            if self.unreachable and not self.probe_again():
                 return
 
-    def look_around(self, members: Mapping[str, str], silent: Container[str]) -> None:
-        """Finds out which members of a group that has broken answer, of which some are known not to."""
+    def probe_group(self, members: Mapping[str, str], silent: Container[str]) -> None:
+        """Probe the members of a broken group, except those already known to be silent."""
         self.probe({each: address for each, address in members.items() if each not in silent})
         self.unreachable.update({each: address for each, address in members.items() if each in silent})
 
-    def note_cut(self, told: Mapping[str, Iterable[str]]) -> None:
-        """Notes which members live and cannot reach each other.
+    def note_cut_off(self, unreachable: Mapping[str, Iterable[str]]) -> None:
+        """Record members that are alive and cannot reach each other.
 
         Args:
-            told: by id, the members that each of those does not reach which have just asked the Lighthouse.
+            unreachable: by id of the members in the latest set, the members that each cannot reach.
         """
-        for each, others in told.items():
-            for other in told.keys() & others:
+        for each, others in unreachable.items():
+            for other in unreachable.keys() & others:
                 self._cut_off[each] = self._cut_off[other] = time.monotonic()
 
     def is_cut_off(self, member: str) -> bool:
-        """Whether a member has lately asked the Lighthouse, and another one did not reach it, or not it the other."""
+        """Return whether a member was recently at the Lighthouse while cut off from another member."""
         return time.monotonic() < self._cut_off.get(member, -math.inf) + CUT_OFF_SECONDS
 
-    def forget_all_but(self, members: Container[str]) -> None:
-        """Forgets those that are no members any more."""
+    def retain_members(self, members: Container[str]) -> None:
+        """Forget unreachable processes that are no longer members."""
         for member in [each for each in self.unreachable if each not in members]:
             del self.unreachable[member]
 
-    def say(self, *, computes: int = 0, gave_up: int = 0) -> None:
-        """Tells those that ask for which group this member computes, or in which it has waited in vain."""
+    def set_status(self, *, computes: int = 0, gave_up: int = 0) -> None:
+        """Set the answer to probes: the group for which this member computes, or in which it has waited in vain."""
         if self._server is not None:
             self._server.set_computes(computes)
             self._server.set_gave_up(gave_up)
 
-    def watch(self, members: Mapping[str, str], epoch: int, seconds: float) -> _native.FailureDetector:
-        """Begins to ask the other members of a group, until one does not answer for so long."""
+    def start_detector(self, members: Mapping[str, str], epoch: int, seconds: float) -> _native.FailureDetector:
+        """Begin to probe the other members of a group, until one does not answer for this number of seconds."""
         return _native.FailureDetector(list(members.items()), epoch, round(1000 * seconds), self._secret)
 
     def close(self) -> None:
-        """Closes the probe server."""
+        """Close the probe server."""
         self._server = None
 
 
 class Stores:
-    """Stores of torch's rendezvous: this member's own, and one client for each of the others'.
+    """Stores of torch's rendezvous: this member's own, and one client for each other member's.
 
     A client costs a reverse look-up of its host's name, so it is kept until it fails.
 
     Args:
-        place: where this member's own store listens.
-        limit: how long this member's own store waits for a key.
-        secret: the job's, if it has one: values that were stored without it are refused.
+        place: endpoint of this member.
+        limit: time that this member's own store waits for a key.
+        secret: the job's secret, if it has one. Values that were stored without it are refused.
     """
 
     def __init__(self, place: Endpoint, limit: timedelta, secret: Secret | None = None) -> None:
@@ -284,11 +288,11 @@ class Stores:
         """Address of this member's own store."""
         self._stores = {self.address: self._sealed(own)}
 
-    def get(self, address: str) -> dist.Store:
-        """The store at an address.
+    def store_at(self, address: str) -> dist.Store:
+        """Return the store at an address.
 
         Raises:
-            RuntimeError: nothing answers there; also TimeoutError and ConnectionError.
+            RuntimeError: the store does not answer; also TimeoutError and ConnectionError.
         """
         if address not in self._stores:
             host, port = address.rsplit(":", 1)
@@ -301,13 +305,13 @@ class Stores:
         return store if self._secret is None else SealedStore(store, self._secret)
 
     @contextmanager
-    def within(self, address: str, seconds: float) -> Iterator[None]:
-        """Ends all use of the store at an address after so many seconds: what waits for its host then fails.
+    def time_limit(self, address: str, seconds: float) -> Iterator[None]:
+        """Shut the connections to the store at an address if the block takes longer: all waits for it then fail.
 
-        torch's own limits do not hold for a host that falls silent: at the end of one its client tells the store, and
-        waits for the answer without limit.
+        torch's own timeouts do not hold for a host that falls silent: at the end of one, its client notifies the store
+        and waits for the answer without a limit.
         """
-        timer = threading.Timer(seconds, self.end, args=[address])
+        timer = threading.Timer(seconds, self.end_connections_to, args=[address])
         timer.daemon = True
         timer.start()
         try:
@@ -319,21 +323,21 @@ class Stores:
         finally:
             timer.cancel()
 
-    def end(self, address: str) -> None:
-        """Ends all use of another member's store: who waits for it gets an error."""
+    def end_connections_to(self, address: str) -> None:
+        """Shut all connections to another member's store: threads that wait for it get an error."""
         if address != self.address:
             end_connections(address)
 
 
 def what_is_left(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """What is left of members that are lost, by id: `process`, `hung` or `host`, as of `events.MemberLost.kind`.
+    """Return the kind of loss of each lost member, by id: `process`, `hung` or `host`, as in `events.MemberLost.kind`.
 
-    A host refuses a connection to a port of a process that has ended; a process that is stopped is connected to all the
-    same, as its host does that for it; of a host without power nothing comes.
+    A host refuses a connection to a port whose process has ended. It accepts one for a process that is stopped. A host
+    without power does not answer.
 
     Args:
         addresses: addresses of their probe servers, by id.
-        seconds: that they get to answer, all at once.
+        seconds: time limit of all probes together.
     """
     found: dict[str, str] = {}
     threads = [
@@ -343,7 +347,7 @@ def what_is_left(addresses: Mapping[str, str], seconds: float) -> dict[str, str]
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds
-    for thread in threads:  # the look-up of a name has no limit of its own
+    for thread in threads:  # a name look-up has no time limit
         thread.join(max(0.0, end - time.monotonic()))
     return {each: found.get(each, "host") for each in addresses}
 
@@ -360,7 +364,7 @@ def _try(address: str, seconds: float) -> str:
 
 
 def _listen(address: str) -> tuple[int, int]:
-    """A socket that listens on a free port of an address, for torch's store to close; and the port."""
+    """Return a socket that listens on a free port of an address, and the port. torch's store closes the socket."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family, backlog=BACKLOG)
     port = listening.getsockname()[1]
@@ -368,7 +372,7 @@ def _listen(address: str) -> tuple[int, int]:
 
 
 def end_connections(address: str) -> None:
-    """Shuts this process's connections to `host:port`; who waits for one gets an error."""
+    """Shut this process's connections to `host:port`: threads that wait for one get an error."""
     port = int(address.rsplit(":", 1)[1])
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError):

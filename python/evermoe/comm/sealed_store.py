@@ -1,4 +1,4 @@
-"""A store of torch's rendezvous whose values only members with the job's secret can set."""
+"""A store for torch's rendezvous whose values only members with the job's secret can set."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TAG_BYTES = 32
 
 
 class SealedStore(dist.Store):
-    """Another store, in which each value is preceded by a tag of its key and itself.
+    """A wrapper of a store that prefixes each value with an authentication tag of key and value.
 
-    The store's server does not know the secret: whoever reaches it can still remove or withhold values.
+    The store's server does not know the secret, so a process that reaches it can still remove or withhold values.
 
     Args:
-        store: the one that all members share.
-        secret: the job's.
+        store: the store that all members share.
+        secret: the job's secret.
     """
 
     def __init__(self, store: dist.Store, secret: Secret) -> None:
@@ -26,15 +26,15 @@ class SealedStore(dist.Store):
         self._store, self._secret = store, secret
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Stores a value."""
+        """Store a value."""
         tag = self._secret.tag("store", [key.encode(), value])
         self._store.set(key, tag + value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The key's value, once it is there.
+        """Wait for the key, and return its value.
 
         Raises:
-            RuntimeError: it was not stored by a member that has the secret.
+            RuntimeError: the value was stored without the secret.
         """
         found = self._store.get(key)
         tag, value = found[:TAG_BYTES], found[TAG_BYTES:]
@@ -43,20 +43,20 @@ class SealedStore(dist.Store):
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there."""
+        """Wait until all keys exist."""
         if timeout is None:
             self._store.wait(keys)
         else:
             self._store.wait(keys, timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys exist."""
         return self._store.check(keys)
 
     def add(self, key: str, value: int) -> int:
-        """The sum of all that was added: a number, which nobody vouches for."""
+        """Add to the key's number and return the sum, which is not authenticated."""
         return self._store.add(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; whether it was there."""
+        """Remove a key; return whether it existed."""
         return self._store.delete_key(key)

@@ -1,15 +1,15 @@
-"""The steps of a profile, as a pacer sees them."""
+"""Steps of a profile, as recorded by a pacer."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 Busy = list[tuple[str, int, int]]
-"""Name, start and end of what the training thread kept the network busy with, in the order of their ends."""
+"""Name, start and end of each operation that kept the network busy, ordered by end."""
 
 
 class TimedStep(NamedTuple):
-    """A step as the pacer saw it. Times are of `time.perf_counter_ns`."""
+    """A recorded step. Times are of `time.perf_counter_ns`."""
 
     start: int
     end: int
@@ -17,25 +17,25 @@ class TimedStep(NamedTuple):
 
 
 class StepRecord:
-    """Records some steps. Its user lets one thread in at a time."""
+    """Recorder of steps. It is not thread-safe: its user holds a lock."""
 
     def __init__(self) -> None:
         self._wanted = self._left_out = 0
         self._recorded: list[TimedStep] = []
         self._step: tuple[int, Busy] | None = None
         self._last: Busy | None = None
-        """Of the step before, of which a GPU's last collectives may be told late."""
+        """The previous step's operations: a GPU's last collectives may be reported late."""
 
-    def record(self, steps: int, left_out: int) -> None:
-        """Records so many steps, of those that begin now without the first `left_out`; forgets those of before."""
+    def record_steps(self, steps: int, left_out: int) -> None:
+        """Record the next `steps` steps after skipping `left_out`; discard earlier records."""
         self._wanted, self._left_out, self._recorded, self._step, self._last = steps, left_out, [], None, None
 
-    def recorded(self) -> list[TimedStep]:
-        """The steps recorded so far that are over."""
+    def recorded_steps(self) -> list[TimedStep]:
+        """Return the completed steps recorded so far."""
         return [each._replace(busy=list(each.busy)) for each in self._recorded]
 
     def begin_step(self, now: int) -> None:
-        """A step begins, and the one before it ends."""
+        """End the current step and begin the next."""
         self._last = None if self._step is None else self._step[1]
         if self._step is not None:
             self._recorded.append(TimedStep(self._step[0], now, self._step[1]))
@@ -43,8 +43,8 @@ class StepRecord:
         self._step = (now, []) if is_wanted else None
         self._left_out = max(0, self._left_out - 1)
 
-    def note(self, name: str, since: int, until: int, *, steps_ago: int = 0) -> None:
-        """The network was busy: in the step that runs, or 1 step ago; what is told later than that is not recorded."""
+    def note_busy(self, name: str, since: int, until: int, *, steps_ago: int = 0) -> None:
+        """Record that the network was busy, in the current step or the previous one; later reports are dropped."""
         busy = (None if self._step is None else self._step[1]) if steps_ago == 0 else self._last
         if busy is not None and steps_ago <= 1:
             busy.append((name, since, until))

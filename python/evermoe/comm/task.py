@@ -1,4 +1,4 @@
-"""Work that another thread does, and its result."""
+"""Work that runs in another thread, and its result."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 class Task(Generic[T]):
-    """Work for a courier's thread. `result` is there once `wait` has returned, unless a peer was `lost`."""
+    """Work for a courier's thread. `result` is set once `wait` has returned, unless a peer was `lost`."""
 
     def __init__(self, work: Callable[[], T], after: torch.cuda.Event | None = None) -> None:
         self._work, self._after = work, after
         self._over = threading.Event()
         self.result: T | None = None
         self.lost: str | None = None
-        """Why it was not done: another member is gone, or the group was dropped."""
+        """Reason why the work was not done: another member is lost, or the group was dropped."""
         self.error: BaseException | None = None
-        """What else went wrong; `wait` raises it."""
+        """Any other error; `wait` raises it."""
 
     def run(self) -> None:
-        """In the courier's thread."""
+        """Do the work; called in the courier's thread."""
         try:
             if self._after is not None:
                 torch.cuda.current_stream().wait_event(self._after)
@@ -44,20 +44,20 @@ class Task(Generic[T]):
             self._over.set()
 
     def cancel(self, why: str) -> None:
-        """It was never run, and will not be: `lost` says why."""
+        """Cancel work that has not run; `why` becomes `lost`."""
         self.lost = why
         del self._work
         self._over.set()
 
     def is_over_within(self, seconds: float) -> bool:
-        """Whether it is over by then."""
+        """Wait at most this number of seconds; return whether the work is over."""
         return self._over.wait(seconds)
 
     def wait(self) -> bool:
-        """Waits until it is over; returns whether it was done.
+        """Wait until the work is over; return whether it was done.
 
         Raises:
-            Exception: an error that is no lost peer: full memory, for example.
+            Exception: an error other than a lost peer, such as full memory.
         """
         self._over.wait()
         if self.error is not None:
@@ -65,17 +65,18 @@ class Task(Generic[T]):
         return self.lost is None
 
 
-def run_beside(task: Task[T], name: str, devices: Iterable[torch.device]) -> None:
-    """Runs a task in a thread of its own: see `prepared_beside`."""
-    prepared_beside(task, name, devices)()
+def run_in_thread(task: Task[T], name: str, devices: Iterable[torch.device]) -> None:
+    """Run a task in a new thread: see `prepare_thread`."""
+    prepare_thread(task, name, devices)()
 
 
-def prepared_beside(task: Task[T], name: str, devices: Iterable[torch.device]) -> Callable[[], None]:
-    """What runs a task in a thread of its own, when it is called.
+def prepare_thread(task: Task[T], name: str, devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Return a function that runs a task in a new thread.
 
     Args:
-        name: of the thread.
-        devices: what it reads from a GPU of these is what the caller's stream will have written by now.
+        task: the task.
+        name: name of the thread.
+        devices: devices that the task reads. On a GPU it sees all writes that the caller's stream has launched by now.
     """
     device = next((device for device in devices if device.type == "cuda"), None)
     stream = None if device is None else torch.cuda.Stream(device)
@@ -90,10 +91,10 @@ def prepared_beside(task: Task[T], name: str, devices: Iterable[torch.device]) -
 
 
 class Worker:
-    """A thread that does one thing after the other. To give it something to do, nobody waits until it runs.
+    """A thread that calls functions one after the other. `submit` does not wait for it.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -101,11 +102,11 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, part: Callable[[], None]) -> None:
-        """Does `part`, which raises nothing, after what came before."""
+        """Call `part`, which must not raise, after the parts before it."""
         self._parts.put(part)
 
     def close(self) -> None:
-        """Ends the thread after what it has to do; waits for nothing."""
+        """End the thread after the submitted parts, without waiting for it."""
         self._parts.put(None)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Groups of `torch.distributed` among processes of which any may die: no wait for a lost one is long."""
+"""Groups of `torch.distributed` among processes of which any may fail: waits for a lost one end soon."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from evermoe.errors import PeerLost
 
 T = TypeVar("T")
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
-"""Seconds from one look for a key to the next one: soon at first, as most are there at once."""
+"""First and last pause in seconds between two checks for a key: most keys exist at once."""
 _BATCH_SECONDS = 1.0
-"""How long a thread may take to ask NCCL for all sends and receives of a batch."""
+"""Time that a thread may take to submit a batch of sends and receives to NCCL."""
 
 
 class WatchedStore(dist.Store):
-    """A store in which no rank waits for the key of a lost rank, nor for a lost rank that has the keys.
+    """A store in which no rank waits for the key of a lost rank, nor for a lost rank that hosts the keys.
 
-    Keep it as long as groups that were made with it are used.
+    Keep it as long as groups created with it are in use.
 
     Args:
-        store: the one that all ranks share.
-        lost: is set when it is in vain to wait.
-        limit: how long it waits, whatever it is asked to.
+        store: the store that all ranks share.
+        lost: event that is set when a rank is lost.
+        limit: longest wait, whatever timeout is requested.
     """
 
     def __init__(self, store: dist.Store, lost: threading.Event, limit: timedelta) -> None:
@@ -42,10 +42,10 @@ class WatchedStore(dist.Store):
         self._store, self._lost, self._limit = store, lost, limit.total_seconds()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there.
+        """Wait until all keys exist.
 
         Raises:
-            PeerLost: they never may be, or are not within the limit.
+            PeerLost: a rank is lost, or the keys do not exist within the limit.
         """
         deadline = time.monotonic() + self._limit
         pause = _FIRST_LOOK
@@ -57,35 +57,37 @@ class WatchedStore(dist.Store):
             pause = min(2 * pause, _LAST_LOOK)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys exist."""
         return self._ask(lambda: self._store.check(keys))
 
     def get(self, key: str) -> bytes:
-        """The key's value, once it is there."""
+        """Wait for the key, and return its value."""
         self.wait([key])
         return self._ask(lambda: self._store.get(key))
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """What torch's groups tell each other are bytes."""
+        """Store a value."""
         self._ask(lambda: self._store.set(key, value))  # type: ignore[arg-type]
 
     def add(self, key: str, value: int) -> int:
-        """The sum of all that was added."""
+        """Add to the key's number and return the sum."""
         return self._ask(lambda: self._store.add(key, value))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Ask the store in a thread: torch's stores wait without a limit for a server that hangs."""
+        """Call the store in a thread, as torch's stores wait without a limit for a server that hangs."""
         return _in_thread(question, self._limit, None, "no answer from their store")
 
 
 def _in_thread(work: Callable[[], T], limit: float, lost: threading.Event | None, silence: str) -> T:
-    """Return the result of work that no other thread can end; the thread is left behind with it if it takes too long.
+    """Run work that cannot be interrupted in a thread, and return its result.
+
+    If the wait ends early, the thread continues until the work ends on its own.
 
     Args:
-        work: what the thread calls.
-        limit: seconds to wait for it.
-        lost: set once the work cannot end well any more, or None.
-        silence: why torch's groups cannot be connected if the limit passes.
+        work: function that the thread calls.
+        limit: longest wait in seconds.
+        lost: event that ends the wait once the work cannot succeed any more, or None.
+        silence: reason to name in the error if the limit passes.
 
     Raises:
         PeerLost: `lost` was set, or the limit has passed.
@@ -98,23 +100,24 @@ def _in_thread(work: Callable[[], T], limit: float, lost: threading.Event | None
             raise PeerLost("torch's groups cannot be connected, as a rank is lost")
         if time.monotonic() > deadline:
             raise PeerLost(f"torch's groups are not connected: {silence} for {limit:.0f} s")
-    task.wait()
+    if not task.wait():  # the work has noticed the lost rank first
+        raise PeerLost(str(task.lost))
     return cast(T, task.result)
 
 
 @contextmanager
 def quick_groups(limit: timedelta, lost: threading.Event) -> Iterator[None]:
-    """Connect the gloo groups that are made in the block as soon as all their ranks have come, or fail.
+    """Make gloo groups created in the block connect once all their ranks have arrived, or fail within the limit.
 
     Args:
-        limit: of each connection, and of the waits in groups that are given no time limit.
-        lost: set once a rank is lost: the connections fail with `PeerLost`.
+        limit: longest wait for each connection; also the default timeout of these groups.
+        lost: event that is set when a rank is lost: connections then fail with `PeerLost`.
     """
 
     class Gloo(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
-            # Gloo itself would wait for one rank after the other, for five times its time limit, and no call ends that
-            # wait. A smaller limit while it connects is no way out: gloo keeps it for sends and receives.
+            # Gloo itself would wait for one rank after the other, for five times its timeout, and no call interrupts
+            # that wait. A shorter timeout while it connects does not help: gloo keeps it for sends and receives.
             store.set(f"rank {rank}", "is here")
             store.wait([f"rank {each}" for each in range(size)])
             connect = functools.partial(super().__init__, store, rank, size, timeout=timeout, **more)
@@ -129,7 +132,7 @@ def quick_groups(limit: timedelta, lost: threading.Event) -> Iterator[None]:
 
 
 def interrupt_torch_groups() -> None:
-    """Ends all waits in groups of `torch.distributed` in this process, and at the peers; in any thread."""
+    """End all waits in groups of `torch.distributed`, in this process and at the peers; callable from any thread."""
     abort_nccl()
     for group in list(c10d._world.pg_map):
         if group.size() > 1:
@@ -137,54 +140,53 @@ def interrupt_torch_groups() -> None:
 
 
 def end_torch_groups() -> None:
-    """Ends all groups of `torch.distributed` in this process, so that peers that wait in one fail at once.
+    """Destroy all groups of `torch.distributed` in this process, so that peers that wait in one fail at once.
 
-    Gloo's sockets would stay open while a schedule or an exception still refers to them; a wait that times out closes
+    Gloo's sockets would stay open while a schedule or an exception still refers to them. A wait that times out closes
     them.
     """
     close_batches()
     if not dist.is_initialized():
-        c10d._world.group_count = 0  # groups are named by number, and a first one that failed has taken its own
+        c10d._world.group_count = 0  # groups are named by number, and a failed first one has used its number
         return
     interrupt_torch_groups()
     dist.destroy_process_group()
 
 
 def abort_nccl() -> None:
-    """Aborts the NCCL communicators of all groups of `torch.distributed`: kernels that wait for a peer end.
+    """Abort the NCCL communicators of all groups of `torch.distributed`: kernels that wait for a peer end.
 
-    Not while another thread is asking for a batch of sends and receives, which NCCL would then begin in a communicator
-    that is gone.
+    It first waits until no other thread is submitting a batch of sends and receives, which NCCL would otherwise begin
+    in an aborted communicator.
     """
     deadline = time.monotonic() + _BATCH_SECONDS
     while c10d._world.pg_coalesce_state and time.monotonic() < deadline:
         time.sleep(_FIRST_LOOK)
     found = _nccl_groups()
     if found:
-        found[0]._group_start()  # in one NCCL group, or the aborts of two communicators wait for each other
+        found[0]._group_start()  # outside one NCCL group, the aborts of two communicators would wait for each other
         try:
             for nccl in found:
-                with suppress(RuntimeError):  # the others are to end all the same
+                with suppress(RuntimeError):  # the others must still be aborted
                     nccl.abort()
         finally:
             found[0]._group_end()
 
 
 def close_batches() -> None:
-    """Ends the batches of sends and receives that have failed in this thread while it asked NCCL for them.
+    """Close the batches of sends and receives that failed in this thread while it submitted them to NCCL.
 
-    Torch leaves them open, and whatever else the thread asks NCCL for would wait for their end: in groups that are made
-    later, too.
+    Torch leaves them open, and all later NCCL calls of the thread would wait for their end, even in new groups.
     """
     for group in list(c10d._world.pg_coalesce_state):
         for nccl in _nccl_parts([group]):
-            with suppress(RuntimeError):  # its communicator is gone
+            with suppress(RuntimeError):  # its communicator was aborted
                 nccl._group_end()
         del c10d._world.pg_coalesce_state[group]
 
 
 def is_group_error(error: BaseException | None) -> bool:
-    """Whether a group of `torch.distributed` has failed with an error, or with one that it was raised from.
+    """Return whether an error, or one that it was raised from, is the failure of a group of `torch.distributed`.
 
     Gloo raises a plain RuntimeError that names its source file.
     """
@@ -196,18 +198,18 @@ def is_group_error(error: BaseException | None) -> bool:
 
 
 def has_nccl_failed() -> bool:
-    """Whether NCCL has failed in some group of `torch.distributed`."""
+    """Return whether NCCL has failed in some group of `torch.distributed`."""
     return any(map(has_given_up, _nccl_groups()))
 
 
 def _nccl_groups() -> list[Any]:
-    """The NCCL part of each group that has one, in torch's order of ending them: the newest group first."""
+    """Return the NCCL part of each group that has one, in torch's order of destruction: the newest group first."""
     names = dict(c10d._world.pg_names)
     return _nccl_parts(sorted(names, key=lambda each: names[each], reverse=True))
 
 
 def _nccl_parts(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """The NCCL part of each group that has one."""
+    """Return the NCCL part of each group that has one."""
     if not dist.is_nccl_available():
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Messages between the threads of members, beside their collectives: over TCP or UCX, by `src/transport/`."""
+"""Messages between threads of members, in addition to collectives: over TCP or UCX, by `src/transport/`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,28 @@ from evermoe.errors import PeerLost
 from evermoe.options import count
 
 STREAMS = 4
-"""Connections on which messages come from one member: networks limit what one of them may carry."""
+"""Connections that carry the messages from one member: networks limit the bandwidth of each."""
 
 
 UCX_LIBRARY = "libucp.so.0"
-"""Name of UCX's library in a system that has it."""
-
-"""What carries the bytes of long messages."""
+"""Name of UCX's library, as installed in a system."""
 
 
 class Transport:
     """Messages between the members of a group, which any thread may send and receive.
 
-    Connections are made when a message is first expected. A failure of one member fails the messages between the two;
-    who waits for one then drops this member's connections, and from then on every call raises `PeerLost` until the
-    next group is connected. Nothing here holds Python's lock while bytes move.
+    Connections are opened when a message is first expected. A failure of a member fails the messages to and from it. A
+    thread that waits for one of these drops this member's connections, and from then on every call raises `PeerLost`
+    until the next group is connected. The GIL is released while bytes move.
 
     Args:
         host: name or address by which others reach this machine.
-        address: numeric address on which this member listens; None for all.
-        secret: the job's, if it has one: only members that have it may connect.
-        carrier: of long messages, the same on all members.
+        address: numeric address on which this member listens; None: all addresses.
+        secret: the job's secret, if it has one. Only members that have it may connect.
+        carrier: protocol of long messages, the same on all members.
 
     Raises:
-        ValueError: there is no UCX here that fits.
+        ValueError: this machine has no suitable UCX.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Transport:
         ucx = find_ucx() if carrier == "ucx" else None
         self._port: _native.Port | None = _native.Port(address, secret, ucx)
         self.address = f"{host}:{self._port.port}"
-        """Where others connect to."""
+        """Address to which others connect."""
         self._links: _native.Links | None = None
         self._limit = timedelta(0)
         self.size = 1
@@ -62,14 +60,14 @@ class Transport:
     def connect(
         self, group: int, rank: int, addresses: Sequence[str], limit: timedelta, connect_timeout: timedelta
     ) -> None:
-        """Begins a new group.
+        """Drop the current group, and begin a new one.
 
         Args:
-            group: names it, alike on all members; no other one has this name.
-            rank: this member's.
-            addresses: of all members' transports, by rank.
-            limit: how long a message takes at most, unless who waits for it says more.
-            connect_timeout: how long a connection takes at most.
+            group: unique name of the group, the same on all members.
+            rank: this member's rank.
+            addresses: addresses of all members' transports, by rank.
+            limit: time limit of a message, unless `Transfer.wait` gets another one.
+            connect_timeout: time limit of a connection.
         """
         self.drop("the next group begins")
         if self._port is None:
@@ -80,7 +78,7 @@ class Transport:
         self.broken = None
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
-        """Begins to receive into a contiguous tensor on the CPU, which may be larger than what comes.
+        """Begin to receive into a contiguous tensor on the CPU, which may be larger than the message.
 
         Raises:
             PeerLost: the connections were dropped.
@@ -89,10 +87,10 @@ class Transport:
         return Transfer(self, "receive", links.receive(_bytes(tensor), source, tag))
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Transfer:
-        """Begins to send a contiguous tensor on the CPU; messages of one tag between two members keep their order.
+        """Begin to send a contiguous tensor on the CPU. Messages with one tag between two members keep their order.
 
-        It is sent when the system has it: the other side may not have it yet, and never gets it if this member drops
-        its connections then. Agree on what has arrived before you do.
+        A message counts as sent when the operating system has it. It is lost if this member drops its connections
+        before it has arrived, so agree on what has arrived first.
 
         Raises:
             PeerLost: the connections were dropped.
@@ -108,37 +106,37 @@ class Transport:
 
     @property
     def limit_seconds(self) -> float:
-        """How long a message takes at most, unless who waits for it says more."""
+        """Time limit of a message in seconds, unless `Transfer.wait` gets another one."""
         return self._limit.total_seconds()
 
     def drop(self, reason: str) -> None:
-        """Ends this member's connections, so that peers that wait for it fail at once. Idempotent."""
+        """Close this member's connections, so that peers that wait for it fail at once. Idempotent."""
         self.broken = self.broken or reason
         if self._links is not None:
             self._links.end(self.broken)
 
     def close(self) -> None:
-        """Ends the connections, and takes no new ones."""
+        """Close the connections, and accept no new ones."""
         self.drop("this member has left its job")
         self._port = None
 
 
 class Transfer:
-    """A message between two members that is under way; the tensor is in use until it is over or forgotten."""
+    """A message in flight between two members. The tensor is in use until the message ends or this object is freed."""
 
     def __init__(self, transport: Transport, name: str, transfer: _native.Transfer) -> None:
         self._transport, self._name, self._transfer = transport, name, transfer
 
     @property
     def has_ended(self) -> bool:
-        """Whether the tensor was sent or has arrived, now; where that has failed, `wait` says so."""
+        """Whether the tensor was sent or has arrived by now. `wait` raises if that failed."""
         return self._transfer.wait(0) is None
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Waits until the tensor was sent or has arrived, as long as the transport's limit unless `limit` says more.
+        """Wait until the tensor was sent or has arrived, at most for `limit`; None: the transport's limit.
 
         Raises:
-            PeerLost: the other member is gone or silent, or the connections were dropped here.
+            PeerLost: the other member is lost or silent, or this member has dropped its connections.
         """
         seconds = self._transport.limit_seconds if limit is None else limit.total_seconds()
         failure = self._transfer.wait(round(seconds * 1000))
@@ -149,13 +147,13 @@ class Transfer:
 
 
 class Channel:
-    """Messages of one tag among the members of the group that is connected now: of no other one that comes later.
+    """Messages with one tag among the members of the current group, never those of a later group.
 
-    For threads that outlive a group. A message that fails drops nothing.
+    For threads that outlive a group. A message that fails does not drop the connections.
 
     Args:
-        transport: of this member.
-        tag: of the messages.
+        transport: this member's transport.
+        tag: tag of the messages.
 
     Raises:
         PeerLost: the connections were dropped.
@@ -166,18 +164,18 @@ class Channel:
         self._links = transport._open("a channel")
 
     def send(self, tensor: torch.Tensor, destination: int, limit: timedelta) -> None:
-        """Sends a contiguous tensor on the CPU, as `Transport.send` does, and waits for that.
+        """Send a contiguous tensor on the CPU, as `Transport.send` does, and wait until it is sent.
 
         Raises:
-            PeerLost: the other member is gone, or the group is another one.
+            PeerLost: the other member is lost, or the group has changed.
         """
         self._wait("send", self._links.send(_bytes(tensor), destination, self._tag), limit)
 
     def receive(self, tensor: torch.Tensor, source: int, limit: timedelta) -> None:
-        """Receives into a contiguous tensor on the CPU, as `Transport.receive` does, and waits for that.
+        """Receive into a contiguous tensor on the CPU, as `Transport.receive` does, and wait until it has arrived.
 
         Raises:
-            PeerLost: the other member is gone, or the group is another one.
+            PeerLost: the other member is lost, or the group has changed.
         """
         self._wait("receive", self._links.receive(_bytes(tensor), source, self._tag), limit)
 
@@ -188,7 +186,10 @@ class Channel:
 
 
 def find_ucx() -> list[str]:
-    """Where UCX may be: at EVERMOE_UCX alone if it is set; else the system's, which may have RDMA; or the package's."""
+    """Return paths at which to look for UCX: EVERMOE_UCX alone if set; else the system's, then the package's.
+
+    The system's library comes first, as it may support RDMA.
+    """
     named = os.environ.get("EVERMOE_UCX")
     if named:
         return [named]
@@ -198,5 +199,5 @@ def find_ucx() -> list[str]:
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's own bytes, as an array that keeps it alive."""
+    """Return the tensor's memory as an array of bytes that keeps the tensor alive."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

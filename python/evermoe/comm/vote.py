@@ -1,4 +1,4 @@
-"""The vote before each update: one collective that adds up the ballots of all members, replica nodes included."""
+"""The vote before each update: one collective that sums the ballots of all members, including replica nodes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from evermoe.comm.group import Group
 
 
 class Ballot(NamedTuple):
-    """What a member says about a step; or the sums of that over all members."""
+    """A member's report on a step, or the sum of these reports over all members."""
 
     votes: float
-    """1 from a member that can take the step and knows that it is safe."""
+    """1 from a member that can take the step, and whose copies of it are safe."""
     loss: float = 0.0
     squares: float = 0.0
-    """Sum of the gradients' squares, for their norm: as the optimizer gets them but for the factor of the vote."""
+    """Sum of the squares of the gradients that the optimizer gets, before the vote's factor."""
     reduced_squares: float = 0.0
-    """The same before `on_gradients` has changed them: of the plain sums over the members."""
+    """The same before `on_gradients` changes them, that is, of the plain sums over the members."""
     nonfinite: float = 0.0
-    """1 from a member whose loss, or gradient before it is reduced, is infinite or not a number."""
+    """1 from a member whose loss, or gradient before the reduction, is infinite or NaN."""
     nonfinite_ranks: float = 0.0
     """The rank of such a member."""
     nonfinite_losses: float = 0.0
-    """1 from a member whose loss is infinite or not a number. A loss over the tokens of all members spreads that to the
+    """1 from a member whose loss is infinite or NaN. If the loss covers the tokens of all members, this spreads to the
     gradients of others."""
     nonfinite_loss_ranks: float = 0.0
     """The rank of such a member."""
@@ -36,7 +36,7 @@ class Ballot(NamedTuple):
     leaving: float = 0.0
     """1 from a member that leaves the job after the step."""
     stopping: float = 0.0
-    """1 from a member that asks all to end the job after the step."""
+    """1 from a member that requests the end of the job after the step."""
     role_switches: float = 0.0
     """1 from a leaving member that returns in its other role."""
     newcomer_seen: float = 0.0
@@ -44,35 +44,35 @@ class Ballot(NamedTuple):
     trainers: float = 0.0
     """1 from a member that trains."""
     scale: float = 0.0
-    """What a member that trains has multiplied its loss by, beside its weight."""
+    """Factor by which a training member has multiplied its loss, in addition to its weight."""
     counting: float = 0.0
     """1 from a member whose loss is a sum."""
     counted: float = 0.0
-    """Over how many: tokens, for example."""
+    """Number of terms of that sum, such as tokens."""
     divided: float = 0.0
-    """1 from a member that trains and has divided the sums of the gradients already, for `on_gradients`."""
+    """1 from a training member that has already divided the sums of the gradients, for `on_gradients`."""
     steps_own: float = 0.0
-    """1 from a member whose script has code of its own in a step of the optimizer, or changes gradients before it."""
+    """1 from a member whose script has its own code in the optimizer's step, or changes gradients before it."""
     checkpoint_done: float = 0.0
     """1 from a member that knows the outcome of the checkpoint in progress."""
     reported: float = 0.0
-    """Bit i, a whole number, from the member that has called `on_lost` for the i-th loss that all members know of."""
+    """2^i from the member that has called `on_lost` for the i-th loss that all members know of."""
 
     @property
     def mean_loss(self) -> float:
-        """The global batch's mean loss; NaN of sums over nothing."""
+        """The global batch's mean loss; NaN if sums have no terms."""
         if not self.counting:
             return self.loss
         return self.loss / self.counted if self.counted else math.nan
 
     @property
     def loss_scale(self) -> float:
-        """What all members have multiplied their losses by."""
+        """Factor by which members have multiplied their losses."""
         return self.scale / self.trainers if self.trainers else 1.0
 
     @property
     def divisor(self) -> float:
-        """What the sums of the gradients are divided by, so that they are those of the mean loss."""
+        """Divisor that turns the sums of the gradients into the gradients of the mean loss."""
         return self.loss_scale * (self.counted if self.counting else 1.0)
 
     @property
@@ -83,36 +83,36 @@ class Ballot(NamedTuple):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some members gave counts, and others did not: then nothing is known of the mean."""
+        """Whether some members gave counts and others did not, so that the mean is unknown."""
         return 0 < self.counting < self.trainers
 
     @property
     def norm(self) -> float:
-        """Norm of the mean loss's gradient over all members, before anything has changed or clipped it."""
+        """Norm of the mean loss's gradient over all members, before any change or clipping."""
         divisor = self.divisor
         return self.reduced_squares**0.5 / divisor if divisor else math.nan
 
     @property
     def nonfinite_rank(self) -> int | None:
-        """The member whose loss is not finite, if it is one alone; else the one whose gradient is not."""
+        """The only rank whose loss is not finite; else the only one whose gradient is not; None if several are."""
         if self.nonfinite_losses == 1:
             return int(self.nonfinite_loss_ranks)
         return int(self.nonfinite_ranks) if self.nonfinite == 1 else None
 
     def to_bits(self) -> list[int]:
-        """The bits of the float64 values, so that members who learn the sums later compute with the very same."""
+        """Return the bits of the float64 values, so that members that get the sums later use the same values."""
         return torch.tensor(self, dtype=torch.float64).view(torch.int64).tolist()
 
     @classmethod
     def from_bits(cls, bits: list[int]) -> Ballot:
-        """The inverse of `to_bits`."""
+        """Return the inverse of `to_bits`."""
         return cls(*torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist())
 
 
 def cast(everyone: Group, mine: Ballot) -> Ballot:
-    """The sums of all members' ballots. Collective.
+    """Return the sum of all members' ballots. Collective.
 
     Raises:
-        PeerLost: a member is gone.
+        PeerLost: a member is lost.
     """
     return Ballot(*everyone.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist())

@@ -1,7 +1,8 @@
 """Waits for gloo's messages that another thread can end.
 
-Gloo does not tell the one that waits for a message that its connection is gone if part of the message has been sent or
-has come. So a second thread waits for gloo, and is left behind with the message if the group is dropped meanwhile.
+If a connection breaks after part of a message has been sent or received, gloo does not report that to the thread that
+waits for the message. So a second thread waits for gloo. If the group is dropped, that thread is abandoned with the
+message.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from evermoe.comm.tags import NEVER_SENT
 from evermoe.native_calls import native_call
 
 EXCESS = 1.25
-"""Largest duration of a wait, in multiples of its limit. Gloo's own limit comes first, unless the clock is set back."""
+"""Longest wait, in multiples of its limit. Gloo's own timeout comes first, unless the wall clock is set back."""
 
 
 class Clocks(NamedTuple):
-    """A moment, on two clocks."""
+    """A point in time on two clocks."""
 
     steady: float
     """Seconds of `time.monotonic`."""
@@ -32,24 +33,24 @@ class Clocks(NamedTuple):
 
     @classmethod
     def now(cls) -> Clocks:
-        """This moment."""
+        """Return the current time."""
         return cls(time.monotonic(), time.time())
 
     def seconds(self) -> float:
-        """Seconds since then."""
+        """Return the seconds since then."""
         return time.monotonic() - self.steady
 
     def set_back(self) -> float:
-        """Seconds by which the wall clock was set back since then; negative if it was set forward."""
+        """Return the seconds by which the wall clock was set back since then; negative if it was set forward."""
         now = Clocks.now()
         return (now.steady - self.steady) - (now.wall - self.wall)
 
 
 def end_waits(group: Any, rank: int, size: int) -> None:
-    """Ends all threads' waits for messages of a gloo group, here and at the peers.
+    """End all threads' waits for messages of a gloo group, on this member and its peers.
 
     Gloo has no call for that, and its sockets stay open while a thread waits. But a wait that times out closes them
-    all. One for a peer that has closed its own side fails at once instead, and ends no others: then the next is tried.
+    all. A wait for a peer that has closed its side fails at once instead, and ends no others, so the next is tried.
     """
     for step in range(1, size):
         if _times_out(group, (rank + step) % size):
@@ -66,14 +67,14 @@ def _times_out(group: Any, peer: int) -> bool:
 
 
 class Wait:
-    """One wait for one work of gloo's, in a thread that waits for it and in one that can be told to go on.
+    """A wait for one work of gloo, split over a thread that waits for gloo and a thread that can be released.
 
     Args:
-        work: nobody else keeps a reference, as a work that lives keeps sockets open.
+        work: the work. Keep no other reference, as a live work keeps sockets open.
     """
 
     _own = threading.local()
-    """Each thread's waiter; a new one after one was left behind."""
+    """Each thread's waiter; replaced after one was abandoned."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -82,29 +83,29 @@ class Wait:
         self._failure: str | None = None
 
     def run(self, limit: timedelta) -> str | None:
-        """Waits until the work is done or the wait is ended. Returns why it is not done; None if it is."""
+        """Wait until the work is done or the wait is ended; return the failure, or None."""
         waiter = getattr(self._own, "waiter", None)
         if waiter is None:
             waiter = self._own.waiter = _Waiter()
-        waiter.take(self, limit)
+        waiter.submit(self, limit)
         if not self._over.wait(EXCESS * limit.total_seconds() + 1.0):
-            self.end()
+            self.end_wait()
             self._own.waiter = None
-            return f"timed out after {limit.total_seconds():g} s, as gloo has not: the wall clock was set back"
+            return f"timed out after {limit.total_seconds():g} s; gloo did not, as the wall clock was set back"
         if self._is_ended:
             self._own.waiter = None
             return "the wait was ended"
         return self._failure
 
-    def end(self) -> None:
-        """Lets the thread that waits go on without the work, whose group is dropped."""
+    def end_wait(self) -> None:
+        """Release the waiting thread without the work, as the group is dropped."""
         with self._lock:
             if not self._over.is_set():
                 self._is_ended = True
                 self._over.set()
 
-    def finish(self, limit: timedelta) -> bool:
-        """Waits for gloo. Returns whether the other thread is still there."""
+    def finish_work(self, limit: timedelta) -> bool:
+        """Wait for gloo; return whether the other thread still waits for this work."""
         work, self._work = self._work, None
         failure = None
         with native_call(limit.total_seconds()):
@@ -115,19 +116,19 @@ class Wait:
             del work
         with self._lock:
             self._failure = failure
-            is_there = not self._over.is_set()
+            still_waits = not self._over.is_set()
             self._over.set()
-        return is_there
+        return still_waits
 
 
 class _Waiter:
-    """A thread that waits for one work after the other, until it is left behind or the one that it waits for ends."""
+    """A thread that waits for one work after the other, until it is abandoned or the thread that it serves ends."""
 
     def __init__(self) -> None:
         self._waits: queue.SimpleQueue[tuple[Wait, timedelta] | None] = queue.SimpleQueue()
         threading.Thread(target=_finish_all, args=[self._waits], name="evermoe-wait", daemon=True).start()
 
-    def take(self, wait: Wait, limit: timedelta) -> None:
+    def submit(self, wait: Wait, limit: timedelta) -> None:
         self._waits.put((wait, limit))
 
     def __del__(self) -> None:
@@ -135,10 +136,10 @@ class _Waiter:
 
 
 def _finish_all(waits: queue.SimpleQueue[tuple[Wait, timedelta] | None]) -> None:
-    """Keeps no reference to its waiter: that lives as long as the thread whose waiter it is."""
+    """Finish each submitted wait. The function refers to no `_Waiter`, which lives as long as the thread it serves."""
     while (each := waits.get()) is not None:
         wait, limit = each
         del each
-        if not wait.finish(limit):
+        if not wait.finish_work(limit):
             return
         del wait

@@ -6,7 +6,7 @@ from evermoe import _native
 
 
 def has_cuda_kernels() -> bool:
-    """Whether this build of evermoe holds compiled CUDA kernels."""
+    """Return whether this build of evermoe holds compiled CUDA kernels."""
     return _native.has_cuda_kernels()
 
 

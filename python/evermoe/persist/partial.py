@@ -217,7 +217,9 @@ class PartialCheckpoints(StateKeeper):
         """Wait until the persister has the save under way; return whether it has."""
         if self._latest is None:
             return True
-        return self._courier.wait(self._latest.task, self._membership.trainer_group) and bool(self._latest.task.result)
+        return self._courier.wait_for_task(self._latest.task, self._membership.trainer_group) and bool(
+            self._latest.task.result
+        )
 
     @property
     def lost(self) -> str | None:

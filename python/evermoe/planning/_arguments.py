@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def count(name: str, value: int) -> int:
-    """The value as an int from 0 to 2^64 - 1, which is what the native functions take."""
+    """Return the value as an int from 0 to 2^64 - 1, as the native functions require."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -22,7 +22,7 @@ def count(name: str, value: int) -> int:
 
 
 def array(name: str, value: ArrayLike, dtype: Any, ndim: int) -> NDArray[Any]:
-    """The value as an array of `dtype`, without a copy if it is one; floats do not become integers."""
+    """Return the value as an array of `dtype`, without a copy if it is one; floats do not become integers."""
     try:
         found = np.asarray(value)
     except ValueError as error:
@@ -39,21 +39,21 @@ def array(name: str, value: ArrayLike, dtype: Any, ndim: int) -> NDArray[Any]:
 
 
 def counts(name: str, value: Sequence[int]) -> list[int]:
-    """A list of such ints."""
+    """Return the value as a list of ints from 0 to 2^64 - 1."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{name}: expected a list of integers, got {value!r}")
     return [count(name, number) for number in value]
 
 
 def count_lists(name: str, value: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Lists of such ints."""
+    """Return the value as lists of ints from 0 to 2^64 - 1."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{name}: expected a list of lists of integers, got {value!r}")
     return [counts(name, numbers) for numbers in value]
 
 
 def names(name: str, value: Sequence[str]) -> list[str]:
-    """A list of names; a single string is none."""
+    """Return the value as a list of names; a single string is not a list."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{name}: expected a list of names, got {value!r}")
     found = list(value)
@@ -71,7 +71,7 @@ def choice(name: str, value: str, options: Sequence[str]) -> str:
 
 
 def number(name: str, value: float) -> float:
-    """The value as a float."""
+    """Return the value as a float."""
     if isinstance(value, str):
         raise ValueError(f"{name}: expected a number, got {value!r}")
     try:

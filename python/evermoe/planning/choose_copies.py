@@ -149,7 +149,7 @@ def choose_copies(
     persist_period: int = 1000,
     log_steps: int = 8,
 ) -> CopyPlan:
-    """The cheapest way to keep each unit safe, within idle windows, memory and a budget.
+    """Return the cheapest way to keep each unit safe, within idle windows, memory and a budget.
 
     Wanted is that every loss of fewer than `replication` domains costs no step. A unit that fewer domains train on gets
     on further domains what takes the fewest seconds: the gradient of each step, nothing if it is idle, or its

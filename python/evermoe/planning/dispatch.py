@@ -57,7 +57,7 @@ def split_tokens(
 
 
 def imbalance(matrix: ArrayLike, load: ArrayLike, policy: SplitPolicy = "even") -> float:
-    """The busiest node's load over the mean node's: 1 is perfect, N the worst; without load it is 1.
+    """Return the busiest node's load over the mean node's: 1 is perfect, N the worst; without load it is 1.
 
     With `even` a node bears of each expert what it holds of its replicas; with `balanced` the holders share
     in whatever parts make the busiest node lightest (see `split_tokens`).

@@ -183,12 +183,12 @@ class TokenLedger:
         return [Starvation(*layer) for layer in self._native.starvation()]
 
     def to_json(self) -> str:
-        """The ledger as JSON; `from_json` brings back the very same."""
+        """Return the ledger as JSON, from which `from_json` restores it exactly."""
         return self._native.to_json()
 
     @classmethod
     def from_json(cls, text: str) -> TokenLedger:
-        """The ledger that `to_json` wrote.
+        """Return the ledger that `to_json` wrote.
 
         Raises:
             ValueError: the text is no ledger, or its numbers contradict each other.

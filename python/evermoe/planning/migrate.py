@@ -71,7 +71,7 @@ def migrate(
 def keep_in_place(
     held: ArrayLike, placement: ArrayLike, nbytes: ArrayLike, domains: Sequence[Sequence[int]]
 ) -> NDArray[np.int64]:
-    """A layer's placement with its rows given to ranks so that the fewest bytes come from peers.
+    """Return a layer's placement with rows assigned to ranks such that the fewest bytes move between them.
 
     What each node's ranks hold together stays together, so that the loss of a node costs what it did.
 

@@ -91,7 +91,7 @@ def _latent_attention(hidden: int, heads: int, query: int, key: int, head: int, 
 def _shape(
     source: str, *, vocabulary: int, hidden: int, layers: int, experts: int, expert: int, layer: int, rest: int = 0
 ) -> ModelShape:
-    """A decoder with an embedding and an output matrix of its own.
+    """Return a decoder with an embedding and a separate output matrix.
 
     Args:
         source: of the sizes.

@@ -10,7 +10,7 @@ from evermoe import _native
 def place_owners(
     nbytes: Sequence[int], active: Sequence[Collection[int]], copies: Sequence[Collection[int]], loads: Sequence[int]
 ) -> list[int]:
-    """The owner of each unit that has one: few units move, and no rank has many more bytes than others.
+    """Return the owner of each unit that has one: few units move, and no rank has many more bytes than others.
 
     A unit stays where it is trained, goes where a copy of it is, or where the fewest bytes are, in this order, as long
     as a rank has room: the level up to which PEC's adaptive sharding (`shard_modules`) would fill all ranks,

@@ -121,7 +121,7 @@ def place(
     domains: Sequence[Sequence[int]] | None = None,
     failures: int | None = None,
 ) -> Placement:
-    """Places the replicas of experts on nodes.
+    """Place the replicas of experts on nodes.
 
     Every node gets exactly `slots` replicas. With `safest` and `balanced` every expert is on at least min(f, N)
     distinct nodes, where f is the fewest replicas of any expert; `balanced` puts it on as many as it has replicas
@@ -187,7 +187,7 @@ def place(
 
 
 def failure_domains(nodes: Sequence[str]) -> list[list[int]]:
-    """Ranks by node, in order of first appearance: they fail together.
+    """Group ranks by node, in order of first appearance: ranks of a node fail together.
 
     On a single node every rank counts as one, as copies then protect against crashes alone.
 
@@ -251,7 +251,7 @@ def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, 
 
 
 def is_worth_moving(now: float, then: float) -> bool:
-    """Whether a new placement makes a layer so much more even that experts should move.
+    """Return whether a new placement balances a layer enough to justify moving experts.
 
         >>> is_worth_moving(1.3, 1.1), is_worth_moving(1.3, 1.25)
         (True, False)

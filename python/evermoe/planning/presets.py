@@ -106,7 +106,7 @@ class Levels(NamedTuple):
 
 
 def levels(experts: int, per_snapshot: int | None = None, per_save: int | None = None) -> Levels:
-    """Return the two levels of `pec` for a layer: a half and a quarter of its experts, unless other numbers are given.
+    """Return the two levels of `pec` for a layer: by default half and a quarter of its experts.
 
         >>> levels(8), levels(8, per_save=6), levels(1)
         (Levels(snapshot=4, save=2), Levels(snapshot=6, save=6), Levels(snapshot=1, save=1))

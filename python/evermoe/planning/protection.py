@@ -76,7 +76,7 @@ class RankInfo:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RankInfo:
-        """The fields as JSON returns them, which has lists alone."""
+        """Return the rank described by fields from JSON, which turns tuples into lists."""
         link = fields["link"]
         return RankInfo(**fields | {"link": None if link is None else (link[0], link[1])})
 
@@ -120,7 +120,7 @@ def plan_protection(
     replication: int,
     budget: float,
 ) -> ProtectionPlan:
-    """Plan which rank keeps which copies with a preset.
+    """Return the protection plan of a preset.
 
     Args:
         preset: a name of `planning.PRESETS`.
@@ -212,7 +212,7 @@ def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -
 def riskiest_first(
     holders: Mapping[str, Collection[int]], tokens: Mapping[str, float], nodes: Sequence[str]
 ) -> list[str]:
-    """Units in the order in which copies of them that are missing are made: those on the fewest nodes come first.
+    """Sort units in the order in which missing copies are made: those on the fewest nodes come first.
 
     Of units on as many nodes, those with the most tokens come first; of these, the order is that of their names.
 

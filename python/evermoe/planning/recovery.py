@@ -18,7 +18,7 @@ def recovery_plan(
     may_lag: Sequence[str] = (),
     nodes: Sequence[str] | None = None,
 ) -> RecoveryPlan:
-    """The version to continue from after a failure, and who sends what to whom.
+    """Plan the version to resume from after a failure, and all transfers that it needs.
 
     The target is the newest version at which every unit has a holder; version 0, the state before the first
     step, counts only if no rank has a later one. Where holders differ, the digest that most ranks have is
@@ -70,7 +70,7 @@ Lagging = Literal["never", "if needed", "always"]
 def usable_holdings(
     members: Sequence[tuple[bool, bool]], holdings: Sequence[Sequence[tuple[str, int, int, str]]]
 ) -> list[list[tuple[str, int, int, str]]]:
-    """The holdings that a recovery may use: what an earlier start left behind is no progress of the running job.
+    """Return the holdings that a recovery may use: those left by an earlier start are not progress of the running job.
 
     A job that begins takes the members' own models as of version 0; one that was seen to run is never started again
     from a model that was just built.

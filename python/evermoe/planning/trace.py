@@ -35,7 +35,7 @@ def chrome_trace(
     rank: int = 0,
     start: float = 0.0,
 ) -> str:
-    """The steps of one rank as JSON in Chrome's trace event format, which Perfetto reads.
+    """Return the steps of one rank as JSON in Chrome's trace event format, for Perfetto.
 
     One process a rank; a track each for compute, network, host link, the windows of each, planned chunks, and copies,
     which are chunks that were sent. Each step has the windows where its own spans open them, and the chunks of the

@@ -130,7 +130,7 @@ class Change(NamedTuple):
 def find_windows(
     steps: Sequence[StepProfile], *, quantile: float = 0.1, gamma: float = 0.9, ignore: Iterable[str] = ()
 ) -> Windows:
-    """The idle windows of each resource.
+    """Return the idle windows of each resource.
 
     Between the end of the busy spans so far, which may overlap and nest, and the start of the next on the same
     resource there is a window. Steps are aligned by the order of their spans; those whose order is not that of the
@@ -195,7 +195,7 @@ def has_changed(windows: Windows, steps: Sequence[StepProfile], *, tolerance: fl
 
 
 def native_windows(name: str, value: Windows) -> _native.Windows:
-    """The planners' own form of windows; a TypeError that names the argument if it is something else."""
+    """Return windows in the planners' own form; raise a TypeError that names the argument otherwise."""
     if not isinstance(value, Windows):
         raise ValueError(f"{name}: expected Windows of find_windows, got {value!r}")
     return value._native

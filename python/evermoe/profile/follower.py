@@ -53,7 +53,7 @@ class StreamFollower:
             event.record()
             self.follow(event, partial(self._tell_mark, event, notify))
 
-    def wait(self) -> None:
+    def wait_for_marks(self) -> None:
         """Wait until all points so far are reported; for a limited time, as a GPU may never reach them."""
         told = threading.Event()
         self._reached.put((None, lambda _: told.set()))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from evermoe.comm.task import Task, run_beside
+from evermoe.comm.task import Task, run_in_thread
 from evermoe.state.training_state import TrainingState
 
 GROUP_BYTES = 256 << 20
@@ -49,7 +49,7 @@ class EarlySurvey:
     def _start(self, work: Callable[[], None]) -> None:
         task = Task(work)
         with suppress(RuntimeError):  # no thread or no stream: all is left to the survey
-            run_beside(task, "evermoe-survey", self._state.devices())
+            run_in_thread(task, "evermoe-survey", self._state.devices())
             self._tasks.append(task)
 
     def _look(self) -> None:

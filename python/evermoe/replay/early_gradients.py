@@ -261,7 +261,7 @@ class EarlyGradients:
 
     def _expect(self, courier: Courier) -> None:
         frames = [(peer, frame) for peer, some in self._incoming.items() for frame in some]
-        self._transfers = [courier.receive(Message(frame.data, peer, REPLAY_GRADIENTS)) for peer, frame in frames]
+        self._transfers = [courier.begin_receive(Message(frame.data, peer, REPLAY_GRADIENTS)) for peer, frame in frames]
 
     def _send(self, courier: Courier, number: int, sent: Sequence[Sent]) -> None:
         """Sends a bucket, without units that replicas cannot follow: they come with the rest."""
@@ -276,14 +276,14 @@ class EarlyGradients:
         }
         self._told |= made.keys()
         wait_for_gradients(self._state.devices())
-        courier.send(
+        courier.send_messages(
             Message(bucket.fill(made), peer, REPLAY_GRADIENTS, ANY_TIME, for_vote=True)
             for peer, bucket in buckets.items()
         )
 
     def send_rest(self, courier: Courier) -> Collection[str]:
         """Sends the buckets that were not sent, empty. Units that peers were told of, and of which all is as it was."""
-        courier.tell(
+        courier.send_at_once(
             Message(bucket.fill({}), peer, REPLAY_GRADIENTS)
             for buckets in self._outgoing[self._next :]
             for peer, bucket in buckets.items()

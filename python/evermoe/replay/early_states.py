@@ -117,11 +117,11 @@ class EarlyStates:
         """
         self._arrived = []
         told = {peer: torch.empty(8 * (2 + records), dtype=torch.uint8) for peer, records in self._incoming.items()}
-        telling = {peer: courier.receive(Message(data, peer, REPLAY_STATES)) for peer, data in told.items()}
+        telling = {peer: courier.begin_receive(Message(data, peer, REPLAY_STATES)) for peer, data in told.items()}
         lacking = self._lacking(selected)
         sizes = {name: self._record_bytes(source) for name, source in lacking.items()}
         cut = cut_for(courier.windows, *courier.link, most_bytes=self._message_bytes)
-        courier.tell(
+        courier.send_at_once(
             Message(_announcement(cut, [sizes.get(name, 0) for name in names]), peer, REPLAY_STATES)
             for peer, names in self._by_peer().items()
         )
@@ -129,7 +129,7 @@ class EarlyStates:
         for peer, transfer in telling.items():
             courier.wait_received(transfer)
             coming += _receive(courier, peer, told[peer])
-        courier.send(self._messages(step, lacking, sum(self._travelling(sizes)) - cut.room, cut.message_bytes))
+        courier.send_messages(self._messages(step, lacking, sum(self._travelling(sizes)) - cut.room, cut.message_bytes))
         for _, transfers in coming:
             for transfer in transfers:
                 courier.wait_received(transfer)
@@ -186,7 +186,7 @@ def _receive(courier: Courier, peer: int, told: Tensor) -> Iterator[tuple[Tensor
         raise PeerLost(f"what member {peer} says of states that come does not match its checksum: agree anew")
     for record in (torch.empty(size, dtype=torch.uint8) for size in sizes if size):
         pieces = record.split(message_bytes)
-        yield record, [courier.receive(Message(piece, peer, REPLAY_STATES)) for piece in pieces]
+        yield record, [courier.begin_receive(Message(piece, peer, REPLAY_STATES)) for piece in pieces]
 
 
 def _announcement(cut: Cut, sizes: Sequence[int]) -> Tensor:

@@ -154,7 +154,7 @@ class ReplayExchange:
         result = ExchangeResult()
         mine = copies.here
         arriving = deque(
-            (data, courier.receive(Message(data, peer, REPLAY_TAIL)))
+            (data, courier.begin_receive(Message(data, peer, REPLAY_TAIL)))
             for unit, peer in self._primaries.items()
             if unit not in mine
             for data in self._room_for(unit)
@@ -166,7 +166,7 @@ class ReplayExchange:
             self.sender.follow(unit)
         lacking = ((unit, [p for p in holders if unit not in copies.at(p)]) for unit, holders in self._holders.items())
         memory = RecordMemory(courier.in_flight + 1)  # those under way, and the one that is made
-        result.sent_bytes = courier.send(
+        result.sent_bytes = courier.send_messages(
             (
                 Message(torch.from_numpy(record), peer, REPLAY_TAIL, AT_ONCE)
                 for unit, peers in lacking
@@ -217,11 +217,12 @@ class ReplayExchange:
         """
         result = ExchangeResult()
         heads = [
-            courier.receive(Message(frame.data, peer, REPLAY_HEAD)) for peer, frame in self._incoming_frames.items()
+            courier.begin_receive(Message(frame.data, peer, REPLAY_HEAD))
+            for peer, frame in self._incoming_frames.items()
         ]
         tails: list[Message] = []
         outgoing = self._outgoing(step, selected, self.gradients.send_rest(courier))
-        result.sent_bytes = courier.send(self._head(peer, records, tails) for peer, records in outgoing)
+        result.sent_bytes = courier.send_messages(self._head(peer, records, tails) for peer, records in outgoing)
         for transfer in heads:
             transfer.wait()
         for peer, frame in self._incoming_frames.items():
@@ -229,8 +230,8 @@ class ReplayExchange:
         # A tail is only sent once its peer waits for it: so all wait for theirs before any is sent.
         sizes = {peer: frame.tail_bytes() for peer, frame in self._incoming_frames.items()}
         arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items() if size}
-        transfers = [courier.receive(Message(data, peer, REPLAY_TAIL)) for peer, data in arriving.items()]
-        result.sent_bytes += courier.send(tails)
+        transfers = [courier.begin_receive(Message(data, peer, REPLAY_TAIL)) for peer, data in arriving.items()]
+        result.sent_bytes += courier.send_messages(tails)
         for transfer in transfers:
             transfer.wait()
         self.gradients.wait()

@@ -289,7 +289,7 @@ class Replicas(Keeper):
         tasks = self._tasks()
         states: list[Task[Any] | None] = [self._states, self._early]
         for task in states:
-            if task is not None and not self.courier.wait(task, group):
+            if task is not None and not self.courier.wait_for_task(task, group):
                 return False
         group.on_wait(True)
         try:

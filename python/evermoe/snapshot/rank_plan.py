@@ -106,7 +106,7 @@ def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
 
 
 def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float]]:
-    """Return the network's windows in the form that `Pacer.expect` takes."""
+    """Return the network's windows in the form that `Pacer.expect_windows` takes."""
     found = [(number, window) for number, window in enumerate(windows.windows) if window.resource == "network"]
     return {
         (window.after, window.occurrence): (number, window.seconds) for number, window in found if window.offset == 0.0

@@ -199,7 +199,7 @@ class SnapshotRound:
             kept.index = kept.arena.begin(self.version)
         arriving: Arriving = {kept.number: deque() for kept in self._peers}
         for segment, message in zip(self._receives, self._messages(self._receives, self._peers), strict=True):
-            arriving[segment.bundle].append(self._courier.receive(message))
+            arriving[segment.bundle].append(self._courier.begin_receive(message))
         for kept in self._peers:
             self._copy_here(kept)
         are_complete: list[bool] = []
@@ -208,7 +208,7 @@ class SnapshotRound:
             self._note_sent(sent)
             are_complete.extend(self._publish(arriving, waits=False))
 
-        self._courier.send(self._captured(), on_sent)
+        self._courier.send_messages(self._captured(), on_sent)
         for capture in self._captures:
             if capture is not None:
                 capture.wait()

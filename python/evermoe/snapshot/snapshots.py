@@ -83,7 +83,7 @@ class Snapshots(StateKeeper):
         self._blocks = options.preset.group(Gemini).copy_pacing == "blocking"
         policy = options.choices.schedule if options.replication and not self._blocks else None
         self._follower = StreamFollower() if policy is not None and membership.device.type == "cuda" else None
-        self.pacer.attach(membership.trainer_group, self._follower)
+        self.pacer.attach_group(membership.trainer_group, self._follower)
         if self._follower is not None:
             self.pacer.on_idle = store.pace
         self.window_planner = WindowPlanner(
@@ -225,7 +225,7 @@ class Snapshots(StateKeeper):
         if self._round is None:
             return True
         task, group = self._round.task, self._membership.trainer_group
-        is_done = self.courier.wait(task, group)
+        is_done = self.courier.wait_for_task(task, group)
         self.problem = self._round.problem
         if self.problem:
             group.drop(f"no memory for copies: {self.problem}")  # the others wait for messages that are not sent

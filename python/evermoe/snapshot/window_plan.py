@@ -145,10 +145,10 @@ class WindowPlanner:
         self._left_out = ()
         self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
         self._store.segments = None
-        self._pacer.expect({})
-        self._pacer.record(0)
+        self._pacer.expect_windows({})
+        self._pacer.record_steps(0)
         if self._policy is not None and self._is_used:
-            self._pacer.record(self._options.profile_steps, WARM_UP)
+            self._pacer.record_steps(self._options.profile_steps, WARM_UP)
             self._carry_over(self._policy)
 
     @property
@@ -180,11 +180,11 @@ class WindowPlanner:
         number, place = divmod(since, self._options.profile_interval)
         last = steps if number == 0 else steps + 1
         if number and not place:
-            self._pacer.record(steps)
+            self._pacer.record_steps(steps)
         elif place == last or (number == 0 and place < last and place in self._looks):
             self._consider(step, self._policy, is_complete=place == last)
             if place == last:
-                self._pacer.record(0)
+                self._pacer.record_steps(0)
 
     def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
         """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
@@ -217,7 +217,7 @@ class WindowPlanner:
 
     def _profile(self) -> tuple[list[StepProfile], list[float]]:
         """Return the steps in which to find windows, and their start times: seconds of `time.perf_counter`."""
-        timed = self._pacer.recorded()
+        timed = self._pacer.recorded_steps()
         self._recorded = timed, self.windows
         return as_steps(timed, self._until_vote), [each.start / 1e9 for each in timed]
 
@@ -272,7 +272,7 @@ class WindowPlanner:
             courier.link = Link(*reports[rank].link)
         mine = [0.0, 0, ""]
         if self.windows is not None and rank in plans:
-            self._pacer.expect(places_of(self.windows))
+            self._pacer.expect_windows(places_of(self.windows))
             reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
             is_done = self.fixed_steps is None and self.knows_pace
             said = lowered(reason, self.windows.step_seconds, reports[rank].pace, is_done=is_done)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
-from evermoe.comm.task import Task, prepared_beside
+from evermoe.comm.task import Task, prepare_thread
 from evermoe.errors import PeerLost
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import Unit, read_tensors
@@ -62,7 +62,7 @@ class LateState:
             complete: waits for the tasks of all members; collective.
         """
         self.missing, self._task, self._complete = set(units), task, complete
-        self._run = prepared_beside(task, "evermoe-late-state", self._devices())
+        self._run = prepare_thread(task, "evermoe-late-state", self._devices())
 
     def start(self) -> None:
         """Starts the task, unless it was, or there is none: not before, as it is in the way of what all wait for."""

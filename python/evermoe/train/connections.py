@@ -40,7 +40,7 @@ LOOK_SECONDS = 0.01
 class TorchConnections:
     """Makes the groups again after each recovery.
 
-    Stages on GPUs exchange over NCCL; if ranks share a GPU, which NCCL refuses, over gloo through host memory.
+    Stages on GPUs exchange over NCCL; if ranks share a GPU, which NCCL does not support, over gloo through host memory.
 
     Args:
         membership: all ranks, agreed and connected. Waits in torch's groups end when its group is dropped.
@@ -146,7 +146,9 @@ class TorchConnections:
         self.uses_host = share_a_gpu(self._group, self._device)
         if self.uses_host:
             if self._rank == 0:
-                logger.warning("several ranks share a GPU, which NCCL refuses: stages exchange through host memory")
+                logger.warning(
+                    "several ranks share a GPU, which NCCL does not support: stages exchange through host memory"
+                )
             return "gloo"
         leave_failures_to_us()
         return "cpu:gloo,cuda:nccl"
@@ -161,10 +163,10 @@ class TorchConnections:
         """Check that no kernel continued without a lost rank's data, once the host has read this rank's gradients.
 
         Raises:
-            PeerLost: NCCL has given up since these groups were made.
+            PeerLost: NCCL has failed since these groups were made.
         """
         if self._device.type == "cuda" and (self._is_dropped or has_nccl_failed()):
-            self._group.drop("NCCL has given up")
+            self._group.drop("NCCL has failed")
             raise PeerLost(f"a step among {self._size} ranks failed: {self._group.broken}")
 
     def leave(self) -> None:
@@ -193,7 +195,7 @@ class TorchConnections:
     def interrupt(self) -> None:
         """Wait until the watch has ended, which is at once in a dropped group."""
         if self._watching is not None:
-            self._courier.wait(self._watching, self._group)
+            self._courier.wait_for_task(self._watching, self._group)
             self._watching = None
 
     def _watch(self, lost: threading.Event) -> None:
@@ -212,5 +214,5 @@ class TorchConnections:
             raise PeerLost(f"a rank was lost while torch's groups were made: {transport.broken}")
         self._group.all_reduce(torch.zeros(1))
         transport.send(torch.zeros(1), (self._rank - 1) % self._size, CONNECTED).wait()
-        if not self._courier.wait(watch, self._group):
+        if not self._courier.wait_for_task(watch, self._group):
             raise PeerLost(f"a rank was lost when torch's groups were made: {watch.lost}")

@@ -141,7 +141,9 @@ class LostMembers:
         absent = {
             member: about["probe_address"] for member, about in before.items() if member not in self._membership.named
         }
-        silent = self._membership.reach.silent({each: address for each, address in absent.items() if each not in known})
+        silent = self._membership.reach.find_silent(
+            {each: address for each, address in absent.items() if each not in known}
+        )
         kinds = what_is_left({member: absent[member] for member in silent}, LOOK_SECONDS)
         lost = kinds.keys() | (known & absent.keys())
         left = [member for member in before if member not in lost]

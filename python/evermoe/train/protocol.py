@@ -61,7 +61,7 @@ class Rendezvous:
         else:
             self._membership.begin_agreement()
         try:
-            number, participants = self._membership.ask(standing, is_intact=is_intact)
+            number, participants = self._membership.request_members(standing, is_intact=is_intact)
         except ConnectionError as error:
             unanswered = {"event": "unanswered", "reason": str(error), "named": self._membership.messages.refused}
             if is_intact:
@@ -85,7 +85,7 @@ class Rendezvous:
         """Return the Lighthouse's answers since the last call."""
         return [
             {"event": "overheard", "id": number, "participants": participants}
-            for number, participants in self._membership.overheard()
+            for number, participants in self._membership.take_answers()
         ]
 
     def compare(self, set: int | None) -> Event:
@@ -94,8 +94,8 @@ class Rendezvous:
 
     def _sit_out(self) -> None:
         """Stay away for a while if the others have waited for this member in vain."""
-        self._membership.watch.look_around()
-        end = time.monotonic() + self._membership.watch.seconds_to_sit_out()
+        self._membership.failure_detector.probe_members()
+        end = time.monotonic() + self._membership.failure_detector.seconds_to_sit_out()
         while time.monotonic() < end:
             self._driver.waiting()
             time.sleep(WAIT_SECONDS)
@@ -116,7 +116,7 @@ class Rendezvous:
             return {"event": "out_of_time", "reason": reason}
         if why == "minority":
             self._note_minority(found, size)
-        self._membership.lighthouses.look_elsewhere(why, is_established=self._membership.established)
+        self._membership.lighthouses.try_another(why, is_established=self._membership.established)
         self._driver.waiting()
         time.sleep(WAIT_SECONDS)
         return {"event": "waited"}
@@ -153,7 +153,7 @@ class Rendezvous:
 
     def farewell(self, version: int) -> Event:
         """End the job with all members: `parted`."""
-        self._membership.watch.end()  # the first to be done leaves
+        self._membership.failure_detector.end_watch()  # the first to be done leaves
         return self._driver.farewell(version)
 
     def recall(self, vote: dict[str, Any] | None) -> Event:
@@ -356,7 +356,11 @@ class CommitProtocol:
             raise PeerLost(
                 f"{fields['recoveries']} recoveries in a row without a committed step at step {self.step}; the last "
                 f"failure: {fields['reason']}"
-                + (f"; waited in vain for {self._membership.watch.late}" if self._membership.watch.late else "")
+                + (
+                    f"; waited in vain for {self._membership.failure_detector.late}"
+                    if self._membership.failure_detector.late
+                    else ""
+                )
             )
         if why == "left_behind":
             raise LeftBehind(
@@ -365,4 +369,4 @@ class CommitProtocol:
                 "have committed steps that it does not know. Start it again to join them or to resume from what is "
                 "left; with allow_solo_resume it would train on from its own state."
             )
-        raise self._membership.timeout(fields["reason"])
+        raise self._membership.timeout_error(fields["reason"])

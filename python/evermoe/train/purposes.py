@@ -126,7 +126,7 @@ def waiting_ranks(membership: MembershipManager) -> set[int]:
     """Ask all other members of a group, and return the ranks of those that wait for members now."""
     addresses = {each: data["probe_address"] for each, data in membership.members.items() if each != membership.id}
     ranks = {each: rank for rank, each in enumerate(membership.members)}
-    return {ranks[each] for each in membership.reach.waiting(addresses)}
+    return {ranks[each] for each in membership.reach.find_waiting(addresses)}
 
 
 def _common(come: dict[int, Purpose]) -> Purpose:

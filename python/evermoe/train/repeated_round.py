@@ -134,14 +134,14 @@ class RepeatedRound(SnapshotRound):
         courier, asked = self._courier, {kept.number for kept in self._asked}
         sent = self._by_peer((peer, kept) for kept in self._mine.values() for peer in kept.bundle.holders[1:])
         answers = {peer: torch.zeros(len(some), dtype=torch.uint8) for peer, some in sent.items()}
-        coming = [courier.receive(Message(data, peer, _tag(sent[peer][0]))) for peer, data in answers.items()]
+        coming = [courier.begin_receive(Message(data, peer, _tag(sent[peer][0]))) for peer, data in answers.items()]
         states = [
-            courier.receive(message)
+            courier.begin_receive(message)
             for kept in self._asked
             for message in self._state_messages(kept, kept.bundle.holders[0])
         ]
         came = self._by_peer((kept.bundle.holders[0], kept) for kept in self._peers)
-        courier.send(
+        courier.send_messages(
             Message(
                 torch.tensor([kept.number in asked for kept in some], dtype=torch.uint8), peer, _tag(some[0]), ANY_TIME
             )
@@ -156,7 +156,7 @@ class RepeatedRound(SnapshotRound):
             if is_needed
         ]
         self._total_bytes += sum(kept.arena.payload_bytes for kept, _ in needed)
-        courier.send(
+        courier.send_messages(
             (message for kept, peer in needed for message in self._state_messages(kept, peer)), self._note_sent
         )
         for transfer in states:

@@ -71,7 +71,7 @@ class SessionDriver(RecoveryDriver):
             mark(BEGUN)
         self._step = number
         self._clock.stop()
-        self._membership.watch.step_begins()
+        self._membership.failure_detector.begin_step()
 
     def begin_step(self, step: Step) -> None:
         """Prepare for the script's computation.
@@ -153,7 +153,7 @@ class SessionDriver(RecoveryDriver):
             counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
         capture_seconds, step_seconds = self._protection.measures()
         return counted._replace(
-            votes=float(is_whole and self._group.is_whole()),
+            votes=float(is_whole and self._group.has_arrived()),
             state_requests=float(state_requests),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
@@ -328,7 +328,7 @@ class SessionDriver(RecoveryDriver):
         """Notify late processes and waiting spares that the job is over."""
         mark(FINISHED)
         if standing is not None:
-            self._membership.tell_end(standing)
+            self._membership.announce_end(standing)
 
 
 def _warn_unsaved(step: int, leaving: int, members: int) -> None:

@@ -128,7 +128,7 @@ class StageCopies:
     def _make(self, version: int, due: Collection[int] | None, copies: KeptCopies) -> None:
         for _ in range(MAX_TRIES):
             self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, copies).start()
-            if not self._courier.wait(self._round.task, self._group):
+            if not self._courier.wait_for_task(self._round.task, self._group):
                 raise PeerLost(self._round.task.lost or "the group was dropped")
             is_complete = float(bool(self._round.task.result))
             if float(self._group.all_reduce(torch.tensor([is_complete]))) == self._options.size:
@@ -160,7 +160,7 @@ class StageCopies:
         """Wait for the version that is being sent. Return whether it is complete on this rank."""
         if self._round is None:
             return not self._failed
-        is_done = self._courier.wait(self._round.task, self._group)
+        is_done = self._courier.wait_for_task(self._round.task, self._group)
         self._failed = is_done and not self._round.task.result
         return is_done and bool(self._round.task.result)
 

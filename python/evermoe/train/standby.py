@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.task import Task, run_beside
+from evermoe.comm.task import Task, run_in_thread
 from evermoe.events import Listener, StandsBy
 from evermoe.protection_inputs import expected_arenas
 from evermoe.snapshot.spare_room import SpareRoom
@@ -55,7 +55,7 @@ class Standby:
         }
         if not members:
             return
-        is_connected = self._membership.stores.connect(members)
+        is_connected = self._membership.stores.connect_new(members)
         is_reserved = self._reserve(members)
         if is_connected and is_reserved and self._told != members.keys():
             self._told = set(members)
@@ -86,7 +86,7 @@ class Standby:
             self._store.room = SpareRoom(self._store.directory, self._membership.id)
         room, fetched = self._store.room, sum(nbytes for _, nbytes in state.catalog.sizes())
         self._reserving = Task(lambda: room.reserve_files(sizes, fetched))
-        run_beside(self._reserving, "evermoe-spare-room", ())
+        run_in_thread(self._reserving, "evermoe-spare-room", ())
         return False
 
     def end(self) -> None:

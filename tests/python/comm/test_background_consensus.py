@@ -53,9 +53,7 @@ def lose_one(group, folder):
 
 
 def test_where_one_is_gone_nothing_is_decided_and_the_others_know(tmp_path):
-    assert run_ranks(tmp_path, 3, lose_one, str(tmp_path)) == ["not all members can be heard any more"] * 2 + [
-        "dropped"
-    ]
+    assert run_ranks(tmp_path, 3, lose_one, str(tmp_path)) == ["a member no longer answers"] * 2 + ["dropped"]
 
 
 def outlive_the_group(group, folder):
@@ -85,7 +83,7 @@ def outlive_the_group(group, folder):
 
 def test_a_council_of_an_earlier_group_takes_no_part_in_the_next(tmp_path):
     first, second = run_ranks(tmp_path, 2, outlive_the_group, str(tmp_path))
-    assert first == (["not all members can be heard any more"], ["new", "new"], None)
+    assert first == (["a member no longer answers"], ["new", "new"], None)
     assert second[1:] == (["new", "new"], None)
     assert "failed" in second[0][0]
 

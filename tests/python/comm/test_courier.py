@@ -39,7 +39,7 @@ class Clock:
 def paced():
     clock = Clock()
     pacer = Pacer(clock)
-    pacer.expect(PLACES)
+    pacer.expect_windows(PLACES)
     pacer.begin_step()
     return clock, pacer
 
@@ -67,7 +67,7 @@ def test_a_collective_closes_the_window_early_or_late():
     assert not pacer.may_begin(None, 0.0)
     pacer._ends("reduce")
     assert pacer.may_begin(1, 3.0)
-    assert pacer.wait(1, 3.0) == ("window", 1, clock.now)
+    assert pacer.wait_for_window(1, 3.0) == ("window", 1, clock.now)
 
 
 class Stream:
@@ -79,7 +79,7 @@ class Stream:
     def mark(self, notify):
         self.marks.append(notify)
 
-    def wait(self):
+    def wait_for_marks(self):
         pass
 
     def reach(self, at):
@@ -91,8 +91,8 @@ def streamed():
     clock, pacer = paced()
     group, stream, idle = SimpleNamespace(), Stream(), []
     pacer.on_idle = idle.append
-    pacer.attach(group, stream)
-    pacer.record(9)
+    pacer.attach_group(group, stream)
+    pacer.record_steps(9)
     pacer.begin_step()
     return clock, pacer, group, stream, idle
 
@@ -106,10 +106,10 @@ def test_a_collective_on_a_stream_lasts_until_the_stream_has_passed_it():
     clock.pass_seconds(5.0)
     assert not pacer.may_begin(None, 0.0)
     stream.reach(clock.now)
-    assert pacer.wait(1, 3.0) == ("window", 1, clock.now)
+    assert pacer.wait_for_window(1, 3.0) == ("window", 1, clock.now)
     assert idle == [False, True]
     pacer.begin_step()
-    assert [each.busy for each in pacer.recorded()] == [[("reduce", 0, 5_000_000_000)]]
+    assert [each.busy for each in pacer.recorded_steps()] == [[("reduce", 0, 5_000_000_000)]]
 
 
 def test_what_a_stream_passes_after_its_step_is_of_that_step():
@@ -124,7 +124,7 @@ def test_what_a_stream_passes_after_its_step_is_of_that_step():
     stream.reach(4)
     assert pacer.may_begin(0, 2.0), "the first window is open, and not that after the second collective"
     assert not pacer.may_begin(2, 1.0)
-    assert [each.busy for each in pacer.recorded()] == [[("reduce", 1, 2), ("reduce", 3, 4)]]
+    assert [each.busy for each in pacer.recorded_steps()] == [[("reduce", 1, 2), ("reduce", 3, 4)]]
 
 
 def test_where_training_waits_for_what_its_vote_needs_the_rest_has_time():
@@ -132,7 +132,7 @@ def test_where_training_waits_for_what_its_vote_needs_the_rest_has_time():
     pacer._begins("reduce")
     assert not pacer.may_begin(None, 9.0, for_vote=True)
     pacer.hurry(everything=False)
-    assert pacer.wait(None, 9.0, for_vote=True) == ("vote", None, clock.now)
+    assert pacer.wait_for_window(None, 9.0, for_vote=True) == ("vote", None, clock.now)
     assert not pacer.may_begin(None, 9.0)
     pacer._ends("reduce")
     pacer.begin_step()
@@ -177,7 +177,7 @@ def test_a_message_begins_when_it_was_seen_that_it_may():
     clock.pass_seconds(1.0)
     times = iter([clock.now])
     pacer._now = lambda: next(times, clock.now + 10**10)
-    assert pacer.wait(0, 1.0) == ("window", 0, clock.now)
+    assert pacer.wait_for_window(0, 1.0) == ("window", 0, clock.now)
 
 
 def test_what_was_over_before_the_step_is_none_of_it():
@@ -196,9 +196,9 @@ def test_who_hurries_sends_everything_until_the_next_step():
     collective(pacer, clock)
     pacer._begins("reduce")
     pacer.hurry()
-    assert pacer.wait(2, 100.0) == ("vote", None, clock.now)
+    assert pacer.wait_for_window(2, 100.0) == ("vote", None, clock.now)
     pacer.hurry("recovery")
-    assert pacer.wait(2, 100.0).when == "recovery"
+    assert pacer.wait_for_window(2, 100.0).when == "recovery"
     pacer._ends("reduce")
     assert pacer.may_begin(2, 100.0)
     pacer.begin_step()
@@ -212,7 +212,7 @@ def test_messages_begin_while_training_pauses():
     collective(pacer, clock)
     pacer.begin_step()
     answers = []
-    thread = threading.Thread(target=lambda: answers.append(pacer.wait(2, 0.5)))
+    thread = threading.Thread(target=lambda: answers.append(pacer.wait_for_window(2, 0.5)))
     thread.start()
     clock.pass_seconds(9.5)
     assert not pacer.may_begin(2, 0.5)
@@ -237,7 +237,7 @@ def test_messages_of_later_steps_wait_for_these():
     assert pacer.may_begin(0, 1.0, now + 1)
     assert not pacer.may_begin(1, 1.0, now + 1)
     assert pacer.may_begin(1, 1.0, now), "it is late"
-    assert pacer.wait(ANY_TIME, 100.0)[:2] == ("background", None)
+    assert pacer.wait_for_window(ANY_TIME, 100.0)[:2] == ("background", None)
 
 
 def test_without_a_profile_any_idle_time_is_a_window():
@@ -246,12 +246,12 @@ def test_without_a_profile_any_idle_time_is_a_window():
     assert pacer.may_begin(None, 1e9)
     with pacer.busy("reduce"):
         assert not pacer.may_begin(None, 0.0)
-    assert pacer.wait(None, 1e9)[:2] == ("idle", None)
+    assert pacer.wait_for_window(None, 1e9)[:2] == ("idle", None)
 
 
 def test_what_no_ordinary_step_has_opens_no_window_and_is_not_recorded():
     clock, pacer = paced()
-    pacer.record(2, left_out=1)
+    pacer.record_steps(2, left_out=1)
     for _ in range(4):
         pacer.begin_step()
         with pacer.uncounted():
@@ -260,8 +260,8 @@ def test_what_no_ordinary_step_has_opens_no_window_and_is_not_recorded():
         assert not pacer.may_begin(1, 0.5)
         collective(pacer, clock)
         assert pacer.may_begin(1, 3.0)
-    assert [[name for name, _, _ in step.busy] for step in pacer.recorded()] == [["reduce"], ["reduce"]]
-    assert pacer.recorded()[0].start > 0
+    assert [[name for name, _, _ in step.busy] for step in pacer.recorded_steps()] == [["reduce"], ["reduce"]]
+    assert pacer.recorded_steps()[0].start > 0
 
 
 def test_collectives_between_two_steps_are_not_counted():
@@ -280,13 +280,13 @@ def test_collectives_between_two_steps_are_not_counted():
 
 def test_whole_steps_are_recorded_and_no_more_than_asked_for():
     clock, pacer = paced()
-    pacer.record(2)
+    pacer.record_steps(2)
     collective(pacer, clock)  # of a step that has begun before
     for number in range(4):
         pacer.begin_step()
         clock.pass_seconds(1.0)
         collective(pacer, clock, f"reduce {number}")
-    steps = pacer.recorded()
+    steps = pacer.recorded_steps()
     second = 10**9
     assert [step.end - step.start for step in steps] == [2 * second, 2 * second]
     assert [step.busy for step in steps] == [
@@ -304,7 +304,7 @@ def test_a_waiting_thread_is_woken_when_its_window_opens():
         return inner(*arguments)
 
     pacer._may_begin = may_begin
-    thread = threading.Thread(target=lambda: answers.append(pacer.wait(2, 0.5)))
+    thread = threading.Thread(target=lambda: answers.append(pacer.wait_for_window(2, 0.5)))
     thread.start()
     assert asked.wait(PATIENCE)
     for _ in range(2):
@@ -319,28 +319,28 @@ def paced_transfer(group, folder):
     group, transport = members(group, folder, PATIENCE)
     clock = Clock()
     pacer = Pacer(clock)
-    pacer.expect(PLACES)
+    pacer.expect_windows(PLACES)
     courier = Courier(transport, pacer, "courier", link=Link(0.5, 8.0))  # one byte takes 0.625 s
     box = torch.arange(3, dtype=torch.uint8) if group.rank == 0 else torch.zeros(3, dtype=torch.uint8)
     messages = [Message(box[i : i + 1], 1 - group.rank, 5, i) for i in range(3)]
     if group.rank == 1:
-        task = courier.submit(lambda: [courier.wait_received(courier.receive(message)) for message in messages])
-        assert courier.wait(task, group)
+        task = courier.submit(lambda: [courier.wait_received(courier.begin_receive(message)) for message in messages])
+        assert courier.wait_for_task(task, group)
         courier.close()
         return box
-    waits, asked, inner = [], threading.Semaphore(0), pacer.wait
+    waits, asked, inner = [], threading.Semaphore(0), pacer.wait_for_window
 
     def wait(window, seconds, step, **options):
         waits.append((window, seconds, len(courier.sent)))
         asked.release()
         return inner(window, seconds, step, **options)
 
-    pacer.wait = wait
-    task = courier.submit(lambda: courier.send(iter(messages)))
+    pacer.wait_for_window = wait
+    task = courier.submit(lambda: courier.send_messages(iter(messages)))
     for open_window in (pacer.begin_step, *2 * [lambda: collective(pacer, clock)]):
         assert asked.acquire(timeout=PATIENCE)
         open_window()
-    assert courier.wait(task, group)
+    assert courier.wait_for_task(task, group)
     assert task.result == 3
     # Before it waits for a window, all earlier messages have been sent and noted.
     assert waits == [(0, 0.625, 0), (1, 0.625, 1), (2, 0.625, 2)]
@@ -363,8 +363,8 @@ def silent_peer(group, folder):
         return ""
     courier = Courier(transport, None, "courier")
     box = torch.zeros(1, dtype=torch.uint8)
-    task = courier.submit(lambda: courier.wait_received(courier.receive(Message(box, 1, 5))))
-    assert not courier.wait(task, mine)
+    task = courier.submit(lambda: courier.wait_received(courier.begin_receive(Message(box, 1, 5))))
+    assert not courier.wait_for_task(task, mine)
     assert task.lost
     courier.close()
     group.all_reduce(torch.zeros(1))
@@ -382,17 +382,17 @@ def partly_sent(group, folder):
     courier, message = Courier(transport, None, "courier"), Message(box, 1 - mine.rank, 5)
     if mine.rank == 1:
         group.all_gather(torch.tensor([os.getpid()]))
-        task = courier.submit(lambda: courier.wait_received(courier.receive(message)))
+        task = courier.submit(lambda: courier.wait_received(courier.begin_receive(message)))
         while not box[0]:
             pass
         os.kill(os.getpid(), signal.SIGSTOP)  # until the sender has given up
     else:
         pid = int(group.all_gather(torch.tensor([0]))[1])
-        task = courier.submit(lambda: courier.send([message]))
+        task = courier.submit(lambda: courier.send_messages([message]))
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             pass
     mine.drop("a test")
-    assert not courier.wait(task, mine)
+    assert not courier.wait_for_task(task, mine)
     if mine.rank == 0:
         os.kill(pid, signal.SIGCONT)
     courier.close()
@@ -410,7 +410,7 @@ def test_a_wait_that_is_ended_twice_is_not_done():
     """Two threads may drop a group at once; the waiter that was left behind is not used again."""
     never, done = threading.Event(), SimpleNamespace(wait=lambda limit: None)
     wait = Wait(SimpleNamespace(wait=lambda limit: never.wait()))
-    threading.Timer(0.05, lambda: (wait.end(), wait.end())).start()
+    threading.Timer(0.05, lambda: (wait.end_wait(), wait.end_wait())).start()
     assert wait.run(timedelta(seconds=1)) == "the wait was ended"
     never.set()
     assert Wait(done).run(timedelta(seconds=1)) is None
@@ -444,7 +444,7 @@ def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
         dropped.append((reason, clock[0]))
         group.broken = reason
 
-    waiting = SimpleNamespace(drop=drop, timed_out=False, on_wait=lambda begins, is_whole=True: None)
+    waiting = SimpleNamespace(drop=drop, timed_out=False, on_wait=lambda begins, has_succeeded=True: None)
 
     def is_over_within(seconds):
         if clock[0] < 1.0:
@@ -452,7 +452,7 @@ def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
         clock[0] += seconds
         return False
 
-    courier.wait(SimpleNamespace(is_over_within=is_over_within, wait=lambda: False), waiting)
+    courier.wait_for_task(SimpleNamespace(is_over_within=is_over_within, wait=lambda: False), waiting)
     courier.close()
     ((reason, at),) = dropped
     assert reason == "copies have stopped: a peer is silent"

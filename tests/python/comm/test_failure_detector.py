@@ -111,15 +111,15 @@ def watched():
     ours, theirs = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
     limits = {"heartbeat_timeout": 9.0, "hang_timeout": 9.0}
     watch = GroupWatch(ours, [group, unused], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
-    watch.begin(7, {"b": theirs.address}, 0)
-    watch.step_begins()
+    watch.begin_watch(7, {"b": theirs.address}, 0)
+    watch.begin_step()
 
     def computes():
-        theirs.look_around({"a": ours.address}, [])
-        return theirs.said["a"][0] == 7
+        theirs.probe_group({"a": ours.address}, [])
+        return theirs.answers["a"][0] == 7
 
     yield group, computes
-    watch.end()
+    watch.end_watch()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -39,8 +39,8 @@ def collectives(group, folder, environment):
     first, other = [1, 2][found.rank], [2, 1][found.rank]
     came = found.all_to_all(mine, [first, other], [first, other])
     total = found.all_reduce(mine.clone())
-    assert found.is_whole()
-    found.check()
+    assert found.has_arrived()
+    found.check_nccl()
     return {"sum": total.cpu(), "rows": found.all_gather(mine).cpu(), "came": came.cpu()}
 
 
@@ -60,8 +60,8 @@ def paced(group, folder, environment):
     total = torch.ones(1, device="cuda")
     found.all_reduce(total)  # connects
     pacer.on_idle = idle.append
-    pacer.attach(found, follower)
-    pacer.record(1)
+    pacer.attach_group(found, follower)
+    pacer.record_steps(1)
     pacer.begin_step()
     group.all_reduce(torch.zeros(1))
     if found.rank == 0:
@@ -75,7 +75,7 @@ def paced(group, folder, environment):
         found.all_reduce(total)
         seen = []
     pacer.begin_step()  # before the follower has told of the end, perhaps
-    [step] = pacer.recorded()
+    [step] = pacer.recorded_steps()
     [(name, since, until)] = step.busy
     follower.close()
     assert name == "all_reduce" and float(total) == 4.0
@@ -105,9 +105,9 @@ def silence(group, folder, environment):
     watch.start()
     total.cpu()
     watch.join()
-    assert not found.is_whole()
+    assert not found.has_arrived()
     with pytest.raises(PeerLost, match="rank 1 is silent"):
-        found.check()
+        found.check_nccl()
     group.all_reduce(torch.zeros(1))
     return {"ended": torch.ones(1)}
 
@@ -133,8 +133,8 @@ def told(group, folder, environment):
     total = torch.zeros(1, device="cuda")
     found.all_reduce(total)
     wait_until(lambda: has_given_up(found._groups["cuda"]._pg._get_backend(total.device)), "NCCL has noticed")
-    with pytest.raises(PeerLost, match="NCCL has given up"):
-        found.check()
+    with pytest.raises(PeerLost, match="NCCL has failed"):
+        found.check_nccl()
     total.cpu()  # which the GPU would wait for still
     return {"ended": torch.ones(1)}
 

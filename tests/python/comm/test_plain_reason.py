@@ -20,7 +20,7 @@ GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp"
         ),
         (f"Gloo connectFullMesh failed with [{GLOO}/x.cc:1] timeout\nmore", "a member could not be reached"),
         (f"[{GLOO}/x.cc:1] what nobody knows", "what nobody knows"),
-        ("NCCL has given up", "NCCL has given up"),
+        ("NCCL has failed", "NCCL has failed"),
         ("", "the group was aborted"),
     ],
 )

@@ -38,7 +38,7 @@ def waits_for_an_absent_rank(group, folder):
             on_silent=found.drop,
             on_left_out=lambda: None,
         )
-        watch.begin(7, {"b": theirs.address}, 0)
+        watch.begin_watch(7, {"b": theirs.address}, 0)
         wall = time.time
         waits_module.time = SimpleNamespace(monotonic=time.monotonic, time=lambda: wall() - offset[0])
         threading.Timer(0.2, lambda: offset.__setitem__(0, HOUR)).start()
@@ -46,7 +46,7 @@ def waits_for_an_absent_rank(group, folder):
         with pytest.raises(PeerLost):
             found.all_reduce(torch.zeros(1))
         result = time.monotonic() - began, found.timed_out, found.broken
-        watch.end()
+        watch.end_watch()
     group.all_reduce(torch.zeros(1))
     return result
 

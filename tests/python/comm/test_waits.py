@@ -62,7 +62,7 @@ def test_a_waiter_that_was_left_behind_ends_with_its_work():
     while not set(waiters()) - before:
         thread.join(0.01)
     (waiter,) = set(waiters()) - before
-    waits[0].end()
+    waits[0].end_wait()
     thread.join(LIMIT.total_seconds())
     assert not thread.is_alive() and waiter.is_alive()
     work.may_end.set()

@@ -90,4 +90,4 @@ def test_without_a_hook_on_some_ranks_the_job_does_not_begin(start_job):
         copies = PRESETS["baft"] | ({"on_lost": "true"} if rank == 0 else {})
         pipeline.start(rank, copies=copies)
     assert pipeline.ranks[0].join() == 1
-    assert "on_lost is given here, missing there" in pipeline.ranks[0].log()
+    assert "on_lost is given here, missing on the other worker" in pipeline.ranks[0].log()

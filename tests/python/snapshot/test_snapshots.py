@@ -68,7 +68,7 @@ def copy_what_is_due(snapshots, step):
 def take_steps(group, folder):
     """Newest step at home, and of what was sent, after the steps in which snapshots travel or not."""
     snapshots, store, home, all_members = make(group, folder)
-    snapshots.pacer.expect({("never", 0): (0, 1.0)})  # no window ever opens
+    snapshots.pacer.expect_windows({("never", 0): (0, 1.0)})  # no window ever opens
 
     def newest():
         found = {}

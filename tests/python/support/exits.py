@@ -23,7 +23,7 @@ from evermoe import native_calls
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
-from evermoe.comm.task import Task, run_beside
+from evermoe.comm.task import Task, run_in_thread
 from evermoe.comm.waits import Wait
 from evermoe.config.membership import Membership
 
@@ -60,7 +60,7 @@ def speaks_for_the_dead() -> Any:
     """A member reports to the Lighthouse that another one has ended."""
     member, lighthouse = _membership()
     member.reach.ended.add("c")
-    with member._ended.speaking(member.lighthouses.current, [member.id, "b", "c"]):
+    with member._ended.reporting_ended(member.lighthouses.current, [member.id, "b", "c"]):
         _wait_for("evermoe-ended")
     return member, lighthouse
 
@@ -68,7 +68,7 @@ def speaks_for_the_dead() -> Any:
 def inquires() -> Any:
     """A member asks for newcomers, and its session is not closed."""
     member, lighthouse = _membership()
-    member._inquiry.begin({}, 1)
+    member._inquiry.begin_asking({}, 1)
     _wait_for("evermoe-inquiry")
     return member, lighthouse
 
@@ -76,7 +76,7 @@ def inquires() -> Any:
 def connects() -> Any:
     """A member connects to a store that is gone."""
     task = Task(lambda: dist.TCPStore("127.0.0.1", NOBODY, is_master=False, wait_for_workers=False, timeout=SOON))
-    run_beside(task, "evermoe-early-clients", ())
+    run_in_thread(task, "evermoe-early-clients", ())
     return task
 
 
@@ -93,7 +93,7 @@ def _left_behind(limit: datetime.timedelta) -> Any:
     waiting.start()
     _wait_for("evermoe-wait")
     time.sleep(0.2)  # the thread is inside gloo
-    wait.end()
+    wait.end_wait()
     waiting.join()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))  # the peer's connections stay open
     return groups
@@ -119,7 +119,7 @@ def computes() -> Any:
             matrix @ matrix
 
     task = Task(compute)
-    run_beside(task, "evermoe-replica", ())
+    run_in_thread(task, "evermoe-replica", ())
     return task
 
 

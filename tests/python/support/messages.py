@@ -34,6 +34,6 @@ def told(messages: Messages, generation: int) -> dict[str, Any]:
         "rank_key": "",
         "unreachable": [],
     }
-    return messages.write(
+    return messages.write_message(
         {"standing": standing, "waits": True, "role": "train", "steps": 9, "patience": 0.0} | addresses
     )

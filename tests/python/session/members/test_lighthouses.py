@@ -156,7 +156,7 @@ def test_members_that_have_heard_a_promotion_and_ask_no_more_have_resumed(two):
     def ask_until_promoted():
         while not messages.is_promoted:
             answer = client.quorum("a", timedelta(seconds=5), world_size=1, data=told(messages, generation=3))
-            messages.read(answer.participants, is_established=True)
+            messages.read_members(answer.participants, is_established=True)
 
     with ThreadPoolExecutor() as pool:
         member = pool.submit(ask_until_promoted)

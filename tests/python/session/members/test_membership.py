@@ -54,7 +54,7 @@ def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
     job.open_gate(100)
     for each in workers:
         each.wait_for("gate", step=100)
-        wait_until(lambda each=each: "training goes on without it" in each.log(), "the log says so")
+        wait_until(lambda each=each: "training continues without it" in each.log(), "the log says so")
     assert [len(each.events("phase")) for each in workers] == [len(workers[0].events("phase"))] * 3
     assert not any(each.events("connection_lost") for each in workers)
     job.restart_lighthouse()
@@ -188,13 +188,16 @@ def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
     ("other", "message"),
     [
         ({"optimizer": "sgd"}, "this worker's model or optimizer differs from that of a-"),
-        ({"session": {"expert_slots": 5}}, ": slots is 5 here, None there. Start"),
-        ({"batch_size": 8}, ": batch_size is 8 here, 12 there. Start"),
-        ({"shuffle": False}, ": shuffle is False here, True there. Start"),
-        ({"schedule": "cosine"}, "scheduler is torch.optim.lr_scheduler.CosineAnnealingLR here, None there"),
-        ({"optimizer": "evermoe"}, "arithmetic is evermoe here, torch_cpu_fused there"),
+        ({"session": {"expert_slots": 5}}, ": slots is 5 here, None on the other worker. Start"),
+        ({"batch_size": 8}, ": batch_size is 8 here, 12 on the other worker. Start"),
+        ({"shuffle": False}, ": shuffle is False here, True on the other worker. Start"),
+        (
+            {"schedule": "cosine"},
+            "scheduler is torch.optim.lr_scheduler.CosineAnnealingLR here, None on the other worker",
+        ),
+        ({"optimizer": "evermoe"}, "arithmetic is evermoe here, torch_cpu_fused on the other worker"),
         ({"metadata": "other"}, ": evermoe is 99.0 here, "),
-        ({"lr": 0.1}, ": optimizer's lr is 0.1 here, 0.01 there. Start"),
+        ({"lr": 0.1}, ": optimizer's lr is 0.1 here, 0.01 on the other worker. Start"),
         ({"steps": 40}, "this worker's loop is session.steps(40), that of a-"),
     ],
 )
@@ -220,7 +223,7 @@ def test_one_of_a_new_job_that_differs_from_most_is_turned_away_and_the_others_w
     job = start_job()
     a, b, c = job.start("a", batch_size=8), job.start("b"), job.start("c")
     assert a.join() == 1
-    assert ": batch_size is 8 here, 12 there" in a.events("failed")[0]["message"]
+    assert ": batch_size is 8 here, 12 on the other worker" in a.events("failed")[0]["message"]
     again = job.start("a")
     assert [each.join() for each in (again, b, c)] == [0, 0, 0]
     check_history([again, b, c])

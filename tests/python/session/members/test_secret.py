@@ -45,7 +45,7 @@ def test_worker_without_the_secret_is_ignored_and_its_log_says_why(start_job, se
     assert outside.join() == 1
     failed = outside.events("failed")[0]
     assert failed["error"] == "JoinTimeout"
-    assert f"says to be of job '{job.name}', but {WHY[secret]}" in failed["message"]
+    assert f"claims to be of job '{job.name}', but {WHY[secret]}" in failed["message"]
     assert outside.events("commit") == [], "it does not start the job again, although it waits for one member alone"
     last = workers[0].events("commit")[-1]["step"]
     workers[0].wait_for("commit", step=last + 20)

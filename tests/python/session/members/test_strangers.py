@@ -75,7 +75,7 @@ def test_deep_data_are_a_strangers(caplog):
     messages = Messages("a", Identity("job", "layout"), "http://lighthouse", None)
     members = [SimpleNamespace(replica_id="deep", data=deep), SimpleNamespace(replica_id="odd", data={"\ud800": 1})]
     for _ in range(2):
-        assert messages.read(members, is_established=False) == []
+        assert messages.read_members(members, is_established=False) == []
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "ignoring 'deep' at the Lighthouse",
         "ignoring 'odd' at the Lighthouse",
@@ -88,7 +88,7 @@ def test_operators_word_is_of_no_use_once_the_members_have_gone_on():
     def is_promoted(newest, *words):
         data = {"a": told(messages, newest)} | {f"p{at}": json.loads(word) for at, word in enumerate(words)}
         members = [SimpleNamespace(replica_id=name, data=each) for name, each in data.items()]
-        assert len(messages.read(members, is_established=True)) == 1
+        assert len(messages.read_members(members, is_established=True)) == 1
         return messages.is_promoted
 
     def word(generation, job="job"):

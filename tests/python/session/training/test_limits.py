@@ -172,15 +172,15 @@ def test_too_few_members(start_job):
     assert {each.events("failed")[0]["error"] for each in workers} == {"JoinTimeout"}
     for each in workers:
         said = each.events("failed")[0]["message"]
-        assert "2 of 3 members have come (a-" in said
-        assert "start 1 more, or give the number that there is (--members, EVERMOE_MEMBERS)" in said
+        assert "2 of 3 members have joined (a-" in said
+        assert "start 1 more, or set the number of members that exist (--members, EVERMOE_MEMBERS)" in said
         assert "Check that the Lighthouse" not in said
 
 
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"steps": 5, "batch_size": 24}, "batch_size is 12 here, 24 there"),
+        ({"steps": 5, "batch_size": 24}, "batch_size is 12 here, 24 on the other worker"),
         ({"secret": "another secret of this job"}, "it has an EVERMOE_SECRET, this worker has none"),
     ],
     ids=["option", "secret"],
@@ -195,7 +195,7 @@ def test_members_say_who_was_refused_and_for_what_reason(start_job, other, why):
     assert [each.join(40) for each in [*workers, refused]] == [1] * 4
     for each in workers:
         said = each.events("failed")[0]["message"]
-        assert "3 of 4 members have come (a-" in said
+        assert "3 of 4 members have joined (a-" in said
         assert "d-" in said
         assert f"was refused: {why}" in said
         assert "Check that the Lighthouse" not in said
