@@ -218,6 +218,7 @@ class CommitProtocol:
         """Whether the script has a step to compute."""
         self.has_left = False
         """Whether this member has left a job that is not over."""
+        self._commands = self._all_commands()
         self._tell_membership()
         on_record(settings, "[]")
 
@@ -276,6 +277,36 @@ class CommitProtocol:
 
     # ---- the machine
 
+    def _all_commands(self) -> dict[str, Callable[..., Event | None]]:
+        """Return what carries out each command, by its name in `src/protocol/event.rs`."""
+        rendezvous, driver = self._rendezvous, self._driver
+        return {
+            "drop": rendezvous.drop,
+            "ask": rendezvous.ask,
+            "inquire": rendezvous.inquire,
+            "compare": rendezvous.compare,
+            "wait": rendezvous.wait,
+            "withdraw": rendezvous.withdraw,
+            "connect": rendezvous.connect,
+            "recall": rendezvous.recall,
+            "weigh": driver.weigh,
+            "restore": driver.restore,
+            "count_losses": driver.count_losses,
+            "protect": driver.protect,
+            "resume": driver.resume,
+            "step": self._step,
+            "follow": self._follow,
+            "vote": self._vote,
+            "take": self._take,
+            "commit": driver.commit,
+            "settle": driver.settle,
+            "farewell": rendezvous.farewell,
+            "pause": driver.pause,
+            "leave": self._leave,
+            "close": driver.close,
+            "stop": self._stop,
+        }
+
     def _advance(self, event: Event | None) -> None:
         while event is not None:
             for heard in self._rendezvous.overheard():
@@ -306,9 +337,8 @@ class CommitProtocol:
             self._heard_at = math.inf  # newcomers are in the new group
         if name == "stop":
             self._stop(**fields)  # any exception ends the job, PeerLost too
-        own = getattr(self, f"_{name}", None) or getattr(self._rendezvous, name, None) or getattr(self._driver, name)
         try:
-            return own(**fields)
+            return self._commands[name](**fields)
         except PeerLost as lost:
             return {"event": "lost", "reason": str(lost)}
 
