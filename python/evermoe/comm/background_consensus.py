@@ -15,12 +15,14 @@ from evermoe.comm.transport import Channel
 from evermoe.errors import PeerLost
 
 UNLIMITED = timedelta(days=7)
-"""A member may take long to report. Its group, not this limit, detects that a member is lost."""
+"""No limit: a member may take long to report, and its group detects that a member is lost."""
 _LENGTH_BYTES = 8
 
 
 class BackgroundConsensus:
-    """A decision of the members of a group. It stays valid when the group changes while it is made.
+    """Decisions of the members of a group, made outside the training thread.
+
+    They never mix with those of a later group.
 
     Any thread may call it. All members must create the objects of one tag in the same order, and decide in that order.
 
@@ -40,7 +42,7 @@ class BackgroundConsensus:
             self._channel = Channel(group.transport, tag)
 
     def decide(self, mine: object, conclude: Callable[[list[Any]], object]) -> Any:
-        """Gather `mine` of each member on rank 0, and return what `conclude` makes of them; collective.
+        """Gather `mine` of each member on rank 0 and return the decision of `conclude` for all of them; collective.
 
         All values pass through JSON.
 
@@ -52,12 +54,12 @@ class BackgroundConsensus:
             PeerLost: a member no longer answers. If rank 0 notices this before it concludes, nothing is decided;
                 otherwise other members may already know the decision.
         """
-        said = json.dumps(mine)
+        report = json.dumps(mine)
         if self.rank:
-            self._tell(0, said)
-            decided = self._hear(0)
+            self._send(0, report)
+            decided = self._receive(0)
         else:
-            decided = self._decide(said, conclude)
+            decided = self._decide(report, conclude)
         if not decided:
             raise PeerLost("a member no longer answers")
         return json.loads(decided)
@@ -65,24 +67,24 @@ class BackgroundConsensus:
     def _decide(self, mine: str, conclude: Callable[[list[Any]], object]) -> str:
         """Conclude on rank 0 and send the decision to all; return an empty text if a member is lost."""
         try:
-            said = [mine, *map(self._hear, range(1, self.size))]
+            reports = [mine, *map(self._receive, range(1, self.size))]
         except PeerLost:
             decided = ""
         else:
-            decided = json.dumps(conclude([json.loads(text) for text in said]))
+            decided = json.dumps(conclude([json.loads(text) for text in reports]))
         for peer in range(1, self.size):
             with suppress(PeerLost):  # the group detects it as well
-                self._tell(peer, decided)
+                self._send(peer, decided)
         return decided
 
-    def _tell(self, peer: int, text: str) -> None:
+    def _send(self, peer: int, text: str) -> None:
         assert self._channel is not None
         data = bytearray(text.encode())
         length = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little"))
         for part in (length, data) if data else (length,):
             self._channel.send(torch.frombuffer(part, dtype=torch.uint8), peer, UNLIMITED)
 
-    def _hear(self, peer: int) -> str:
+    def _receive(self, peer: int) -> str:
         assert self._channel is not None
         length = torch.empty(_LENGTH_BYTES, dtype=torch.uint8)
         self._channel.receive(length, peer, UNLIMITED)

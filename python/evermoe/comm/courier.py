@@ -33,8 +33,7 @@ KEPT_TRANSFERS = 4096
 PROGRESS_CHECKS = 16
 """Progress checks per hang timeout."""
 UNLIMITED = timedelta(days=7)
-"""The other end may be much later: it waits for windows or optimizer state. `Courier.wait_for_task` detects silent
-peers."""
+"""No limit: the other end may wait for windows or optimizer state. `Courier.wait_for_task` detects silent peers."""
 
 
 class Message(NamedTuple):
@@ -143,7 +142,7 @@ class Courier:
         return self._transport.receive(message.data, message.peer, message.tag)
 
     def wait_received(self, transfer: Transfer) -> None:
-        """Wait for a message to arrive, without a time limit, as its sender may wait for a window; called by tasks.
+        """Wait without a time limit until a message arrives, as its sender may wait for a window; called by tasks.
 
         Raises:
             PeerLost: the other member is gone, or the connections were dropped.
@@ -195,8 +194,8 @@ class Courier:
         """Wait in the training thread until a task is over, like `Task.wait`; call `Pacer.hurry` first.
 
         If no transfer completes for as long as a collective waits for a silent peer, the training thread's group is
-        dropped. The two limits must be about equal: members that wait for the same peer in a collective give up then,
-        and continue without a member that comes later.
+        dropped. The two limits must be about equal: members that wait for the same peer in a collective time out then,
+        and continue without a member that is later.
         """
         has_succeeded = False
         group.on_wait(True)

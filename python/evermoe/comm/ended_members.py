@@ -2,7 +2,7 @@
 
 The Lighthouse names a set once all processes with a fresh heartbeat have requested one. A process that has ended
 requests none, but its last heartbeat stays fresh for the Lighthouse's limit, 5 s by default. So other members request a
-set in its name. In case of doubt whether a member has ended, no member does, and all wait until its heartbeat expires.
+set in its name. If they are not sure that it has ended, none does, and all wait until its heartbeat expires.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ REMEMBERED_SECONDS = 10.0
 """Time for which a member is reported in later agreements, too: a report counts as a heartbeat, so the Lighthouse may
 consider the member alive."""
 MAX_DOUBTS = 2
-"""Consecutive sets that are rejected before there is doubt: one may contain a request from before the member ended."""
+"""Consecutive inconsistent sets after which this member doubts its reports: one may hold a request that a member sent
+before it ended."""
 ANSWER_LIMIT = timedelta(seconds=2)
 """Time after which an unanswered report is sent again."""
 RETRY_SECONDS = 0.05
@@ -70,10 +71,10 @@ class EndedMembers:
         """
         now, self._messages.refused = time.monotonic(), None
         self._ended = set(self._reach.ended)
-        gone = self._ended.intersection(members)
-        is_sure = self._reports and 2 * len(gone) < len(members) and set(members) != self._doubtful
-        for each in gone if is_sure else ():
-            if self._member in reporters(each, members, gone):
+        ended = self._ended.intersection(members)
+        is_sure = self._reports and 2 * len(ended) < len(members) and set(members) != self._doubtful
+        for each in ended if is_sure else ():
+            if self._member in reporters(each, members, ended):
                 if each not in self._until:
                     logger.info("reporting to the Lighthouse that %s has ended", each)
                 self._until[each] = now + REMEMBERED_SECONDS
@@ -111,7 +112,7 @@ class EndedMembers:
         if problem:
             self._messages.refused = number if self._messages.names_this_member(members) else None
             self._doubts += 1
-            if self._doubts >= MAX_DOUBTS or self._messages.is_spoken_for:
+            if self._doubts >= MAX_DOUBTS or self._messages.is_reported_ended:
                 self._doubts, self._doubtful = 0, set(group)
             raise ConnectionError(problem)
         self._doubts = 0

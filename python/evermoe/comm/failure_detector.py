@@ -17,15 +17,15 @@ from evermoe.native_calls import native_call
 logger = logging.getLogger(__name__)
 
 MAX_WATCHED = 64
-"""Largest number of members that one probes: the next ones in the order of ranks, so that every member is probed."""
+"""Largest number of members that one member probes: those that follow it in the order of ranks."""
 AT_ONCE = 0.1
-"""A collective that fails within these seconds began after the others had given up."""
-SIT_OUT = 10
-"""Hang timeouts for which a member stays away after others have waited for it in vain; doubled each further time."""
-LOOKS = 8
+"""A collective that fails within these seconds began after the others' collective had timed out."""
+BACKOFF = 10
+"""Backoff, in hang timeouts, of a member for which others have waited in vain; doubled each further time."""
+CLOCK_CHECKS = 8
 """Checks for a wall clock that was set back, per hang timeout."""
 SET_BACK_SECONDS = 1.0
-"""A wall clock that is set back by less than this is ignored: it prolongs no wait by more."""
+"""Smallest change of a wall clock set back that is handled: a smaller one prolongs waits by no more than itself."""
 
 
 class FailureDetector:
@@ -38,7 +38,7 @@ class FailureDetector:
         heartbeat_timeout: seconds without an answer after which a member is silent.
         hang_timeout: seconds that a collective waits.
         on_silent: called in the detector's thread with the reason to drop the group.
-        on_left_out: called in the detector's thread when others have given up on this member.
+        on_left_out: called in the detector's thread when others continue without this member.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FailureDetector:
         self._reach, self._groups = reach, list(groups)
         self._limit, self._hang_timeout = heartbeat_timeout, hang_timeout
         self._on_silent, self._on_left_out = on_silent, on_left_out
-        self._asking: _native.FailureDetector | None = None
+        self._detector: _native.FailureDetector | None = None
         self._thread = self._bound = threading.Thread()
         self._is_over = threading.Event()
         self._members: dict[str, str] = {}
@@ -62,7 +62,7 @@ class FailureDetector:
         self.silent: list[str] = []
         """Members that no longer answer, by id."""
         self.late = ""
-        """The members for which the latest group was given up, as text for users."""
+        """Members for which the others waited in vain in the latest group, as text for users."""
         self._is_training = self._is_waiting = False
         self._began, self._waited = 0.0, math.inf
         self._waited_for_me: str | None = None
@@ -86,8 +86,8 @@ class FailureDetector:
         self._reach.set_status()
         following = list(members.items())
         following = (following[first:] + following[:first])[:MAX_WATCHED]
-        self._asking = self._reach.start_detector(dict(following), epoch, self._limit)
-        self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
+        self._detector = self._reach.start_detector(dict(following), epoch, self._limit)
+        self._thread = threading.Thread(target=self._wait, args=[self._detector], name="evermoe-watch", daemon=True)
         self._thread.start()
         self._is_over = threading.Event()
         self._bound = threading.Thread(
@@ -104,38 +104,38 @@ class FailureDetector:
     def end_watch(self) -> None:
         """Stop probing."""
         self._is_training = False
-        if self._asking is not None:
-            self._asking.stop()
+        if self._detector is not None:
+            self._detector.stop()
             self._is_over.set()
             self._thread.join()
             self._bound.join()
-            self._asking = None
+            self._detector = None
             self._members, self.silent = {}, []
 
     def probe_members(self) -> None:
         """Find out which members of a broken group still answer, and which have waited for which."""
-        if self._asking is None:
+        if self._detector is None:
             return
         gave_up = any(group.timed_out for group in self._groups)
         self._reach.set_status(gave_up=self._epoch if gave_up else 0)
         self._reach.probe_group(self._members, self.silent)
-        said = self._reach.answers
+        answers = self._reach.answers
         if gave_up:
             late = [
-                f"{each} at {self._members[each]}" for each, (computes, _) in said.items() if computes == self._epoch
+                f"{each} at {self._members[each]}" for each, (computes, _) in answers.items() if computes == self._epoch
             ]
             self.late = ", ".join(late)
             if late:  # they learn it from this member's probe server
                 logger.warning("waited %g s for %s: the others continue without it", self._hang_timeout, self.late)
         elif self._waited < AT_ONCE and self._waited_for_me is None:
-            self._waited_for_me = next((each for each, (_, epoch) in said.items() if epoch == self._epoch), None)
+            self._waited_for_me = next((each for each, (_, epoch) in answers.items() if epoch == self._epoch), None)
         self.end_watch()
 
-    def seconds_to_sit_out(self) -> float:
-        """Return the seconds to stay away because others have waited for this member in vain; 0 if they have not."""
+    def backoff_seconds(self) -> float:
+        """Return the seconds to stay away after others have waited for this member in vain; 0 if they have not."""
         if self._waited_for_me is None:
             return 0.0
-        seconds = SIT_OUT * self._hang_timeout * 2**self._times_left_out
+        seconds = BACKOFF * self._hang_timeout * 2**self._times_left_out
         logger.warning(
             "%s has waited for this member longer than hang_timeout = %g s, and the others continue without it. It "
             "asks to join again in %g s; a new process may join at once. Raise hang_timeout if members' steps differ "
@@ -155,19 +155,19 @@ class FailureDetector:
         else:
             self._waited = time.monotonic() - self._began
         self._is_waiting = begins
-        # A member whose wait failed still counts as waiting; one that begins a wait after the others gave up is late.
+        # A member whose wait failed still counts as waiting; one that begins a wait after the others timed out is late.
         # So the status from when the group broke stays, even if another wait ends later.
         if self._is_training and has_succeeded and self._groups[0].broken is None:
             self._reach.set_status(computes=0 if begins else self._epoch)
 
-    def _wait(self, asking: _native.FailureDetector) -> None:
-        self.silent, has_ended, gave_up = asking.wait()
+    def _wait(self, detector: _native.FailureDetector) -> None:
+        self.silent, has_ended, gave_up = detector.wait()
         with native_call():
             self._act(has_ended, gave_up)
 
     def _bound_waits(self, is_over: threading.Event) -> None:
         """End collectives that outlast their timeout: gloo's waits follow the wall clock, which may be set back."""
-        while not is_over.wait(self._hang_timeout / LOOKS):
+        while not is_over.wait(self._hang_timeout / CLOCK_CHECKS):
             for group in self._groups:
                 began = group.waiting
                 if (
@@ -183,7 +183,7 @@ class FailureDetector:
                         )
 
     def _act(self, has_ended: bool, gave_up: str | None) -> None:
-        """End what this member waits for, now that the detector has found something."""
+        """End the waits of this member after a finding of the detector."""
         if self.silent:
             if has_ended:
                 self._reach.ended.add(self.silent[0])

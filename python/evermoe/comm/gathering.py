@@ -57,21 +57,21 @@ class Gathering:
                 "all workers were started with its address."
             )
         missing = self.needed - len(self.arrived)
-        said = [problem] if problem and not (problem == UNNAMED and missing > 0) else []
+        parts = [problem] if problem and not (problem == UNNAMED and missing > 0) else []
         if self.doubt and self.doubt != problem:
-            said.append(self.doubt)
+            parts.append(self.doubt)
         if missing > 0:
             ids = ", ".join(self.arrived) or "the Lighthouse answers"
-            said.append(f"{len(self.arrived)} of {self.needed} members have joined ({ids})")
-        said += [f"{each} was refused: {why}" for each, why in self.refused.items()]
+            parts.append(f"{len(self.arrived)} of {self.needed} members have joined ({ids})")
+        parts += [f"{each} was refused: {why}" for each, why in self.refused.items()]
         if self.refused:
-            said.append("all workers need the same script, options, versions and secret")
+            parts.append("all workers need the same script, options, versions and secret")
         if missing > 0:
-            said.append(f"start {missing} more, or set the number of members that exist (--members, EVERMOE_MEMBERS)")
-        return JoinTimeout(f"{head}{'; '.join(said)}.")
+            parts.append(f"start {missing} more, or set the number of members that exist (--members, EVERMOE_MEMBERS)")
+        return JoinTimeout(f"{head}{'; '.join(parts)}.")
 
 
-def not_taken_in(seconds: int) -> JoinTimeout:
+def not_admitted_error(seconds: int) -> JoinTimeout:
     """Return the error of a newcomer that the job's members know of but have not admitted."""
     return JoinTimeout(
         f"the job's members have not admitted this one within {seconds} s: they do so between two steps. Make "

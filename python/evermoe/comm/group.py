@@ -36,7 +36,7 @@ DUMP_MILLISECONDS = "100"
 """Value of TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: time in which torch may dump its record of NCCL calls after a failure.
 No group can be left before. With torch's default, leaving one took more than 30 s with the emulated NCCL."""
 CONNECT_SECONDS = 3.0
-"""Time to connect, per hundred members. They agreed a moment ago, so one that takes longer has died since."""
+"""Time to connect, per hundred members. All were alive moments ago, so one that takes longer has failed."""
 
 
 def connect_timeout(size: int) -> timedelta:
@@ -87,7 +87,7 @@ def _identity(device: torch.device) -> torch.Tensor:
 
 
 def share_a_gpu(group: Group, device: torch.device) -> bool:
-    """Return whether several members of a group use the same GPU, which NCCL does not support. Collective.
+    """Return whether several members of a group share a GPU, which NCCL does not support. Collective.
 
     Args:
         group: the members.
@@ -99,21 +99,21 @@ def share_a_gpu(group: Group, device: torch.device) -> bool:
     return len(group.all_gather(_identity(device)).unique(dim=0)) < group.size
 
 
-def leave_failures_to_us() -> None:
-    """Make failures of NCCL groups created from now on keep this process alive, unless the user has set otherwise."""
+def keep_alive_after_nccl_failure() -> None:
+    """Keep this process alive when an NCCL group created from now on fails, unless the user has set otherwise."""
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets torch's default
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", DUMP_MILLISECONDS)
 
 
-def has_given_up(nccl: Any) -> bool:
+def has_nccl_error(nccl: Any) -> bool:
     """Return whether torch's NCCL group has failed."""
     return bool(nccl.get_error().name != "SUCCESS")
 
 
 def _has_failed(nccl: Any) -> bool:
     """Return whether NCCL has failed or was aborted. Its own `errored` would wait for all streams of the device."""
-    return nccl._errored is not None or has_given_up(nccl._pg._get_backend(torch.device("cuda")))
+    return nccl._errored is not None or has_nccl_error(nccl._pg._get_backend(torch.device("cuda")))
 
 
 class Linked(Protocol):
@@ -161,7 +161,7 @@ class Group:
         self.begun = Begun()
         """Collectives begun since the group was connected, or since a reader replaced the counter."""
         self.timed_out = False
-        """Whether others were not in time for a collective; the failure detector resets it."""
+        """Whether a collective has timed out; reset by the failure detector."""
         self.waiting: Clocks | None = None
         """When the collective that this member waits for began; None outside collectives."""
         self.on_wait: OnWait = _ignore_wait
@@ -173,7 +173,7 @@ class Group:
         self.on_begin: Callable[[str, bool], None] = _ignore
         """Callback before each collective: its name, and whether it runs on the GPU's stream."""
         self.on_end: Callable[[str, bool], None] = _ignore
-        """Callback after each collective, or once it was put on the stream; same arguments."""
+        """Callback after each collective, or once it is enqueued on the stream; same arguments."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by its sum over all members, the same bits on every member, and return it."""
@@ -315,8 +315,8 @@ class Group:
         """Seconds that a collective waits for a silent member."""
         return self._timeout.total_seconds()
 
-    def has_arrived(self) -> bool:
-        """Wait for the GPU; return whether all its collectives have succeeded. NCCL's own waits only order streams."""
+    def wait_for_collectives(self) -> bool:
+        """Wait for the GPU; return whether all collectives have succeeded. NCCL's own waits only order streams."""
         nccl = self._groups.get("cuda") if self.size > 1 else None
         if nccl is None:
             return True
@@ -383,7 +383,7 @@ class Group:
                 )
             self._groups.pop("cuda", None)
             return
-        leave_failures_to_us()
+        keep_alive_after_nccl_failure()
         if "cuda" not in self._groups:
             self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=self._timeout)
         nccl = self._groups["cuda"]

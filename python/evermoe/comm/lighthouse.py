@@ -29,7 +29,7 @@ CONNECT_LIMIT = timedelta(seconds=1)
 UNNAMED = "the Lighthouse has not named the members in time: it waits for each process whose heartbeats it hears"
 """Problem of a request without an answer."""
 STAY_SECONDS = (1.0, 3.0)
-"""Range of the random time for which members without a majority stay at one Lighthouse, so that they meet."""
+"""Range of the random time that members without a majority spend at each Lighthouse, so that they meet at one."""
 TOUR_SECONDS = 30.0
 """Time after which workers that wait for a new job check again whether it runs at another Lighthouse."""
 
@@ -81,7 +81,7 @@ def _is_number(host: str) -> bool:
 
 
 class Lighthouses:
-    """The Lighthouses of a job, of which this member uses one at a time: for its requests and its heartbeat.
+    """The Lighthouses of a job. This member uses one at a time, for its requests and its heartbeat.
 
     Members use the first one that answers. Methods may be called from several threads.
 
@@ -201,7 +201,7 @@ class Lighthouses:
         self._go((self._at + 1) % len(self.addresses))
 
     def try_another(self, why: str, *, is_established: bool) -> None:
-        """Switch to another Lighthouse if the members that this one waits for may use that.
+        """Switch to another Lighthouse if the members that this member waits for may use it.
 
         A member without a majority switches after a while. A newcomer asks all others before it waits for a new job at
         the first, so that it finds a running one.

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from evermoe.comm.early_stores import EarlyStores
 from evermoe.comm.ended_members import EndedMembers
 from evermoe.comm.failure_detector import FailureDetector
-from evermoe.comm.gathering import not_taken_in
+from evermoe.comm.gathering import not_admitted_error
 from evermoe.comm.group import Group, connect_timeout
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
-from evermoe.comm.reachability import LOOK_SECONDS, Reachability, find_endpoint
+from evermoe.comm.reachability import PROBE_SECONDS, Reachability, find_endpoint
 from evermoe.comm.transport import Transport
 from evermoe.config.membership import Membership, split_addresses
 from evermoe.errors import JoinTimeout, PeerLost
@@ -172,7 +172,7 @@ class MembershipManager:
         """Return the error of an agreement that took too long."""
         seconds, address = round(self._quorum_timeout), self.lighthouses.current
         if self._is_expected:
-            return not_taken_in(seconds)
+            return not_admitted_error(seconds)
         is_running = self.lighthouses.is_running()
         return self.messages.gathering.timeout_error(problem, seconds, address, lighthouse_runs=is_running)
 
@@ -186,14 +186,14 @@ class MembershipManager:
 
     def take_answers(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """Return the answers to `inquire` since the last call, each like that of `request_members`."""
-        heard = []
+        found = []
         for quorum in self._inquiry.take_answers():
             asked = self.messages.read_members(quorum.participants, is_established=True)
             self.stores.connect_new({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
             if self.messages.names_this_member(asked):
                 asked = [] if self.messages.problem(asked) else asked
-                heard.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
-        return heard
+                found.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
+        return found
 
     def request_members(self, standing: dict[str, Any], *, is_intact: bool) -> tuple[int, list[dict[str, Any]]]:
         """Return the number of the set that the Lighthouse names, and the protocol's view of each member of this job.
@@ -206,7 +206,7 @@ class MembershipManager:
             ConnectionError: no Lighthouse answers, or its answer is inconsistent; request again.
             ValueError: the Lighthouse serves another job, or the job has another model or other options.
         """
-        self.reach.probe_again(LOOK_SECONDS)
+        self.reach.probe_again(PROBE_SECONDS)
         self._inquiry.stop_asking()  # a background request would replace this one
         if is_intact:
             # A missing member may only be slow to reconnect to a restarted Lighthouse: newcomers wait for it.

@@ -92,7 +92,7 @@ class Identity:
         return (self.job, self.layout) == (other.job, other.data["layout"]) and not self.differences(other)
 
 
-class Heard(NamedTuple):
+class Decoded(NamedTuple):
     """Content of a set of the Lighthouse."""
 
     reports: list[MemberReport]
@@ -120,15 +120,15 @@ class Messages:
         """Whether an operator has promoted the members of the latest set to resume although others may be missing."""
         self.refused: int | None = None
         """Number of the latest set if it is inconsistent and `names_this_member`."""
-        self._spoken_for: set[str] = set()
+        self._ended_by_own_name: set[str] = set()
         """Members reported as ended in the latest set under their own names: see `write_ended`."""
-        self._announced: set[str] = set()
+        self._ended_by_other_name: set[str] = set()
         """Members reported as ended in the latest set under the other name."""
         self.gathering = Gathering()
         """Members and refusals of the current agreement."""
 
     def write_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return this member's message in the form that the Lighthouse takes.
+        """Encode this member's message for the Lighthouse.
 
         Args:
             message: the fields of `Message` in `src/protocol/message.rs`, without those of the identity.
@@ -151,7 +151,9 @@ class Messages:
     def read_members(
         self, members: Iterable[Any], *, is_established: bool, steps: int = 0, needed: int = 1
     ) -> list[MemberReport]:
-        """Return the members of this job by id: of the established ones' job, or else of most members'.
+        """Return the members of this job, sorted by id.
+
+        The job is that of the established members, or else that of the majority.
 
         Args:
             members: torchft's participants, with `replica_id` and `data`.
@@ -163,15 +165,15 @@ class Messages:
             ValueError: the Lighthouse serves another job, or the job has another model or other options.
             ConnectionError: processes with this job's name and another secret may be the job; request again.
         """
-        told, others, secretless = self._hear(sorted(members, key=lambda member: member.replica_id))
-        if told and not is_established:
-            self._check_same_secret(told, secretless)
-            self._check_same_protocol(told, others)
-            self._check_same_job(_reference(told, needed), steps)
-        mine = [member for member in told if self._identity.is_same(member)]
-        for each in told:
+        reports, others, secretless = self._decode(sorted(members, key=lambda member: member.replica_id))
+        if reports and not is_established:
+            self._check_same_secret(reports, secretless)
+            self._check_same_protocol(reports, others)
+            self._check_same_job(_reference(reports, needed), steps)
+        mine = [member for member in reports if self._identity.is_same(member)]
+        for each in reports:
             if each not in mine:
-                self._turn_away(each.id, self._identity.reason_against(each))
+                self._refuse(each.id, self._identity.reason_against(each))
         if not mine:
             return []
         reference = _reference(mine, 0)  # a trainer, which has an arithmetic: all members refuse the same ones
@@ -188,61 +190,61 @@ class Messages:
         """
         alive = {each.id for each in members}
         if self._id not in alive:
-            if self.is_spoken_for:
+            if self.is_reported_ended:
                 return "other members report that this member's process has ended"
             return "the Lighthouse passes on a message that differs from this member's"
-        doubtful = sorted((self._spoken_for - self._announced) | (self._announced & alive))
+        doubtful = sorted((self._ended_by_own_name - self._ended_by_other_name) | (self._ended_by_other_name & alive))
         if doubtful:
             return f"members disagree on whether {doubtful[0]} has ended"
-        missing = sorted(set(group) - alive - self._spoken_for)
-        if self._spoken_for and missing:
+        missing = sorted(set(group) - alive - self._ended_by_own_name)
+        if self._ended_by_own_name and missing:
             return f"{missing[0]} sent no request, and other members are reported as ended"
         return ""
 
     @property
-    def is_spoken_for(self) -> bool:
+    def is_reported_ended(self) -> bool:
         """Whether others report in the latest set that this member's process has ended."""
-        return self._id in self._spoken_for
+        return self._id in self._ended_by_own_name
 
     def names_this_member(self, members: list[MemberReport]) -> bool:
         """Return whether the latest set contains this member, and no report that it has ended."""
-        return self._id in {each.id for each in members} and self._id not in self._announced
+        return self._id in {each.id for each in members} and self._id not in self._ended_by_other_name
 
-    def _hear(self, members: list[Any]) -> Heard:
-        found = Heard([], [], {})
+    def _decode(self, members: list[Any]) -> Decoded:
+        found = Decoded([], [], {})
         promoted: set[int | None] = set()
-        self._spoken_for, self._announced = set(), set()
+        self._ended_by_own_name, self._ended_by_other_name = set(), set()
         for each in members:
-            heard = json.loads(_native.decode_message(each.replica_id, as_text(each.data), self._secret))
-            if heard["kind"] == "member":
-                found.reports.append(MemberReport(each.replica_id, heard["job"], heard["message"]))
+            decoded = json.loads(_native.decode_message(each.replica_id, as_text(each.data), self._secret))
+            if decoded["kind"] == "member":
+                found.reports.append(MemberReport(each.replica_id, decoded["job"], decoded["message"]))
                 continue
-            if heard["kind"] == "promotion":
-                if heard["job"] == self._identity.job:
-                    promoted.add(heard["generation"])
+            if decoded["kind"] == "promotion":
+                if decoded["job"] == self._identity.job:
+                    promoted.add(decoded["generation"])
                 continue
-            if heard["kind"] == "ended":
-                if heard["job"] == self._identity.job:
-                    is_own_name = each.replica_id == heard["member"]
-                    (self._spoken_for if is_own_name else self._announced).add(heard["member"])
+            if decoded["kind"] == "ended":
+                if decoded["job"] == self._identity.job:
+                    is_own_name = each.replica_id == decoded["member"]
+                    (self._ended_by_own_name if is_own_name else self._ended_by_other_name).add(decoded["member"])
                 continue
-            if heard["kind"] == "stranger":
-                self._warn(each.replica_id, f"its content is no message of a member: {heard['why']}")
+            if decoded["kind"] == "stranger":
+                self._warn(each.replica_id, f"its content is not a message of a member: {decoded['why']}")
                 continue
-            if heard["kind"] == "other_secret":
-                self._turn_away(each.replica_id, heard["why"])
-                if heard["job"] == self._identity.job:
-                    found.secretless[each.replica_id] = heard["why"]
+            if decoded["kind"] == "other_secret":
+                self._refuse(each.replica_id, decoded["why"])
+                if decoded["job"] == self._identity.job:
+                    found.secretless[each.replica_id] = decoded["why"]
                 continue
-            protocol = heard["protocol"]
-            self._turn_away(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
-            if heard["job"] == self._identity.job:
-                found.others.append(Other(each.replica_id, heard["established"], protocol))
+            protocol = decoded["protocol"]
+            self._refuse(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
+            if decoded["job"] == self._identity.job:
+                found.others.append(Other(each.replica_id, decoded["established"], protocol))
         own = [each.data["standing"]["generation"] for each in found.reports if each.job == self._identity.job]
         self.is_promoted = max(own, default=0) in promoted
         return found
 
-    def _turn_away(self, sender: str, why: str) -> None:
+    def _refuse(self, sender: str, why: str) -> None:
         self.gathering.note_refusal(sender, why)
         self._warn(sender, why)
 
@@ -251,13 +253,13 @@ class Messages:
             self._warned.add(sender)
             logger.warning("ignoring %r at the Lighthouse: %s", sender, why)
 
-    def _check_same_secret(self, told: list[MemberReport], secretless: dict[str, str]) -> None:
+    def _check_same_secret(self, reports: list[MemberReport], secretless: dict[str, str]) -> None:
         """Check that an established member, or a majority, shares this member's secret.
 
         Otherwise this member might start the job a second time while the others run it. They may not belong to the job,
         so this is no fatal error: the member requests again until the agreement's time limit.
         """
-        same = [each for each in told if each.job == self._identity.job]
+        same = [each for each in reports if each.job == self._identity.job]
         if len(secretless) < len(same) or any(each.established for each in same):
             self.gathering.doubt = "" if secretless else self.gathering.doubt
         elif secretless:
@@ -265,8 +267,8 @@ class Messages:
             self.gathering.doubt = f"{each} claims to be of job {self._identity.job!r}, but {why}"
             raise ConnectionError(self.gathering.doubt)
 
-    def _check_same_protocol(self, told: list[MemberReport], others: list[Other]) -> None:
-        same: list[MemberReport | Other] = [each for each in told if each.job == self._identity.job]
+    def _check_same_protocol(self, reports: list[MemberReport], others: list[Other]) -> None:
+        same: list[MemberReport | Other] = [each for each in reports if each.job == self._identity.job]
         first = min([*same, *others], key=_rank)
         for other in others:
             if other is first:
@@ -311,8 +313,8 @@ def _rank(member: MemberReport | Other) -> tuple[bool, str]:
     return not member.established, member.id
 
 
-def _reference(told: list[MemberReport], needed: int) -> MemberReport:
-    """Return the member that others are compared with: if possible established, then a trainer, then of the majority.
+def _reference(reports: list[MemberReport], needed: int) -> MemberReport:
+    """Return the member that others are compared with: preferably established, then a trainer, then of the majority.
 
     Raises:
         ConnectionError: members of a new job are still missing, and two kinds of members are equally many.
@@ -324,11 +326,11 @@ def _reference(told: list[MemberReport], needed: int) -> MemberReport:
     def kind(each: MemberReport) -> str:
         return json.dumps([each.job, *(each.data[key] for key in ("layout", "options", "steps"))], sort_keys=True)
 
-    first = [each for each in told if rank(each) == min(map(rank, told))]
+    first = [each for each in reports if rank(each) == min(map(rank, reports))]
     kinds = Counter(map(kind, first)).most_common(2)
     if len(first) < needed and not first[0].established and len({count for _, count in kinds}) < len(kinds):
         raise ConnectionError(
-            "the members of this new job differ, and neither kind is a majority: the missing ones decide"
+            "the members of this new job differ, and no kind has a majority yet: the missing members decide"
         )
     return max(first, key=lambda each: kind(each) == kinds[0][0])
 

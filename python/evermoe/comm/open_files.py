@@ -1,4 +1,4 @@
-"""File descriptors that a member needs. If gloo gets none for a connection, it ends the process by SIGABRT."""
+"""File descriptors that a member needs. If gloo gets none for a connection, it aborts the process (SIGABRT)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from evermoe.errors import TooFewFiles
 from evermoe.options import count
 
-FEWEST = 64
-"""Descriptors of a member alone, in addition to those that its script has open: ports, torchft, recoveries."""
-EACH = 20
+MIN_FILES = 64
+"""Descriptors of a job with one member, in addition to those that are open: ports, torchft, recoveries."""
+FILES_PER_MEMBER = 20
 """Descriptors for each other member: connections of gloo, of copies, and to its ports."""
 
 
@@ -27,13 +27,13 @@ def reserve_open_files(members: int) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_open = len(list(Path("/proc/self/fd").iterdir()))
-    needed = is_open + FEWEST + EACH * (members - 1)
+    needed = is_open + MIN_FILES + FILES_PER_MEMBER * (members - 1)
     if needed <= soft or soft == resource.RLIM_INFINITY:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise TooFewFiles(
             f"this process may open {hard} files, and a job of {count(members, 'member')} needs {needed}: {is_open} "
-            f"are open, and {FEWEST} are needed for a member and {EACH} for each other one. Raise the limit (ulimit "
-            "-Hn, LimitNOFILE of systemd, --ulimit nofile of docker)"
+            f"are open, and {MIN_FILES} are needed for a member and {FILES_PER_MEMBER} for each other one. Raise the "
+            "limit (ulimit -Hn, LimitNOFILE of systemd, --ulimit nofile of docker)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

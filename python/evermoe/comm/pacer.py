@@ -13,9 +13,9 @@ from evermoe.comm.group import Group
 from evermoe.comm.step_record import StepRecord, TimedStep
 
 ANY_TIME = -1
-"""In place of a window's number: concurrently with compute, whether a window is open or not."""
+"""In place of a window's number: concurrently with compute, whether or not a window is open."""
 AT_ONCE = -2
-"""In place of a window's number: now, whatever runs. Such a message does not wait for the pacer."""
+"""In place of a window's number: immediately, without the pacer."""
 PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
 """Training has paused if no collective began or ended for as long as this number of steps, and for these seconds."""
 POLL_SECONDS = 0.5
@@ -41,7 +41,7 @@ class Opening(NamedTuple):
 
 
 class Follower(Protocol):
-    """Reports when a GPU's stream, which the host runs ahead of, reaches a point."""
+    """Reports when a GPU's stream, which lags behind the host, reaches a point."""
 
     def mark(self, notify: Callable[[int], None]) -> None:
         """Call `notify` in another thread, with the time at which the current stream reached this point."""
@@ -305,8 +305,8 @@ class Pacer:
         planned = self.step if step is None else step
         if not self.places or has_paused or (window == ANY_TIME and self.step >= planned):
             return True
-        is_due = window is None or (self.step, self._reached) >= (planned, window)
-        return is_due and self._is_open(seconds, now)
+        is_reached = window is None or (self.step, self._reached) >= (planned, window)
+        return is_reached and self._is_open(seconds, now)
 
     def _is_open(self, seconds: float, now: int) -> bool:
         return self._window is not None and now + seconds * 1e9 <= self._closes

@@ -31,9 +31,9 @@ def plain_reason(error: Exception) -> str:
     text = str(error)
     logger.debug("a collective failed: %s", text)
     first = text.split("\n", 1)[0]
-    said = SOURCE_LINE.sub("", first)
-    if said != first:
+    stripped = SOURCE_LINE.sub("", first)
+    if stripped != first:
         for pattern, plain in PLAIN:
-            if found := pattern.search(said):
+            if found := pattern.search(stripped):
                 return plain.format(*(f"{int(number) / 1000:g}" for number in found.groups()))
-    return said or "the group was aborted"
+    return stripped or "the group was aborted"

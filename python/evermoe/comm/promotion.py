@@ -36,7 +36,7 @@ def promote(address: str, job: str, limit: float) -> list[str]:
             members are already training.
     """
     if len(split_addresses(address)) > 1:
-        raise ValueError(f"expected the address of one Lighthouse, the one that the members shall use, got {address}")
+        raise ValueError(f"expected the address of one Lighthouse, the one that the members should use, got {address}")
     check_name("--job", job)
     who, own, deadline = f"promote-{uuid.uuid4().hex[:8]}", job_secret(), time.monotonic() + limit
     generation: int | None = None
@@ -70,8 +70,8 @@ def promote(address: str, job: str, limit: float) -> list[str]:
 
 def _members(answer: Any, job: str, own: _native.Secret | None) -> dict[str, dict[str, Any]]:
     """Return the messages of the job's members, by id."""
-    heard = {
+    decoded = {
         each.replica_id: json.loads(_native.decode_message(each.replica_id, as_text(each.data), own))
         for each in answer.participants
     }
-    return {name: each["message"] for name, each in heard.items() if each["kind"] == "member" and each["job"] == job}
+    return {name: each["message"] for name, each in decoded.items() if each["kind"] == "member" and each["job"] == job}

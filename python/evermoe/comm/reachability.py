@@ -29,7 +29,7 @@ BACKLOG = 2048
 """Largest number of connections that wait to be accepted; as in torch."""
 REACH_SECONDS = 1.0
 """Time that a member gets to answer a probe. Its probe server answers at once, even while the member computes."""
-LOOK_SECONDS = 3.0
+PROBE_SECONDS = 3.0
 """Time between two probes of silent members by a member that continues without them."""
 RETRY_SECONDS = 0.1
 """Time between two probes by a member that has withdrawn."""
@@ -152,7 +152,7 @@ class Reachability:
         """Address of this member's probe server."""
         self.answers: dict[str, tuple[int, int]] = {}
         """Answers of the members that were probed last, by id: see `_native.probe_all`."""
-        self._asked = 0.0
+        self._probed_at = 0.0
         """Time of the latest probe."""
         self.unreachable: dict[str, str] = {}
         """Members that did not answer, by id, with the addresses of their probe servers."""
@@ -170,13 +170,13 @@ class Reachability:
         Returns:
             the ids of those that did not answer within `REACH_SECONDS`.
         """
-        self._asked = time.monotonic()
+        self._probed_at = time.monotonic()
         asked = list(members.items())
         answers, ended = probe_all(asked, round(1000 * REACH_SECONDS), self._secret)
         self.ended.difference_update(members)
         self.ended.update(ended)
-        missing = {member: address for (member, address), said in zip(asked, answers, strict=True) if said is None}
-        self.answers = {member: said for member, said in zip(members, answers, strict=True) if said is not None}
+        missing = {member: address for (member, address), answer in zip(asked, answers, strict=True) if answer is None}
+        self.answers = {member: answer for member, answer in zip(members, answers, strict=True) if answer is not None}
         for member in members:
             self.unreachable.pop(member, None)
         self.unreachable.update(missing)
@@ -199,7 +199,7 @@ class Reachability:
             members: addresses of their probe servers, by id.
         """
         answers, _ = probe_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
-        return [member for member, said in zip(members, answers, strict=True) if said is None]
+        return [member for member, answer in zip(members, answers, strict=True) if answer is None]
 
     def find_waiting(self, members: Mapping[str, str]) -> list[str]:
         """Return the ids of members that answer and do not compute, as they wait for others; keep no results.
@@ -208,7 +208,7 @@ class Reachability:
             members: addresses of their probe servers, by id.
         """
         answers, _ = probe_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
-        return [each for each, said in zip(members, answers, strict=True) if said is not None and not said[0]]
+        return [each for each, answer in zip(members, answers, strict=True) if answer is not None and not answer[0]]
 
     def probe_again(self, pause: float = 0.0) -> list[str]:
         """Probe the unreachable members again, and return those that still do not answer.
@@ -216,7 +216,7 @@ class Reachability:
         Args:
             pause: seconds after the latest probe within which no new one is sent.
         """
-        if self.unreachable and time.monotonic() >= self._asked + pause:
+        if self.unreachable and time.monotonic() >= self._probed_at + pause:
             self.probe(dict(self.unreachable))
         return list(self.unreachable)
 
@@ -253,7 +253,7 @@ class Reachability:
             del self.unreachable[member]
 
     def set_status(self, *, computes: int = 0, gave_up: int = 0) -> None:
-        """Set the answer to probes: the group for which this member computes, or in which it has waited in vain."""
+        """Set the answer to probes: the epoch for which this member computes, or in which it has waited in vain."""
         if self._server is not None:
             self._server.set_computes(computes)
             self._server.set_gave_up(gave_up)
@@ -329,8 +329,8 @@ class Stores:
             end_connections(address)
 
 
-def what_is_left(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """Return the kind of loss of each lost member, by id: `process`, `hung` or `host`, as in `events.MemberLost.kind`.
+def kinds_of_loss(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
+    """Return the kind of each loss by member id: `process`, `hung` or `host`, as in `events.MemberLost.kind`.
 
     A host refuses a connection to a port whose process has ended. It accepts one for a process that is stopped. A host
     without power does not answer.

@@ -39,7 +39,7 @@ class SealedStore(dist.Store):
         found = self._store.get(key)
         tag, value = found[:TAG_BYTES], found[TAG_BYTES:]
         if not self._secret.is_tag(tag, "store", [key.encode(), value]):
-            raise RuntimeError(f"{key!r} in a store of torch's is not from a member with this job's secret")
+            raise RuntimeError(f"the value of {key!r} in torch's store was not set by a member with this job's secret")
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

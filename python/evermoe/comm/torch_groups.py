@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm.group import has_given_up
+from evermoe.comm.group import has_nccl_error
 from evermoe.comm.task import Task
 from evermoe.comm.waits import end_waits
 from evermoe.errors import PeerLost
 
 T = TypeVar("T")
-_FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
+_MIN_PAUSE, _MAX_PAUSE = 1e-3, 5e-2
 """First and last pause in seconds between two checks for a key: most keys exist at once."""
 _BATCH_SECONDS = 1.0
 """Time that a thread may take to submit a batch of sends and receives to NCCL."""
@@ -48,13 +48,13 @@ class WatchedStore(dist.Store):
             PeerLost: a rank is lost, or the keys do not exist within the limit.
         """
         deadline = time.monotonic() + self._limit
-        pause = _FIRST_LOOK
+        pause = _MIN_PAUSE
         while not self.check(keys):
             if self._lost.wait(pause):
                 raise PeerLost("torch's groups cannot be connected, as a rank is lost")
             if time.monotonic() > deadline:
                 raise PeerLost(f"torch's groups are not connected: nothing from some rank for {self._limit:.0f} s")
-            pause = min(2 * pause, _LAST_LOOK)
+            pause = min(2 * pause, _MAX_PAUSE)
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
@@ -95,7 +95,7 @@ def _in_thread(work: Callable[[], T], limit: float, lost: threading.Event | None
     task = Task(work)
     threading.Thread(target=task.run, name="evermoe-torch-groups", daemon=True).start()
     deadline = time.monotonic() + limit
-    while not task.is_over_within(_LAST_LOOK):
+    while not task.is_over_within(_MAX_PAUSE):
         if lost is not None and lost.is_set():
             raise PeerLost("torch's groups cannot be connected, as a rank is lost")
         if time.monotonic() > deadline:
@@ -161,7 +161,7 @@ def abort_nccl() -> None:
     """
     deadline = time.monotonic() + _BATCH_SECONDS
     while c10d._world.pg_coalesce_state and time.monotonic() < deadline:
-        time.sleep(_FIRST_LOOK)
+        time.sleep(_MIN_PAUSE)
     found = _nccl_groups()
     if found:
         found[0]._group_start()  # outside one NCCL group, the aborts of two communicators would wait for each other
@@ -199,7 +199,7 @@ def is_group_error(error: BaseException | None) -> bool:
 
 def has_nccl_failed() -> bool:
     """Return whether NCCL has failed in some group of `torch.distributed`."""
-    return any(map(has_given_up, _nccl_groups()))
+    return any(map(has_nccl_error, _nccl_groups()))
 
 
 def _nccl_groups() -> list[Any]:

@@ -1,4 +1,4 @@
-"""Messages between threads of members, in addition to collectives: over TCP or UCX, by `src/transport/`."""
+"""Messages between threads of members, in addition to collectives: over TCP or UCX, implemented in `src/transport/`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from evermoe.options import count
 
 STREAMS = 4
 """Connections that carry the messages from one member: networks limit the bandwidth of each."""
-
-
 UCX_LIBRARY = "libucp.so.0"
 """Name of UCX's library, as installed in a system."""
 
@@ -90,7 +88,7 @@ class Transport:
         """Begin to send a contiguous tensor on the CPU. Messages with one tag between two members keep their order.
 
         A message counts as sent when the operating system has it. It is lost if this member drops its connections
-        before it has arrived, so agree on what has arrived first.
+        before it has arrived, so the members must agree on what has arrived before that.
 
         Raises:
             PeerLost: the connections were dropped.

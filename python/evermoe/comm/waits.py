@@ -83,7 +83,7 @@ class Wait:
         self._failure: str | None = None
 
     def run(self, limit: timedelta) -> str | None:
-        """Wait until the work is done or the wait is ended; return the failure, or None."""
+        """Wait until the work is done or `end_wait` is called; return the failure, or None."""
         waiter = getattr(self._own, "waiter", None)
         if waiter is None:
             waiter = self._own.waiter = _Waiter()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm.courier import UNLIMITED, Courier
-from evermoe.comm.group import leave_failures_to_us, share_a_gpu
+from evermoe.comm.group import keep_alive_after_nccl_failure, share_a_gpu
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
@@ -150,7 +150,7 @@ class TorchConnections:
                     "several ranks share a GPU, which NCCL does not support: stages exchange through host memory"
                 )
             return "gloo"
-        leave_failures_to_us()
+        keep_alive_after_nccl_failure()
         return "cpu:gloo,cuda:nccl"
 
     def drop_alone(self, reason: str) -> None:

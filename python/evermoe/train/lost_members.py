@@ -20,7 +20,7 @@ from typing import Any
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.reachability import what_is_left
+from evermoe.comm.reachability import kinds_of_loss
 from evermoe.events import Listener, MemberLost
 from evermoe.observe.on_lost import Hook, OnLost
 from evermoe.observe.recovery_log import log_lost
@@ -144,7 +144,7 @@ class LostMembers:
         silent = self._membership.reach.find_silent(
             {each: address for each, address in absent.items() if each not in known}
         )
-        kinds = what_is_left({member: absent[member] for member in silent}, LOOK_SECONDS)
+        kinds = kinds_of_loss({member: absent[member] for member in silent}, LOOK_SECONDS)
         lost = kinds.keys() | (known & absent.keys())
         left = [member for member in before if member not in lost]
         found = self._of_group(kinds, step, reason, len(left))
@@ -168,7 +168,7 @@ class LostMembers:
         }
         if len(lost) == role_switches:
             return []
-        kinds = dict.fromkeys(lost, "left") if len(lost) == leaving else what_is_left(lost, LOOK_SECONDS)
+        kinds = dict.fromkeys(lost, "left") if len(lost) == leaving else kinds_of_loss(lost, LOOK_SECONDS)
         return self._of_group(kinds, step, reason, self._membership.num_trainers)
 
     def _of_group(self, kinds: Mapping[str, str], step: int, reason: str, members: int) -> list[Loss]:

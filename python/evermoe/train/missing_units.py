@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.reachability import CUT_OFF_SECONDS, REACH_SECONDS, what_is_left
+from evermoe.comm.reachability import CUT_OFF_SECONDS, REACH_SECONDS, kinds_of_loss
 from evermoe.config.membership import Membership
 from evermoe.errors import LostExperts
 
@@ -74,7 +74,7 @@ class MissingUnits:
             return
         here, reach, now = self._membership.members, self._membership.reach, time.monotonic()
         absent = {member: about["probe_address"] for member, about in self._group.items() if member not in here}
-        left = what_is_left(absent, REACH_SECONDS)
+        left = kinds_of_loss(absent, REACH_SECONDS)
         self._connected |= {member: now for member, kind in left.items() if kind == "hung"}
         self._living = {}
         for member in (each for each in absent if left[each] != "process"):

@@ -38,7 +38,7 @@ class Rendezvous:
         """Ask the Lighthouse who takes part: `quorum`, `unanswered` or `out_of_time`."""
         self._driver.agreeing()
         if self._membership.trainer_group.broken is not None:
-            self._sit_out()
+            self._back_off()
         if is_intact:
             gather_json(self._membership.everyone, None)  # the Lighthouse answers once all have asked
         else:
@@ -75,10 +75,10 @@ class Rendezvous:
         """Gather what the members of the group have heard: `compared`."""
         return {"event": "compared", "sets": gather_json(self._membership.everyone, set)}
 
-    def _sit_out(self) -> None:
+    def _back_off(self) -> None:
         """Stay away for a while if the others have waited for this member in vain."""
         self._membership.failure_detector.probe_members()
-        end = time.monotonic() + self._membership.failure_detector.seconds_to_sit_out()
+        end = time.monotonic() + self._membership.failure_detector.backoff_seconds()
         while time.monotonic() < end:
             self._driver.waiting()
             time.sleep(WAIT_SECONDS)

@@ -153,7 +153,7 @@ class SessionDriver(RecoveryDriver):
             counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
         capture_seconds, step_seconds = self._protection.measures()
         return counted._replace(
-            votes=float(is_whole and self._group.has_arrived()),
+            votes=float(is_whole and self._group.wait_for_collectives()),
             state_requests=float(state_requests),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,

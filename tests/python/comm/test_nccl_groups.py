@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm import torch_groups
-from evermoe.comm.group import Group, has_given_up, leave_failures_to_us, share_a_gpu
+from evermoe.comm.group import Group, has_nccl_error, keep_alive_after_nccl_failure, share_a_gpu
 from evermoe.comm.pacer import Pacer
 from evermoe.errors import PeerLost
 from evermoe.profile.follower import StreamFollower
@@ -39,7 +39,7 @@ def collectives(group, folder, environment):
     first, other = [1, 2][found.rank], [2, 1][found.rank]
     came = found.all_to_all(mine, [first, other], [first, other])
     total = found.all_reduce(mine.clone())
-    assert found.has_arrived()
+    assert found.wait_for_collectives()
     found.check_nccl()
     return {"sum": total.cpu(), "rows": found.all_gather(mine).cpu(), "came": came.cpu()}
 
@@ -105,7 +105,7 @@ def silence(group, folder, environment):
     watch.start()
     total.cpu()
     watch.join()
-    assert not found.has_arrived()
+    assert not found.wait_for_collectives()
     with pytest.raises(PeerLost, match="rank 1 is silent"):
         found.check_nccl()
     group.all_reduce(torch.zeros(1))
@@ -132,7 +132,7 @@ def told(group, folder, environment):
     group.all_reduce(torch.zeros(1))
     total = torch.zeros(1, device="cuda")
     found.all_reduce(total)
-    wait_until(lambda: has_given_up(found._groups["cuda"]._pg._get_backend(total.device)), "NCCL has noticed")
+    wait_until(lambda: has_nccl_error(found._groups["cuda"]._pg._get_backend(total.device)), "NCCL has noticed")
     with pytest.raises(PeerLost, match="NCCL has failed"):
         found.check_nccl()
     total.cpu()  # which the GPU would wait for still
@@ -149,7 +149,7 @@ def test_what_nccl_tells_of_a_loss_fails_the_step(tmp_path, own_gpus):
 def failed_batch(group, folder, environment):
     """A batch of sends fails as torch's groups are aborted; those that are made afterwards work."""
     os.environ |= environment[group.rank]
-    leave_failures_to_us()
+    keep_alive_after_nccl_failure()
     torch.cuda.set_device(0)
     found = torch.zeros(1)
     for attempt in range(2):
@@ -187,9 +187,9 @@ def test_failures_are_left_to_us_unless_a_user_says_otherwise(monkeypatch, befor
     patience = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
     monkeypatch.setenv(patience, "")
     monkeypatch.delenv(patience)
-    leave_failures_to_us()
+    keep_alive_after_nccl_failure()
     assert os.environ[name] == after
     assert int(os.environ[patience]) < 1000
     os.environ[patience] = "5000"
-    leave_failures_to_us()
+    keep_alive_after_nccl_failure()
     assert os.environ[patience] == "5000"

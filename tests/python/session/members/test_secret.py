@@ -123,9 +123,9 @@ def test_store_refuses_what_strangers_have_stored(tmp_path):
     copied = shared.get("epoch/key")
     for key, value in {"epoch/plain": b"value", "epoch/other": copied, "epoch/empty": b""}.items():
         shared.set(key, value)
-        with pytest.raises(RuntimeError, match=f"'{key}' .* is not from a member with this job's secret"):
+        with pytest.raises(RuntimeError, match=f"'{key}' .* was not set by a member with this job's secret"):
             sealed.get(key)
-    with pytest.raises(RuntimeError, match="is not from a member"):
+    with pytest.raises(RuntimeError, match="was not set by a member"):
         SealedStore(shared, Secret(WRONG)).get("epoch/key")
 
 
