@@ -85,14 +85,14 @@ def measure(table, arguments, name, gradient, threads):
     payloads = [each.view(np.uint8) for each in gradients or () if each is not None]
     source, target = torch.ones(elements), torch.empty(elements)
     part = Replica(trainer.sender.layouts())._parts[0]
-    part.install(torch.zeros(part.layout.nbytes, dtype=torch.uint8))
+    part.install_state(torch.zeros(part.layout.nbytes, dtype=torch.uint8))
     timed = {
         "memcpy": lambda: target.copy_(source),
         "step": optim.AdamW([plain]).step,
         "step and messages": trainer.step,
         "receive": receiver.receive,
-        "apply": lambda: part.apply(numbers, gradients, t),
-        "checks": lambda: (part.check(), part.seal(), [state_digest([each]) for each in payloads]),
+        "apply": lambda: part.apply_steps(numbers, gradients, t),
+        "checks": lambda: (part.check_seal(), part.seal_state(), [state_digest([each]) for each in payloads]),
     }
     if gradient is not None:
         record, values = np.empty(RECORD_HEADER_BYTES + 4 * elements, np.uint8), gradient.numpy()

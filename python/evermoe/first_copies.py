@@ -1,4 +1,4 @@
-"""The copies with which a plan of protection begins: all at once while training waits, or beside the next step."""
+"""The first copies of a protection plan: made while training waits, or concurrently with the next step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from evermoe.state.version import step_of
 
 
 class FirstCopies:
-    """Has the keepers make the first copies of a plan.
+    """Makes the first copies of a plan through the keepers.
 
     Args:
-        keepers: in the order in which they are driven.
-        replicas: the one of them that repeats steps.
+        keepers: in the order in which they are called.
+        replicas: the keeper among them that repeats steps.
         membership: all members.
-        ledger: is told of copies that are there at once.
-        emit: of the session.
+        ledger: records copies that exist at once.
+        emit: listener of the session.
     """
 
     def __init__(
@@ -39,48 +39,48 @@ class FirstCopies:
         self._keepers, self._replicas, self._membership = keepers, replicas, membership
         self._ledger, self._emit = ledger, emit
         self._copies = NO_COPIES
-        """Copies of before, which need not be sent."""
-        self._is_beside = False
+        """Earlier copies, which need not be sent."""
+        self._in_background = False
         self.version: int | None = None
-        """Version of the copies that are on their way beside training; None if none are."""
+        """Version of the copies that are in flight concurrently with training; None if there are none."""
         self.failed = False
-        """Whether copies that this member should keep came damaged or found no room, and have not been whole since."""
+        """Whether copies that this member should keep were damaged or found no room, and are still incomplete."""
 
-    def plan(self, copies: KeptCopies, *, waits: bool, is_roomy: bool) -> bool:
-        """Begins with a new plan; collective.
+    def begin_plan(self, copies: KeptCopies, *, waits: bool, has_room: bool) -> bool:
+        """Begin with a new plan; collective.
 
         Args:
-            copies: those that members have already.
+            copies: copies that members already have.
             waits: whether training waits for the copies of this plan; the same on all members.
-            is_roomy: whether this member has memory for them and for those of before in a step.
+            has_room: whether this member has memory for them, for the earlier copies and for a step.
 
         Returns:
-            Whether the copies of before can stay until those of the plan are whole, so that training need not wait; the
-            same on all members.
+            Whether the earlier copies can stay until those of the plan are complete, so that training need not wait;
+            the same on all members.
         """
-        self._copies, self._is_beside = copies, False
+        self._copies, self._in_background = copies, False
         if copies and not waits:
             everyone = self._membership.everyone
-            self._is_beside = bool(everyone.all_reduce(torch.tensor([int(is_roomy)])) == everyone.size)
-        return self._is_beside
+            self._in_background = bool(everyone.all_reduce(torch.tensor([int(has_room)])) == everyone.size)
+        return self._in_background
 
-    def forget(self) -> None:
-        """A new plan takes the place of the latest one: its copies of before are not needed."""
+    def drop_earlier_copies(self) -> None:
+        """Drop the earlier copies: they are not needed any more, or a new plan replaces the latest one."""
         self._copies.forget()
         self.version = None
 
     @property
     def is_arriving(self) -> bool:
-        """Whether copies are on their way beside training."""
+        """Whether copies are in flight concurrently with training."""
         return self.version is not None
 
     @property
     def may_arrive_later(self) -> bool:
-        """Whether training need not wait for the plan's copies: not where those of before made room for them."""
-        return self._is_beside and bool(self._copies)
+        """Whether training need not wait for the plan's copies. It must if the earlier copies made room for them."""
+        return self._in_background and bool(self._copies)
 
-    def begin(self, version: int) -> None:
-        """Begins to make all copies as of `version` beside training; collective. `have_arrived` must follow."""
+    def begin_copies(self, version: int) -> None:
+        """Begin to make all copies as of `version` in the background; collective. `have_arrived` must follow."""
         self._begin(version)
         self.version = version
 
@@ -88,21 +88,21 @@ class FirstCopies:
         for keeper in self._keepers:
             copied = keeper.protect_all(version)
             if copied:
-                self._ledger.copied(copied, version)
+                self._ledger.record_copies(copied, version)
 
     def have_arrived(self) -> bool:
-        """Waits for the copies that were begun; whether they are whole, as far as this member knows."""
-        is_whole = all([keeper.wait() for keeper in self._keepers]) and not self._replicas.lacks_states
+        """Wait for the copies that were begun; return whether they are complete, as far as this member knows."""
+        is_complete = all([keeper.wait_for_copies() for keeper in self._keepers]) and not self._replicas.lacks_states
         is_lost = self._membership.trainer_group.broken is not None or any(keeper.lost for keeper in self._keepers)
-        self.failed = any(keeper.problem for keeper in self._keepers) or (not is_whole and not is_lost)
-        return is_whole
+        self.failed = any(keeper.problem for keeper in self._keepers) or (not is_complete and not is_lost)
+        return is_complete
 
-    def make(self, version: int, makes_any: bool) -> None:
-        """Makes all copies as of `version`, and waits until they are whole on all members; collective.
+    def make_copies(self, version: int, makes_any: bool) -> None:
+        """Make all copies as of `version`, and wait until they are complete on all members; collective.
 
         Args:
-            version: of the state now.
-            makes_any: False where no copies are kept: members only wait for each other.
+            version: version of the current state.
+            makes_any: False if no copies are kept: members then only wait for each other.
 
         Raises:
             PeerLost: a member was lost meanwhile.
@@ -110,24 +110,24 @@ class FirstCopies:
         """
         everyone = self._membership.everyone
         for _ in range(MAX_TRIES):
-            is_whole = self._make_once(version) if makes_any else True
+            is_complete = self._make_once(version) if makes_any else True
             self._emit(Confirm(step_of(version)))
-            if everyone.all_reduce(torch.tensor([int(is_whole)])) == everyone.size:
+            if everyone.all_reduce(torch.tensor([int(is_complete)])) == everyone.size:
                 return
-            self._copies.forget()  # those of before may be what is damaged
+            self._copies.forget()  # the earlier copies may be the damaged ones
         raise CorruptCopy(
-            f"copies arrive with other bytes than were sent, {MAX_TRIES} times in a row: check the network"
+            f"copies arrived with other bytes than were sent, {MAX_TRIES} times in a row: check the network"
         )
 
     def _make_once(self, version: int) -> bool:
         self._begin(version)
-        is_whole = all([keeper.wait() for keeper in self._keepers])
+        is_complete = all([keeper.wait_for_copies() for keeper in self._keepers])
         lost = next(filter(None, (keeper.lost for keeper in self._keepers)), None)
         if lost is not None:
             raise PeerLost(lost)
-        return not self._replicas.take_requests() and is_whole
+        return not self._replicas.take_requests() and is_complete
 
-    def end(self) -> None:
-        """All copies of the plan are whole on all members."""
-        self.forget()
+    def finish_plan(self) -> None:
+        """End the plan's first copies: they are complete on all members."""
+        self.drop_earlier_copies()
         self.failed = False

@@ -1,11 +1,12 @@
-"""Keepers: each keeps copies of some units, in its own way, and all are driven the same way.
+"""Keepers: each keeps copies of some units in its own way, and all are called through the same methods.
 
-    replan ─ protect_all ─ wait ─ release ─ restart ─ [ before_vote ─ VOTE ─ before_update ─ update ─ after_update ]
+    plan    replan ─ protect_all ─ wait_for_copies ─ release ─ restart
+    step    before_vote ─ VOTE ─ before_update ─ update ─ after_update
 
-Where training does not wait for the copies, `wait` is in the step that follows, and `release` after its vote. `settle`
-may come at any time.
+If training does not wait for the copies, `wait_for_copies` is called in the step that follows, and `release` after its
+vote. `settle` may be called at any time.
 
-`Protection` drives them, on all members in the same order.
+`Protection` calls the keepers of all members in the same order.
 """
 
 from __future__ import annotations
@@ -28,109 +29,109 @@ class Assignment:
     generation: int
     """Generation of the members."""
     member: str
-    """Name of this one."""
+    """Name of this member."""
     copies_late: bool
-    """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+    """Whether the copies of a step are made during the next one, and complete at its vote."""
     copies: KeptCopies = NO_COPIES
-    """Copies that members have already of the state that is protected."""
+    """Copies of the protected state that members already have."""
     gradient_bucket_bytes: int = 0
-    """As the option of that name says, for what the job trains on."""
-    is_beside: bool = False
-    """Whether the copies that are missing are made beside training; nobody waits for memory to be reserved, either."""
+    """The option of that name, with its default for the devices that the job trains on."""
+    in_background: bool = False
+    """Whether missing copies are made concurrently with training, which then does not wait for memory either."""
 
 
 class Keeper(Protocol):
-    """Keeps copies of some units. One that has nothing to do at some point inherits the method that does nothing."""
+    """Keeps copies of some units. A keeper that has nothing to do at some point inherits a method that does nothing."""
 
     problem: str = ""
-    """Why what was waited for is not whole, though no member is gone: this host has too little memory."""
+    """Why copies are incomplete although no member is lost: this host has too little memory."""
 
     def replan(self, assignment: Assignment) -> None:
-        """Follows a new plan from now on; `protect_all`, `release` and `restart` must follow."""
+        """Follow a new plan; `protect_all`, `release` and `restart` must follow."""
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Begins to copy all it keeps, as of `version`, to where no copy is yet; `wait` says if all came. Collective.
+        """Begin to make the missing copies of its units, as of `version`; `wait_for_copies` must follow. Collective.
 
         Returns:
-            The units of which there are new copies at once.
+            The units that have new copies at once.
         """
 
-    def wait(self) -> bool:
-        """Waits until what was begun is over here; whether it is whole. False if a member was `lost`."""
+    def wait_for_copies(self) -> bool:
+        """Wait for the copies that were begun; return whether all are complete. False if a member was `lost`."""
 
     @property
     def lost(self) -> str | None:
-        """Why what was begun will not be whole: a member is gone."""
+        """Reason why copies that were begun will not be completed: a member is gone."""
 
     def release(self, step: int) -> None:
-        """All copies of the latest plan are complete on all members, after so many steps: earlier ones are dropped."""
+        """Drop earlier copies: those of the latest plan are complete on all members, after this number of steps."""
         return
 
     def restart(self, step: int) -> None:
-        """Training goes on with the latest plan, after so many steps; its first copies may still be on their way."""
+        """Resume training with the latest plan, after this number of steps; its first copies may still be in flight."""
         return
 
     def before_vote(self, step: int) -> bool:
-        """Waits for what must be safe before the vote that makes `step` the number of steps taken; whether it is."""
+        """Wait for what must be safe before the vote after which `step` steps are taken; return whether it is."""
         return True
 
     def before_update(self) -> None:
-        """The optimizer wants to write the state: waits until it may."""
+        """Wait until the optimizer may write the state."""
         return
 
     def after_update(self, version: int, clip: float | None) -> None:
-        """The agreed step was taken, with gradients multiplied by `clip`: the state is that of `version` now.
+        """Record that the agreed step was taken, with gradients multiplied by `clip`: the state is now `version`.
 
-        None: its update was left out, so that `version` has the bytes of the version before.
+        None: its update was skipped, so `version` has the bytes of the previous version.
         """
         return
 
     def lag(self, step: int) -> dict[str, int]:
-        """By kind, steps by which this member's copies are behind training, of which so many steps are taken."""
+        """Return the number of steps, by kind, by which this member's copies are behind training at a step."""
         return {}
 
     def settle(self) -> bool:
-        """Waits until nothing is under way, and begins nothing more; whether all that was is whole."""
+        """Wait until nothing is in flight, and begin nothing more; return whether all in flight was completed."""
 
     def stored(self) -> Iterator[tuple[StoredUnit, str]]:
-        """Every whole version of every unit that it has here, and the kind of the copy."""
+        """Yield every complete version of every unit that this member keeps, and the kind of the copy."""
 
     def close(self) -> None:
-        """Ends all threads. Nothing may be under way."""
+        """End all threads. Nothing may be in flight."""
 
 
-class Due(NamedTuple):
-    """What a keeper should copy after a step."""
+class ScheduledCopies(NamedTuple):
+    """Copies that a keeper makes after a step."""
 
     bundles: frozenset[int] | None = frozenset()
-    """Numbers of the bundles of which snapshots are due; None for all."""
+    """Numbers of the bundles whose snapshots are scheduled; None for all."""
     remote: Collection[str] | None = None
-    """Units that get copies on other nodes or in the folder; None: the ledger is told nothing."""
+    """Units that get copies on other nodes or in the folder; None: nothing is recorded in the ledger."""
     local: Collection[str] | None = None
-    """Units that get copies on their own nodes, likewise."""
+    """Units that get copies on their own nodes; None: nothing is recorded in the ledger."""
 
 
 class StateKeeper(Keeper, Protocol):
-    """Copies states as they are, beside training, one version at a time: what is due is told to the ledger."""
+    """Copies states in the background, one version at a time; `Protection` records scheduled copies in the ledger."""
 
     @property
     def capture_seconds(self) -> float:
         """Seconds that the latest capture took."""
 
     def take_skipped(self) -> list[tuple[str, int]]:
-        """Units of which a copy was told to the ledger and never came to be, and its version; each once."""
+        """Return units and versions of recorded copies that were never completed, each once."""
         return []
 
     def make_room(self, step: int) -> None:
-        """Waits for the version that is under way, if another one is due after so many steps."""
+        """Wait for the version in flight, if another one is scheduled after this number of steps."""
 
-    def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
-        """What is due after so many steps; changes nothing.
+    def scheduled_copies(self, step: int, choose: Callable[[], Collection[str]] | None) -> ScheduledCopies:
+        """Return the copies to make after a step; changes nothing.
 
         Args:
-            step: steps taken.
-            choose: gives the experts whose turn it is; None where the preset does not choose among them.
+            step: number of steps taken.
+            choose: returns the experts selected next; None if the preset does not select experts.
         """
 
-    def start(self, version: int, due: Due) -> None:
-        """Begins to copy what is due of the state, which is that of `version`."""
+    def begin_copies(self, version: int, scheduled: ScheduledCopies) -> None:
+        """Begin to make the scheduled copies of the state, which is that of `version`."""

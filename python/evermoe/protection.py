@@ -1,11 +1,11 @@
-"""Protects the state of a job, as the preset of its session says, at the cost of as little time as can be.
+"""Protect the state of a job as the preset of its session says, at the lowest cost in time.
 
     step n   forward, backward ─ reduce ─ [gradients to replicas] ─ VOTE ─ update ─ [snapshot of n + 1 begins]
-    kinds    replayed   the gradients of step n are at the replicas before the vote: what is committed is safe at once
-             snapshot   version n + 1 is captured and sent during step n + 1, whole before its vote: safe a step later
+    kinds    replayed   the gradients of step n reach the replicas before the vote: a committed step is safe at once
+             snapshot   version n + 1 is captured and sent in step n + 1, complete before its vote: safe a step later
 
-`ProtectionPlan` says what is kept by which rank; the keepers do it: `Replicas` with gradients, `Snapshots` with states,
-`PartialCheckpoints` with a folder. The ledger says how much is copied now.
+`ProtectionPlan` names the rank that keeps each copy. The keepers make them: `Replicas` from gradients, `Snapshots` from
+states, `PartialCheckpoints` in a folder. The ledger says how many experts are copied at a time.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Protection:
     Args:
         state: this member's units.
         store: this node's arenas.
-        membership: who takes part; replica nodes keep copies alone.
+        membership: all members; replica nodes only keep copies.
         options: the preset, with its options, and the number of copies.
         location: of the checkpoint store; None without one.
         arithmetic: of the optimizer, if its steps can be repeated.
-        emit: of the session.
+        emit: listener of the session.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Protection:
     ) -> None:
         self.state, self.store, self.options, self._emit = state, store, options, emit
         self._membership, self.preset, self._directory = membership, options.choices, store.directory
-        self.plan = ProtectionPlan([], "not arranged yet")
+        self.plan = ProtectionPlan([], "no plan yet")
         self.active: dict[str, tuple[int, ...]] = {}
-        """Per unit, the ranks that train it, as of the latest plan."""
+        """Ranks that train each unit, in the latest plan."""
         lagging = self.preset.lagging
         self.lagging: Lagging = lagging if lagging != "if needed" or options.replication else "never"
         """Whether a recovery may take experts at older versions than the rest."""
-        self.ledger = LossLedger(state, options.preset.group(Pec), notes_copies=self.lagging != "never")
+        self.ledger = LossLedger(state, options.preset.group(Pec), records_copies=self.lagging != "never")
         selector = self.selector = ExpertSelector(state, options.preset, self.ledger)
         self.snapshots = Snapshots(state, store, membership, options, emit)
         pacer, message_bytes = self.snapshots.pacer, options.windows.copy_buffer_bytes
@@ -102,54 +102,54 @@ class Protection:
             interval = options.preset.group(Pec).save_interval
             self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, interval))
         self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
-        """All that keep copies, in the order in which they are driven."""
+        """All keepers of copies, in the order in which they are called."""
         self.window_planner = self.snapshots.window_planner
-        """Plans the times at which snapshots travel."""
+        """Plans the times at which snapshots are sent."""
         in_memory = {
             "load-aware": selector.to_snapshot,
             "budget": lambda: selector.for_local_memory(self.window_planner.budgets.local),
         }
         self._choose = [in_memory.get(self.preset.selection), selector.to_save]
-        """Choice of experts by each keeper of states; None where it makes none."""
+        """Choice of experts by each keeper of states; None if it makes none."""
         self.couriers = self.window_planner.couriers = self.replicas.courier, self.snapshots.courier
         """The threads that send."""
-        self.copies_late = False  # as of `Assignment`
+        self.copies_late = False  # see `Assignment`
         self._selected: set[str] | None = None
-        """Units whose replicas follow the step that runs; None for all."""
+        """Units whose replicas follow the current step; None for all."""
         self._followed: set[str] = set()
         """Units that replicas follow."""
         self._behind: set[str] = set()
-        """Units whose replicas are a step behind, as they get the state alone."""
+        """Units whose replicas are a step behind, as they only receive the state."""
         self._skipped: list[tuple[str, int]] = []
-        """Units whose copies were never completed, and their versions, which the others do not know yet."""
+        """Units and versions of copies that were never completed, which the other members do not know yet."""
         self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
-        """Those with which a plan begins."""
+        """The copies with which a plan begins."""
         self._covered: CoverageChanged | None = None
         """Losses that the latest plan survives once its copies are complete."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
-        """Time of the last step."""
+        """Duration of the last step."""
 
-    # ---- who keeps what
+    # ---- the plan
 
     def replan(self, generation: int, member: str, copies: KeptCopies, *, waits: bool = False) -> None:
-        """Decides with all members who keeps what from now on; collective. `protect` must follow.
+        """Decide with all members who keeps which copies; collective. `protect_state` must follow.
 
         Args:
             generation: of the members.
-            member: this one's name.
-            copies: those that members have of the state now.
-            waits: whether training waits in any case until the copies of the plan are complete.
+            member: name of this member.
+            copies: copies of the current state that members have.
+            waits: whether training must wait until the copies of the plan are complete.
         """
         self.settle()
-        self.first.forget()  # where the recovery before was interrupted
+        self.first.drop_earlier_copies()  # in case the previous recovery was interrupted
         group = self._membership.everyone
         mine = about_member(self._membership, self.window_planner, self.options)
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
-        told = None
+        shared = None
         if group.rank == 0:  # a member that trains
-            told = about_units(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
-        units, bucket_bytes = share_json(group, told)
+            shared = about_units(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
+        units, bucket_bytes = share_json(group, shared)
         self.active = self.state.active(self._membership.num_trainers)
         self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
@@ -165,28 +165,28 @@ class Protection:
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes)
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.replication or any(each["failed"] for each in everyone)
-        assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
-        if not assignment.is_beside:
-            self.state.late.finish()  # what is retained of it is given up with the copies of before
+        in_background = self.first.begin_plan(copies, waits=waits, has_room=is_roomy)
+        assignment = replace(assignment, in_background=in_background)
+        if not in_background:
+            self.state.late.finish()  # what is retained of it is given up with the earlier copies
         for keeper in self.keepers:
             keeper.replan(assignment)
         if self.snapshots.missing:
             self.plan = without(self.plan, self.snapshots.missing)
-        whole = self._covered = covered(self.plan, self.active, ranks)
+        coverage = self._covered = covered(self.plan, self.active, ranks)
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
-            logger.info(f"%s; {odds}", self.plan.summary, whole.survives_one, whole.survives_two)
+            logger.info(f"%s; {odds}", self.plan.summary, coverage.survives_one, coverage.survives_two)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
-        locked = self.snapshots.locked_bytes
-        self._emit(ProtectionPlanned(self.plan.summary, whole.survives_one, whole.survives_two, locked, sent))
+        survives, locked = (coverage.survives_one, coverage.survives_two), self.snapshots.locked_bytes
+        self._emit(ProtectionPlanned(self.plan.summary, *survives, locked, sent))
         self._emit(covered_now(self.plan, self.active, ranks, copies))
 
-    def protect(self, version: int) -> bool:
-        """Makes the copies of the plan that are missing as of `version`; collective.
+    def protect_state(self, version: int) -> bool:
+        """Make the copies of the plan that are missing as of `version`, that of the current state; collective.
 
-        They are sent while the next step computes, and `finish` waits for them; those of before stay until its vote has
-        passed. Where memory is short, or copies came damaged, they are complete everywhere on return; `version` is that
-        of the state now.
+        They are sent while the next step computes. `finish_exchange` waits for them; earlier copies stay until its vote
+        has passed. If memory is short, or copies arrived damaged, this waits until all members have complete ones.
 
         Returns:
             Whether they are complete; the same on all members.
@@ -196,30 +196,30 @@ class Protection:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         step = step_of(version)
-        is_beside = self.first.may_arrive_later
-        if not is_beside:
+        in_background = self.first.may_arrive_later
+        if not in_background:
             self.snapshots.pacer.hurry("recovery")
             self.state.late.finish()
-            self.first.make(version, self.options.replication > 0)
+            self.first.make_copies(version, self.options.replication > 0)
             self._release(version)
         for keeper in self.keepers:
             keeper.restart(step)
-        if is_beside:  # now, as the threads that send would be in the way of what all wait for
+        if in_background:  # only now: the sending threads would delay what all members wait for
             self.state.late.start()
-            self.first.begin(version)
+            self.first.begin_copies(version)
         return not self.first.is_arriving
 
     def _release(self, version: int) -> None:
-        """The copies of the plan are complete on all members, as of this version: those of before are dropped."""
+        """Drop the earlier copies: those of the plan are complete on all members, as of this version."""
         kept = [each.unit for each in self.plan.units if each.holders]
         if kept:
-            self.ledger.copied(kept, version)
+            self.ledger.record_copies(kept, version)
         if self.options.replication:
-            self.ledger.copied_locally(self.snapshots.local_units, version)
+            self.ledger.record_local_copies(self.snapshots.local_units, version)
         for keeper in self.keepers:
             keeper.release(step_of(version))
         self.state.retained.release()
-        self.first.end()
+        self.first.finish_plan()
         return_freed_memory_beside()
         if self._covered is not None:
             self._emit(self._covered)
@@ -227,23 +227,23 @@ class Protection:
     # ---- a step
 
     def begin_step(self, step: int) -> None:
-        """A step begins, after which so many are taken: replicas that cannot follow it get the state of before it."""
+        """Begin the step that makes `step` the number of steps taken. Replicas that cannot follow it get the state."""
         self._step_began = time.monotonic()
         self._selected = self._select()
         self.replicas.begin_step(step, self._selected)
         self.snapshots.pacer.begin_forward()
 
     def begin_exchange(self, step: int, *, are_final: bool) -> None:
-        """This member's gradients are there, not reduced: sends what is whole already, if they are final then."""
-        self.replicas.backward(ends=True)
+        """Begin to send what is complete of this member's unreduced gradients, if they `are_final` then."""
+        self.replicas.on_backward(ends=True)
         if are_final and self.replicas.is_early and not self.state.late.is_under_way:
-            self.replicas.begin(step, self._selected)
+            self.replicas.begin_exchange(step, self._selected)
 
-    def finish(self, step: int) -> tuple[bool, int]:
-        """Sends the gradients of the next step, now that all are complete; waits for what must be protected before it.
+    def finish_exchange(self, step: int) -> tuple[bool, int]:
+        """Send the gradients of the next step, now that all are complete; wait for what must be protected before it.
 
         Returns:
-            Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
+            Whether it is protected, as far as this member knows, and the number of units to report in `heal_copies`.
         """
         self._emit(Send(step))
         is_due = self.copies_late and self.snapshots.snapshot_schedule.is_due(step)
@@ -251,82 +251,82 @@ class Protection:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             self.state.late.finish()
-            self.replicas.begin(step, self._selected)
-            is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
+            self.replicas.begin_exchange(step, self._selected)
+            is_complete = all([keeper.before_vote(step) for keeper in self.keepers])
             if self.first.is_arriving:
-                is_whole = self.first.have_arrived() and is_whole
+                is_complete = self.first.have_arrived() and is_complete
         self._emit(Confirm(step))
         for keeper in self._state_keepers:
             self._skipped += keeper.take_skipped()
-        return is_whole, len(self.replicas.asked) + len(self._skipped)
+        return is_complete, len(self.replicas.requests) + len(self._skipped)
 
     def _select(self) -> set[str] | None:
-        """Units whose replicas follow the step that begins; None for all."""
+        """Return the units whose replicas follow the step that begins; None for all."""
         if not self.preset.selects_by_budget:
             return None
         experts = self._followed.intersection(self.state.catalog.experts())
         return self._followed - experts | self.selector.for_peers(experts, self.window_planner.budgets.remote)
 
     def before_update(self) -> None:
-        """The optimizer wants to write the state: a snapshot of it is finished first."""
+        """Finish snapshots of the state before the optimizer writes it."""
         for keeper in self.keepers:
             keeper.before_update()
 
-    def committed(self, version: int, clip: float | None) -> None:
-        """Records that the agreed step was taken: `version` is the state now. `clip` is None for a skipped update."""
-        if self.first.version is not None:  # all have said in the vote that they have theirs
+    def commit_step(self, version: int, clip: float | None) -> None:
+        """Record that the agreed step was taken: `version` is the state now. `clip` is None for a skipped update."""
+        if self.first.version is not None:  # in the vote, all members have confirmed theirs
             self._release(self.first.version)
         for keeper in self.keepers:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began
-        self.ledger.add(step_of(version))
-        if self._selected:  # of what cannot be repeated the replica has the state before the step
-            self.ledger.copied(self._selected, version, self._behind)
+        self.ledger.add_step(step_of(version))
+        if self._selected:  # replicas of units that cannot be repeated have the state before the step
+            self.ledger.record_copies(self._selected, version, self._behind)
 
     def begin_copies(self, version: int) -> None:
-        """Begins to copy the state, which is that of `version`, as far as that is due."""
+        """Begin to make the scheduled copies of the state, which is that of `version`."""
         step = step_of(version)
         for keeper in self._state_keepers:
             keeper.make_room(step)
         self.snapshots.pacer.begin_step()
         if self.options.replication:
             for keeper, choose in zip(self._state_keepers, self._choose, strict=False):
-                due = keeper.due(step, choose)
-                if due.remote is not None:
-                    self.ledger.copied(due.remote, version)
-                if due.local is not None:
-                    self.ledger.copied_locally(due.local, version)
-                keeper.start(version, due)
+                scheduled = keeper.scheduled_copies(step, choose)
+                if scheduled.remote is not None:
+                    self.ledger.record_copies(scheduled.remote, version)
+                if scheduled.local is not None:
+                    self.ledger.record_local_copies(scheduled.local, version)
+                keeper.begin_copies(version, scheduled)
 
-    def heal(self) -> None:
-        """Some members need full states, which come with the next step, or copies of theirs never came to be.
+    def heal_copies(self) -> None:
+        """Gather requests for full states, which come with the next step, and copies that were never completed.
 
         Collective; the ledgers of all members stay the same.
         """
-        self.replicas.heal(lambda unit: self.plan.by_unit[unit].primary)
+        self.replicas.heal_replicas(lambda unit: self.plan.by_unit[unit].primary)
         everyone = gather_json(self._membership.everyone, self._skipped)
         self._skipped = []
         skipped: dict[int, set[str]] = {}
         for unit, version in (each for part in everyone for each in part):
             skipped.setdefault(version, set()).add(unit)
         for version in sorted(skipped):
-            self.ledger.skipped(sorted(skipped[version]), version)
+            self.ledger.drop_copies(sorted(skipped[version]), version)
 
-    def measures(self) -> tuple[float, float]:
-        """Seconds that a capture took and that a step takes, on this member."""
+    def measured_seconds(self) -> tuple[float, float]:
+        """Return the seconds of a capture and of a step on this member."""
         return sum(keeper.capture_seconds for keeper in self._state_keepers), self.step_seconds
 
     def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
-        """Sets, from the sums of `measures` over all members, how often local snapshots are made."""
+        """Set the interval of local snapshots from the sums of `measured_seconds` over all members."""
         self.snapshots.set_pace(capture_seconds, step_seconds)
 
-    def sent(self) -> list[Sent]:
-        """The latest messages of this member's copies, for traces."""
+    def sent_messages(self) -> list[Sent]:
+        """Return the latest messages of this member's copies, for traces."""
         every = [sent for courier in self.couriers for sent in list(courier.sent)]
         return sorted(every, key=lambda sent: sent.start)
 
     def write_trace(self, path: str | Path) -> None:
-        """Writes this member's latest profiled steps, its windows and its copies for Perfetto.
+        """Write this member's latest profiled steps, its windows and its copies for Perfetto.
 
         Raises:
             ValueError: no profile is complete yet.
@@ -336,26 +336,26 @@ class Protection:
     # ---- after a failure
 
     def settle(self, version: int | None = None) -> bool:
-        """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole.
+        """Wait until nothing is in flight, which is at once in a dropped group; return whether all of it was completed.
 
-        `version`: of the state now, if copies of it must be complete, too, as no vote follows that waits for them.
+        With `version`, that of the current state, copies of it must be complete, too: no later vote waits for them.
         """
         others = [keeper for keeper in self.keepers if keeper is not self.snapshots]
         return all([self.snapshots.settle(version), *(keeper.settle() for keeper in others)])
 
     def count_losses(self, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
-        """Tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""
+        """Return the tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""
         if self.lagging == "never" or not self.state.layers:
             return {}
         return self.ledger.agree_on_lost(self._membership.everyone, stale, version, before)
 
     def stored(self) -> Iterator[tuple[StoredUnit, str]]:
-        """Every whole version of every unit that this member has a copy of, and the copy's kind."""
+        """Yield every complete version of every unit that this member has a copy of, and the copy's kind."""
         for keeper in self.keepers:
             yield from keeper.stored()
 
     def close(self) -> None:
-        """Ends all threads. Nothing may be under way, or the group must be dropped."""
+        """End all threads. Nothing may be in flight, or the group must be dropped."""
         self.settle()
         for keeper in self.keepers:
             keeper.close()

@@ -34,7 +34,7 @@ def make_ledger(has_marks=True, experts=2, **options):
     def take(step, *tokens):
         layer.experts.count.forget()
         layer.experts.count.add(np.array(tokens), is_counted=True)
-        found.add(step)
+        found.add_step(step)
 
     found.layer, found.take = layer, take
     return found
@@ -46,7 +46,7 @@ def at(step, generation=1):
 
 def recover(ledger, step, since):
     lost = ledger.count_lost({unit: at(found) for unit, found in since.items()})
-    ledger.resume(step, lost)
+    ledger.record_recovery(step, lost)
     return lost
 
 
@@ -54,20 +54,20 @@ def test_copies_of_a_recovery_are_known_to_the_next_one(ledger):
     ledger.take(1, 5, 50)
     ledger.take(2, 7, 70)
     assert recover(ledger, 2, {}) == {}
-    ledger.copied([FIRST, SECOND], at(2))
+    ledger.record_copies([FIRST, SECOND], at(2))
     ledger.take(3, 3, 30)
     assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 3}
 
 
 def test_a_copy_that_never_came_to_be_leaves_its_tokens_at_risk(ledger):
     ledger.take(1, 5, 50)
-    ledger.copied([FIRST, SECOND], at(1))
+    ledger.record_copies([FIRST, SECOND], at(1))
     ledger.take(2, 7, 70)
-    ledger.copied([FIRST], at(2))
+    ledger.record_copies([FIRST], at(2))
     ledger.take(3, 3, 30)
     assert ledger.selection.at_risk.tolist() == [[3, 100]]
     for _ in range(2):  # what is reported twice counts once
-        ledger.skipped([FIRST], at(2))
+        ledger.drop_copies([FIRST], at(2))
         assert ledger.selection.at_risk.tolist() == [[10, 100]]
     assert recover(ledger, 3, {FIRST: 1}) == {FIRST: 10}
 
@@ -75,11 +75,11 @@ def test_a_copy_that_never_came_to_be_leaves_its_tokens_at_risk(ledger):
 def test_a_copy_that_never_came_to_be_before_one_that_did_changes_nothing(ledger):
     for step in (1, 2, 3):
         ledger.take(step, 5, 50)
-        ledger.copied([FIRST], at(step))
+        ledger.record_copies([FIRST], at(step))
     ledger.take(4, 1, 10)
-    ledger.skipped([FIRST], at(2))
+    ledger.drop_copies([FIRST], at(2))
     assert ledger.selection.at_risk.tolist() == [[1, 160]]
-    ledger.skipped([FIRST], at(3))
+    ledger.drop_copies([FIRST], at(3))
     assert ledger.selection.at_risk.tolist() == [[11, 160]]
 
 
@@ -91,7 +91,7 @@ def test_copies_of_both_kinds_after_a_step_pass_over_the_others_once():
     ledger.take(1, 5, 50, 500)
     ledger.layer.experts.count.forget()
     ledger.layer.experts.count.add(np.array([7, 70, 0]), is_counted=True)
-    Protection.committed(protection, at(2), None)
+    Protection.commit_step(protection, at(2), None)
     assert ledger.selection.checkpoint == 1
     assert ledger.selection.at_risk.tolist() == [[0, 70, 500]]
     assert ledger.selection.waiting.tolist() == [[0, 0, 1]]
@@ -107,12 +107,12 @@ def test_state_of_a_recovery_is_known_without_copies(ledger):
 
 
 def test_the_same_copy_costs_only_what_came_since_it_was_last_gone_back_to(ledger):
-    ledger.copied([FIRST, SECOND], at(0))
+    ledger.record_copies([FIRST, SECOND], at(0))
     ledger.take(1, 5, 50)
     assert recover(ledger, 1, {FIRST: 0}) == {FIRST: 5}
     ledger.take(2, 7, 70)
     assert recover(ledger, 2, {FIRST: 0, SECOND: 0}) == {FIRST: 7, SECOND: 120}
-    ledger.copied([FIRST], at(2))
+    ledger.record_copies([FIRST], at(2))
     ledger.take(3, 3, 30)
     assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 3}
     assert ledger.lost_LE.tolist() == [[15, 120]]
@@ -121,25 +121,25 @@ def test_the_same_copy_costs_only_what_came_since_it_was_last_gone_back_to(ledge
 
 def test_an_expert_that_lost_tokens_counts_a_tenth_more_until_it_has_got_as_many_again(ledger):
     ledger.take(1, 5, 50)
-    ledger.copied([FIRST, SECOND], at(1))
+    ledger.record_copies([FIRST, SECOND], at(1))
     ledger.take(2, 7, 70)
-    assert ledger.boosted() == {}
+    assert ledger.boost_factors() == {}
     assert recover(ledger, 2, {FIRST: 1}) == {FIRST: 7}
     for step, tokens in ((3, 6), (4, 0)):
         ledger.take(step, tokens, 100)
-        assert ledger.boosted() == {"experts": [1.1, 1.0]}, "6 of 7 tokens have come again"
+        assert ledger.boost_factors() == {"experts": [1.1, 1.0]}, "6 of 7 tokens have come again"
     ledger.take(5, 1, 0)
-    assert ledger.boosted() == {}
+    assert ledger.boost_factors() == {}
 
 
 def test_copies_of_steps_that_were_undone_are_forgotten(ledger):
     ledger.take(1, 5, 50)
     ledger.take(2, 7, 70)
-    ledger.copied([FIRST], at(2))
+    ledger.record_copies([FIRST], at(2))
     ledger.total_LE[:] = [[5, 50]]  # as with the state of step 1
     recover(ledger, 1, {})
     ledger.take(2, 1, 10)
-    ledger.copied([FIRST], at(2))
+    ledger.record_copies([FIRST], at(2))
     ledger.take(3, 2, 20)
     assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 2}
 
@@ -174,7 +174,7 @@ def test_all_continue_with_the_ledger_of_the_member_that_knows_most(tmp_path):
 
 def test_what_a_local_copy_has_is_not_lost_and_still_not_saved(ledger):
     ledger.take(1, 90, 10)
-    ledger.copied_locally([FIRST], at(1))
+    ledger.record_local_copies([FIRST], at(1))
     ledger.take(2, 10, 10)
     assert recover(ledger, 2, {FIRST: 1}) == {FIRST: 10}
     for kind in (ledger.selection, ledger.local):
@@ -185,9 +185,9 @@ def test_what_a_local_copy_has_is_not_lost_and_still_not_saved(ledger):
 
 
 def test_what_a_saved_copy_lacks_is_lost_although_there_was_a_local_one(ledger):
-    ledger.copied([FIRST, SECOND], at(0))
+    ledger.record_copies([FIRST, SECOND], at(0))
     ledger.take(1, 90, 10)
-    ledger.copied_locally([FIRST, SECOND], at(1))
+    ledger.record_local_copies([FIRST, SECOND], at(1))
     assert recover(ledger, 1, {FIRST: 0}) == {FIRST: 90}
     assert ledger.local.lost.tolist() == ledger.selection.lost.tolist() == [[90, 0]]
 
@@ -196,8 +196,8 @@ def test_what_a_saved_copy_lacks_is_lost_although_there_was_a_local_one(ledger):
 def test_k_of_both_levels_doubles_whenever_the_limit_is_passed(level):
     ledger = make_ledger(max_lost_token_fraction=0.05, experts_per_save=1, experts_per_snapshot=1)
     ledger.take(1, 90, 10)
-    ledger.copied([FIRST], at(1))
-    ledger.copied_locally([FIRST, SECOND], at(1))
+    ledger.record_copies([FIRST], at(1))
+    ledger.record_local_copies([FIRST, SECOND], at(1))
     ledger.take(2, 4, 10)
     recover(ledger, 2, {FIRST: 1})
     assert getattr(ledger, level).experts_per_layer == 1
@@ -207,23 +207,23 @@ def test_k_of_both_levels_doubles_whenever_the_limit_is_passed(level):
 
 
 def test_a_copy_that_was_lost_in_flight_does_not_protect_what_is_older(ledger):
-    ledger.copied([FIRST], at(0))
+    ledger.record_copies([FIRST], at(0))
     ledger.take(1, 5, 50)
-    ledger.copied_locally([FIRST], at(1))
+    ledger.record_local_copies([FIRST], at(1))
     ledger.take(2, 7, 70)
-    ledger.copied([FIRST], at(2))  # and the member dies with it
+    ledger.record_copies([FIRST], at(2))  # and the member dies with it
     lost = ledger.count_lost({FIRST: at(1)})
-    ledger.resume(2, lost, {FIRST: at(1)})
+    ledger.record_recovery(2, lost, {FIRST: at(1)})
     assert lost == {FIRST: 7}
     assert ledger.selection.at_risk[0, 0] == 5
 
 
 def test_skips_that_are_not_in_the_table_yet_outlive_a_recovery(ledger):
     ledger.take(1, 5, 50)
-    ledger.copied([FIRST], at(1))
+    ledger.record_copies([FIRST], at(1))
     ledger.take(2, 7, 70)
     known = ledger.marks.pending
-    ledger.skipped([FIRST], at(1))
+    ledger.drop_copies([FIRST], at(1))
     assert ledger.marks.pending > known, "who learnt of them knows more"
     other = make_ledger()
     for each in (ledger, other):
@@ -248,16 +248,16 @@ def crashed(ledger):
 def test_a_crash_of_all_forgets_neither_what_is_at_risk_nor_what_was_lost():
     ledger = make_ledger(max_lost_token_fraction=0.05)
     ledger.selection_limit = 0.05
-    ledger.copied([FIRST, SECOND], at(0))
+    ledger.record_copies([FIRST, SECOND], at(0))
     ledger.take(1, 5, 50)
-    ledger.copied_locally([FIRST, SECOND], at(1))
+    ledger.record_local_copies([FIRST, SECOND], at(1))
     ledger.take(2, 7, 70)
     recover(ledger, 2, {FIRST: 1, SECOND: 1})
     ledger.take(3, 1, 1)
     again = crashed(ledger)
     lost = again.count_lost({SECOND: at(1)})
     assert lost == {SECOND: 1}
-    again.resume(3, lost, {SECOND: at(1)}, is_new=True)
+    again.record_recovery(3, lost, {SECOND: at(1)}, is_new=True)
     assert again.selection.lost.tolist() == again.lost_LE.tolist() == [[7, 71]]
     assert again.selection.at_risk.tolist() == [[6, 50]]
     assert again.local.at_risk.tolist() == [[1, 0]]
@@ -267,9 +267,9 @@ def test_a_crash_of_all_forgets_neither_what_is_at_risk_nor_what_was_lost():
 def count_and_crash(group):
     """A recovery has counted what stale experts lost; then all processes crash, before a step is taken."""
     ledger = make_ledger()
-    ledger.copied([FIRST, SECOND], at(0))
+    ledger.record_copies([FIRST, SECOND], at(0))
     ledger.take(1, 5, 50)
-    ledger.copied([SECOND], at(1))
+    ledger.record_copies([SECOND], at(1))
     told = ledger.agree_on_lost(group, {FIRST: at(0)}, at(1), at(1))
     ledger.selection_limit = 1.0
     return {"told": told, "lost": crashed(ledger).count_lost({FIRST: at(0), SECOND: at(1)})}
@@ -283,7 +283,7 @@ def test_copies_of_the_version_from_which_all_resume_outlive_a_crash(tmp_path):
 def test_steps_that_no_survivor_has_counted_are_at_risk(ledger):
     ledger.take(1, 5, 50)
     ledger.total_LE[:] = [[12, 120]]  # of a newer state, which a dead member has left
-    ledger.resume(2, {})
+    ledger.record_recovery(2, {})
     assert ledger.selection.seen.tolist() == ledger.selection.at_risk.tolist() == [[12, 120]]
 
 
@@ -305,10 +305,10 @@ def go_back(group):
     """All resume from a step before: the only copies of a unit that is no expert are of that one."""
     ledger = make_ledger()
     ledger.take(1, 5, 50)
-    ledger.copied([FIRST], at(1))
+    ledger.record_copies([FIRST], at(1))
     ledger.take(2, 7, 70)
     state = ledger._state.expert_load.tokens.clone(), ledger.marks.state.clone()
-    ledger.copied([FIRST, SECOND], at(2))
+    ledger.record_copies([FIRST, SECOND], at(2))
     ledger.take(3, 1, 10)
     for now, before in zip((ledger._state.expert_load.tokens, ledger.marks.state), state, strict=True):
         now.copy_(before)
@@ -324,8 +324,8 @@ def test_tokens_of_steps_that_are_undone_are_neither_seen_nor_at_risk(tmp_path):
 def test_a_preset_whose_recoveries_lose_nothing_notes_no_copies():
     layer = MoE(8, 8, 2, top_k=1)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    ledger = LossLedger(state, Pec(), notes_copies=False)
-    ledger.copied([FIRST, SECOND], at(1))
-    ledger.copied_locally([FIRST], at(1))
-    ledger.checkpointed(at(1))
+    ledger = LossLedger(state, Pec(), records_copies=False)
+    ledger.record_copies([FIRST, SECOND], at(1))
+    ledger.record_local_copies([FIRST], at(1))
+    ledger.record_checkpoint(at(1))
     assert ledger.marks.pending == 0

@@ -35,7 +35,10 @@ class Model(nn.Module):
 
 def driver_of(model, clip, seen):
     """The parts of a driver that `SessionDriver.finish_step` uses: the state is real, and there is no other member."""
-    answers = {"_protection.finish.return_value": (True, False), "_protection.measures.return_value": (0.0, 0.0)}
+    answers = {
+        "_protection.finish_exchange.return_value": (True, False),
+        "_protection.measured_seconds.return_value": (0.0, 0.0),
+    }
     driver = mock.MagicMock(**answers, **{"is_stale.return_value": False})
     driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
     driver._group, driver._config.max_grad_norm = Group(), clip

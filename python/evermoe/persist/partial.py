@@ -17,7 +17,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Task
 from evermoe.errors import PersistFailed
-from evermoe.keeper import Assignment, Due, StateKeeper
+from evermoe.keeper import Assignment, ScheduledCopies, StateKeeper
 from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.manifest import Part
 from evermoe.persist.partial_store import PartialStore
@@ -213,8 +213,8 @@ class PartialCheckpoints(StateKeeper):
             task = PartialCheckpoint(self._state, self._persister, mine, version, savers)
             self._latest = task.submit_to(self._courier)
 
-    def wait(self) -> bool:
-        """Wait until the persister has the save under way; return whether it has."""
+    def wait_for_copies(self) -> bool:
+        """Wait until the persister has the save that is in flight; return whether it has."""
         if self._latest is None:
             return True
         return self._courier.wait_for_task(self._latest.task, self._membership.trainer_group) and bool(
@@ -241,19 +241,19 @@ class PartialCheckpoints(StateKeeper):
         return 0.0 if self._latest is None else self._latest.capture_seconds
 
     def make_room(self, step: int) -> None:
-        """Wait for the previous version: one at a time."""
-        self.wait()
+        """Wait for the previous version: one is saved at a time."""
+        self.wait_for_copies()
 
-    def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
+    def scheduled_copies(self, step: int, choose: Callable[[], Collection[str]] | None) -> ScheduledCopies:
         """Return the experts selected next after each `save_interval` steps, and with them all other units."""
         if choose is None or step % self._save_interval:
-            return Due()
-        return Due(remote=sorted(self._state.catalog.experts() if self._owes_all else choose()))
+            return ScheduledCopies()
+        return ScheduledCopies(remote=sorted(self._state.catalog.experts() if self._owes_all else choose()))
 
-    def start(self, version: int, due: Due) -> None:
+    def begin_copies(self, version: int, scheduled: ScheduledCopies) -> None:
         """Begin to save the scheduled units of the state of `version`."""
         self._latest = None
-        experts = due.remote
+        experts = scheduled.remote
         if experts is not None:
             self._owes_all = False
             self._save(version, experts)
@@ -267,7 +267,7 @@ class PartialCheckpoints(StateKeeper):
     def settle(self) -> bool:
         """Wait until no save is under way; return whether the persister has all of them."""
         self.before_update()
-        is_complete = self.wait()
+        is_complete = self.wait_for_copies()
         self._latest = None
         return is_complete
 

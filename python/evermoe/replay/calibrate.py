@@ -1,8 +1,8 @@
-"""Finding out whose arithmetic an optimizer follows, so that its steps can be repeated bit for bit elsewhere.
+"""Find the arithmetic that an optimizer follows, so that its steps can be repeated bit for bit elsewhere.
 
-A replica that has the state before a step, the gradient and the step's numbers can take the step itself, instead of
-being sent the new state. That only holds if it rounds as the trainer's optimizer does, so this is tried before it is
-relied on:
+A replica that has the state before a step, the gradient and the step's numbers can take the step itself, so the new
+state need not be sent. That only holds if the replica rounds as the trainer's optimizer does. `calibrate` tries it
+before anything relies on it:
 
     arithmetic = evermoe.replay.calibrate(optimizer)          # raises NotReplayable, with the reason
     row = arithmetic.numbers(group, t, device=p.device)       # on the trainer, in each step
@@ -32,9 +32,9 @@ _ARITHMETICS = {
 _SIZES = (1, 71, 70_003)
 _STEPS = 8
 _SUBNORMAL = slice(7, None, 11)
-_MIN_LR = 1e-8  # below it the trial takes the other one: a rate of 0 hides how the parameters are rounded
+_MIN_LR = 1e-8  # below it the trial uses _TRIAL_LR: a rate of 0 hides how the parameters are rounded
 _TRIAL_LR = 1e-3
-_LATE = 5, 9_000  # before this step, so many are skipped: bias corrections late in a run
+_LATE = 5, 9_000  # the step before which steps are skipped, and their number: late steps have other bias corrections
 _INSTEAD = (
     "send the optimizer's full state instead of gradients, or train with evermoe.optim.AdamW or SGD, "
     "or torch's with fused=True"
@@ -43,7 +43,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How to repeat an optimizer's steps.
+    """Rule and order of roundings with which an optimizer's steps are repeated.
 
     Attributes:
         rule: "adamw" or "sgd".
@@ -62,14 +62,14 @@ class Arithmetic:
         loss_scale: float = 1.0,
         clip: float = 1.0,
     ) -> Tensor:
-        """Compute the numbers of a step of a parameter, on the trainer, with the options that its group has now.
+        """Compute the numbers of one step of a parameter on the trainer, from the current options of its group.
 
         Args:
             group: one of the optimizer's `param_groups`.
-            t: which step of the parameter it is, from 1.
-            device: where the trainer keeps the parameter; "torch_cuda_fused" computes powers there and waits for them.
-            loss_scale: what the optimizer itself divides the gradient by.
-            clip: what the gradient is multiplied by after it was logged, before the optimizer sees it.
+            t: number of the parameter's step, from 1.
+            device: the parameter's device on the trainer; "torch_cuda_fused" computes powers on it and waits for it.
+            loss_scale: divisor that the optimizer itself applies to the gradient.
+            clip: factor that is applied to the gradient after it was logged, before the optimizer sees it.
 
         Returns:
             float32 `[10]` (AdamW) or `[9]` (SGD) on the CPU.
@@ -91,17 +91,17 @@ class Arithmetic:
     def take_steps(
         self, p: Tensor, state: Mapping[str, Tensor], gradients: Sequence[Tensor | None], steps: Tensor
     ) -> None:
-        """Repeat steps in place: `ops.adamw_` or `ops.sgd_` with the state by torch's names.
+        """Repeat steps in place with `ops.adamw_` or `ops.sgd_`; the state is by torch's names.
 
         Args:
             p: parameters before the steps, as those functions take them.
-            state: "exp_avg" and "exp_avg_sq", or "momentum_buffer" where there is momentum.
+            state: "exp_avg" and "exp_avg_sq", or "momentum_buffer" if there is momentum.
             gradients: one for each step; None for zeros.
             steps: float32 `[len(gradients), 10 or 9]`: rows from `numbers`.
 
         Raises:
             KeyError: an array of AdamW's state is missing.
-            RuntimeError: an argument is not as above; nothing is changed then.
+            RuntimeError: an argument does not match its description. Nothing was changed.
         """
         if self.rule == "sgd":
             sgd_(p, state.get("momentum_buffer"), gradients, steps)
@@ -112,22 +112,20 @@ class Arithmetic:
 def powers(betas: tuple[float, float], t: int, device: torch.device | str) -> tuple[float, float]:
     """Compute `beta**t` in float32 as torch's fused AdamW does on a CUDA device.
 
-    It takes them from CUDA's `powf`, which is not correctly rounded, so that no other library has its bits. This is
-    `torch.pow` of float32 tensors on the device, which calls the same function. `calibrate` confirms it for the torch
-    and the GPU at hand. Waits for the device.
+    Fused AdamW calls CUDA's `powf`, which is not correctly rounded, so no other library returns the same bits. This
+    function calls `torch.pow` on float32 tensors on the device, which uses the same `powf`. `calibrate` confirms that
+    for the installed torch and GPU. Waits for the device.
 
     Args:
         betas: as of AdamW.
-        t: which step it is, from 1.
+        t: number of the step, from 1.
         device: the trainer's CUDA device.
 
     Raises:
         ValueError: the device is not a CUDA device.
     """
     if torch.device(device).type != "cuda":
-        raise ValueError(
-            f"device: expected the trainer's CUDA device, whose powers have bits of their own, got {device}"
-        )
+        raise ValueError(f"device: expected the trainer's CUDA device, whose powf rounds in its own way, got {device}")
     base = torch.tensor(betas, dtype=torch.float32, device=device)
     first, second = torch.pow(base, torch.full_like(base, t)).tolist()
     return first, second
@@ -136,18 +134,19 @@ def powers(betas: tuple[float, float], t: int, device: torch.device | str) -> tu
 def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
     """Find the arithmetic that repeats the optimizer's steps, by trying it on scratch tensors.
 
-    A second optimizer of the same class and with the same options of each group takes some steps on tensors of odd
-    sizes, with subnormal, huge and zero gradients, on the devices of the parameters. The arithmetic is the one that
-    gives all its bits, state included. Parameters, gradients and state of the optimizer itself are neither read nor
-    written, nor its hooks called. (A learning rate of about 0, with which a warm-up starts, is tried as 1e-3.) Call it
-    when training starts, and again where torch, the GPU or the options' kind changes: it says nothing about a step that
-    `torch.compile` rewrote, or about what happens to gradients before the step.
+    A second optimizer of the same class, with the options of each group, takes some steps on tensors of odd sizes, with
+    subnormal, huge and zero gradients, on the devices of the parameters. The result is the arithmetic that reproduces
+    all its bits, state included. The parameters, gradients and state of the optimizer itself are neither read nor
+    written, and its hooks are not called. A learning rate near 0, as at the start of a warm-up, is tried as 1e-3.
+
+    Call it when training starts, and again when torch, the GPU or the kind of options changes. It does not cover a step
+    that `torch.compile` rewrote, nor changes to the gradients before the step.
 
     Args:
         optimizer: a `torch.optim.Optimizer` with the options of AdamW (or Adam without weight decay) or SGD.
 
     Raises:
-        NotReplayable: no arithmetic does it; the message says why, and what to do instead.
+        NotReplayable: no arithmetic matches; the message says why and what to do instead.
     """
     _check_options(optimizer)
     rule = "adamw" if "betas" in optimizer.param_groups[0] else "sgd"
@@ -157,27 +156,29 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
     if devices != {"cuda"}:
         candidates.pop("torch_cuda_fused", None)
     trials = [_Trial(arithmetic, scratch) for arithmetic in candidates.values()]
-    alike = trials
+    matching = trials
     random = torch.Generator().manual_seed(0)
     for step in range(_STEPS):
         if step == _LATE[0]:
-            _skip_steps(scratch, alike, _LATE[1])
+            _skip_steps(scratch, matching, _LATE[1])
         for group in scratch.param_groups:
             for parameter in group["params"]:
                 parameter.grad = _gradient(step, parameter.numel(), random).to(parameter.device, parameter.dtype)
-        for trial in alike:
+        for trial in matching:
             trial.take_step()
         try:
             scratch.step()
         except Exception as error:
-            raise NotReplayable(f"a second {type(optimizer).__name__} does not step: {error}; {_INSTEAD}") from error
+            raise NotReplayable(
+                f"a trial step of a second {type(optimizer).__name__} failed: {error}; {_INSTEAD}"
+            ) from error
         _check_masters(scratch)
-        for trial in alike:
-            trial.compare()
-        alike = [trial for trial in alike if not trial.num_differing]
-        if not alike:
+        for trial in matching:
+            trial.count_differences()
+        matching = [trial for trial in matching if not trial.num_differing]
+        if not matching:
             raise NotReplayable(_reason(optimizer, trials))
-    return alike[0].arithmetic
+    return matching[0].arithmetic
 
 
 def _check_options(optimizer: torch.optim.Optimizer) -> None:
@@ -187,18 +188,18 @@ def _check_options(optimizer: torch.optim.Optimizer) -> None:
         if not known or not {"lr", "weight_decay"} <= group.keys():
             raise NotReplayable(f"{name} has neither the options of AdamW nor those of SGD; {_INSTEAD}")
         if ("betas" in group) != ("betas" in optimizer.param_groups[0]):
-            raise NotReplayable(f"{name} has groups of several kinds; {_INSTEAD}")
+            raise NotReplayable(f"{name} mixes groups with the options of AdamW and of SGD; {_INSTEAD}")
         if group.get("amsgrad"):
             raise NotReplayable(f"{name} has amsgrad=True, which keeps a third moment; {_INSTEAD}")
         for parameter in group["params"]:
             if parameter.dtype not in (torch.float32, *HALF):
                 raise NotReplayable(f"{name} steps parameters in {parameter.dtype}, not float32; {_INSTEAD}")
     if not any(group["params"] for group in optimizer.param_groups):
-        raise NotReplayable(f"{name} has no parameters yet; calibrate when it has them")
+        raise NotReplayable(f"{name} has no parameters yet; call calibrate once it has some")
 
 
 def _second(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """One of the same class and options, for scratch tensors."""
+    """Create an optimizer of the same class, with the same options, for scratch tensors."""
     kind = type(optimizer)
     groups = [_scratch_group(group) for group in optimizer.param_groups]
     accepted = inspect.signature(kind.__init__).parameters
@@ -206,12 +207,12 @@ def _second(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     try:
         second = kind(groups, **defaults)
     except Exception as error:
-        raise NotReplayable(f"a second {kind.__name__} cannot be made: {error}; {_INSTEAD}") from error
+        raise NotReplayable(f"a second {kind.__name__} cannot be created: {error}; {_INSTEAD}") from error
     for name, value in vars(optimizer).items():
         if not name.startswith("_") and isinstance(value, bool | float | str) and vars(second).get(name) != value:
             raise NotReplayable(
-                f"{kind.__name__} was made with {name}={value}, which its groups do not hold, so that a second one "
-                f"cannot be made like it; {_INSTEAD}"
+                f"{kind.__name__} was created with {name}={value}, which its groups do not contain, so a second one "
+                f"cannot be created with the same options; {_INSTEAD}"
             )
     return second
 
@@ -227,19 +228,19 @@ def _scratch_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trial_lr(lr: Any) -> Any:
-    """The learning rate, or a usual one where a schedule has hardly begun; a tensor stays one."""
+    """Return the learning rate, or `_TRIAL_LR` at the start of a warm-up; a tensor stays a tensor."""
     if not 0 <= float(lr) < _MIN_LR:
         return lr
     return torch.full_like(lr, _TRIAL_LR) if isinstance(lr, Tensor) else _TRIAL_LR
 
 
 def _own(value: Any) -> Any:
-    """A copy where the value could be changed, such as a learning rate in a tensor."""
+    """Return a copy of a value that could be changed in place, such as a learning rate in a tensor."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _parameters(size: int, random: torch.Generator) -> Tensor:
-    """Normal, with zeros of both signs and subnormals."""
+    """Return normal values, with zeros of both signs and subnormals."""
     values = torch.randn(size, generator=random)
     values[3::11] = 0.0
     values[5::11] = -0.0
@@ -248,9 +249,9 @@ def _parameters(size: int, random: torch.Generator) -> Tensor:
 
 
 def _gradient(step: int, size: int, random: torch.Generator) -> Tensor:
-    """One kind in each step: normal, of any magnitude, subnormal, with zeros of both signs.
+    """Return a gradient of this step's kind: normal, of any magnitude, subnormal, or with zeros of both signs.
 
-    Where `_parameters` are subnormal all are, so that they stay so.
+    It is subnormal in every step where `_parameters` are, so that they stay subnormal.
     """
     values = torch.randn(size, generator=random)
     kinds: list[Callable[[Tensor], Tensor]] = [
@@ -271,12 +272,12 @@ def _with_zeros(values: Tensor) -> Tensor:
 
 
 def _check_masters(scratch: torch.optim.Optimizer) -> None:
-    """Steps of parameters that are not float32 are repeated on their float32 masters."""
+    """Check that half-precision parameters have float32 masters, on which their steps are repeated."""
     for group in scratch.param_groups:
         for parameter in group["params"]:
             master = scratch.state[parameter].get(MASTER)
-            is_there = isinstance(master, Tensor) and master.dtype == torch.float32
-            if parameter.dtype in HALF and not is_there:
+            has_master = isinstance(master, Tensor) and master.dtype == torch.float32
+            if parameter.dtype in HALF and not has_master:
                 raise NotReplayable(
                     f"{type(scratch).__name__} steps parameters in {parameter.dtype}, not float32, and has no float32 "
                     f"{MASTER} of them; {_INSTEAD}"
@@ -284,7 +285,7 @@ def _check_masters(scratch: torch.optim.Optimizer) -> None:
 
 
 class _Trial:
-    """One arithmetic beside the scratch optimizer: the same parameters, stepped by our ops until one differs."""
+    """One candidate arithmetic: steps copies of the scratch parameters with our ops until a bit differs."""
 
     def __init__(self, arithmetic: Arithmetic, scratch: torch.optim.Optimizer) -> None:
         self.arithmetic = arithmetic
@@ -305,7 +306,7 @@ class _Trial:
         return ((group, parameter) for group in self.scratch.param_groups for parameter in group["params"])
 
     def take_step(self) -> None:
-        """Before the scratch optimizer does, which may change the gradients."""
+        """Take the next step, before the scratch optimizer does: it may change the gradients."""
         self.t += 1
         for group, parameter in self._parameters():
             ours = self.ours[parameter]
@@ -316,8 +317,8 @@ class _Trial:
             gradient = None if parameter.grad is None else parameter.grad.to(torch.float32, copy=True)
             self.arithmetic.take_steps(ours["p"], ours, [gradient], row[None])
 
-    def compare(self) -> None:
-        """Count the words that differ; those of state that the optimizer does not keep are not looked at."""
+    def count_differences(self) -> None:
+        """Count the words that differ, except in state that the optimizer does not keep."""
         for group, parameter in self._parameters():
             kept = self.scratch.state[parameter]
             theirs = {"p": kept[MASTER] if parameter.dtype in HALF else parameter.detach()} | kept
@@ -334,7 +335,7 @@ class _Trial:
 
 
 def _num_differing(one: Tensor, two: Tensor) -> int:
-    """Words whose bits differ, where NaN is NaN."""
+    """Return the number of words whose bits differ; NaN equals NaN."""
     if two.dtype != torch.float32 or one.shape != two.shape:
         return one.numel()
     bits, other_bits = one.view(torch.int32), two.contiguous().view(torch.int32)
@@ -345,7 +346,7 @@ def _num_differing(one: Tensor, two: Tensor) -> int:
 
 
 def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], number: int) -> None:
-    """Let the scratch optimizer believe that it took more steps, where it counts them in tensors of its state."""
+    """Advance the step count of the scratch optimizer, if it is a tensor of its state, and those of the trials."""
     counters = [state.get("step") for state in scratch.state.values()]
     if counters and all(isinstance(counter, Tensor) for counter in counters):
         for counter in counters:
@@ -358,8 +359,8 @@ def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
     nearest = max(trials, key=lambda trial: (trial.t, -trial.num_differing))
     tried = ", ".join(trial.arithmetic.variant for trial in trials)
     return (
-        f"{type(optimizer).__name__} rounds like none of the arithmetics {tried}: beside {nearest.arithmetic.variant}, "
-        f"the nearest, step {nearest.t} differs in {count(nearest.num_differing, 'word')}, first in "
-        f"{nearest.first_differing}. Its formula may be another one, or it is compiled with fast math or takes roots "
+        f"{type(optimizer).__name__} rounds like none of the arithmetics {tried}. {nearest.arithmetic.variant} is the "
+        f"nearest: step {nearest.t} differs in {count(nearest.num_differing, 'word')}, first in "
+        f"{nearest.first_differing}. Its formula may differ, or it is compiled with fast math or takes roots "
         f"from a library that does not round them correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
     )

@@ -1,16 +1,17 @@
-"""Gradients for replicas that are sent while backward computes others.
+"""Gradients that are sent to replicas while backward still computes others.
 
-    backward   ──last layer── … ──first layer──┐
-    beside it          └ bucket 0 ── bucket 1 ──┴ the rest, and what has changed since ── VOTE
+    backward      ──last layer── … ──first layer──┐
+    concurrently          └ bucket 0 ── bucket 1 ──┴ the rest, and what has changed since ── VOTE
 
-They are those of experts that one member alone trains: nothing is added to them once backward is over. A bucket has all
-that a member sends of some layers, the last ones first, as backward has them first.
+Only gradients of experts that one member alone trains are sent early: nothing is added to them after backward. A bucket
+holds all that a member sends of some layers. The last layers come first, in the order of backward.
 
-A bucket is sent before it is known that its gradients are final: a script may backpropagate again, or change them, the
-state or the optimizer's numbers. So what has changed since is sent once more with the rest, and replicas hold the later
-record of a step. Who had to do so sends none early for some steps.
+A bucket is sent before its gradients are known to be final. A script may backpropagate again, or change the gradients,
+the state or the optimizer's numbers. What has changed since is sent again with the rest, and replicas hold the later
+record of a step. A member that had to send something twice sends nothing early for some steps.
 
-Each bucket of the plan comes in each step, empty if it could not be sent early: who receives waits for all of them.
+Every bucket of the plan is sent in every step, empty if its gradients could not be sent early: the receiver waits for
+all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from evermoe.state.unit import Unit
 MAX_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
 PATIENT_STEPS = 64
-"""Steps in which nothing is sent early once gradients have changed after they were sent."""
+"""Steps in which nothing is sent early after a gradient changed once it was sent."""
 
 
 class Sent(NamedTuple):
@@ -48,24 +49,24 @@ class Sent(NamedTuple):
 
     weights: Tensor
     gradient: Tensor | None
-    at: int
-    """Where it was in memory."""
+    address: int
+    """Address of the gradient's memory."""
     version: int
 
     @classmethod
     def of(cls, weights: Tensor) -> Sent:
-        """What it is now."""
+        """Capture the current gradient."""
         gradient = weights.grad
         if gradient is None:
             return cls(weights, None, 0, 0)
-        at = gradient.data_ptr() if gradient.layout == torch.strided else 0
-        return cls(weights, gradient, at, gradient._version)
+        address = gradient.data_ptr() if gradient.layout == torch.strided else 0
+        return cls(weights, gradient, address, gradient._version)
 
     @property
     def has_changed(self) -> bool:
-        """Whether it is another one now.
+        """Whether the current gradient differs from the one that was sent.
 
-        Writes that autograd does not count are not seen, such as those to `gradient.data` in place.
+        Writes that autograd does not count go unnoticed, such as in-place writes to `gradient.data`.
         """
         now = Sent.of(self.weights)
         return now.gradient is not self.gradient or now[2:] != self[2:]
@@ -78,13 +79,13 @@ def layer_groups(units: Iterable[Unit], bucket_bytes: int, *, has_rest: bool) ->
         >>> from evermoe.state.unit import TensorSpec
         >>> layers = ["one", "two", "three"]
         >>> units = [Unit(f"{each}.0", (TensorSpec("weights", (4,), torch.float32),), each, 0) for each in layers]
-        >>> layer_groups(units, 20, has_rest=False)  # two of 16 bytes each; the first layer's is the last to come
+        >>> layer_groups(units, 20, has_rest=False)  # two layers of 16 bytes each; "one" goes with the rest
         [['three', 'two']]
 
     Args:
         units: that the member sends early, in the order of the catalog.
-        bucket_bytes: of the gradients in a bucket, at least; 0: there are no buckets.
-        has_rest: whether it sends others, too, once they are reduced; else the last bucket is the rest.
+        bucket_bytes: minimum bytes of the gradients in a bucket; 0 for no buckets.
+        has_rest: whether the member also sends gradients after they are reduced; if not, the last bucket is the rest.
     """
     nbytes: dict[str, int] = {}
     for unit in units:
@@ -102,28 +103,28 @@ def layer_groups(units: Iterable[Unit], bucket_bytes: int, *, has_rest: bool) ->
 
 
 class _Bucket(NamedTuple):
-    """What a member sends another one of some layers."""
+    """Message from one member to another with the records of some layers."""
 
     units: list[str]
     frame: Frame
 
-    def fill(self, made: Mapping[str, list[Record]]) -> Tensor:
-        """The message with the records of these units."""
-        data, tail = self.frame.fill([record for unit in self.units for record in made.get(unit, ())])
+    def write_records(self, made: Mapping[str, list[Record]]) -> Tensor:
+        """Write the records of these units, and return the message."""
+        data, tail = self.frame.write_records([record for unit in self.units for record in made.get(unit, ())])
         assert not len(tail), "a bucket has room for a proof and a gradient of each parameter"
         return data
 
 
 class EarlyGradients:
-    """The buckets that this member sends and gets in each step.
+    """The buckets that this member sends and receives in each step.
 
     Args:
         state: this member's units.
-        kept: units that are sent early, with who sends and who keeps them, the same on all members.
-        with_rest: members that send other units, too.
-        rank: this member.
-        sender: of this member's units.
-        bucket_bytes: of the gradients in a bucket, at least; 0: there are none.
+        kept: units that are sent early, with the ranks that send and keep them; the same on all members.
+        with_rest: members that also send other units.
+        rank: of this member.
+        sender: encodes this member's gradients.
+        bucket_bytes: minimum bytes of the gradients in a bucket; 0 for no buckets.
     """
 
     def __init__(
@@ -137,13 +138,13 @@ class EarlyGradients:
     ) -> None:
         self._state, self._sender = state, sender
         self._layers: list[list[str]] = []
-        """Of each bucket that is sent."""
+        """Layers of each bucket that this member sends."""
         self._outgoing: list[dict[int, _Bucket]] = []
-        """The same by peer."""
+        """The same buckets, by peer."""
         self._incoming: dict[int, list[Frame]] = {}
-        """By peer."""
+        """Frames of the buckets that this member receives, by peer."""
         self.units: set[str] = set()
-        """Those that buckets have room for, of all that are sent from here or kept here."""
+        """Units that buckets have room for, among those that this member sends or keeps."""
         order = {unit.name: number for number, unit in enumerate(state.catalog.units)}
         kept = sorted(kept, key=lambda each: order[each.unit])
         for primary in sorted({each.primary for each in kept}):
@@ -162,26 +163,26 @@ class EarlyGradients:
                 self._incoming[primary] = found
         self._transfers: list[Transfer] = []
         self._courier: Courier | None = None
-        """Sends this step's buckets as soon as they are there; None where that may not be."""
+        """Sends this step's buckets as soon as their gradients exist; None if they may not be sent early."""
         self._step, self._selected = 0, frozenset[str]()
         self._backwards = self._backwards_before = 0
-        """Backpropagations of this step, and of the one before: as many are waited for before a bucket is sent."""
+        """Backward passes of this step and of the previous one; a bucket is sent once the numbers are equal."""
         self._arrived: set[str] = set()
-        """Layers of which the latest backpropagation has brought gradients."""
+        """Layers for which the latest backward pass has computed gradients."""
         self._expected: set[str] = set()
-        """The same of the step before."""
+        """The same layers in the previous step."""
         self._sent: dict[str, Sent] = {}
-        """By layer."""
+        """Gradients that were sent in this step, by layer."""
         self._changed: set[str] = set()
         """Layers whose gradients have changed since they were sent."""
         self._patient_until = 0
-        """Step from which on buckets are sent early again."""
+        """First step in which buckets are sent early again."""
         self._next = 0
-        """Bucket that is sent next."""
-        self._told: set[str] = set()
+        """Number of the next bucket to send."""
+        self._sent_units: set[str] = set()
         """Units whose gradients were sent in this step."""
         self.tasks: list[Task[None]] = []
-        """Those of this step."""
+        """Transfers of this step."""
         weights = {layer: state.layers[layer].weights for layers in self._layers for layer in layers}
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrive, layer))
@@ -192,33 +193,33 @@ class EarlyGradients:
     def _buckets(
         self, kept: Sequence[UnitProtection], layers: Collection[str], peers: Iterable[int]
     ) -> dict[int, _Bucket]:
-        """Of one member's units, those of some layers, by the peer that gets any."""
+        """Return each peer's bucket: the units of these layers that the peer keeps."""
         by_name = self._state.catalog.by_name
         mine = [each for each in kept if by_name[each.unit].layer in layers]
         units = {peer: [each.unit for each in mine if peer in each.holders] for peer in peers}
         return {peer: _Bucket(some, _frame(map(by_name.__getitem__, some))) for peer, some in units.items() if some}
 
-    # ---- the training thread, and the one that runs backward
+    # ---- the training thread and the backward thread
 
     def begin_step(self, courier: Courier, step: int, selected: Collection[str] | None, *, may_send: bool) -> None:
-        """The script begins to compute a step; what was under way is over.
+        """Begin a step. Nothing of the previous one may be in flight.
 
         Args:
             courier: sends and receives.
             step: number of the next step.
             selected: units that take part; None for all.
-            may_send: whether gradients may be sent as soon as they are there.
+            may_send: whether gradients may be sent as soon as they exist.
         """
         self._courier = courier if may_send and step >= self._patient_until else None
         self._step, self._selected = step, frozenset(self._state.catalog.by_name if selected is None else selected)
         self._backwards_before, self._backwards = self._backwards, 0
         self._expected, self._arrived = self._arrived, set()
-        self._next, self._sent, self._told, self._changed, self.tasks = 0, {}, set(), set(), []
+        self._next, self._sent, self._sent_units, self._changed, self.tasks = 0, {}, set(), set(), []
         if self._incoming:
             self.tasks.append(courier.submit(partial(self._expect, courier)))
 
     def begin_backward(self) -> None:
-        """The script begins to backpropagate a loss."""
+        """Record that the script begins a backward pass."""
         self._backwards += 1
         self._arrived = set()
 
@@ -237,23 +238,23 @@ class EarlyGradients:
             self._next += 1
 
     def end_backward(self) -> None:
-        """The script's gradients are final: what has changed since it was sent goes with the rest.
+        """Record that the script's gradients are final: what has changed since it was sent goes with the rest.
 
         Those of experts that several members train are reduced afterwards, in the same tensors.
         """
         changed = {layer: sent for layer, sent in self._sent.items() if sent.has_changed}
         self._changed = set(changed)
-        if any(sent.gradient is not None for sent in changed.values()):  # else others have used the layer
+        if any(sent.gradient is not None for sent in changed.values()):  # a layer without a gradient was not sent
             self._patient_until = self._step + PATIENT_STEPS
-        self.forget()
+        self.stop_sending()
 
-    def forget(self) -> None:
-        """Sends nothing of this step early any more, and keeps no gradients for that."""
+    def stop_sending(self) -> None:
+        """Send nothing more of this step early, and release the gradients that are kept for that."""
         self._courier, self._sent = None, {}
 
     def close(self) -> None:
-        """Removes its hooks. Twice is fine."""
-        self.forget()
+        """Remove the hooks. Calling it again has no effect."""
+        self.stop_sending()
         for hook in self._hooks:
             hook.remove()
 
@@ -264,9 +265,9 @@ class EarlyGradients:
         self._transfers = [courier.begin_receive(Message(frame.data, peer, REPLAY_GRADIENTS)) for peer, frame in frames]
 
     def _send(self, courier: Courier, number: int, sent: Sequence[Sent]) -> None:
-        """Sends a bucket, without units that replicas cannot follow: they come with the rest."""
+        """Send a bucket without the units that replicas cannot follow: these come with the rest."""
         if number == 0:
-            self._sender.look()
+            self._sender.reread()
         buckets, gradients = self._outgoing[number], {id(each.weights): each.gradient for each in sent}
         units = self._selected.intersection(unit for bucket in buckets.values() for unit in bucket.units)
         made = {
@@ -274,30 +275,30 @@ class EarlyGradients:
             for unit in units
             if not self._sender.lacking(unit)
         }
-        self._told |= made.keys()
+        self._sent_units |= made.keys()
         wait_for_gradients(self._state.devices())
         courier.send_messages(
-            Message(bucket.fill(made), peer, REPLAY_GRADIENTS, ANY_TIME, for_vote=True)
+            Message(bucket.write_records(made), peer, REPLAY_GRADIENTS, ANY_TIME, for_vote=True)
             for peer, bucket in buckets.items()
         )
 
     def send_rest(self, courier: Courier) -> Collection[str]:
-        """Sends the buckets that were not sent, empty. Units that peers were told of, and of which all is as it was."""
+        """Send the remaining buckets empty. Return the units that were sent early and have not changed since."""
         courier.send_at_once(
-            Message(bucket.fill({}), peer, REPLAY_GRADIENTS)
+            Message(bucket.write_records({}), peer, REPLAY_GRADIENTS)
             for buckets in self._outgoing[self._next :]
             for peer, bucket in buckets.items()
         )
-        if not self._told:
+        if not self._sent_units:
             return ()
-        by_name, has_numbers = self._state.catalog.by_name, self._sender.look_again()
-        told = {unit for unit in self._told if has_numbers and not self._sender.lacking(unit)}
-        if len(told) < len(self._told):
+        by_name, has_numbers = self._state.catalog.by_name, self._sender.reread_numbers()
+        current = {unit for unit in self._sent_units if has_numbers and not self._sender.lacking(unit)}
+        if len(current) < len(self._sent_units):
             self._patient_until = self._step + PATIENT_STEPS
-        return {unit for unit in told if by_name[unit].layer not in self._changed}
+        return {unit for unit in current if by_name[unit].layer not in self._changed}
 
-    def wait(self) -> None:
-        """Waits for the buckets of the others.
+    def wait_for_buckets(self) -> None:
+        """Wait for the buckets of the other members.
 
         Raises:
             PeerLost: a member is gone, or the sizes of its messages are damaged.
@@ -307,13 +308,13 @@ class EarlyGradients:
         self._transfers = []
         for peer, frames in self._incoming.items():
             for frame in frames:
-                frame.check(peer)
+                frame.check_sizes(peer)
 
     def records(self) -> Iterator[tuple[Tensor, list[int]]]:
-        """What has come, after `wait`: records, as pieces of memory in which they lie, and their sizes."""
+        """Yield the records received before `wait_for_buckets` returned: pieces of memory with their sizes."""
         for frames in self._incoming.values():
             for frame in frames:
-                yield from frame.parts(None)
+                yield from frame.split_records(None)
 
 
 def _frame(units: Iterable[Unit]) -> Frame:

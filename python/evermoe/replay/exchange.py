@@ -1,8 +1,8 @@
-"""Copies that repeat the steps of units which other members train: the session's use of `sender` and `replica`.
+"""Copies that repeat the steps of units that other members train: the session's use of `sender` and `replica`.
 
-A step's reduced gradients reach the replicas *before* the members vote on it, so that a step which is committed can be
-repeated wherever a copy is, and none is lost with a node. The factor of clipping and the fact that the step counts are
-known to all from the vote itself: they need no message.
+A step's reduced gradients reach the replicas *before* the members vote on it. So every replica can repeat a committed
+step, and the loss of a node loses none. All members know the clip factor and the outcome from the vote itself: neither
+needs a message.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 
 HEAD_BYTES = 32 << 20
-"""Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
+"""Maximum bytes of a message that carries its sizes. The tail follows once the peer knows its size."""
 PROOF_STEPS = 32
-"""Steps in which each replica is compared with its trainer once, or fewer: one digest of the state in so many steps."""
+"""Steps in which the complete state of each replica is compared with its trainer's at least once."""
 
 
 @dataclass
 class ExchangeResult:
-    """What became of one step's messages, on this member."""
+    """Outcome of one step's messages on this member."""
 
     sent_bytes: int = 0
     held: int = 0
-    """Messages of others that are in the log now."""
+    """Messages of other members that are in the log now."""
     needs_full_state: set[str] = field(default_factory=set)
-    """Units of which a message was damaged or missing, or found no room, or whose state here is damaged."""
+    """Units whose message was damaged, missing or found no room, or whose state on this member is damaged."""
     problem: str = ""
-    """What was wrong with the first of them."""
+    """Reason for the first of them."""
     damages: list[Damage] = field(default_factory=list)
-    """Units whose state here was found to be damaged."""
+    """Units whose state on this member was found to be damaged."""
 
 
 class ReplayExchange:
@@ -63,16 +63,15 @@ class ReplayExchange:
 
     Args:
         state: this member's units.
-        kept: those that are replayed, the same list on all members; replicas begin in this order.
-        rank: this member.
+        kept: replayed units, the same list on all members; replicas begin in this order.
+        rank: of this member.
         arithmetic: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
-        log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
-            are needed at a time.
-        keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.
-        device: where the units that are kept here are.
-        message_bytes: of states that are sent while a step computes, at most in a message.
-        alone: units whose gradients are final once backward has brought them: see `early_gradients`.
-        bucket_bytes: of those that are sent while backward computes others, at least in a message; 0: none are.
+        log_bytes: bound of the replica's log, raised to the largest gradient; None for `LOG_STEPS` gradients.
+        keeps_previous: `stored` also yields the step before the newest, the only one at which other units are complete.
+        device: device of the units that this member keeps.
+        message_bytes: maximum bytes of a message of states that are sent while a step computes.
+        alone: units whose gradients are final once backward has computed them: see `early_gradients`.
+        bucket_bytes: minimum bytes of a message of gradients that are sent during backward; 0 sends none then.
     """
 
     def __init__(
@@ -92,9 +91,9 @@ class ReplayExchange:
         self.state, self.keeps_previous, self.device = state, keeps_previous, torch.device(device)
         kept = list(kept)
         self._holders = {each.unit: each.holders for each in kept if each.primary == rank}
-        """Of each unit that is sent from here; in the order in which replicas begin."""
+        """Ranks that keep each unit which this member sends, in the order in which replicas begin."""
         self._primaries = {each.unit: each.primary for each in kept if rank in each.holders}
-        """Of each unit that is kept here, likewise."""
+        """The rank that sends each unit which this member keeps, in the same order."""
         self._to = _by_peer((holder, unit) for unit, holders in self._holders.items() for holder in holders)
         self._from = _by_peer((primary, unit) for unit, primary in self._primaries.items())
         mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
@@ -105,7 +104,7 @@ class ReplayExchange:
         self.early = EarlyStates(
             state.catalog, self._holders, self._primaries, self.sender, state.optimizer, message_bytes
         )
-        """States of before the next step, which may be sent while it computes; else `exchange` sends them."""
+        """States from before the next step that may be sent while it computes; otherwise `exchange_step` sends them."""
         with_rest = {each.primary for each in kept if each.unit not in alone}
         early = [each for each in kept if each.unit in alone]
         self.gradients = EarlyGradients(state, early, with_rest, rank, self.sender, bucket_bytes)
@@ -121,7 +120,7 @@ class ReplayExchange:
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
         self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
         self._previous: dict[tuple[str, int], CaughtUp] = {}
-        """What `stored` has found of the step before the newest, which the replica itself has left behind since."""
+        """States one step before the newest that `stored` has yielded; the replica itself has moved past them."""
 
     @property
     def has_peers(self) -> bool:
@@ -130,23 +129,23 @@ class ReplayExchange:
 
     @property
     def units(self) -> list[str]:
-        """Units that are kept here for others."""
+        """Units that this member keeps for others."""
         return [unit for units in self._from.values() for unit in units]
 
     def take_digests(self) -> None:
-        """Reads some of the state that is trained here, for replicas to compare. Nothing may write it meanwhile."""
+        """Read some of the state that this member trains, for replicas to compare. Nothing may write it meanwhile."""
         self.sender.take_digests(PROOF_STEPS)
 
     def begin_with(self, courier: Courier, step: int, copies: KeptCopies) -> ExchangeResult:
-        """Brings all replicas to the state after a step; in a thread of the courier.
+        """Bring all replicas to the state after a step. Runs in a courier's thread.
 
-        A replica begins with the bytes that its member has already, or with those that the trainer sends: in the order
-        of the plan, and as soon as they have come, also while this member sends others.
+        A replica begins with the bytes that its member already has, or with those that the trainer sends. States are
+        taken over in the order of the plan, as soon as they arrive, also while this member sends others.
 
         Args:
-            courier: whose connections are used.
+            courier: sends and receives.
             step: number of steps taken.
-            copies: what members have of this state.
+            copies: the copies of this state that members have.
 
         Raises:
             PeerLost: another member is gone.
@@ -163,14 +162,14 @@ class ReplayExchange:
             if unit in mine:
                 self._begin_here(unit, step, copies, result)
         for unit in self._holders:
-            self.sender.follow(unit)
+            self.sender.follow_unit(unit)
         lacking = ((unit, [p for p in holders if unit not in copies.at(p)]) for unit, holders in self._holders.items())
-        memory = RecordMemory(courier.in_flight + 1)  # those under way, and the one that is made
+        memory = RecordMemory(courier.in_flight + 1)  # the records in flight, and the one that is being made
         result.sent_bytes = courier.send_messages(
             (
                 Message(torch.from_numpy(record), peer, REPLAY_TAIL, AT_ONCE)
                 for unit, peers in lacking
-                for _, record in self.sender.full_state_messages(step, [unit] if peers else [], memory.take)
+                for _, record in self.sender.full_state_messages(step, [unit] if peers else [], memory.take_buffer)
                 for peer in peers
             ),
             lambda sent: self._take_states(courier, arriving, result, waits=False),
@@ -181,16 +180,16 @@ class ReplayExchange:
     def _take_states(
         self, courier: Courier, arriving: deque[tuple[Tensor, Transfer]], result: ExchangeResult, *, waits: bool
     ) -> None:
-        """Takes over the states that have arrived, in their order; all of them if it `waits`."""
+        """Take over the states that have arrived, in order; with `waits`, wait for all of them."""
         while arriving and (waits or arriving[0][1].has_ended):
             data, transfer = arriving.popleft()
             courier.wait_received(transfer)
-            self._take(data, result)
+            self._take_record(data, result)
 
     def _room_for(self, unit: str) -> Iterator[Tensor]:
-        """Memory for the records with a unit's full state, in which its replica keeps it.
+        """Yield memory for the records of a unit's full state; the replica keeps the state in it.
 
-        Pages that nothing has come to yet take none.
+        Pages that nothing has been written to take no memory.
         """
         for specs in parts_of(self.state.catalog.by_name[unit]):
             nbytes = RECORD_HEADER_BYTES + sum(spec.nbytes for spec in specs)
@@ -199,16 +198,16 @@ class ReplayExchange:
     def _begin_here(self, unit: str, step: int, copies: KeptCopies, result: ExchangeResult) -> None:
         state = in_huge_pages(torch.empty(self.state.catalog.by_name[unit].nbytes, dtype=torch.uint8))
         if copies.read(unit, state):
-            self.replica.begin(unit, step, state)
+            self.replica.begin_with(unit, step, state)
         else:
             result.needs_full_state.add(unit)
-            result.problem = result.problem or f"{unit}: the copy that was here cannot be read any more"
+            result.problem = result.problem or f"{unit}: this member's copy can no longer be read"
 
-    def exchange(self, courier: Courier, step: int, selected: Collection[str] | None = None) -> ExchangeResult:
-        """Sends the step's messages and takes over those of the others; in a thread of the courier.
+    def exchange_step(self, courier: Courier, step: int, selected: Collection[str] | None = None) -> ExchangeResult:
+        """Send the step's messages and take over those of other members. Runs in a courier's thread.
 
         Args:
-            courier: whose connections are used.
+            courier: sends and receives.
             step: number of the next step.
             selected: units that take part; None for all.
 
@@ -226,41 +225,43 @@ class ReplayExchange:
         for transfer in heads:
             transfer.wait()
         for peer, frame in self._incoming_frames.items():
-            frame.check(peer)
-        # A tail is only sent once its peer waits for it: so all wait for theirs before any is sent.
+            frame.check_sizes(peer)
+        # A peer must be ready for its tail before it is sent, so all members wait for theirs before any sends one.
         sizes = {peer: frame.tail_bytes() for peer, frame in self._incoming_frames.items()}
         arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items() if size}
         transfers = [courier.begin_receive(Message(data, peer, REPLAY_TAIL)) for peer, data in arriving.items()]
         result.sent_bytes += courier.send_messages(tails)
         for transfer in transfers:
             transfer.wait()
-        self.gradients.wait()
-        for record in self.early.take():  # all has come: now it counts
-            self._take(record, result)
-        rest = (part for peer, frame in self._incoming_frames.items() for part in frame.parts(arriving.get(peer)))
+        self.gradients.wait_for_buckets()
+        for record in self.early.take_records():  # everything has arrived, so the states take effect
+            self._take_record(record, result)
+        rest = (
+            part for peer, frame in self._incoming_frames.items() for part in frame.split_records(arriving.get(peer))
+        )
         for data, lengths in itertools.chain(self.gradients.records(), rest):
-            # Of a unit that came twice the later record counts.
-            held, others = self.replica.hold(data.numpy(), lengths)
+            # If a unit was sent twice, the later record counts.
+            held, others = self.replica.hold_all(data.numpy(), lengths)
             result.held += held
             for received in others:
-                self._note(received, result)
+                self._add_outcome(received, result)
         result.damages = self.replica.take_damages()
         for each in result.damages:
             result.problem = result.problem or each.reason
             result.needs_full_state.add(each.unit)
         return result
 
-    def committed(self, clip: float | None) -> None:
-        """Records that the agreed step was taken, with gradients multiplied by `clip`; None: that it was left out."""
+    def commit_step(self, clip: float | None) -> None:
+        """Record that the agreed step was taken, with gradients multiplied by `clip`; None: its update was skipped."""
         self._previous.clear()
         self.sender.on_step(was_skipped=clip is None)
-        self.replica.release(clip=clip)
+        self.replica.release_held(clip=clip)
 
     def stored(self, needed: Collection[str] | None = None) -> Iterator[tuple[str, int, int | None]]:
-        """Unit, step and digest of everything that is kept here for others, as new as it gets; `read` has the bytes.
+        """Yield unit, step and digest of every copy that this member keeps, as new as possible; `read` has the bytes.
 
-        The same again when it is asked again: a recovery may fail and another one follow. Units that are not `needed`
-        (None: all are) repeat no step before they are read, and their digests are None.
+        It yields the same when called again: a recovery may fail and another one follow. Units that are not `needed`
+        (None: all are) repeat no step before they are read; their digests are None.
         """
         units = self.units if needed is None else [unit for unit in self.units if unit in needed]
         self._remember_previous(units)
@@ -276,7 +277,7 @@ class ReplayExchange:
             yield unit, newest, None
 
     def catch_up(self, needed: Collection[str]) -> Iterator[None]:
-        """Brings units that are kept here to where `stored` needs them, bit by bit; in any thread."""
+        """Bring units that this member keeps to the steps that `stored` yields, a part at a time; in any thread."""
         units = [unit for unit in self.units if unit in needed]
         self._remember_previous(units)
         yield
@@ -290,9 +291,9 @@ class ReplayExchange:
                     self._previous[unit, newest - 1] = self.replica.catch_up(unit, newest - 1)
 
     def read(self, unit: str, step: int, out: Tensor | None = None, *, lends: bool = False) -> Tensor:
-        """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more.
+        """Return the bytes of a copy from `stored`, uint8 `[nbytes]`; empty if they no longer exist.
 
-        They are written to `out`, uint8 `[nbytes]`, if it is given. `lends`: they may be in the replica's own memory.
+        They are written to `out`, uint8 `[nbytes]`, if it is given. With `lends`, they may be in the replica's memory.
         """
         self._remember_previous([unit])
         if (unit, step) in self._previous:
@@ -304,12 +305,12 @@ class ReplayExchange:
             return torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Ends the replica's thread, and sends nothing early any more."""
+        """End the replica's thread, and send nothing early any more."""
         self.gradients.close()
         self.replica.close()
 
     def _frame(self, units: Sequence[str], *, keeps_tail: bool = False) -> Frame:
-        """Memory for the records of a step; that of a tail is kept for those that no bucket has."""
+        """Return memory for the records of a step. A kept tail has room for the units that no bucket has."""
         parameters = {unit: parameters_of(self.state.catalog.by_name[unit]) for unit in units}
         nbytes = {unit: sum(each.nbytes + RECORD_HEADER_BYTES for each in specs) for unit, specs in parameters.items()}
         rest = sum(size for unit, size in nbytes.items() if unit not in self.gradients.units)
@@ -317,13 +318,13 @@ class ReplayExchange:
         return Frame(MAX_MESSAGES * sum(map(len, parameters.values())), min(sum(nbytes.values()), HEAD_BYTES), tail)
 
     def _outgoing(
-        self, step: int, selected: Collection[str] | None, told: Collection[str]
+        self, step: int, selected: Collection[str] | None, sent_early: Collection[str]
     ) -> Iterator[tuple[int, list[Record]]]:
-        """Peers, and the records of the next step for them, but of units that they were `told` of."""
+        """Yield each peer and its records of the next step, except those of units in `sent_early`."""
         made: dict[str, list[Record]] = {}
-        self.sender.look()
+        self.sender.reread()
         for peer, units in self._to.items():
-            chosen = [unit for unit in units if unit not in told and (selected is None or unit in selected)]
+            chosen = [unit for unit in units if unit not in sent_early and (selected is None or unit in selected)]
             for unit in chosen:
                 if unit not in made:
                     made[unit] = list(self.sender.next_step_records(step, unit))
@@ -332,18 +333,18 @@ class ReplayExchange:
             yield peer, records
 
     def _head(self, peer: int, records: Sequence[Record], tails: list[Message]) -> Message:
-        """What goes to a peer at once; what does not fit into it is added to `tails`."""
-        head, tail = self._outgoing_frames[peer].fill(records)
+        """Return the message that goes to a peer at once; what does not fit is added to `tails`."""
+        head, tail = self._outgoing_frames[peer].write_records(records)
         if len(tail):
             tails.append(Message(tail, peer, REPLAY_TAIL, AT_ONCE))
         return Message(head, peer, REPLAY_HEAD, AT_ONCE)
 
-    def _take(self, message: Tensor, result: ExchangeResult) -> None:
+    def _take_record(self, message: Tensor, result: ExchangeResult) -> None:
         received = self.replica.receive(message.numpy(), hold=True, keep=True)
         result.held += received.code == "ok"
-        self._note(received, result)
+        self._add_outcome(received, result)
 
-    def _note(self, received: Received, result: ExchangeResult) -> None:
+    def _add_outcome(self, received: Received, result: ExchangeResult) -> None:
         if received.needs_full_state:
             result.problem = result.problem or f"{received.code}: {received.reason}"
             result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
@@ -357,7 +358,7 @@ def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
 
 
 def rows_of(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:
-    """What the sender is to follow of a unit that is trained here."""
+    """Return the tensors of a unit that this member trains, for the sender."""
     about = state.catalog.by_name[unit]
     if about.layer is None:
         return dict(state.dense_tensors(unit))

@@ -1,4 +1,4 @@
-"""Frames: what a member sends another in a step. Their layout is that of `src/replay/frame.rs`."""
+"""Frames: what a member sends another in a step. The layout is that of `src/replay/frame.rs`."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from torch import Tensor
 
 from evermoe._native import FRAME_HEAD_BYTES, digest, fill_frame
 from evermoe.errors import PeerLost
-from evermoe.replay.source import Record, most_bytes
+from evermoe.replay.source import Record, max_bytes
 
 SIZE_BYTES = 8
 """Bytes of the size of a record."""
 
 
 class Frame:
-    """Memory for what is sent to a peer, or comes from it: the sizes of all records, then those that fit.
+    """Memory for a message to or from a peer: the sizes of all records, then the records that fit.
 
-    A checksum of the sizes comes first: they say how much to wait for. The records have their own.
+    A checksum of the sizes comes first, since they say how much to wait for. Each record has its own.
 
     Args:
-        most_records: of a step.
+        max_records: maximum number of records in a step.
         head_bytes: room for records that are sent with their sizes.
-        tail_bytes: of the records beside these in most steps: memory that is kept.
+        tail_bytes: bytes of the other records in most steps; memory that is kept.
     """
 
-    def __init__(self, most_records: int, head_bytes: int, tail_bytes: int = 0) -> None:
-        self._most, self._start = most_records, FRAME_HEAD_BYTES + SIZE_BYTES * most_records
+    def __init__(self, max_records: int, head_bytes: int, tail_bytes: int = 0) -> None:
+        self._most, self._start = max_records, FRAME_HEAD_BYTES + SIZE_BYTES * max_records
         self.data = torch.empty(self._start + head_bytes, dtype=torch.uint8)
         self._tail = torch.empty(tail_bytes, dtype=torch.uint8)
         self._checksum = self.data[:FRAME_HEAD_BYTES].numpy()
         self._size_bytes = self.data[FRAME_HEAD_BYTES : self._start].numpy()
         self._sizes = self._size_bytes.view(np.int64)
 
-    def check(self, peer: int) -> None:
-        """Checks the sizes that a peer has sent.
+    def check_sizes(self, peer: int) -> None:
+        """Check the sizes that a peer has sent.
 
         Raises:
             PeerLost: they are damaged.
         """
         if int.from_bytes(self._checksum.tobytes(), "little") != digest(self._size_bytes):
-            raise PeerLost(f"the sizes of the messages of member {peer} do not match their checksum: agree anew")
+            raise PeerLost(f"the sizes of member {peer}'s messages do not match their checksum; members agree again")
 
-    def fill(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
-        """Writes records; the part of the memory that is to be sent, and the tail: those that are not in it."""
-        needed = sum(map(most_bytes, records))
+    def write_records(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
+        """Write records. Return the memory to send, and the tail with the records that do not fit."""
+        needed = sum(map(max_bytes, records))
         tail = self._tail
         if len(tail) < needed > len(self.data) - self._start:
             tail = torch.empty(needed, dtype=torch.uint8)
@@ -54,13 +54,13 @@ class Frame:
         return self.data[:end], tail[:tail_end]
 
     def tail_bytes(self) -> int:
-        """Bytes of the records that do not fit."""
+        """Return the bytes of the records that do not fit."""
         return int(self._sizes.sum()) - (self._fitting()[1] - self._start)
 
-    def parts(self, tail: Tensor | None) -> list[tuple[Tensor, list[int]]]:
-        """The records, as pieces of memory in which they lie one after the other, and their sizes.
+    def split_records(self, tail: Tensor | None) -> list[tuple[Tensor, list[int]]]:
+        """Return pieces of memory with consecutive records, and the sizes of these records.
 
-        `tail`: those that do not fit.
+        `tail` has the records that do not fit.
         """
         fitting, end = self._fitting()
         sizes = [size for size in self._sizes.tolist() if size]
@@ -68,7 +68,7 @@ class Frame:
         return [head] if tail is None else [head, (tail, sizes[fitting:])]
 
     def _fitting(self) -> tuple[int, int]:
-        """How many records fit, and where the last of them ends."""
+        """Return the number of records that fit, and where the last of them ends."""
         end, fitting = self._start, 0
         for size in self._sizes.tolist():
             if not size or end + size > len(self.data):

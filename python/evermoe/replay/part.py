@@ -1,4 +1,4 @@
-"""One parameter of a unit on its replica: its state, and whether that is still what was written."""
+"""One parameter of a unit on its replica: its state, and a seal that reveals flipped bits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CLIP = 2
 
 
 class Part:
-    """One parameter of a unit (or a row of one), with its optimizer state: what one record is about.
+    """One parameter of a unit (or a row of one) with its optimizer state: the subject of one record.
 
-    Whoever writes the state seals it, and whoever uses it checks the seal first: a bit that has flipped in between is
-    found. `lock` is held for all of that.
+    Every writer of the state seals it, and every reader checks the seal first: a bit that flips in between is detected.
+    `lock` is held for all of that.
     """
 
     def __init__(self, unit: Unit, specs: Sequence[TensorSpec], device: torch.device) -> None:
@@ -38,83 +38,83 @@ class Part:
         """uint8 `[nbytes]` on the device."""
         self._seal: int | None = None
         self.writes = 0
-        """How often the state was written."""
+        """Number of times that the state was written."""
 
     @property
     def name(self) -> str:
-        """The unit's and the parameter's."""
+        """Names of the unit and the parameter."""
         return self.layout.name
 
-    def install(self, state: Tensor, digest: int | None = None) -> None:
-        """Takes over a full state, uint8 `[nbytes]`; on the CPU its memory, too.
+    def install_state(self, state: Tensor, digest: int | None = None) -> None:
+        """Take over a full state, uint8 `[nbytes]`; on the CPU its memory, too.
 
         Args:
             state: aligned for the layout's elements.
-            digest: of it, that of `state_digest`, if that is known.
+            digest: its `state_digest`, if known.
         """
         self.state = state.to(self.device)
         self.writes += 1
         self._finish()
         if digest is None or self.device.type != "cpu":
-            self.seal()
+            self.seal_state()
         else:
             self._seal = digest
 
-    def seal(self) -> None:
-        """The state is as it should be."""
+    def seal_state(self) -> None:
+        """Declare the current bytes of the state to be right."""
         self._seal = self._sum()
 
-    def check(self) -> None:
-        """Compares the state with what was written.
+    def check_seal(self) -> None:
+        """Compare the state with its seal.
 
         Raises:
             CorruptCopy: a bit has flipped.
         """
         if self._seal != self._sum():
-            raise CorruptCopy(f"{self.name}: the state is not what was written; a bit has flipped in memory")
+            raise CorruptCopy(f"{self.name}: the state differs from what was written; a bit has flipped in memory")
 
-    def prove(self, digest: int) -> None:
-        """Compares the state with the trainer's digest of it, that of `state_digest`.
+    def compare_digest(self, digest: int) -> None:
+        """Compare the state with the trainer's `state_digest`.
 
         Raises:
-            CorruptCopy: it is not the trainer's.
+            CorruptCopy: they differ.
         """
         own = self._seal if self.device.type == "cpu" else self._digest()
         if own != digest:
             raise CorruptCopy(
-                f"{self.name}: the state is not the trainer's; a step was not repeated exactly, or a bit has flipped"
+                f"{self.name}: the state differs from the trainer's; a step was not repeated exactly or a bit flipped"
             )
 
     def _digest(self) -> int | None:
         return None if self.state is None else state_digest([self.state.cpu().numpy()])
 
     def _sum(self) -> int | None:
-        """The digest on a CPU. A GPU adds up its words, which any flipped bit changes, without a copy to the host."""
+        """Return the digest on a CPU; on a GPU the sum of words, which any flipped bit changes, to avoid a copy."""
         if self.state is None or self.device.type == "cpu":
             return self._digest()
         return sum_of_words(self.state)
 
     def _finish(self) -> None:
-        """Waits for the GPU: who holds the lock next may be another thread, which uses another stream."""
+        """Wait for the GPU: the lock's next holder may be another thread, which uses another stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def apply(self, numbers: NDArray[np.float32], gradients: list[Any], t: int | None) -> None:
-        """Repeats steps in place.
+    def apply_steps(self, numbers: NDArray[np.float32], gradients: list[Any], t: int | None) -> None:
+        """Repeat steps in place.
 
         Raises:
-            RuntimeError: the state is not that of the numbers' optimizer.
-            CorruptCopy: the state is not what was written.
+            RuntimeError: the numbers are those of another kind of optimizer than the state's.
+            CorruptCopy: the state differs from what was written.
         """
         if self.state is None or not gradients:
             return
-        self.check()
+        self.check_seal()
         steps = torch.from_numpy(numbers).view(len(gradients), -1)
         received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
         repeat_steps(self.layout, self.state, steps, received, t)
         self.writes += 1
         self._finish()
-        self.seal()
+        self.seal_state()
 
     def _gradient(self, gradient: NDArray[Any]) -> Tensor:
         if gradient.dtype == np.uint16:
@@ -123,17 +123,17 @@ class Part:
 
 
 def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence[Tensor | None], t: int | None) -> None:
-    """Repeats steps of one parameter in place.
+    """Repeat steps of one parameter in place.
 
     Args:
-        layout: the parameter, then the optimizer's state of it.
-        state: their bytes, uint8 `[nbytes]`.
+        layout: the parameter, then its optimizer state.
+        state: its bytes, uint8 `[nbytes]`.
         steps: float32 `[len(gradients), 10 or 9]`, rows from `Arithmetic.numbers`.
         gradients: one for each step, on the state's device; None for zeros.
-        t: steps that the parameter has taken then; None where that is not known.
+        t: steps that the parameter has taken then; None if unknown.
 
     Raises:
-        RuntimeError: the state is not that of the numbers' optimizer.
+        RuntimeError: the numbers are those of another kind of optimizer than the state's.
     """
     views = {name.rpartition("/")[2]: view for name, view in layout.tensors(state).items()}
     p = views.pop(layout.specs[0].name.rpartition("/")[2]).view(-1)
@@ -147,7 +147,7 @@ def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence
         else:
             adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], gradients, steps)
     except KeyError as error:
-        raise RuntimeError(f"{layout.name}: a step of AdamW came for a state without {error}") from None
+        raise RuntimeError(f"{layout.name}: a step of AdamW was received, but the state has no {error}") from None
     if p is not parameter:
         parameter.copy_(p)
     if "step" in flat and t is not None:
@@ -155,7 +155,7 @@ def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence
 
 
 def _clip_in(dtype: torch.dtype, gradients: Sequence[Tensor | None], steps: Tensor) -> list[Tensor | None]:
-    """Gradients of a parameter of this type, clipped as its trainer did: rounded. `steps` says then that they are."""
+    """Return the gradients in this dtype, rounded and clipped as the trainer does; `steps` no longer clips them."""
     clips = steps[:, _CLIP].abs().tolist()
     clipped = [
         None if gradient is None else gradient.to(dtype).mul_(clip).float() if clip != 1 else gradient.to(dtype).float()
@@ -166,12 +166,12 @@ def _clip_in(dtype: torch.dtype, gradients: Sequence[Tensor | None], steps: Tens
 
 
 def part_name(unit: str, parameter: str) -> str:
-    """What a record calls a parameter of a unit."""
+    """Return the name of a unit's parameter in records."""
     return f"{unit}/{parameter}"
 
 
 def parts_of(unit: Unit) -> list[list[TensorSpec]]:
-    """A unit's tensors by parameter: `weight`, then those named `weight/…`.
+    """Group a unit's tensors by parameter: `weight`, then those named `weight/…`.
 
     Example: weight, weight/exp_avg, bias: `[[weight, weight/exp_avg], [bias]]`.
     """
@@ -185,11 +185,11 @@ def parts_of(unit: Unit) -> list[list[TensorSpec]]:
 
 
 def parameters_of(unit: Unit) -> list[TensorSpec]:
-    """A unit's parameters and buffers, without the optimizer's state of them."""
+    """Return a unit's parameters and buffers, without optimizer state."""
     return [specs[0] for specs in parts_of(unit)]
 
 
 def sum_of_words(state: Tensor) -> int:
-    """Sum of the words of a state, uint8 `[nbytes]`; a flipped bit changes it."""
+    """Return the sum of the words of a state, uint8 `[nbytes]`; a flipped bit changes it."""
     words = state.view(torch.int32) if len(state) % 4 == 0 else state
     return int(words.sum(dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Repeats logged steps on the states of a replica, and finds the states that are not the trainer's."""
+"""Repeat logged steps on the states of a replica, and detect states that differ from the trainer's."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from evermoe.state.unit import digests_of
 
 
 class Damage(NamedTuple):
-    """A unit whose state here was found not to be the trainer's, and is not used any more."""
+    """A unit whose state on this replica differs from the trainer's, and is no longer used."""
 
     unit: str
     step: int
-    """The trainer's step that its state should have been of."""
+    """The trainer's step at which the state should have been."""
     reason: str
 
 
 class Repeater:
-    """The states of a replica, which logged steps lead on. What is called `locked` needs the part's lock.
+    """The states of a replica, which logged steps advance. Methods named `locked` need the part's lock.
 
-    Before a state or a logged step is used, it is compared with what was written. Where the trainer has sent its digest
-    of a state, that is compared, too. A part that differs has no state any more until its full state comes.
+    Before a state or a logged step is used, it is compared with what was written. If the trainer has sent its digest of
+    a state, that is compared, too. A part that differs has no state until its full state arrives.
 
     Args:
-        parts: by their places in the log.
+        parts: in the order of the log.
         log: of their steps.
     """
 
     def __init__(self, parts: Sequence[Part], log: ReplayLog) -> None:
         self._parts, self._log = parts, log
         self.failures: dict[int, str] = {}
-        """Why parts have no state, by place."""
+        """Reasons why parts have no state, by index."""
         self._damages: list[Damage] = []
         self._digests: dict[tuple[int, ...], tuple[int, int, int]] = {}
-        """By the parts of a unit how often they were written, the step that they are at, and the digest of them all."""
+        """By the indices of a unit's parts: their number of writes, their step, and the digest of all of them."""
 
-    def install(self, index: int, state: Tensor, digest: int | None = None) -> None:
-        """A part gets a full state that the log knows of: see `Part.install`. Takes the part's lock."""
+    def install_state(self, index: int, state: Tensor, digest: int | None = None) -> None:
+        """Install a full state that the log knows of: see `Part.install_state`. Takes the part's lock."""
         with self._parts[index].lock:
-            self._parts[index].install(state, digest)
+            self._parts[index].install_state(state, digest)
             self._log.installed(index)
             self.failures.pop(index, None)
 
     def apply_locked(self, index: int, until: int) -> bool:
-        """Applies one batch up to a step; whether there was one."""
+        """Apply one batch, no further than to a step; return whether there was one."""
         part = self._parts[index]
         taken = self._log.take(index, batch_steps(part.elements), max(until, 0))
         if taken is None:
@@ -59,23 +59,23 @@ class Repeater:
         epoch, version, t, numbers, gradients, nbytes, is_intact = taken
         try:
             if not is_intact:
-                raise CorruptCopy(f"{part.name}: a logged step is not what came; a bit has flipped in memory")
-            part.apply(numbers, gradients, t)
+                raise CorruptCopy(f"{part.name}: a logged step differs from what arrived; a bit has flipped in memory")
+            part.apply_steps(numbers, gradients, t)
         except CorruptCopy as error:
             self._refuse(index, version, error)
         except RuntimeError as error:
             self.failures[index] = f"{part.name}: {error}"
             self._log.forget(index)
         self._log.applied(index, epoch, version, nbytes)
-        self.prove_locked(index)
+        self.compare_locked(index)
         return True
 
     def make_room(self, index: int | None, before: int, kept_steps: int) -> None:
-        """Applies a batch of the part that takes most of the log, or of another that has older steps. Takes the locks.
+        """Apply a batch of the part that takes most of the log, or of another that has older steps. Takes the locks.
 
         Args:
-            index: of that part; None where all of the log is being applied by a thread, which holds one of the locks.
-            before: bytes of the log that were too many.
+            index: of that part; None if a thread, which holds one of the locks, is applying all of the log.
+            before: bytes of the log when it was too large.
             kept_steps: newest steps that wait if they can.
         """
         if index is None:
@@ -88,25 +88,25 @@ class Repeater:
                 newest = self._log.newest(each)
                 if newest is not None and self.apply_locked(each, newest - kept_steps):
                     return
-        with self._parts[index].lock:  # nothing but steps that should wait
+        with self._parts[index].lock:  # only steps that should wait are left
             newest = self._log.newest(index)
             if newest is not None and self._log.nbytes >= before:
                 self.apply_locked(index, newest)
 
-    def prove_locked(self, index: int) -> None:
-        """Compares the state with the trainer's digest, if there is one of its version."""
+    def compare_locked(self, index: int) -> None:
+        """Compare the state with the trainer's digest, if there is one of its version."""
         expected, version = self._log.proof(index), self._log.version(index)
         if expected is not None and version is not None:
             try:
-                self._parts[index].prove(expected)
+                self._parts[index].compare_digest(expected)
             except CorruptCopy as error:
                 self._refuse(index, version, error)
 
     def state_locked(self, index: int, step: int) -> Tensor:
-        """A part's state after a step.
+        """Return a part's state after a step.
 
         Raises:
-            ReplicaBehind: the step has not come, or steps after it were applied already, or the state is damaged.
+            ReplicaBehind: the step has not arrived, later steps were already applied, or the state is damaged.
         """
         part, is_fresh = self._parts[index], False
         while self.apply_locked(index, step):
@@ -114,24 +114,24 @@ class Repeater:
         version = self._log.version(index)
         if version is not None and not is_fresh:
             try:
-                part.check()
+                part.check_seal()
             except CorruptCopy as error:
                 self._refuse(index, version, error)
                 version = None
         if version != step or part.state is None:
             raise ReplicaBehind(
-                f"{part.name}: it is at step {version}, and cannot go to {step}; "
-                f"{self.failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
+                f"{part.name}: the copy is at step {version} and cannot be brought to step {step}; "
+                f"{self.failures.get(index, 'applied steps cannot be undone: raise kept_steps')}"
             )
         return part.state
 
     def catch_up(self, index: int, step: int) -> None:
-        """Brings a part to a step, as far as that is there. Takes the part's lock."""
+        """Bring a part to a step, as far as its log allows. Takes the part's lock."""
         with suppress(ReplicaBehind), self._parts[index].lock:
             self.state_locked(index, step)
 
     def find_digest(self, indices: Sequence[int], step: int) -> None:
-        """Computes a unit's digest after a step, for `digest_locked`, as far as its state is there. Takes the locks."""
+        """Compute a unit's digest after a step, for `digest_locked`, if the log reaches the step. Takes the locks."""
         with suppress(ReplicaBehind), ExitStack() as locks:
             for index in indices:
                 locks.enter_context(self._parts[index].lock)
@@ -139,7 +139,7 @@ class Repeater:
             self._digests[tuple(indices)] = self._writes(indices), step, digests_of([states])[0]
 
     def digest_locked(self, indices: Sequence[int], step: int) -> int | None:
-        """What `find_digest` has found, XXH3-64 of the unit's bytes; None where it was not asked, or is out of date."""
+        """Return what `find_digest` computed, the XXH3-64 of the unit's bytes; None if it is missing or out of date."""
         writes, at, value = self._digests.get(tuple(indices), (-1, -1, 0))
         return value if (writes, at) == (self._writes(indices), step) else None
 
@@ -147,12 +147,12 @@ class Repeater:
         return sum(self._parts[index].writes for index in indices)
 
     def take_damages(self) -> list[Damage]:
-        """What was found to be damaged since this was called last."""
+        """Return the damage that was found since the previous call."""
         found, self._damages = self._damages, []
         return found
 
     def _refuse(self, index: int, step: int, error: CorruptCopy) -> None:
-        """The state is not to be used: it waits for the full one."""
+        """Stop using a damaged state: the part waits for its full state."""
         self.failures[index] = str(error)
         self._log.forget(index)
         self._damages.append(Damage(self._parts[index].unit.name, step, str(error)))

@@ -1,7 +1,8 @@
 """Replicas: the state of units that another process trains, kept current by repeating its steps.
 
-A replica gets a unit's full state once. Then a record of each step (its numbers and the gradient, in the fewest bytes
-that give back its bits) is enough. It logs them within bounded memory and applies them in batches, beside the training:
+A replica receives a unit's full state once. Then a record of each step (its numbers, and the gradient in the fewest
+bytes that restore its bits) is enough. It logs records within bounded memory and applies them in batches, in the
+background:
 
     sender = evermoe.replay.GradientSender(optimizer, units)        # on the trainer
     replica = evermoe.replay.Replica(layouts)                       # anywhere else, with sender.layouts()
@@ -12,11 +13,11 @@ that give back its bits) is enough. It logs them within bounded memory and appli
         if received.needs_full_state:
             sender.request_full_state(received.unit)                # comes with the next step
 
-    state = replica.catch_up("layers.0.experts.3", step)            # bit for bit what the trainer had after the step
+    state = replica.catch_up("layers.0.experts.3", step)            # bit for bit the trainer's state after the step
 
-A bit that flips in the memory of a replica is found before it is used: what is logged and the state itself are compared
-with digests of what came and what was written, and now and then the state with a digest of the trainer's
-(`GradientSender.proofs`). The unit then waits for its full state, and `take_damages` says so.
+A bit that flips in the memory of a replica is detected before it is used. Logged steps and the state are compared with
+digests of what arrived and what was written, and now and then the state with a digest of the trainer's
+(`GradientSender.proofs`). The unit then waits for its full state, and `take_damages` reports it.
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ from evermoe.state.unit import Unit, digests_of
 ALIGNMENT = 8
 """Bytes to which the memory of a state is aligned, at least: those of the largest element."""
 CATCH_UP_THREADS = 4
-"""Threads that repeat steps while members are about to need the states, at most: training may have one processor."""
+"""Maximum number of threads that repeat steps just before members need the states: training may have one core."""
 KEPT_STEPS = 1
-"""Newest steps that wait: members that survive a failure may differ by one, and a step is not undone."""
+"""Newest steps that wait: members that survive a failure may differ by one, and a step cannot be undone."""
 
 
 _Accepted = tuple[str, int | None, str, int | None]
-"""Fate of a record, by `ReplayLog`: code, unit, reason, digest of a full state."""
+"""Outcome of a record in `ReplayLog`: code, unit, reason, digest of a full state."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """What became of a message.
+    """Outcome of a message.
 
     Attributes:
-        unit: the unit's name; None where the message does not say, as it is damaged.
-        code: "ok", or why not: "corrupt", "unknown_version", "wrong_unit", "wrong_size", "no_state", "gap",
-            "reordered", "log_full" where held steps leave no room, or "failed" where the steps could not be applied.
+        unit: the unit's name; None if the message is damaged and does not say.
+        code: "ok", or the kind of failure: "corrupt", "unknown_version", "wrong_unit", "wrong_size", "no_state", "gap",
+            "reordered", "log_full" if held steps leave no room, or "failed" if the steps could not be applied.
         reason: the same in words; empty for "ok".
     """
 
@@ -70,7 +71,7 @@ class Received:
 
     @property
     def needs_full_state(self) -> bool:
-        """Whether the unit (all units, where it is None) follows no more steps until its full state comes."""
+        """Whether the unit (all units, if it is None) follows no more steps until its full state arrives."""
         return self.code not in ("ok", "wrong_unit")
 
 
@@ -81,7 +82,7 @@ class CaughtUp:
     Attributes:
         step: the trainer's step.
         state: uint8 `[nbytes]` on the CPU, the unit's tensors one after the other; a copy.
-        digest: XXH3-64 of it, the same as the trainer's of these bytes.
+        digest: XXH3-64 of it, equal to the trainer's of these bytes.
     """
 
     step: int
@@ -90,20 +91,20 @@ class CaughtUp:
 
 
 class Replica(AbstractContextManager["Replica"]):
-    """Keeps the state of units current from the messages of a `GradientSender`.
+    """State of units that the messages of a `GradientSender` keep current.
 
-    Steps are applied by a thread of its own, some at a time; `receive` copies a message into the log and returns. Where
-    the log is full, `receive` applies some steps first. `close` ends the thread; also use it as a context manager.
+    A background thread applies steps in batches; `receive` copies a message into the log and returns. If the log is
+    full, `receive` applies some steps first. `close` ends the thread; a replica is also a context manager.
 
     Args:
-        units: name and layout of each unit, as `GradientSender.layouts` or `TrainingState.units` list them.
-        device: where the states are kept and steps are applied.
+        units: name and layout of each unit, from `GradientSender.layouts` or `TrainingState.units`.
+        device: device on which states are kept and steps are applied.
         log_bytes: bound of the log; at least one float32 gradient of the largest parameter.
-        kept_steps: newest steps that are not applied until `catch_up` asks for them, so that it can also go to a step
-            before; fewer where the log is full.
+        kept_steps: newest steps that are not applied until `catch_up` asks for them, so that it can also return an
+            earlier step; fewer if the log is full.
 
     Raises:
-        ValueError: a name is there twice, or `log_bytes` is too small.
+        ValueError: a name is used twice, or `log_bytes` is too small.
     """
 
     def __init__(
@@ -115,20 +116,20 @@ class Replica(AbstractContextManager["Replica"]):
         kept_steps: int = KEPT_STEPS,
     ) -> None:
         self._kept_steps, own = kept_steps, torch.device(device)
-        if own.type == "cuda" and own.index is None:  # each thread has a GPU of its own that is the current one
+        if own.type == "cuda" and own.index is None:  # each thread has its own current GPU
             own = torch.device("cuda", torch.cuda.current_device())
         self._units: dict[str, list[int]] = {}
         self._parts: list[Part] = []
         for unit in units:
             if unit.name in self._units:
-                raise ValueError(f"units: {unit.name!r} is there twice; names must be unique")
+                raise ValueError(f"units: {unit.name!r} is used twice; names must be unique")
             first = len(self._parts)
             self._parts += [Part(unit, specs, own) for specs in parts_of(unit)]
             self._units[unit.name] = list(range(first, len(self._parts)))
         self._log = ReplayLog([(part.name, part.elements, part.layout.nbytes) for part in self._parts], log_bytes)
         self._repeater = Repeater(self._parts, self._log)
         self._batches = [batch_steps(part.elements) + kept_steps for part in self._parts]
-        """Steps that are logged when a batch of them is applied."""
+        """Number of logged steps at which a batch of them is applied."""
         self._waiting = threading.Condition()
         self._work: dict[int, None] = {}
         self._closed = False
@@ -138,34 +139,34 @@ class Replica(AbstractContextManager["Replica"]):
     def receive(
         self, message: bytes | bytearray | memoryview | NDArray[np.uint8], *, hold: bool = False, keep: bool = False
     ) -> Received:
-        """Takes over one message; its memory is the caller's again afterwards. For one thread at a time.
+        """Take over one message; its memory is the caller's again afterwards. Call it from one thread at a time.
 
         Args:
             message: one of `GradientSender.messages` or `next_step_messages`.
-            hold: a step does not count before `release`, as the trainers have not agreed on it yet.
-            keep: a full state stays in the message's memory, which is the replica's from now on; it is aligned to 8
-                bytes.
+            hold: a step does not count before `release_held`, since the trainers have not agreed on it yet.
+            keep: a full state stays in the message's memory, which belongs to the replica from then on and must be
+                aligned to 8 bytes.
 
         Returns:
-            What became of it. A damaged, missing or reordered message is no exception: the unit keeps the state that it
-            has, and follows no more steps until its full state comes.
+            The outcome. A damaged, missing or reordered message raises no exception: the unit keeps its state, and
+            follows no more steps until its full state arrives.
 
         Raises:
             ValueError: the replica is closed, or the memory to keep is read-only.
         """
         if self._closed:
-            raise ValueError("replica: it is closed")
+            raise ValueError("Replica.receive: the replica is closed")
         record = np.frombuffer(message, np.uint8)
         if keep and not record.flags.writeable:
-            raise ValueError("replica: keep needs memory that may be written")
+            raise ValueError("Replica.receive: keep=True needs writable memory, got a read-only message")
         return self._take(record, hold, self._log.accept(record, hold), keep=keep)
 
-    def begin(self, unit: str, step: int, state: Tensor) -> None:
-        """Takes over a unit's full state that is here already, and its memory.
+    def begin_with(self, unit: str, step: int, state: Tensor) -> None:
+        """Take over a unit's full state that is already on this host, and its memory.
 
         Args:
             unit: its name.
-            step: of the trainer, after which it is.
+            step: number of the trainer's steps before the state.
             state: uint8 `[nbytes]` on the CPU, the unit's tensors one after the other.
 
         Raises:
@@ -174,28 +175,28 @@ class Replica(AbstractContextManager["Replica"]):
         sizes = [self._parts[index].layout.nbytes for index in self._units[unit]]
         for index, part in zip(self._units[unit], state.split(sizes), strict=True):
             self._log.begin(index, step)
-            self._repeater.install(index, part if part.data_ptr() % ALIGNMENT == 0 else part.clone())
+            self._repeater.install_state(index, part if part.data_ptr() % ALIGNMENT == 0 else part.clone())
 
-    def hold(self, messages: NDArray[np.uint8], sizes: list[int]) -> tuple[int, list[Received]]:
-        """Takes over messages of one step, like `receive` with `hold`.
+    def hold_all(self, messages: NDArray[np.uint8], sizes: list[int]) -> tuple[int, list[Received]]:
+        """Take over messages of one step, like `receive` with `hold`.
 
         Args:
             messages: uint8, one after the other.
             sizes: bytes of each.
 
         Returns:
-            How many steps are held, and what became of all that was damaged, missing or reordered.
+            The number of steps held, and the outcomes of all messages that were damaged, missing or reordered.
 
         Raises:
             ValueError: the replica is closed.
         """
         if self._closed:
-            raise ValueError("replica: it is closed")
+            raise ValueError("Replica.hold_all: the replica is closed")
         held, others, number, start = 0, [], 0, 0
         while number < len(sizes):
             count, other = self._log.hold_all(messages[start:], sizes[number:])
             held, start, number = held + count, start + sum(sizes[number : number + count]), number + count
-            if other is not None:  # a record that is more than logged
+            if other is not None:  # a record that the log alone cannot take
                 end = start + sizes[number]
                 received = self._take(messages[start:end], True, other)
                 held += received.code == "ok"
@@ -204,44 +205,44 @@ class Replica(AbstractContextManager["Replica"]):
                 start, number = end, number + 1
         return held, others
 
-    def release(self, *, clip: float | None = 1.0) -> None:
-        """The held steps count from now on, with gradients multiplied by `clip` before the optimizer saw them.
+    def release_held(self, *, clip: float | None = 1.0) -> None:
+        """Count the held steps from now on, with gradients multiplied by `clip` before the optimizer saw them.
 
-        None: the optimizer left them out, so they count, and change nothing.
+        None: the optimizer skipped them, so they count and change nothing.
         """
         self._log.release(clip)
         waiting = enumerate(self._log.waiting())
         self._wake([index for index, steps in waiting if steps is not None and steps >= self._batches[index]])
 
-    def discard(self) -> None:
-        """The held steps will never be."""
+    def discard_held(self) -> None:
+        """Drop the held steps."""
         self._log.discard()
 
     def version(self, unit: str) -> int | None:
-        """The newest step of the trainer that the unit can be brought to; None before its full state came."""
+        """Return the newest step of the trainer that the unit can be brought to; None before its full state arrived."""
         newest = [self._log.newest(index) for index in self._units[unit]]
         return None if None in newest else min(step for step in newest if step is not None)
 
     def oldest(self, unit: str) -> int | None:
-        """The oldest step that the unit can be brought to; None before its full state came."""
+        """Return the oldest step that the unit can be brought to; None before its full state arrived."""
         applied = [self._log.version(index) for index in self._units[unit]]
         return None if None in applied else max(step for step in applied if step is not None)
 
     def needs_full_state(self) -> list[str]:
-        """Units that follow no more steps until their full state comes."""
+        """Return the units that follow no more steps until their full state arrives."""
         return [name for name, parts in self._units.items() if any(self._log.needs_state(part) for part in parts)]
 
     def take_damages(self) -> list[Damage]:
-        """What was found to be damaged since this was called last; each unit waits for its full state."""
+        """Return the damage that was found since the previous call; each unit waits for its full state."""
         return self._repeater.take_damages()
 
     @property
     def log_nbytes(self) -> int:
-        """Bytes of the log now."""
+        """Current bytes of the log."""
         return self._log.nbytes
 
     def catch_up(self, unit: str, step: int | None = None) -> CaughtUp:
-        """Applies what is logged until a step, and returns the state.
+        """Apply the logged steps up to a step, and return the state.
 
         Args:
             unit: its name.
@@ -249,7 +250,7 @@ class Replica(AbstractContextManager["Replica"]):
 
         Raises:
             KeyError: there is no such unit.
-            ReplicaBehind: the step has not come, or steps after it were applied already.
+            ReplicaBehind: the step has not arrived, or later steps were already applied.
         """
         if step is None:
             step = self.version(unit) or 0
@@ -257,15 +258,15 @@ class Replica(AbstractContextManager["Replica"]):
         return CaughtUp(step, state, digest(state.numpy()))
 
     def read(self, unit: str, step: int, out: Tensor | None = None, *, lends: bool = False) -> Tensor:
-        """The state of `catch_up`, without its digest, in memory of its own or in `out`; the same errors.
+        """Return the state of `catch_up`, without its digest, in new memory or in `out`; raise the same errors.
 
-        `lends`: it may be the replica's own memory, which the next step of the unit writes.
+        With `lends`, it may be the replica's own memory, which the next step of the unit writes.
         """
         newest = self.version(unit)
         if newest is None:
-            raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
+            raise ReplicaBehind(f"{unit}: no full state has arrived, or its steps could not be applied; send it again")
         if step > newest:
-            raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
+            raise ReplicaBehind(f"{unit}: step {step} has not arrived, the newest is {newest}; request its full state")
         indices = self._units[unit]
         if lends and len(indices) == 1 and self._parts[indices[0]].device.type == "cpu":
             with self._parts[indices[0]].lock:
@@ -278,26 +279,26 @@ class Replica(AbstractContextManager["Replica"]):
         return state
 
     def catch_up_all(self, units: Iterable[str] | None = None) -> Iterator[None]:
-        """Brings units that have a state, None for all, to their newest step, some at a time, for `survey`.
+        """Bring units that have a state (None: all) to their newest step, some at a time, for `survey`.
 
-        Yields of each parameter and unit. Whoever stops asking waits for those that are under way alone.
+        Yields after each parameter and unit. A caller that stops early waits only for those in progress.
         """
         steps = {unit: self.version(unit) for unit in (self._units if units is None else units)}
         found = [(self._units[unit], step) for unit, step in steps.items() if step is not None]
-        due = [(index, step) for indices, step in found for index in indices]
+        to_apply = [(index, step) for indices, step in found for index in indices]
         on_host = [(each, step) for each, step in found if all(self._parts[i].device.type == "cpu" for i in each)]
         pool = ThreadPoolExecutor(CATCH_UP_THREADS, "evermoe-catch-up")
         try:
-            yield from pool.map(lambda each: self._repeater.catch_up(*each), due)
+            yield from pool.map(lambda each: self._repeater.catch_up(*each), to_apply)
             yield from pool.map(lambda each: self._repeater.find_digest(*each), on_host)
         finally:
             pool.shutdown(cancel_futures=True)
 
     def survey(self, units: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
-        """Unit, step and digest of units that have a state, each at its newest step; on the CPU without a copy.
+        """Return unit, step and digest of units that have a state, each at its newest step; on the CPU without a copy.
 
-        `units`: their names; None for all. Of those that `catch_up_all` has brought there, and that were not written
-        since, the digest is the one that it has found.
+        `units`: their names; None for all. The digest is the one that `catch_up_all` computed, if the unit was not
+        written since.
         """
         known: list[tuple[str, int, int]] = []
         found: list[tuple[str, int]] = []
@@ -321,7 +322,7 @@ class Replica(AbstractContextManager["Replica"]):
             return known + [(*each, value) for each, value in zip(found, digests_of(states), strict=True)]
 
     def close(self) -> None:
-        """Ends the thread after the batch that it is at; what is logged stays and `catch_up` works. Twice is fine."""
+        """End the thread after its current batch. The log stays, and `catch_up` still works. May be called twice."""
         with self._waiting:
             self._closed = True
             self._waiting.notify_all()
@@ -337,7 +338,7 @@ class Replica(AbstractContextManager["Replica"]):
     def _take(self, record: NDArray[np.uint8], hold: bool, accepted: _Accepted, *, keep: bool = False) -> Received:
         code, index, reason, digest = accepted
         while code == "apply_now":
-            before = self._log.nbytes  # the thread makes room, too
+            before = self._log.nbytes  # the background thread makes room, too
             code, index, reason, digest = self._log.accept(record, hold)
             if code != "apply_now":
                 break
@@ -349,21 +350,21 @@ class Replica(AbstractContextManager["Replica"]):
             return Received(name, "failed", self._repeater.failures[index])
         if code == "state" and index is not None:
             payload = record[RECORD_HEADER_BYTES:]
-            self._repeater.install(index, torch.from_numpy(payload if keep else payload.copy()), digest)
+            self._repeater.install_state(index, torch.from_numpy(payload if keep else payload.copy()), digest)
         elif code == "ok" and index is not None and not hold:
             newest, version = self._log.newest(index), self._log.version(index)
-            is_due = newest is not None and version is not None and newest - version >= self._batches[index]
-            self._wake([index] if is_due else [])
+            has_batch = newest is not None and version is not None and newest - version >= self._batches[index]
+            self._wake([index] if has_batch else [])
         elif code == "proof" and index is not None and self._log.version(index) == self._log.newest(index):
             with self._parts[index].lock:
-                self._repeater.prove_locked(index)
+                self._repeater.compare_locked(index)
         return Received(name, "ok" if code in ("ok", "state", "duplicate", "proof") else code, reason)
 
-    def _wake(self, due: Sequence[int]) -> None:
-        """Has the thread apply a batch of each of these parts."""
-        if due:
+    def _wake(self, indices: Sequence[int]) -> None:
+        """Make the thread apply a batch of each of these parts."""
+        if indices:
             with self._waiting:
-                self._work |= dict.fromkeys(due)
+                self._work |= dict.fromkeys(indices)
                 self._waiting.notify_all()
 
     def _apply_in_background(self) -> None:

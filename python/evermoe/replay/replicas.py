@@ -1,12 +1,11 @@
-"""What replicas get before each vote: the gradients of the next step.
+"""Keep replicas current in a session: the gradients of each step arrive before its vote.
 
-    replan ─ protect_all ─ wait ─ release ─ [ begin_step ─ begin ─ before_vote ─ after_update ] at each step
-                                                            heal, where a replica asked for states
+    replan ─ protect_all ─ wait_for_copies ─ release ─ [ begin_step ─ begin_exchange ─ before_vote ─ after_update ]
+                                                         heal_replicas, if a member has requested states
 
-As a step begins, replicas that cannot follow it get the state of before it: those of units that are chosen anew, and
-those that have asked. It travels while the step computes, in windows of the network where these are known.
-
-The replicas of the previous plan are kept until all of the latest one are complete.
+As a step begins, replicas that cannot follow it receive the state from before it: the replicas of newly selected units,
+and those that have requested it. The state travels while the step computes, in idle windows of the network if these are
+known.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ class _ReplicaSet:
     copies: ReplayExchange
     generation: int
     trainers: Mapping[str, Collection[str]]
-    """Of each unit the members that train it."""
+    """Members that train each unit."""
     base: int = 0
-    """The version that they began with."""
+    """Version with which they began."""
 
     def orphans(self, present: Collection[str]) -> set[str]:
-        """Units that are kept here, and that none of the members which are there trains."""
+        """Return the units kept on this member that no present member trains."""
         return {unit for unit in self.copies.units if not any(each in present for each in self.trainers[unit])}
 
     def stored(self, present: Collection[str]) -> Iterator[ReplayedUnit]:
-        """Everything that is kept here for others; the digests of what a member that is there trains are None."""
+        """Yield every copy that this member keeps for others; digests of what a present member trains are None."""
         for unit, step, value in self.copies.stored(self.orphans(present)):
             version = self.base if step == step_of(self.base) else version_of(self.generation, step)
             yield ReplayedUnit(unit, version, value, self.copies)
@@ -70,42 +69,42 @@ class _ReplicaSet:
 
 @dataclass(frozen=True)
 class ReplayedUnit:
-    """A version of one unit that a replica here has, or can be brought to."""
+    """A version of one unit that a replica on this member has, or can be brought to."""
 
     unit: str
     version: int
     digest: int | None
-    """None where its steps are still to be repeated."""
+    """None if its steps are still to be repeated."""
     copies: ReplayExchange
 
     def read(self, out: Tensor) -> int:
-        """Writes the bytes to `out`, uint8 `[nbytes]`; how many: 0 if the replica has left the version behind."""
+        """Write the bytes to `out`, uint8 `[nbytes]`; return their number, 0 if the replica has passed the version."""
         return len(self.copies.read(self.unit, step_of(self.version), out))
 
     def lend(self) -> Tensor | None:
-        """The bytes where they are, uint8 `[nbytes]`, until the unit's next step; None if they are not one piece."""
+        """Return the bytes in place, uint8 `[nbytes]`, until the unit's next step; None if they are not one piece."""
         if self.copies.device.type != "cpu" or len(parts_of(self.copies.state.catalog.by_name[self.unit])) > 1:
             return None
         return self.copies.read(self.unit, step_of(self.version), lends=True)
 
     @property
     def data(self) -> Tensor:
-        """uint8 `[nbytes]`; empty if the replica has left the version behind."""
+        """uint8 `[nbytes]`; empty if the replica has moved past the version."""
         return self.copies.read(self.unit, step_of(self.version))
 
 
 def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
-    """How the optimizer's steps are repeated; None, with a warning, if they cannot be.
+    """Return the arithmetic that repeats the optimizer's steps; None, with a warning, if there is none.
 
     Raises:
-        UnsupportedState: they could be, but for code of the script's that runs in them.
+        UnsupportedState: the steps could be repeated, but code of the script runs in them.
     """
     try:
         if is_averaged(optimizer):
-            raise NotReplayable("an average of the weights is kept, which gradients alone do not give")
+            raise NotReplayable("an average of the weights is kept, which gradients alone cannot reproduce")
         foreign = foreign_step(optimizer)
         if foreign is not None:
-            raise NotReplayable(f"{foreign} may do in some step what no trial of it shows")
+            raise NotReplayable(f"{foreign} is neither torch's nor evermoe's, so no trial covers all that it may do")
         arithmetic = calibrate(optimizer)
     except NotReplayable as error:
         logger.warning("copies get the state after each step, not gradients: %s", error)
@@ -119,12 +118,12 @@ class Replicas(Keeper):
 
     Args:
         state: this member's units.
-        membership: who takes part; replica nodes keep copies alone.
-        options: the log, and where replicas are.
+        membership: all members; replica nodes only keep copies.
+        options: bound of the log, and device of the replicas.
         arithmetic: of the optimizer, if its steps can be repeated.
-        emit: of the session.
-        pacer: knows when the network is idle; gradients, and states that a plan begins with, do not wait for that.
-        message_bytes: of states that do, at most.
+        emit: listener of the session.
+        pacer: knows when the network is idle. Gradients, and states with which a plan begins, do not wait for that.
+        message_bytes: maximum bytes of a message of other states.
     """
 
     def __init__(
@@ -145,35 +144,35 @@ class Replicas(Keeper):
         self._arithmetic = arithmetic
         self._now: _ReplicaSet | None = None
         self._copies = NO_COPIES
-        """Copies of before, with which replicas of the latest plan begin."""
+        """Earlier copies with which replicas of the latest plan begin."""
         self._older: _ReplicaSet | None = None
-        self._is_whole = False
-        """Whether all copies of the latest plan were complete once."""
+        self._was_complete = False
+        """Whether all copies of the latest plan have been complete once."""
         self._states: Task[ExchangeResult] | None = None
-        """Sends the states with which the replicas of a plan begin; all else comes after it."""
+        """Sends the states with which the replicas of a plan begin; everything else follows it."""
         self._exchange: Task[ExchangeResult] | None = None
         self._digests: Task[None] | None = None
-        """Reads the state of some units; all else of the step comes after it."""
+        """Reads the state of some units; the rest of the step follows it."""
         self._early: Task[None] | None = None
-        """Sends the states of before this step; the exchange comes after it."""
+        """Sends the states from before this step; the exchange follows it."""
         self._is_healing = False
-        """Whether a member has asked for full states, which come with the next step; the same on all members."""
+        """Whether a member has requested full states, which come with the next step; the same on all members."""
         self.is_early = False
         """True if no other rank contributes to these gradients, so they can be sent before reduction."""
         self._copied: dict[str, int] = {}
-        """By unit that this member sends, after how many steps its replicas are."""
+        """Step that its replicas have reached, by unit that this member sends."""
         self._under_way: set[str] = set()
-        """Of these, the ones whose gradients are sent in the step that runs."""
+        """Units among them whose gradients are sent in the current step."""
         self._behind: set[str] = set()
-        """Of these, the ones whose replicas get the state of before each step, as it cannot be repeated."""
-        self.asked: set[str] = set()
-        """Units of which this member needs the full state anew."""
+        """Units among them whose replicas receive the state from before each step, since it cannot be repeated."""
+        self.requests: set[str] = set()
+        """Units of which this member needs the full state again."""
         self.lacks_states = False
-        """Whether a state with which a replica of the latest plan should begin did not come as it was sent."""
-        self._has_told = False
+        """Whether a state with which a replica of the latest plan should begin did not arrive intact."""
+        self._has_warned = False
         """Whether the first message that could not be used was reported."""
 
-    # ---- who follows what
+    # ---- the plan
 
     @property
     def repeats_steps(self) -> bool:
@@ -185,17 +184,17 @@ class Replicas(Keeper):
         return self._arithmetic is not None and can_replay(self._state, unit, self._arithmetic)
 
     def replan(self, assignment: Assignment) -> None:
-        """Follows a new plan from now on; `protect_all` and `release` must follow."""
+        """Follow a new plan; `protect_all` and `release` must follow."""
         kept = [each for each in assignment.plan.units if each.kind == "replayed"]
         rank = self._membership.everyone.rank
         if self._now is not None:
             self._now.copies.gradients.close()
-            if self._is_whole:
+            if self._was_complete:
                 _close(self._older, self._emit)
                 self._older = self._now
-            else:  # it never was: what was before it still is what there is
+            else:  # never complete: the copies of its predecessor are still the only complete ones
                 _close(self._now, self._emit)
-        self._is_whole, self.asked, self._is_healing = False, set(), False
+        self._was_complete, self.requests, self._is_healing = False, set(), False
         experts = set(self._state.catalog.experts())
         alone = {each.unit for each in kept if each.unit in experts and len(assignment.active[each.unit]) == 1}
         self.is_early = all(each.unit in alone for each in kept if each.primary == rank)
@@ -218,8 +217,8 @@ class Replicas(Keeper):
         self._behind = {unit for unit in self._copied if not self.is_replayable(unit)}
 
     def release(self, step: int) -> None:
-        """Drops the copies of the previous plan: those of the latest one are complete on all members."""
-        self._is_whole = True
+        """Drop the copies of the previous plan: those of the latest one are complete on all members."""
+        self._was_complete = True
         self._copied = dict.fromkeys(self._copied, step)
         _close(self._older, self._emit)
         self._older = None
@@ -227,10 +226,10 @@ class Replicas(Keeper):
     # ---- a step
 
     def begin_step(self, step: int, selected: Collection[str] | None) -> None:
-        """A step begins, in which nothing writes the state until its messages are through.
+        """Begin a step, in which nothing writes the state until its messages are through.
 
-        `begin` sends the gradients of these units in it; of those among them that replicas cannot follow, the states of
-        before it go now.
+        `begin_exchange` sends the gradients of these units. For units that replicas cannot follow, the states from
+        before the step are sent now.
         """
         self._exchange = self._early = None
         if self._now is None:
@@ -242,16 +241,16 @@ class Replicas(Keeper):
         self._digests = self.courier.submit(copies.take_digests)
         self._is_healing = False
         if has_states and copies.has_peers:
-            self._early = self.courier.submit(lambda: copies.early.exchange(self.courier, step, selected))
+            self._early = self.courier.submit(lambda: copies.early.exchange_states(self.courier, step, selected))
 
-    def backward(self, *, ends: bool) -> None:
-        """The script begins to backpropagate a loss; or `ends`: its gradients are there, and not reduced yet."""
+    def on_backward(self, *, ends: bool) -> None:
+        """Called as the script begins a backward pass, or with `ends` once its gradients exist, before reduction."""
         if self._now is not None:
             gradients = self._now.copies.gradients
             (gradients.end_backward if ends else gradients.begin_backward)()
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Begins to send the states, which are those of `version`, to replicas that do not have them."""
+        """Begin to send the states of `version` to replicas that do not have them."""
         assert self._now is not None
         self._now.base = version
         self.lacks_states = False
@@ -265,26 +264,26 @@ class Replicas(Keeper):
             self._states = self.courier.submit(begin)
         return ()
 
-    def begin(self, step: int, selected: Collection[str] | None) -> None:
-        """Begins to send the gradients of the next step that are not sent yet: of these units, None for all; once."""
+    def begin_exchange(self, step: int, selected: Collection[str] | None) -> None:
+        """Begin to send the gradients of the next step that were not sent early: of these units, None for all; once."""
         assert self._now is not None
         copies = self._now.copies
         if self._exchange is not None or not copies.has_peers:
             return
-        self._pacer.hurry(everything=False)  # what is left of its states, which come first
+        self._pacer.hurry(everything=False)  # the rest of its states, which come first
         self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
 
         def exchange() -> ExchangeResult:
-            exchanged = copies.exchange(self.courier, step, selected)
-            _tell(self._emit, exchanged.damages)
+            exchanged = copies.exchange_step(self.courier, step, selected)
+            _report(self._emit, exchanged.damages)
             if exchanged.held:
                 self._emit(GradientsLogged(step))
             return exchanged
 
         self._exchange = self.courier.submit(exchange)
 
-    def wait(self) -> bool:
-        """Waits until all messages that were begun are through; False if a member was `lost`."""
+    def wait_for_copies(self) -> bool:
+        """Wait until all messages that were begun are through; return False if a member was `lost`."""
         is_done, group = False, self._membership.trainer_group
         tasks = self._tasks()
         states: list[Task[Any] | None] = [self._states, self._early]
@@ -298,12 +297,12 @@ class Replicas(Keeper):
             group.on_wait(False, is_done)
         for began in (self._states, self._exchange):
             if began is not None and began.result is not None:
-                self.asked |= began.result.needs_full_state
-                if self.asked and not self._has_told:
-                    self._has_told = True
+                self.requests |= began.result.needs_full_state
+                if self.requests and not self._has_warned:
+                    self._has_warned = True
                     logger.warning(
-                        "the copies here of %s wait for its full state, which comes next: %s",
-                        min(self.asked),
+                        "this node's copy of %s waits for its full state, which comes with the next step: %s",
+                        min(self.requests),
                         began.result.problem,
                     )
                 self.lacks_states |= began is self._states and bool(began.result.needs_full_state)
@@ -312,36 +311,36 @@ class Replicas(Keeper):
         return is_done
 
     def before_vote(self, step: int) -> bool:
-        """Waits until the gradients of the step are through."""
-        return self.wait()
+        """Wait until the gradients of the step are through."""
+        return self.wait_for_copies()
 
     @property
     def lost(self) -> str | None:
-        """Why the messages did not get through."""
+        """Reason why the messages did not get through."""
         return next((task.lost for task in self._tasks() if task is not None and task.lost), None)
 
     def _tasks(self) -> list[Task[Any] | None]:
-        """Those of the step, and what came before."""
+        """Return the tasks of the step, and the earlier ones."""
         gradients = [] if self._now is None else self._now.copies.gradients.tasks
         return [self._states, self._digests, self._early, *gradients, self._exchange]
 
     def after_update(self, version: int, clip: float | None) -> None:
-        """Replicas may take the step, with gradients multiplied by `clip`; None: they leave it out, too."""
+        """Let replicas take the step, with gradients multiplied by `clip`; None: they skip its update, too."""
         assert self._now is not None
-        self._now.copies.committed(clip)
+        self._now.copies.commit_step(clip)
         self._copied |= {unit: step_of(version) - (unit in self._behind) for unit in self._under_way}
 
     def lag(self, step: int) -> dict[str, int]:
-        """Of `replayed` copies, the oldest."""
+        """Return the lag of the oldest `replayed` copy."""
         return {"replayed": step - min(self._copied.values())} if self._copied else {}
 
     def take_requests(self) -> set[str]:
-        """Units of which this member needs the full state anew; they count as requested from now on."""
-        requests, self.asked = self.asked, set()
+        """Return the units of which this member needs the full state; they count as requested from now on."""
+        requests, self.requests = self.requests, set()
         return requests
 
-    def heal(self, primary: Callable[[str], int]) -> None:
-        """Some members have asked for full states, which come with the next step from those that send; collective."""
+    def heal_replicas(self, primary: Callable[[str], int]) -> None:
+        """Gather the requests for full states, which their senders send with the next step; collective."""
         assert self._now is not None
         everyone = self._membership.everyone
         found = gather_json(everyone, sorted(self.take_requests()))
@@ -353,48 +352,48 @@ class Replicas(Keeper):
     # ---- after a failure
 
     def settle(self) -> bool:
-        """Waits until nothing is under way; whether all that was is through."""
+        """Wait until nothing is in flight; return whether all of it got through."""
         self._pacer.hurry(everything=False)
-        is_whole = all([task is None or task.wait() for task in self._tasks()])
+        is_complete = all([task is None or task.wait() for task in self._tasks()])
         self._states = self._digests = self._early = self._exchange = None
         if self._now is not None:
             self._now.copies.gradients.tasks.clear()
-            self._now.copies.gradients.forget()
-        return is_whole
+            self._now.copies.gradients.stop_sending()
+        return is_complete
 
     def catch_up(self) -> Iterator[None]:
-        """Brings what no member that the Lighthouse names trains to where `stored` needs it, bit by bit.
+        """Bring units that no member named by the Lighthouse trains to where `stored` needs them, a part at a time.
 
-        In any thread, while no plan is made.
+        Runs in any thread, while no plan is made.
         """
         for replicas in filter(None, (self._now, self._older)):
             yield from replicas.copies.catch_up(replicas.orphans(self._membership.named))
 
     def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
-        """Every unit that is kept here for others, in every version that it can be brought to.
+        """Yield every unit that this member keeps for others, in every version that it can be brought to.
 
-        Units that a member of the group trains are not brought there: nobody may need their copies.
+        Units that a member of the group trains are not brought to it yet: nobody may need their copies.
         """
         for replicas in filter(None, (self._now, self._older)):
             for unit in replicas.stored(self._membership.members):
                 yield unit, "replayed"
-            _tell(self._emit, replicas.copies.replica.take_damages())
+            _report(self._emit, replicas.copies.replica.take_damages())
 
     def close(self) -> None:
-        """Ends all threads. Nothing may be under way."""
+        """End all threads. Nothing may be in flight."""
         self.courier.close()
         _close(self._now, self._emit)
         _close(self._older, self._emit)
         self._now = self._older = None
 
 
-def _tell(emit: Listener, damages: Iterable[Damage]) -> None:
+def _report(emit: Listener, damages: Iterable[Damage]) -> None:
     for each in damages:
-        logger.warning("a copy here is damaged, and is not used any more: %s", each.reason)
+        logger.warning("a copy on this node is damaged and no longer used: %s", each.reason)
         emit(Damaged(each.unit, each.step, each.reason))
 
 
 def _close(replicas: _ReplicaSet | None, emit: Listener) -> None:
     if replicas is not None:
         replicas.copies.close()
-        _tell(emit, replicas.copies.replica.take_damages())
+        _report(emit, replicas.copies.replica.take_damages())

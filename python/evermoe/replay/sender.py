@@ -1,4 +1,4 @@
-"""The trainer's side of replicas: what happened in a step, as messages."""
+"""The trainer's side of replicas: the messages that describe each step."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from evermoe.warn import warn
 __all__ = ["FUSED_ROW", "GradientSender", "Row"]
 
 FUSED_ROW = 8
-"""Torch's fused optimizers on CPUs step the last `numel % 8` elements of a parameter in another way."""
+"""Torch's fused optimizers on CPUs step the last `numel % 8` elements of a parameter with other code."""
 
 
 class GradientSender:
-    """Makes the messages that keep a `Replica` at the state of the trainer: the full state once, then records of steps.
+    """Encoder of the messages that keep a `Replica` at the trainer's state: the full state once, then records of steps.
 
-    Its hooks on `optimizer.step` encode the gradients right before the step, as the optimizer sees them, whatever
-    reduced or clipped them. After the step, `messages` returns what to send. A state that was changed by anything but a
-    step (seen by the tensors' version counters) is sent in full. So is the state after each step where a hook before it
+    Its hooks on `optimizer.step` encode the gradients right before the step, as the optimizer sees them, no matter what
+    reduced or clipped them. After the step, `messages` returns what to send. A state that anything but a step has
+    changed (detected by the tensors' version counters) is sent in full. So is the state after each step if a pre-hook
     was registered later than the sender's.
 
-    An optimizer whose arithmetic cannot be repeated (`evermoe.replay.calibrate`) is warned of once; its state is sent
-    in full after each step. So are parameters that are neither float32 nor have float32 masters, or have masters and an
-    odd number of elements, or are not in the optimizer, where they have changed.
+    If the optimizer's arithmetic cannot be repeated (`evermoe.replay.calibrate`), the sender warns once and sends the
+    state in full after each step. It does the same for changed parameters that are neither float32 nor have float32
+    masters, that have masters and an odd number of elements, or that are not in the optimizer.
 
     Args:
-        optimizer: after it got its parameters.
-        units: for each unit its parameters by name, whole or as a `Row`.
+        optimizer: the optimizer, with all its parameters.
+        units: the parameters of each unit by name, complete or as a `Row`.
         arithmetic: from `evermoe.replay.calibrate`; None to calibrate now.
-        is_hooked: False for one whose caller makes the messages before each step with `next_step_messages`, and
-            reports the step with `on_step`. It does not calibrate: without an arithmetic it sends full states alone.
+        is_hooked: False if the caller makes the messages before each step with `next_step_messages`, and reports the
+            step with `on_step`. The sender then does not calibrate: without an arithmetic it only sends full states.
 
     Raises:
-        ValueError: a name is used twice, or a row is not one.
+        ValueError: a name is used twice, or the index of a row is out of range.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class GradientSender:
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
-        self._turn, self._due = 0, 0.0
-        """Of `take_digests`: whose it is, and the elements that are due."""
+        self._next_source, self._elements_to_read = 0, 0.0
+        """For `take_digests`: index of the next source, and number of elements to read."""
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step)] if is_hooked else []
 
     def layouts(self) -> list[Unit]:
-        """Name and byte layout of each unit, for `Replica`; of an optimizer that is sent in full, after its first step.
+        """Return name and byte layout of each unit, for `Replica`; after the first step if states are sent in full.
 
         Raises:
             UnsupportedState: the optimizer keeps state that is neither a tensor of the parameter's shape nor a scalar.
@@ -88,7 +88,7 @@ class GradientSender:
         ]
 
     def request_full_state(self, unit: str | None = None) -> None:
-        """Sends the full state of a unit (None: of all) with the next messages.
+        """Send the full state of a unit (None: of all) with the next messages.
 
         Raises:
             KeyError: there is no such unit.
@@ -97,13 +97,13 @@ class GradientSender:
             source.sent = None
 
     def messages(self, step: int) -> list[Bytes]:
-        """What a replica needs to know about a step of the trainer, after `optimizer.step()` or where that was skipped.
+        """Return the messages that describe a step, after `optimizer.step()` or where it was skipped.
 
         Args:
-            step: number of the step, the last one's plus 1; after a jump all units are sent in full.
+            step: number of the step, the previous one's plus 1; after a jump all units are sent in full.
 
         Returns:
-            One message for each parameter, uint8. The memory is used again by the next `optimizer.step()`.
+            One message for each parameter, uint8. The next `optimizer.step()` reuses the memory.
 
         Raises:
             UnsupportedState: as of `layouts`.
@@ -111,34 +111,34 @@ class GradientSender:
         """
         if step < 0:
             raise ValueError(f"step: expected 0 or more, got {step}")
-        self._counts.forget()
+        self._counts.forget_counts()
         if (self._last_step is not None and step != self._last_step + 1) or self._num_steps > 1:
             self.request_full_state()
         self._last_step = step
         was_skipped = self._was_skipped or self._num_steps == 0
-        made = [source.message(self._optimizer, step, was_skipped) for source in self._sources]
+        made = [source.step_message(self._optimizer, step, was_skipped) for source in self._sources]
         self._num_steps, self._was_skipped = 0, False
         return made
 
     def next_step_messages(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, Bytes]]:
-        """Messages for `Replica.receive(hold=True)` of the next step, with the current gradients.
+        """Yield the messages of the next step for `Replica.receive(hold=True)`, with the current gradients.
 
-        The gradients may still be clipped before the optimizer sees them: `Replica.release` takes the factor. A unit
-        that replicas cannot follow is preceded by its full state, which is that of the step before; one whose digest
-        was taken since then, by a proof.
+        The gradients may still be clipped before the optimizer sees them: `Replica.release_held` takes the factor. A
+        unit that replicas cannot follow is preceded by its full state from before the step. A unit whose digest was
+        taken since then is preceded by a proof.
 
         Args:
             step: number of the next step.
-            units: which; None for all.
+            units: names of the units; None for all.
 
-        Returns:
+        Yields:
             Unit and message, uint8.
 
         Raises:
             KeyError: there is no such unit.
             UnsupportedState: as of `layouts`.
         """
-        self.look()
+        self.reread()
         for unit in self._units if units is None else units:
             for record in self.next_step_records(step, unit):
                 if isinstance(record, GradientRecord):
@@ -147,24 +147,25 @@ class GradientSender:
                 else:
                     yield unit, record
 
-    def look(self) -> None:
-        """Reads the optimizer and its state anew with the next `next_step_records`."""
-        self._counts.forget()
-        self._numbers.forget()
+    def reread(self) -> None:
+        """Read the optimizer and its state again in the next `next_step_records`."""
+        self._counts.forget_counts()
+        self._numbers.forget_numbers()
 
-    def look_again(self) -> bool:
-        """Like `look`; whether the optimizer has the numbers that records since then were made with."""
-        self._counts.forget()
-        return self._numbers.look_again()
+    def reread_numbers(self) -> bool:
+        """Read the optimizer again; return whether it still has the numbers in the records since then."""
+        self._counts.forget_counts()
+        return self._numbers.reread()
 
     def next_step_records(
         self, step: int, unit: str, gradients: Mapping[int, Tensor | None] = MappingProxyType({})
     ) -> Iterator[Record]:
-        """`next_step_messages` of one unit, for a caller that encodes the gradients: `look` comes first.
+        """Yield the records of `next_step_messages` for one unit: the caller encodes the gradients, after `reread`.
 
-        Gradients from a GPU are whole after `wait_for_gradients`. The last records that were made of a step count.
+        Gradients from a GPU are complete after `wait_for_gradients`. If records of a step are made again, the last ones
+        count.
 
-        `gradients`: by the parameter's id, those that are used in place of the ones that are there now.
+        `gradients`: by the parameter's id, gradients that replace the current ones.
         """
         for source in self._units[unit]:
             gradient = gradients.get(id(source.parameter), source.parameter.grad)
@@ -177,43 +178,42 @@ class GradientSender:
                 continue
             record: Record | None = None
             if gradient is None:
-                record = source.record(step, None, source.count())
+                record = source.step_record(step, None, source.steps_taken())
             elif (values := source.gradient(gradient)) is not None:
                 t = source.next_step(self._optimizer)
-                record = GradientRecord(source.record_name, step, t, self._numbers.of(t, source), values)
+                record = GradientRecord(source.record_name, step, t, self._numbers.numbers_of(t, source), values)
                 source.pending = t
-            elif source.is_told:  # in place of the record that the replica holds
+            elif source.was_sent:  # in place of the record that the replica holds
                 record = source.full_state(self._optimizer, step - 1)
             if record is not None:
-                source.is_told = isinstance(record, GradientRecord) or gradient is None
+                source.was_sent = isinstance(record, GradientRecord) or gradient is None
                 yield record
 
     def lacking(self, unit: str) -> list[Source]:
-        """What of a unit replicas cannot follow without its full state; `look` comes first."""
+        """Return the sources of a unit that replicas cannot follow without a full state; call `reread` first."""
         return [source for source in self._units[unit] if source.sent is None or source.sent != source.stamp()]
 
     def take_digests(self, steps: int) -> None:
-        """Reads some of the state, and remembers digests: the next messages have them, for replicas to compare.
+        """Read some of the state and remember digests. The next messages carry them, for replicas to compare.
 
-        Nothing may write the state meanwhile. All that replicas follow takes its turn once in so many calls.
+        Nothing may write the state meanwhile. In this number of calls, all that replicas follow is read once.
         """
         followed = [source for source in self._sources if source.sent]
-        self._due += sum(source.elements for source in followed) / steps
+        self._elements_to_read += sum(source.elements for source in followed) / steps
         for _ in followed:
-            source = followed[self._turn % len(followed)]
-            if source.elements > self._due:
+            source = followed[self._next_source % len(followed)]
+            if source.elements > self._elements_to_read:
                 break
             source.take_digest(self._optimizer)
-            self._due -= source.elements
-            self._turn += 1
+            self._elements_to_read -= source.elements
+            self._next_source += 1
 
     def proofs(self, step: int) -> list[Bytes]:
-        """Messages with digests of the state as it is now, after the step of the latest `messages`, for all parameters.
+        """Return messages with digests of all parameters' state as it is now, after the step of the latest `messages`.
 
-        A replica that has another state then asks for the full one. They are 104 bytes each, and cost the sender a
-        look at the whole state.
+        A replica that has another state requests the full one. Each message has 104 bytes. Reads the complete state.
         """
-        self._counts.forget()
+        self._counts.forget_counts()
         followed = [source for source in self._sources if source.sent and source.sent == source.stamp()]
         for source in followed:
             source.take_digest(self._optimizer)
@@ -222,73 +222,74 @@ class GradientSender:
     def full_state_messages(
         self, step: int, units: Iterable[str] | None = None, memory: Callable[[int], Bytes] | None = None
     ) -> Iterator[tuple[str, Bytes]]:
-        """Units and messages with their full state as it is now, after a step.
+        """Yield units and messages with their full state as it is now, after a step.
 
         Args:
-            step: the trainer's.
+            step: the trainer's step.
             units: their names; None for all.
-            memory: uint8 of so many bytes, for a message; None for new memory.
+            memory: returns uint8 memory of this number of bytes for a message; None for new memory.
 
         Raises:
             KeyError, UnsupportedState: as of `next_step_messages`.
         """
-        self._counts.forget()
+        self._counts.forget_counts()
         for unit in self._units if units is None else units:
             for source in self._units[unit]:
                 yield unit, source.full_state(self._optimizer, step, memory)
 
-    def follow(self, unit: str) -> None:
-        """Notes that replicas have a unit's state as it is now, from elsewhere.
+    def follow_unit(self, unit: str) -> None:
+        """Record that replicas have received a unit's current state from elsewhere.
 
         Raises:
             KeyError: there is no such unit.
         """
-        self._counts.forget()
+        self._counts.forget_counts()
         for source in self._units[unit]:
             source.sent = source.stamp()
 
     def on_step(self, *, was_skipped: bool = False) -> None:
-        """The optimizer has taken, or all have skipped, the step of the last `next_step_messages`.
+        """Record that the optimizer took, or all members skipped, the step of the last `next_step_messages`.
 
-        What those left out is sent in full next: torch's fused SGD does not count up the versions of what it writes.
+        Parameters that those messages left out are sent in full next: torch's fused SGD does not count the versions of
+        what it writes.
         """
-        self._counts.forget()
+        self._counts.forget_counts()
         for source in self._sources:
             source.digest = None
-            if not source.is_told:
+            if not source.was_sent:
                 source.sent = None
             elif source.pending is not None:
                 if not was_skipped:
                     source.check_step(source.pending)
                 source.sent = source.sent and source.stamp()
-            source.is_told, source.pending = False, None
+            source.was_sent, source.pending = False, None
 
     def close(self) -> None:
-        """Takes its hooks off the optimizer. Twice is fine."""
+        """Remove the hooks from the optimizer. Calling it again has no effect."""
         for hook in self._hooks:
             hook.remove()
 
     # ---- hooks
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], options: dict[str, Any]) -> None:
-        self._counts.forget()
+        self._counts.forget_counts()
         has_others = any(value is not None for value in (*args[1:], *options.values()))  # a closure
         has_others |= next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id
         scale = getattr(optimizer, "grad_scale", None)
         loss_scale = 1.0 if scale is None else float(scale)
-        self._numbers.forget()
+        self._numbers.forget_numbers()
         for source in self._sources:
             source.draft = None
             if source.rule is None:
                 continue
-            if has_others or source.sent != source.stamp():  # it computes other gradients than those here
+            if has_others or source.sent != source.stamp():  # other code computes other gradients than these
                 source.sent = None
             elif source.parameter.grad is not None:
                 t = source.next_step(optimizer)
-                source.encode(t, self._numbers.of(t, source, loss_scale))
+                source.draft_record(t, self._numbers.numbers_of(t, source, loss_scale))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._counts.forget()
+        self._counts.forget_counts()
         self._num_steps += 1
         found = getattr(optimizer, "found_inf", None)
         self._was_skipped = found is not None and bool(found)
@@ -317,8 +318,8 @@ class GradientSender:
         if source.row is not None and self._arithmetic.variant == "torch_cpu_fused" and source.elements % FUSED_ROW:
             warn(
                 f"replicas get the full state of {source.record_name} after each step, not gradients: a row has "
-                f"{source.elements} elements, and torch's fused optimizer only steps rows alike whose size is a "
-                f"multiple of {FUSED_ROW}; use evermoe.optim"
+                f"{source.elements} elements, and torch's fused optimizer steps all rows the same way only if their "
+                f"size is a multiple of {FUSED_ROW}; use evermoe.optim"
             )
             return
         source.rule = Rule(self._arithmetic, group)

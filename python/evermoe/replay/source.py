@@ -1,4 +1,4 @@
-"""One parameter of a unit on its trainer, as its replicas are told of it: its gradients, or its full state."""
+"""One parameter of a unit on its trainer: the gradients, or full states, that replicas receive of it."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule:
-    """How to repeat the steps of a parameter."""
+    """Arithmetic and group with which the steps of a parameter are repeated."""
 
     arithmetic: Arithmetic
     group: int
-    """Its place: `load_state_dict` replaces the groups themselves."""
+    """Index of the group: `load_state_dict` replaces the groups themselves."""
 
     def state_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """What the optimizer keeps of the parameter."""
+        """Return the names of the parameter's optimizer state."""
         if self.arithmetic.rule == "adamw":
             return ["exp_avg", "exp_avg_sq", "step"]
         return ["momentum_buffer"] if optimizer.param_groups[self.group]["momentum"] else []
 
 
 class GradientRecord(NamedTuple):
-    """The record of a step whose gradient is encoded where it is sent from: see `fill_frame`."""
+    """The record of a step whose gradient is encoded directly into the message: see `fill_frame`."""
 
     name: str
     step: int
@@ -57,10 +57,10 @@ class GradientRecord(NamedTuple):
     """Steps that the parameter has taken by then."""
     numbers: list[float]
     gradient: NDArray[np.float32] | NDArray[np.uint16]
-    """float32, or the bits of bfloat16; from a GPU it is whole after `wait_for_gradients`."""
+    """float32, or the bits of bfloat16; from a GPU it is complete after `wait_for_gradients`."""
 
     def encoded(self) -> Bytes:
-        """The record, uint8, in memory of its own."""
+        """Return the record, uint8, in new memory."""
         elements = len(self.gradient)
         record = np.empty(RECORD_HEADER_BYTES + 4 * elements, np.uint8)
         payload = encode_gradient(self.gradient, self.numbers, record)
@@ -71,15 +71,15 @@ class GradientRecord(NamedTuple):
 Record = Bytes | GradientRecord
 
 
-def most_bytes(record: Record) -> int:
-    """Bytes of a record at most."""
+def max_bytes(record: Record) -> int:
+    """Return the maximum bytes of a record."""
     if isinstance(record, GradientRecord):
         return RECORD_HEADER_BYTES + record.gradient.nbytes
     return len(record)
 
 
 def wait_for_gradients(devices: Iterable[torch.device]) -> None:
-    """Waits until the gradients that this thread has begun to copy from devices are whole."""
+    """Wait until the gradients that this thread has begun to copy from devices are complete."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -110,23 +110,23 @@ class Source:
         self.rule: Rule | None = None
         self.draft: Draft | None = None
         self.pending: int | None = None
-        """Its own count of steps after the next one, if replicas were sent its gradient and it is not taken yet."""
-        self.is_told = False
+        """Its step count after the next step, if replicas were sent its gradient and the step is not taken yet."""
+        self.was_sent = False
         """Whether replicas were sent a record of the next step."""
         self.sent: Stamp | None = None
         """Stamp of the state that replicas can follow; None: the full state comes next."""
         self.digest: int | None = None
-        """That of the state after the newest step, if replicas are to compare theirs with it."""
+        """Digest of the state after the newest step, if replicas are to compare theirs with it."""
         self._num_steps = 0
         self._record = np.empty(0, np.uint8)
 
     @property
     def has_master(self) -> bool:
-        """Whether its steps are those of a float32 master, of which it is the rounding."""
+        """Whether its steps are those of a float32 master, which the parameter rounds."""
         return self.parameter.dtype in HALF
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """The row of a tensor that has the parameter's shape."""
+        """Return the row of a tensor that has the parameter's shape."""
         is_stack = self.row is not None and tensor.shape == self.parameter.shape
         return tensor.detach()[self.row] if is_stack else tensor.detach()
 
@@ -134,24 +134,24 @@ class Source:
         return optimizer.state.get(self.parameter, {})
 
     def stamp(self) -> Stamp:
-        """Changes when the parameter or its state is written or replaced."""
-        return self._counts.stamp(self.parameter)
+        """Return a stamp that changes when the parameter or its state is written or replaced."""
+        return self._counts.stamp_of(self.parameter)
 
-    def count(self) -> int:
-        """Steps that the parameter has taken."""
-        counted = self._counts.of(self.parameter)
+    def steps_taken(self) -> int:
+        """Return the number of steps that the parameter has taken."""
+        counted = self._counts.steps_of(self.parameter)
         return self._num_steps if counted is None else counted
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
-        """The step that it takes next, from 1, as far as its numbers depend on it."""
+        """Return the number of its next step, from 1, as far as the step's numbers depend on it."""
         if self.rule is not None and self.rule.arithmetic.rule == "sgd":
             return 1 if self._kept(optimizer).get("momentum_buffer") is None else 2
-        return self.count() + 1
+        return self.steps_taken() + 1
 
     def gradient(self, of: Tensor | None = None) -> NDArray[np.float32] | NDArray[np.uint16] | None:
-        """The gradient for a record, on its way from a GPU until `wait_for_gradients`; None: full states are sent.
+        """Return the gradient for a record; None if full states are sent. `wait_for_gradients` completes its copy.
 
-        `of`: the parameter's; None for the one that it has now.
+        `of`: the parameter's gradient; None for the current one.
         """
         gradient = self.parameter.grad if of is None else of
         known = (self.parameter.dtype,) if self.has_master else (torch.float32, *HALF)
@@ -163,8 +163,8 @@ class Source:
         values = self._own(gradient).reshape(-1).to("cpu", non_blocking=True)  # to page-locked memory
         return values.view(torch.int16).numpy().view(np.uint16) if values.dtype == torch.bfloat16 else values.numpy()
 
-    def encode(self, t: int, numbers: list[float]) -> None:
-        """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
+    def draft_record(self, t: int, numbers: list[float]) -> None:
+        """Write the gradient into the record's memory; if that is not possible, the full state is sent."""
         gradient = self.gradient()
         if gradient is None:
             return
@@ -174,14 +174,14 @@ class Source:
         self.draft = Draft(t, numbers, encode_gradient(gradient, numbers, self._record))
 
     def check_step(self, t: int) -> None:
-        """Counts a step after the optimizer's; where its own count is not `t` then, the full state is next."""
+        """Count a step after the optimizer's. If its own count is not `t` then, the full state is sent next."""
         self._num_steps += 1
-        counted = self._counts.of(self.parameter)
+        counted = self._counts.steps_of(self.parameter)
         if counted is not None and counted != t:
             self.sent = None
 
-    def message(self, optimizer: torch.optim.Optimizer, step: int, was_skipped: bool) -> Bytes:
-        """The record of a step, or the full state."""
+    def step_message(self, optimizer: torch.optim.Optimizer, step: int, was_skipped: bool) -> Bytes:
+        """Return the record of a step, or the full state."""
         draft, self.draft = self.draft, None
         if self.sent != self.stamp():
             self.sent = None
@@ -189,10 +189,10 @@ class Source:
             return self.full_state(optimizer, step)
         if was_skipped or self.rule is None:
             draft = None
-        return self.record(step, draft, self.count(), "skip_all" if was_skipped else "no_step")
+        return self.step_record(step, draft, self.steps_taken(), "skip_all" if was_skipped else "no_step")
 
-    def record(self, step: int, draft: Draft | None, count: int, otherwise: str = "no_step") -> Bytes:
-        """The record of a step; where nothing was drafted, of this other kind, after `count` steps."""
+    def step_record(self, step: int, draft: Draft | None, count: int, otherwise: str = "no_step") -> Bytes:
+        """Return the record of a step; without a draft, a record of the other kind after `count` steps."""
         about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
         if draft is None:
             record = np.empty(RECORD_HEADER_BYTES, np.uint8)
@@ -205,7 +205,7 @@ class Source:
     # ---- the state
 
     def specs(self, optimizer: torch.optim.Optimizer) -> list[TensorSpec]:
-        """Name, shape and dtype of the parameter and its optimizer state."""
+        """Return name, shape and dtype of the parameter and its optimizer state."""
         return [
             TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors(optimizer).items()
         ]
@@ -214,7 +214,7 @@ class Source:
         own = self._own(self.parameter)
         kept = self._kept(optimizer)
         if self.rule is not None:
-            # What the optimizer has not made yet starts from zeros, a master from its parameter.
+            # State that the optimizer has not created yet starts from zeros, a master from its parameter.
             empty = {
                 name: torch.zeros(()) if name == "step" else torch.zeros_like(own, dtype=torch.float32)
                 for name in self.rule.state_names(optimizer)
@@ -234,12 +234,12 @@ class Source:
         return {self.name: own} | {f"{self.name}/{key}": self._own(value) for key, value in sorted(kept.items())}
 
     def take_digest(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reads the state as it is now, and remembers its digest."""
+        """Read the current state, and remember its digest."""
         tensors = self._tensors(optimizer).values()
         self.digest = state_digest([tensor.reshape(-1).view(torch.uint8).cpu().numpy() for tensor in tensors])
 
     def proof(self, step: int) -> Bytes | None:
-        """The record with the digest that was taken after a step; once."""
+        """Return the record with the digest that was taken after a step; only once."""
         digest, self.digest = self.digest, None
         if digest is None:
             return None
@@ -252,12 +252,12 @@ class Source:
     def full_state(
         self, optimizer: torch.optim.Optimizer, step: int, memory: Callable[[int], Bytes] | None = None
     ) -> Bytes:
-        """Everything, as of after a step.
+        """Return the record of the complete state after a step.
 
         Args:
-            optimizer: whose state it has, too.
-            step: the trainer's.
-            memory: uint8 of so many bytes, for the record; None for new memory.
+            optimizer: its state is included.
+            step: the trainer's step.
+            memory: returns uint8 memory of this number of bytes for the record; None for new memory.
         """
         self.sent = self.stamp()
         tensors = list(self._tensors(optimizer).values())
@@ -267,12 +267,12 @@ class Source:
         for part, tensor in zip(torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes), tensors, strict=True):
             part.copy_(tensor.reshape(-1).view(torch.uint8))
         about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": tensors[0].numel()}
-        seal_record(record, kind="full_state", t=self.count(), numbers=[], payload=None, **about)
+        seal_record(record, kind="full_state", t=self.steps_taken(), numbers=[], payload=None, **about)
         return record
 
 
 class StepNumbers:
-    """What the arithmetic of steps needs beside gradients, once for all parameters that it is the same for.
+    """Numbers of steps, which the arithmetic needs next to gradients; computed once for parameters that share them.
 
     Args:
         optimizer: that takes the steps.
@@ -281,22 +281,22 @@ class StepNumbers:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._known: dict[tuple[int, int], tuple[list[float], Source]] = {}
-        """By the optimizer's group and the number of the step; with a parameter of these."""
+        """By the optimizer's group and the number of the step; with a parameter that has these numbers."""
 
-    def forget(self) -> None:
-        """All is read anew."""
+    def forget_numbers(self) -> None:
+        """Read all numbers again when they are needed next."""
         self._known = {}
 
-    def look_again(self) -> bool:
-        """Reads all anew; whether it is as it was."""
+    def reread(self) -> bool:
+        """Read all numbers again; return whether they are unchanged."""
         known, self._known = self._known, {}
-        return all(self.of(t, source) == numbers for (_, t), (numbers, source) in known.items())
+        return all(self.numbers_of(t, source) == numbers for (_, t), (numbers, source) in known.items())
 
-    def of(self, t: int, source: Source, loss_scale: float = 1.0) -> list[float]:
-        """Those of a parameter's step: see `Arithmetic.numbers`.
+    def numbers_of(self, t: int, source: Source, loss_scale: float = 1.0) -> list[float]:
+        """Return the numbers of a parameter's step: see `Arithmetic.numbers`.
 
         Raises:
-            ValueError: the arithmetic cannot be repeated with the optimizer's settings, a rate below 0, say.
+            ValueError: the arithmetic does not support the optimizer's settings, such as a negative learning rate.
         """
         assert source.rule is not None
         rule = source.rule
@@ -308,17 +308,17 @@ class StepNumbers:
 
 
 class RecordMemory:
-    """Memory of records that are made one after the other: each has it until so many others were made.
+    """Memory for records that are made one after the other. Each buffer is reused in turn.
 
     Args:
-        records: that have memory of their own at a time.
+        records: number of buffers.
     """
 
     def __init__(self, records: int) -> None:
         self._slots: deque[Bytes] = deque([np.empty(0, np.uint8)] * records)
 
-    def take(self, nbytes: int) -> Bytes:
-        """Memory for the next record, uint8 `[nbytes]`."""
+    def take_buffer(self, nbytes: int) -> Bytes:
+        """Return memory for the next record, uint8 `[nbytes]`."""
         slot = self._slots.popleft()
         if len(slot) < nbytes:
             slot = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8)).numpy()

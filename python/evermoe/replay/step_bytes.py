@@ -1,7 +1,7 @@
 """A step of a unit as bytes of a size that both ends know, and the step repeated from them.
 
-Of each parameter of the unit: a head of 64 bytes (whether it took the step, its count, the step's numbers), then the
-gradient, in float32 (in bfloat16 that of a parameter in bfloat16), up to a multiple of 64 bytes.
+Each parameter of the unit has a head of 64 bytes (whether it took the step, its count, the step's numbers), then its
+gradient. Gradients of bfloat16 parameters are bfloat16, all others float32. Both are padded to multiples of 64 bytes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from evermoe.replay.step_notes import NotedStep
 from evermoe.state.unit import TensorSpec, Unit
 
 ALIGNMENT = 64
-"""Bytes of a head, and of what gradients are padded to."""
+"""Bytes of a head; gradients are padded to a multiple of it."""
 _HEAD = np.dtype([("t", "<i8"), ("length", "<i4"), ("numbers", "<f4", 12)], align=True)
 _LENGTHS = (9, 10)
-"""Numbers of a step: of SGD, and of AdamW."""
+"""Possible numbers of a step's numbers: 9 for SGD, 10 for AdamW."""
 
 
 def step_bytes(unit: Unit) -> int:
-    """Bytes of a step of a unit."""
+    """Return the bytes of a unit's step."""
     return sum(ALIGNMENT + _padded(gradient_bytes(each)) for each in parameters_of(unit))
 
 
 def write_step(unit: Unit, steps: Sequence[NotedStep | None], out: Tensor) -> None:
-    """Writes a step of a unit to `out`, uint8 `[step_bytes(unit)]`; without any, that all stays as it is."""
+    """Write a step of a unit to `out`, uint8 `[step_bytes(unit)]`; without `steps`, one that changes nothing."""
     kept = steps or [None] * len(parts_of(unit))
     for (_, _, head, gradient), step in zip(_parts(unit, out), kept, strict=True):
         record = np.zeros((), _HEAD)
@@ -45,29 +45,29 @@ def write_step(unit: Unit, steps: Sequence[NotedStep | None], out: Tensor) -> No
 
 
 def repeat_step(unit: Unit, data: Tensor, state: Tensor) -> None:
-    """Repeats a step of a unit in place.
+    """Repeat a step of a unit in place.
 
     Args:
-        unit: with its tensors.
-        data: of the step, as `write_step` has written it.
-        state: of the unit, uint8 `[nbytes]` on the CPU.
+        unit: the unit, with its tensors.
+        data: the step, as `write_step` has written it.
+        state: the unit's state, uint8 `[nbytes]` on the CPU.
 
     Raises:
         ValueError: the bytes are not those of a step.
-        RuntimeError: the state is not that of the step's optimizer.
+        RuntimeError: the step is of another kind of optimizer than the state.
     """
     for specs, start, head, gradient in _parts(unit, data):
         record = head[: _HEAD.itemsize].numpy().view(_HEAD)[0]
         length, layout = int(record["length"]), Unit(part_name(unit.name, specs[0].name), tuple(specs))
         if length and length not in _LENGTHS:
-            raise ValueError(f"{layout.name}: a step has {length} numbers")
+            raise ValueError(f"{layout.name}: the step has {length} numbers, expected 9 (SGD) or 10 (AdamW)")
         if length:
             numbers = torch.from_numpy(record["numbers"][:length].copy())[None]
             repeat_steps(layout, state[start : start + layout.nbytes], numbers, [gradient], int(record["t"]))
 
 
 def _parts(unit: Unit, data: Tensor) -> Iterator[tuple[list[TensorSpec], int, Tensor, Tensor]]:
-    """Of each parameter its tensors, the first of their bytes in the unit, and its head and gradient in a step's."""
+    """Yield each parameter's tensors, their offset in the unit, and the parameter's head and gradient in a step."""
     at = start = 0
     for specs in parts_of(unit):
         first, nbytes = at + ALIGNMENT, gradient_bytes(specs[0])
@@ -81,7 +81,7 @@ def _gradient_type(parameter: TensorSpec) -> torch.dtype:
 
 
 def gradient_bytes(parameter: TensorSpec) -> int:
-    """Bytes of a parameter's gradient as it is sent: in bfloat16 that of one in bfloat16, all others in float32."""
+    """Return the bytes of a parameter's gradient as it is sent: bfloat16 for bfloat16 parameters, else float32."""
     return parameter.nbytes // parameter.dtype.itemsize * _gradient_type(parameter).itemsize
 
 

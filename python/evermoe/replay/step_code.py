@@ -1,4 +1,4 @@
-"""Code of a script that runs in `optimizer.step()`: nobody who repeats the optimizer's steps elsewhere runs it, too."""
+"""Script code that runs in `optimizer.step()`: a replica that repeats the optimizer's steps does not run it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def foreign_step(optimizer: torch.optim.Optimizer) -> str | None:
 def foreign_code(optimizer: torch.optim.Optimizer) -> str | None:
     """Name the first code that a step of the optimizer runs and that is neither torch's nor evermoe's; None without.
 
-    Hooks of the optimizer and of all optimizers, a `step` of the instance's own, and the class's. Torch's schedulers
-    put a `step` of theirs on the instance, which calls the class's.
+    This covers hooks of the optimizer and of all optimizers, a `step` of the instance's own, and the class's. Torch's
+    schedulers put a `step` of theirs on the instance, which calls the class's.
     """
     return next(_foreign(optimizer), None)
 
 
 def refuse_foreign_code(found: str | None) -> None:
-    """Refuse what changes a step after its gradients have gone to replicas, which repeat it without.
+    """Refuse code that changes a step after its gradients were sent to replicas, which repeat it without that code.
 
     Args:
-        found: by `foreign_code`.
+        found: result of `foreign_code`.
 
     Raises:
-        UnsupportedState: names the hook, or the `step`, and what to do instead.
+        UnsupportedState: code was found; the message names it and says what to do instead.
     """
     if found is not None:
         states = ", ".join(name for name, preset in PRESETS.items() if "replayed" not in preset.kinds)

@@ -1,4 +1,4 @@
-"""What is read of an optimizer between two steps: how many its parameters have taken, and which bytes are its state."""
+"""Step counts and stamps of an optimizer's parameters, read between two steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Stamp = tuple[tuple[int, int], ...]
 
 
 class StepCounts:
-    """The optimizer's counts, and the stamps of its state; read once, and kept until they are forgotten.
+    """The optimizer's step counts and the stamps of its state, cached until `forget_counts`.
 
     A fused or capturable optimizer keeps a count on the GPU for each parameter, and to read one makes the host wait
-    until the GPU is there: with one wait for each parameter, or each expert, the host would never run ahead. So all are
-    read at once. Versions of tensors do not tell of a step: such optimizers write without counting these up.
+    for the GPU. With one wait for each parameter, or each expert, the host would never run ahead, so all are read at
+    once. Tensor versions do not reveal a step: such optimizers write without incrementing them.
 
     Args:
-        optimizer: whose state has them.
+        optimizer: the optimizer whose state is read.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -28,18 +28,18 @@ class StepCounts:
         self._counts: dict[int, int | None] = {}
         self._stamps: dict[int, Stamp] = {}
 
-    def forget(self) -> None:
-        """A step may have been taken, or the state been written: all is read again."""
+    def forget_counts(self) -> None:
+        """Read everything again when it is needed next: a step may have been taken, or the state written."""
         self._on_gpus, self._counts, self._stamps = {}, {}, {}
 
-    def of(self, parameter: Tensor) -> int | None:
-        """Steps of a parameter; None where the optimizer does not count them."""
+    def steps_of(self, parameter: Tensor) -> int | None:
+        """Return the number of a parameter's steps; None if the optimizer does not count them."""
         if (known := id(parameter)) not in self._counts:
             self._counts[known] = self._read(self._kept(parameter).get("step"))
         return self._counts[known]
 
-    def stamp(self, parameter: Tensor) -> Stamp:
-        """Changes when the parameter or the optimizer's state of it is written or replaced."""
+    def stamp_of(self, parameter: Tensor) -> Stamp:
+        """Return a stamp that changes when the parameter or its optimizer state is written or replaced."""
         if (known := id(parameter)) not in self._stamps:
             tensors = [parameter, *(value for value in self._kept(parameter).values() if isinstance(value, Tensor))]
             self._stamps[known] = tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)

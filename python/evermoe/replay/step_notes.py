@@ -1,4 +1,4 @@
-"""What an optimizer's step does to units, noted right before it: enough to repeat the step where their state is."""
+"""Notes of an optimizer's step, taken right before it: enough to repeat the step where the units' state is."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class NotedStep(NamedTuple):
     """One step of a parameter, or of a row of one."""
 
     t: int
-    """Steps that the parameter has taken then."""
+    """Number of steps that the parameter has taken then."""
     numbers: list[float]
     """Of the step: see `Arithmetic.numbers`."""
     gradient: NDArray[np.float32] | NDArray[np.uint16]
-    """As the optimizer sees it: float32, or the bits of bfloat16; from a GPU it is whole after `wait_for_gradients`."""
+    """As the optimizer sees it: float32, or the bits of bfloat16; complete after `wait_for_gradients` if from a GPU."""
 
 
 UnitSteps = Mapping[str, list[NotedStep | None]]
-"""By unit, the step of each of its parameters; None for one that the optimizer leaves as it is."""
+"""Step of each parameter, by unit; None for a parameter that the optimizer does not change."""
 
 
 class StepNotes:
     """The latest step of some units.
 
-    A gradient on the CPU is copied only where the step itself changes it: it must stay as it is while its note is used.
+    A gradient on the CPU is copied only if the step itself changes it: it must stay unchanged while its note is used.
 
     Args:
-        optimizer: that takes the steps.
+        optimizer: takes the steps.
         arithmetic: of the optimizer.
-        units: for each unit its parameters by name, whole or as a `Row`, all of them in the optimizer.
+        units: parameters of each unit by name, complete or as a `Row`, all of them in the optimizer.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class StepNotes:
             source.rule = Rule(arithmetic, groups[id(source.parameter)])
         self._latest: UnitSteps = {}
 
-    def note(self) -> None:
-        """The optimizer is about to take a step, with the gradients that are there."""
-        self._counts.forget()
-        self._numbers.forget()
+    def note_step(self) -> None:
+        """Note the step that the optimizer is about to take with the current gradients."""
+        self._counts.forget_counts()
+        self._numbers.forget_numbers()
         self._latest = {unit: [self._step(each) for each in some] for unit, some in self._units.items()}
 
     def _step(self, source: Source) -> NotedStep | None:
@@ -69,14 +69,14 @@ class StepNotes:
         assert source.rule is not None
         t, group = source.next_step(self._optimizer), self._optimizer.param_groups[source.rule.group]
         try:
-            numbers = self._numbers.of(t, source)
-        except ValueError:  # of a rate below 0, say, with which the optimizer may go on: the state travels
+            numbers = self._numbers.numbers_of(t, source)
+        except ValueError:  # a negative rate, say, which the optimizer may accept: the state is sent instead
             return None
         if group.get("foreach") and group.get("nesterov") and source.parameter.device.type == "cpu":
             gradient = gradient.copy()  # torch adds the momentum to it in place
         return NotedStep(t, numbers, gradient)
 
-    def take(self) -> UnitSteps:
-        """What was noted since it was taken last; nothing if no step was."""
+    def take_steps(self) -> UnitSteps:
+        """Return the steps that were noted since the previous call; empty if none was."""
         found, self._latest = self._latest, {}
         return found

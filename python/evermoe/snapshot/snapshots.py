@@ -13,7 +13,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.config.copies import CopyConfig
 from evermoe.events import Listener
-from evermoe.keeper import Assignment, Due, StateKeeper
+from evermoe.keeper import Assignment, ScheduledCopies, StateKeeper
 from evermoe.presets import Gemini, LocalSnapshots, Pec
 from evermoe.profile.follower import StreamFollower
 from evermoe.profile.memory import share_of_host_bytes
@@ -138,7 +138,7 @@ class Snapshots(StateKeeper):
         self._copies = assignment.copies
         self._local_steps = self._fixed_steps or 1
         as_budget_allows = self._fixed_steps is None and not self._options.choices.per_expert_versions
-        self._is_local_later = assignment.is_beside and as_budget_allows and not self.copies_late and had_room
+        self._is_local_later = assignment.in_background and as_budget_allows and not self.copies_late and had_room
         if not self._options.replication:
             return
         found, local = planned_bundles(assignment, self._options)
@@ -150,7 +150,7 @@ class Snapshots(StateKeeper):
             assignment.generation,
             self._membership,
             assignment.copies,
-            reserves=is_on_gpu or not assignment.is_beside,
+            reserves=is_on_gpu or not assignment.in_background,
         )
         self._is_local_later &= bool(assignment.copies)  # otherwise the previous ones were removed to make room
         self.locked_bytes = self._page_locks.lock(self._store, share)
@@ -207,20 +207,20 @@ class Snapshots(StateKeeper):
         )
         if self._round is not None and is_due:
             self.pacer.hurry()
-            self.wait()
+            self.wait_for_copies()
 
     def before_vote(self, step: int) -> bool:
         """Wait for the copies that must be complete before the vote; return whether they are."""
         if self._round is not None and self.copies_late:
-            return not self.snapshot_schedule.is_due(step) or self.wait()
+            return not self.snapshot_schedule.is_due(step) or self.wait_for_copies()
         if self._round is not None and self._former.are_replaced:
             self.pacer.hurry()
-            return self._former.report_complete(self.wait())
+            return self._former.report_complete(self.wait_for_copies())
         if self._round is not None and not self._sent:  # does not wait for a peer
             self._round.task.wait()
         return True
 
-    def wait(self) -> bool:
+    def wait_for_copies(self) -> bool:
         """Wait for the version under way, but not for a silent peer; return whether it is complete on this member."""
         if self._round is None:
             return True
@@ -249,12 +249,12 @@ class Snapshots(StateKeeper):
         self.pacer.hurry("recovery")
         self._is_settled = True
         self.before_update()
-        is_complete = self.wait()
+        is_complete = self.wait_for_copies()
         self._round = None
         self.sources.clear()
         if version is not None and self.copies_late and self.snapshot_schedule.begun < step_of(version):
             self._is_settled = False
-            self.start(version, Due(bundles=None))
+            self.begin_copies(version, ScheduledCopies(bundles=None))
             is_complete = self.settle() and is_complete
         return is_complete
 
@@ -272,23 +272,23 @@ class Snapshots(StateKeeper):
 
     # ---- what is scheduled
 
-    def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
+    def scheduled_copies(self, step: int, choose: Callable[[], Collection[str]] | None) -> ScheduledCopies:
         """Return the bundles to copy now; `choose` returns the experts for local snapshots."""
         if self.copies_late:  # even without memory for copies: steps are committed with versions
-            return Due(bundles=None) if self.snapshot_schedule.is_due(step) else Due()
+            return ScheduledCopies(bundles=None) if self.snapshot_schedule.is_due(step) else ScheduledCopies()
         if not self._sent and not self._local:
-            return Due()
+            return ScheduledCopies()
         sent = self._due_for_peers(step)
         if not sent and self._round is not None and not self._round.task.is_over_within(0):
-            return Due()  # the round takes several steps; local snapshots can wait for it
+            return ScheduledCopies()  # the round takes several steps; local snapshots can wait for it
         local = set(self._local) if step >= self._newest_local + self._local_steps else set()
         if self._options.choices.takes_turns and not local:
-            return Due()
+            return ScheduledCopies()
         if self._options.choices.per_expert_versions and choose is not None:
             local = _only_chosen(self._local, self._state.catalog, choose(), local)
         if self._options.choices.takes_turns:
-            return Due(frozenset(local), local=self._units_of(local))
-        return Due(
+            return ScheduledCopies(frozenset(local), local=self._units_of(local))
+        return ScheduledCopies(
             frozenset(sent | local),
             remote=[unit for number in sent for unit in self._sent[number][0]] if sent else None,
             local=self._units_of(local),
@@ -297,9 +297,9 @@ class Snapshots(StateKeeper):
     def _due_for_peers(self, step: int) -> set[int]:
         return {number for number, (_, period) in self._sent.items() if step % period == 0}
 
-    def start(self, version: int, due: Due) -> None:
+    def begin_copies(self, version: int, scheduled: ScheduledCopies) -> None:
         """Begin a round of the scheduled bundles of the state of `version`."""
-        bundles = due.bundles
+        bundles = scheduled.bundles
         if bundles == frozenset():
             return
         if bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
@@ -314,7 +314,7 @@ class Snapshots(StateKeeper):
             self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
             if self._blocks:
                 self.pacer.hurry()
-                self.wait()
+                self.wait_for_copies()
 
     def lag(self, step: int) -> dict[str, int]:
         """Return the lag of the oldest complete `snapshot` on other nodes and of the oldest `local` one."""

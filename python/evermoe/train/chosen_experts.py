@@ -70,7 +70,7 @@ class ChosenExperts:
     ) -> None:
         self._options, self._state, self._membership, self._planner = options, state, membership, planner
         self._are_chosen = options.chooses_experts
-        self._ledger = LossLedger(state, Pec(), notes_copies=self._are_chosen)
+        self._ledger = LossLedger(state, Pec(), records_copies=self._are_chosen)
         self._numbers: dict[str, int] = {}
         """By expert of all stages that others keep copies of, the number of its bundle."""
         self._expert_bytes = self._all_bytes = self._other_bytes = 0
@@ -115,9 +115,9 @@ class ChosenExperts:
         if not self._are_chosen:
             return
         if not is_repeated:
-            self._ledger.add(step)
+            self._ledger.add_step(step)
         elif self._state.is_of_version:
-            self._ledger.resume(step, {}, is_new=True)
+            self._ledger.record_recovery(step, {}, is_new=True)
 
     def choose(self, version: int) -> Collection[int]:
         """Choose the bundles that stay with their primaries in a version, which begins now. Collective.
@@ -152,8 +152,8 @@ class ChosenExperts:
 
     def _note(self, units: Collection[str], version: int) -> None:
         mine = self._state.own.experts()
-        self._ledger.copied([unit for unit in mine if unit in units], version)
-        self._ledger.copied_locally(mine, version)
+        self._ledger.record_copies([unit for unit in mine if unit in units], version)
+        self._ledger.record_local_copies(mine, version)
 
     def _budget(self) -> int:
         """Bytes that experts may take in a version: bandwidth × time of its steps (MoEtion, Algorithm 1).

@@ -28,7 +28,7 @@ class Saving:
         """Begin the checkpoint of `version` if one is scheduled for its step. It is written in the background."""
         try:
             if self._checkpointer.begin_if_due(version):
-                self._ledger.checkpointed(version)
+                self._ledger.record_checkpoint(version)
         except PeerLost as lost:
             warn_unwritten(version, lost)
 
@@ -41,7 +41,7 @@ class Saving:
             warn_unwritten(version, lost)
             return None
         if path_or_name is None:
-            self._ledger.checkpointed(version)
+            self._ledger.record_checkpoint(version)
         return str(path)
 
 

@@ -243,7 +243,7 @@ class Session(BetweenSteps):
 
     def sent(self) -> list[Sent]:
         """Return the latest transfers of copies, for `Profiler.write_trace`."""
-        return self._protection.sent()
+        return self._protection.sent_messages()
 
     # ---- the loop
 

@@ -115,7 +115,7 @@ class SessionDriver(RecoveryDriver):
         """
         self.guard.check_loss(loss)
         self._dense.begin_backward()
-        self._protection.replicas.backward(ends=False)
+        self._protection.replicas.on_backward(ends=False)
         return self._script.loss_scale.value
 
     def end_backward(self) -> None:
@@ -146,12 +146,12 @@ class SessionDriver(RecoveryDriver):
         self._dense.reduce()
         self._reducer.reduce(gradients.of_experts(self._state), self._group)
         changed = None if on_gradients is None else self._reduced.change(on_gradients, step, has_finite)
-        is_whole, state_requests = self._protection.finish(step.number + 1)
+        is_whole, state_requests = self._protection.finish_exchange(step.number + 1)
         self._emit(Vote(step.number))
         counted = self._reduced.count(step, has_finite)
         if changed is not None:
             counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
-        capture_seconds, step_seconds = self._protection.measures()
+        capture_seconds, step_seconds = self._protection.measured_seconds()
         return counted._replace(
             votes=float(is_whole and self._group.wait_for_collectives()),
             state_requests=float(state_requests),
@@ -174,9 +174,9 @@ class SessionDriver(RecoveryDriver):
         step_notices.wait(self._membership)
         self.role_request.look()
         self._protection.begin_step(number + 1)
-        is_whole, state_requests = self._protection.finish(number + 1)
+        is_whole, state_requests = self._protection.finish_exchange(number + 1)
         self._emit(Vote(number))
-        capture_seconds, step_seconds = self._protection.measures()
+        capture_seconds, step_seconds = self._protection.measured_seconds()
         return Ballot(
             votes=float(is_whole),
             state_requests=float(state_requests),
@@ -252,14 +252,14 @@ class SessionDriver(RecoveryDriver):
         arrived = self._protection.first.version
         if arrived is not None:  # with this vote; members that had no part in its steps report none of them
             self.committed = max(self.committed, step_of(arrived))
-        self._protection.committed(version, clip)
+        self._protection.commit_step(version, clip)
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)
         try:
             with self._protection.snapshots.pacer.uncounted():  # most steps have none of these
                 if sums.state_requests:
-                    self._protection.heal()
+                    self._protection.heal_copies()
                 if self._trains and same_everywhere.are_compared(step, has_own_code=sums.steps_own > 0):
                     same_everywhere.compare_replicas(self._state, self._group)
                 if self._trains and sums.trainers == sums.checkpoint_done:
@@ -296,7 +296,7 @@ class SessionDriver(RecoveryDriver):
         if self._checkpointer.writes:
             try:
                 self._checkpointer.finish(self._version)
-                self._protection.ledger.checkpointed(self._version)
+                self._protection.ledger.record_checkpoint(self._version)
             except (PeerLost, PersistFailed) as failed:
                 warn_unwritten(self._version, failed)
         elif self._group.rank == 0:

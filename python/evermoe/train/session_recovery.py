@@ -204,7 +204,7 @@ class RecoveryDriver(Driver):
     def weigh(self) -> Event:
         """Agree whether the load has shifted so far that experts should move."""
         nodes, spread = _places(self._membership, self._config.copies.replication)
-        boosts = self._protection.ledger.boosted()
+        boosts = self._protection.ledger.boost_factors()
         mine = self._trains and should_rebalance(self._state, nodes, self._config.placement, boosts, spread)
         should_move = float(self._membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
         if should_move:
@@ -301,7 +301,7 @@ class RecoveryDriver(Driver):
         copies = self._report_now().outcome.copies
         self._protection.replan(generation, self._membership.id, copies, waits=waits)
         self._emit(Copy(self._step))
-        is_whole = self._protection.protect(version)
+        is_whole = self._protection.protect_state(version)
         return {"event": "protected", "is_whole": is_whole}
 
     def resume(self, version: int) -> None:
@@ -340,7 +340,7 @@ class RecoveryDriver(Driver):
             saw_progress,
             patient=self._missing.is_patient,
             awaits_living=self._missing.live,
-            boosts=self._protection.ledger.boosted(),
+            boosts=self._protection.ledger.boost_factors(),
             lagging=self._protection.lagging,
             committed=max(0, self.committed),
         )

@@ -88,7 +88,7 @@ class StageReplay:
     def _note(self, *_: Any) -> None:
         if self._notes is not None:
             refuse_foreign_code(foreign_code(self._state.optimizer))
-            self._notes.note()
+            self._notes.note_step()
 
     def report(self) -> list[Any]:
         """Report repeatable units of the stage: lists of tensors, each with the names of the units that have them."""
@@ -164,7 +164,7 @@ class StageReplay:
             version: of the state.
             stays: numbers of the bundles that are not sent.
         """
-        steps = {} if self._notes is None else self._notes.take()
+        steps = {} if self._notes is None else self._notes.take_steps()
         travels = [number for number in self._bundles if number not in stays]
         before = step_of(version) - 1
         found = {

@@ -71,17 +71,17 @@ def test_tokens_of_experts_go_back_and_forth_with_the_state(experts):
     def step(number):
         for layer in state.layers.values():
             layer.count.add(np.array([number, 0, 2, 1]), is_counted=True)
-        ledger.add(number)
+        ledger.add_step(number)
         state.expert_load.forget_step()
 
     step(1)
-    ledger.copied(mine[:1], 1)
+    ledger.record_copies(mine[:1], 1)
     step(2)
     kept = state.copy()
     assert any(name.startswith("stage0_tokens") for name in kept)
     step(3)
     state.write(kept)
-    ledger.resume(2, {}, is_new=True)
+    ledger.record_recovery(2, {}, is_new=True)
     assert ledger.total_LE.tolist() == [[3, 0, 4, 2]] * bool(experts)
     assert ledger.selection is None or ledger.selection.at_risk.tolist() == [[2, 0, 4, 2]]
 

@@ -95,7 +95,7 @@ MATCHING = {
 }
 REFUSED = {
     "fast maths": (Approximate, "Approximate rounds like none of the arithmetics evermoe, .* differs in .* words"),
-    "late": (Late, "beside evermoe, the nearest, step 3 differs in 1 word, first in p"),
+    "late": (Late, "evermoe is the nearest: step 3 differs in 1 word, first in p"),
     "flushes": (lambda p: Flushing(p, lr=0.1), "Flushing rounds like none of the arithmetics evermoe"),
     "coupled decay": (lambda p: torch.optim.Adam(p, weight_decay=0.1, fused=True), "Adam rounds like none"),
     "nadam": (torch.optim.NAdam, "NAdam rounds like none"),
@@ -105,7 +105,7 @@ REFUSED = {
         lambda p: torch.optim.AdamW([q.double().detach() for q in p]),
         "parameters in torch.float64, not float32",
     ),
-    "hidden option": (lambda p: Rounded(p, mode="far"), "made with mode=far, which its groups do not hold"),
+    "hidden option": (lambda p: Rounded(p, mode="far"), "created with mode=far, which its groups do not contain"),
 }
 
 

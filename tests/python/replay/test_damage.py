@@ -103,7 +103,7 @@ def test_step_that_was_repeated_wrongly_is_found_by_the_digest_of_the_trainer(pa
     part = pair.replica._parts[0]
     with part.lock:
         part.state[77] ^= 1
-        part.seal()
+        part.seal_state()
     pair.step()
     assert not pair.find(0)
     assert pair.replica.take_damages() == [], "no replica can know by itself"

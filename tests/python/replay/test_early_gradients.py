@@ -96,11 +96,11 @@ def train(group, kind, bucket_bytes, rest):
         if kind == "reduced" and rank == rest:
             path, expert = places[2 * LAYERS * rest]
             state.layers[path].weights.grad[state.layers[path].ids.index(expert)] *= 2
-        task = courier.submit(lambda step=step, selected=selected: copies.exchange(courier, step, selected))
+        task = courier.submit(lambda step=step, selected=selected: copies.exchange_step(courier, step, selected))
         assert task.wait(), task.lost
         assert not task.result.needs_full_state
         optimizer.step()
-        copies.committed(1.0)
+        copies.commit_step(1.0)
     return trained_and_kept(group, state, copies, courier, STEPS) | {"early": early}
 
 
@@ -139,14 +139,14 @@ def test_a_gradient_that_cannot_be_encoded_takes_its_record_back():
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     sender = GradientSender(optimizer, {"u": {"weight": weight}}, arithmetic=calibrate(optimizer), is_hooked=False)
-    sender.follow("u")
+    sender.follow_unit("u")
     weight.grad = torch.ones(4, 4)
     [record] = sender.next_step_records(1, "u")
     assert isinstance(record, GradientRecord)
     weight.grad = weight.grad.to_sparse()
-    sender.look()
+    sender.reread()
     [state] = sender.next_step_records(1, "u")
     assert len(state) == RECORD_HEADER_BYTES + weight.nbytes, "the full previous state, which ends what is held"
     sender.on_step()
-    sender.look()
+    sender.reread()
     assert sender.lacking("u"), "and the state after it comes next"

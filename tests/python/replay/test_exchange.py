@@ -50,7 +50,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
             copies.sender.request_full_state()
         sent.append(send(courier, copies, step))
         optimizer.step()
-        copies.committed(1.0)
+        copies.commit_step(1.0)
     unread["trained"] = sorted(copies.stored(needed=()))
     surveys = [sorted(copies.stored()) for _ in range(2)]
     assert all(digest(copies.read(unit, step).numpy()) == value for unit, step, value in surveys[1])
@@ -83,14 +83,16 @@ def train_some(group, skipped, are_early):
         if are_early:
             versions = {unit: copies.replica.version(unit) for unit in copies.units}
             before = courier.sent_bytes
-            task = courier.submit(lambda step=step, selected=selected: copies.early.exchange(courier, step, selected))
+            task = courier.submit(
+                lambda step=step, selected=selected: copies.early.exchange_states(courier, step, selected)
+            )
             assert task.wait(), task.lost
             sent.append(courier.sent_bytes - before)
             assert {unit: copies.replica.version(unit) for unit in copies.units} == versions, "nothing counts as yet"
         send(courier, copies, step, selected=selected)
         if step != skipped:
             optimizer.step()
-        copies.committed(None if step == skipped else 1.0)
+        copies.commit_step(None if step == skipped else 1.0)
     return trained_and_kept(group, state, copies, courier, STEPS) | {"sent": sent}
 
 
@@ -114,7 +116,7 @@ def begin(courier, copies, kept=None):
 
 def send(courier, copies, step, **options):
     """Bytes that were sent in a step."""
-    return complete(courier, lambda: copies.exchange(courier, step, **options))
+    return complete(courier, lambda: copies.exchange_step(courier, step, **options))
 
 
 def complete(courier, work):
@@ -159,16 +161,16 @@ def test_copies_are_found_again_by_the_next_recovery(tmp_path, keeps_previous):
 def test_damaged_sizes_of_messages_are_a_lost_peer_and_no_wait():
     messages = [np.full(size, size, np.uint8) for size in (3, 40, 60)]
     sent, came = Frame(4, 50), Frame(4, 50)
-    head, tail = sent.fill(messages)
+    head, tail = sent.write_records(messages)
     came.data[: len(head)] = head
     for bit in range(8 * (8 + 4 * 8)):
         came.data[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(PeerLost, match="sizes of the messages of member 5"):
-            came.check(5)
+        with pytest.raises(PeerLost, match="sizes of member 5"):
+            came.check_sizes(5)
         came.data[bit // 8] ^= 1 << bit % 8
-    came.check(5)
+    came.check_sizes(5)
     assert came.tail_bytes() == len(tail) == 60
-    found = [each for data, sizes in came.parts(tail) for each in data.split(sizes)]
+    found = [each for data, sizes in came.split_records(tail) for each in data.split(sizes)]
     assert [each.tolist() for each in found] == [each.tolist() for each in messages]
 
 

@@ -103,7 +103,7 @@ def test_gradients_that_are_clipped_after_they_were_sent_are_rounded_as_the_trai
                 scale([p.grad for p in trainer.parameters if p.grad is not None], clip)
             trainer.optimizer.step()
             trainer.sender.on_step()
-            replica.release(clip=clip)
+            replica.release_held(clip=clip)
             if step % 7 == 6:
                 check(replica, trainer, experts)
 

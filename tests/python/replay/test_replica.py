@@ -247,9 +247,9 @@ def test_step_before_the_newest_can_be_reached():
             assert torch.equal(replica.catch_up(unit, 38).state, states[38][unit])
             assert replica.version(unit) == 39
             assert torch.equal(replica.catch_up(unit).state, states[39][unit])
-            with pytest.raises(ReplicaBehind, match="cannot go to 38; steps are not undone"):
+            with pytest.raises(ReplicaBehind, match="cannot be brought to step 38; applied steps cannot be undone"):
                 replica.catch_up(unit, 38)
-            with pytest.raises(ReplicaBehind, match="step 40 has not come, the newest is 39"):
+            with pytest.raises(ReplicaBehind, match="step 40 has not arrived, the newest is 39"):
                 replica.catch_up(unit, 40)
 
 
@@ -258,7 +258,7 @@ def test_no_state_no_step():
     trainer.step()
     with Replica(trainer.sender.layouts()) as replica:
         assert replica.version("dense") is None
-        with pytest.raises(ReplicaBehind, match="no full state came yet"):
+        with pytest.raises(ReplicaBehind, match="no full state has arrived"):
             replica.catch_up("dense")
         for message in trainer.step():
             assert replica.receive(message).code == "no_state"
@@ -384,7 +384,7 @@ def test_state_that_does_not_match_the_steps_is_a_failure():
             p.grad = torch.ones(4)
             optimizer.step()
             assert replica.receive(sender.messages(step)[0]).code == "ok"
-        with pytest.raises(ReplicaBehind, match="a step of AdamW came for a state without 'exp_avg'"):
+        with pytest.raises(ReplicaBehind, match="a step of AdamW was received, but the state has no 'exp_avg'"):
             replica.catch_up("a")
         optimizer.step()
         assert replica.receive(sender.messages(2)[0]).code == "failed"
@@ -402,7 +402,7 @@ def test_arguments_are_checked():
         sender.messages(-1)
     with pytest.raises(ValueError, match="log_bytes: expected"):
         Replica(sender.layouts(), log_bytes=10)
-    with pytest.raises(ValueError, match="'a' is there twice"):
+    with pytest.raises(ValueError, match="'a' is used twice"):
         Replica(sender.layouts() * 2)
 
 
@@ -444,8 +444,8 @@ def test_a_replica_begins_with_bytes_that_are_here(name):
         trainer.step()
     with Replica(trainer.sender.layouts()) as replica:
         for unit in trainer.units:
-            trainer.sender.follow(unit)
-            replica.begin(unit, trainer.step_number, trainer.state(unit))
+            trainer.sender.follow_unit(unit)
+            replica.begin_with(unit, trainer.step_number, trainer.state(unit))
         check(replica, trainer)
         for _ in range(5):
             for message in trainer.step():
@@ -459,7 +459,7 @@ def test_a_state_stays_in_the_memory_of_its_message_if_that_may_be_kept():
     with Replica(trainer.sender.layouts()) as replica, warnings.catch_warnings():
         warnings.simplefilter("error")
         for message in messages:
-            with pytest.raises(ValueError, match="may be written"):
+            with pytest.raises(ValueError, match="keep=True needs writable memory"):
                 replica.receive(bytes(message), keep=True)
             assert replica.receive(bytes(message)).code == "ok", "its memory is not the replica's"
         check(replica, trainer)

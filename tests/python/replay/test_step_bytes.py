@@ -51,9 +51,9 @@ class Trainer:
             parameter.grad = torch.randn_like(parameter)
         if leaves_out is not None:
             leaves_out.grad = None
-        self.notes.note()
+        self.notes.note_step()
         self.optimizer.step()
-        taken = self.notes.take()
+        taken = self.notes.take_steps()
         written = {unit.name: torch.zeros(step_bytes(unit), dtype=torch.uint8) for unit in self.units}
         for unit in self.units:
             write_step(unit, taken[unit.name], written[unit.name])
@@ -79,7 +79,7 @@ def test_nothing_noted_is_a_step_that_changes_nothing():
     trainer.step()
     unit = trainer.units[0]
     written, before = torch.ones(step_bytes(unit), dtype=torch.uint8), trainer.read(unit)
-    write_step(unit, trainer.notes.take().get(unit.name, []), written)
+    write_step(unit, trainer.notes.take_steps().get(unit.name, []), written)
     copy = before.clone()
     repeat_step(unit, written, copy)
     assert torch.equal(copy, before)

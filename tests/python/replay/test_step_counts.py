@@ -39,21 +39,21 @@ def stepped(device, steps, **options):
 def test_counts_are_the_optimizers(device, options):
     parameters, optimizer = stepped(device, 3, **options)
     counts = StepCounts(optimizer)
-    assert [counts.of(each) for each in parameters] == [3, 3, 3, 2, 1]
+    assert [counts.steps_of(each) for each in parameters] == [3, 3, 3, 2, 1]
     parameters[4].grad = torch.ones_like(parameters[4])
     optimizer.step()
-    counts.forget()
-    assert [counts.of(each) for each in parameters] == [3, 3, 3, 2, 2]
+    counts.forget_counts()
+    assert [counts.steps_of(each) for each in parameters] == [3, 3, 3, 2, 2]
     loaded = optimizer.state_dict()
     loaded["state"][0]["step"] = loaded["state"][0]["step"] + 40
     optimizer.load_state_dict(loaded)
-    counts.forget()
-    assert [counts.of(each) for each in parameters] == [43, 3, 3, 2, 2]
+    counts.forget_counts()
+    assert [counts.steps_of(each) for each in parameters] == [43, 3, 3, 2, 2]
 
 
 def test_what_has_taken_no_step_has_no_count():
     parameters, optimizer = stepped("cpu", 0)
-    assert StepCounts(optimizer).of(parameters[0]) is None
+    assert StepCounts(optimizer).steps_of(parameters[0]) is None
 
 
 @pytest.mark.gpu
@@ -70,6 +70,6 @@ def test_the_host_reads_a_gpu_once_after_a_step_for_all_rows(cuda):
         optimizer.step()
     with Reads() as reads:
         for source in sender._sources:
-            source.count()
+            source.steps_taken()
     assert reads.count <= 1
-    assert {source.count() for source in sender._sources} == {3}
+    assert {source.steps_taken() for source in sender._sources} == {3}

@@ -52,7 +52,7 @@ def make(group, folder, snapshot_interval=1):
     active = {sent: (0,), home[0]: (0,), home[1]: (1,)}
     snapshots.replan(Assignment(ProtectionPlan(kept, ""), active, 1, "member", copies_late=False))
     snapshots.protect_all(version_of(1, 0))
-    assert snapshots.wait()
+    assert snapshots.wait_for_copies()
     snapshots.restart(0)
     return snapshots, store, home[group.rank], found
 
@@ -60,9 +60,9 @@ def make(group, folder, snapshot_interval=1):
 def copy_what_is_due(snapshots, step):
     snapshots.make_room(step)
     snapshots.pacer.begin_step()
-    due = snapshots.due(step, None)
-    assert snapshots.due(step, None) == due, "it changes nothing"
-    snapshots.start(version_of(1, step), due)
+    scheduled = snapshots.scheduled_copies(step, None)
+    assert snapshots.scheduled_copies(step, None) == scheduled, "it changes nothing"
+    snapshots.begin_copies(version_of(1, step), scheduled)
 
 
 def take_steps(group, folder):
@@ -84,7 +84,7 @@ def take_steps(group, folder):
     seen["under way"] = newest()
     all_members.all_reduce(torch.zeros(1))  # nothing is sent before the other has looked, too
     snapshots.pacer.hurry()
-    assert snapshots.wait()
+    assert snapshots.wait_for_copies()
     copy_what_is_due(snapshots, PERIOD + 2)
     assert snapshots.settle()
     seen["over"] = newest()
@@ -107,7 +107,7 @@ def first_steps_at_home(group, folder):
     for device in ("cpu", "cuda"):
         snapshots._membership.device = torch.device(device)
         snapshots.set_pace(0.04, 2.0)
-        found.append(next(step for step in range(1, 99) if snapshots.due(step, None).local))
+        found.append(next(step for step in range(1, 99) if snapshots.scheduled_copies(step, None).local))
     return found
 
 

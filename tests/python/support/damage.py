@@ -196,16 +196,16 @@ def frames() -> Iterator[Case]:
     def case(draw: random.Random) -> bool:
         messages = [np.frombuffer(draw.randbytes(draw.randint(1, 40)), np.uint8) for _ in range(draw.randrange(5))]
         sent, came = Frame(6, 100), Frame(6, 100)
-        head, tail = sent.fill(messages)
+        head, tail = sent.write_records(messages)
         harmed = harm(draw, head.numpy().tobytes()[:56], bytes(56))[:56]
         came.data[: len(head)] = head
         came.data[: len(harmed)] = torch.frombuffer(bytearray(harmed), dtype=torch.uint8) if harmed else 0
         try:
-            came.check(1)
+            came.check_sizes(1)
         except PeerLost:
             return True
         assert came.tail_bytes() == len(tail)
-        found = [each for data, sizes in came.parts(tail) for each in data.split(sizes)]
+        found = [each for data, sizes in came.split_records(tail) for each in data.split(sizes)]
         assert [each.numpy().tobytes() for each in found] == [each.tobytes() for each in messages]
         return False
 

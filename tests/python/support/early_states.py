@@ -27,7 +27,7 @@ class EarlyStatesWorker(Worker):
 
     @staticmethod
     def main(options: Options) -> None:
-        exchange, messages = EarlyStates.exchange, EarlyStates._messages
+        exchange, messages = EarlyStates.exchange_states, EarlyStates._messages
         last = [fault.step for fault in options.faults if fault.point == "early"]
 
         def write(event: str, **fields: Any) -> None:
@@ -49,6 +49,6 @@ class EarlyStatesWorker(Worker):
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield message
 
-        EarlyStates.exchange = exchange_and_tell  # type: ignore[method-assign]
+        EarlyStates.exchange_states = exchange_and_tell  # type: ignore[method-assign]
         EarlyStates._messages = messages_until_fault  # type: ignore[assignment,method-assign]
         worker.main(options)

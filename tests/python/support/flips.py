@@ -39,7 +39,7 @@ class Flipper:
         """Remembers gradients that arrive from now on."""
         replica = self._replica
         hold, names = (
-            replica.hold,
+            replica.hold_all,
             {digest(np.frombuffer(part.name.encode(), np.uint8)): part.unit.name for part in replica._parts},
         )
 
@@ -48,7 +48,7 @@ class Flipper:
                 self._note(bytes(messages[end - size : end]), names)
             return hold(messages, sizes)
 
-        replica.hold = watched  # type: ignore[method-assign]
+        replica.hold_all = watched  # type: ignore[method-assign]
 
     def _note(self, record: bytes, names: dict[int, str]) -> None:
         payload = record[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + NEEDLE_BYTES]
@@ -76,7 +76,7 @@ class Flipper:
                     continue
                 part.state[part.layout.specs[0].nbytes // 8 * 4 + 2] ^= BIT  # a weight: it remembers
                 if where == "step":
-                    part.seal()
+                    part.seal_state()
             units.append(part.unit.name)
         return units
 

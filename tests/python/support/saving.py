@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from evermoe.keeper import Due
+from evermoe.keeper import ScheduledCopies
 from evermoe.persist.partial import PartialCheckpoints
 from evermoe.snapshot.snapshots import Snapshots
 from evermoe.state.version import step_of
@@ -24,7 +24,7 @@ class SavingWorker(Worker):
 
     @staticmethod
     def main(options: Options) -> None:
-        save, snapshot = PartialCheckpoints._save, Snapshots.start
+        save, snapshot = PartialCheckpoints._save, Snapshots.begin_copies
 
         def write(event: str, version: int, units: Collection[str]) -> None:
             with options.events.open("a") as file:
@@ -36,11 +36,11 @@ class SavingWorker(Worker):
             write("saving", version, experts)
             save(keeper, version, experts)
 
-        def snapshot_and_write(keeper: Snapshots, version: int, due: Due) -> None:
+        def snapshot_and_write(keeper: Snapshots, version: int, scheduled: ScheduledCopies) -> None:
             experts = {*keeper._state.catalog.experts()}
-            write("snapshotting", version, experts.intersection(due.local or ()))
-            snapshot(keeper, version, due)
+            write("snapshotting", version, experts.intersection(scheduled.local or ()))
+            snapshot(keeper, version, scheduled)
 
         PartialCheckpoints._save = save_and_write  # type: ignore[method-assign]
-        Snapshots.start = snapshot_and_write  # type: ignore[method-assign]
+        Snapshots.begin_copies = snapshot_and_write  # type: ignore[method-assign]
         worker.main(options)

@@ -41,7 +41,7 @@ class SlowLinkWorker(Worker):
     @staticmethod
     def main(options: Options) -> None:
         note_sent, select = Courier._note_sent, Protection._select
-        start, budgets_of = Snapshots.start, WindowPlanner._budgets
+        start, budgets_of = Snapshots.begin_copies, WindowPlanner._budgets
 
         def write(event: str, **fields: Any) -> None:
             with options.events.open("a") as file:
@@ -78,6 +78,6 @@ class SlowLinkWorker(Worker):
 
         Courier._note_sent = note_sent_late  # type: ignore[method-assign]
         Protection._select = select_and_tell  # type: ignore[method-assign]
-        Snapshots.start = start_and_tell  # type: ignore[method-assign]
+        Snapshots.begin_copies = start_and_tell  # type: ignore[method-assign]
         WindowPlanner._budgets = budgets_of_and_tell  # type: ignore[method-assign]
         worker.main(options)

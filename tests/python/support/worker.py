@@ -373,7 +373,9 @@ def write_traces(options: Options, session: evermoe.Session, profiler: Profiler)
     pacing, path = session._protection.window_planner, Path(options.folder) / options.name
     path.with_suffix(".session.json").write_text(pacing.trace())
     profiler.rank = session.group.rank
-    profiler.write_trace(path.with_suffix(".user.json"), windows=pacing.windows, sent=session._protection.sent())
+    profiler.write_trace(
+        path.with_suffix(".user.json"), windows=pacing.windows, sent=session._protection.sent_messages()
+    )
 
 
 def write_whole(options: Options, session: evermoe.Session, record: Recorder) -> None:

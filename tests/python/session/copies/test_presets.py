@@ -138,7 +138,7 @@ def test_units_that_a_budget_leaves_out_never_leave_a_gap(start_job):
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
     for each in workers:
-        assert "wait for its full state" not in each.log()
+        assert "waits for its full state" not in each.log()
         assert len(each.events("gradients_logged")) > 10
 
 

@@ -259,7 +259,7 @@ def test_states_of_newly_chosen_experts_travel_in_windows(start_job):
     came = [record for each in workers for event in each.events("early") for record in event["came"]]
     assert sum(came) == sum(sum(event["sent"].values()) for each in workers for event in each.events("early"))
     for each in workers:
-        assert "wait for its full state" not in each.log()
+        assert "waits for its full state" not in each.log()
 
 
 @pytest.mark.parametrize(("point", "step"), [("early", 9), ("reduce", 8)], ids=["torn", "complete, without gradients"])
