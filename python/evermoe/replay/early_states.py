@@ -118,7 +118,9 @@ class EarlyStates:
         self._arrived = []
         sizes = {peer: 8 * (2 + records) for peer, records in self._incoming.items()}
         announced = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items()}
-        announcing = {peer: courier.begin_receive(Message(data, peer, REPLAY_STATES)) for peer, data in announced.items()}
+        announcing = {
+            peer: courier.begin_receive(Message(data, peer, REPLAY_STATES)) for peer, data in announced.items()
+        }
         lacking = self._lacking(selected)
         nbytes = {name: self._record_bytes(source) for name, source in lacking.items()}
         cut = cut_for(courier.windows, *courier.link, max_bytes=self._message_bytes)
@@ -130,7 +132,9 @@ class EarlyStates:
         for peer, transfer in announcing.items():
             courier.wait_received(transfer)
             coming += _receive(courier, peer, announced[peer])
-        courier.send_messages(self._messages(step, lacking, sum(self._travelling(nbytes)) - cut.room, cut.message_bytes))
+        courier.send_messages(
+            self._messages(step, lacking, sum(self._travelling(nbytes)) - cut.room, cut.message_bytes)
+        )
         for _, transfers in coming:
             for transfer in transfers:
                 courier.wait_received(transfer)
