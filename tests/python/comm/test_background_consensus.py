@@ -1,4 +1,4 @@
-"""Decisions in the background: the same on all members, in the group that began them or in none."""
+"""Background decisions: all members get the same one, in the group that began it or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.ranks import members, run_ranks
 LIMIT = 10.0
 
 
-def test_who_is_alone_decides_alone():
+def test_a_single_member_decides_alone():
     assert BackgroundConsensus(Group(), CHECKPOINT).decide(("a", 1), lambda said: said) == [["a", 1]]
 
 
@@ -33,7 +33,7 @@ def decide_in_turns(group, folder):
     return decided
 
 
-def test_all_have_what_rank_0_makes_of_what_each_says(tmp_path):
+def test_all_members_get_the_decision_of_rank_0(tmp_path):
     ranks = run_ranks(tmp_path, 3, decide_in_turns, str(tmp_path))
     for number in range(3):
         said = [{"rank": rank, "of": number, "long": "é" * 100_000} for rank in range(3)]
@@ -41,7 +41,7 @@ def test_all_have_what_rank_0_makes_of_what_each_says(tmp_path):
 
 
 def lose_one(group, folder):
-    """Rank 2 goes without a word."""
+    """Rank 2 leaves without a report."""
     found, transport = members(group, folder, LIMIT)
     council = BackgroundConsensus(found, CHECKPOINT)
     if found.rank == 2:
@@ -52,12 +52,12 @@ def lose_one(group, folder):
     return str(lost.value)
 
 
-def test_where_one_is_gone_nothing_is_decided_and_the_others_know(tmp_path):
+def test_a_lost_member_prevents_the_decision_and_all_others_learn_it(tmp_path):
     assert run_ranks(tmp_path, 3, lose_one, str(tmp_path)) == ["a member no longer answers"] * 2 + ["dropped"]
 
 
 def outlive_the_group(group, folder):
-    """Rank 0 would hear rank 1 in the next group, and decide with it, which must not be."""
+    """Rank 0 must not receive the report of rank 1 in the next group and decide with it."""
     found, transport = members(group, folder, LIMIT)
     old = BackgroundConsensus(found, CHECKPOINT)
     outcome = []
@@ -81,14 +81,14 @@ def outlive_the_group(group, folder):
     return outcome, new, transport.broken
 
 
-def test_a_council_of_an_earlier_group_takes_no_part_in_the_next(tmp_path):
+def test_a_consensus_of_an_earlier_group_takes_no_part_in_the_next(tmp_path):
     first, second = run_ranks(tmp_path, 2, outlive_the_group, str(tmp_path))
     assert first == (["a member no longer answers"], ["new", "new"], None)
     assert second[1:] == (["new", "new"], None)
     assert "failed" in second[0][0]
 
 
-def test_a_group_that_was_dropped_has_no_council(tmp_path):
+def test_a_dropped_group_has_no_consensus(tmp_path):
     with pytest.raises(AssertionError, match="the next group begins"):
         run_ranks(tmp_path, 2, drop_first, str(tmp_path))
 

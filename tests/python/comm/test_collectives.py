@@ -65,7 +65,7 @@ def test_collectives(tmp_path):
         assert found["boxes"].tolist() == [[10 * s, 10 * s + 1] if s != rank else [0, 0] for s in range(size)]
 
 
-def test_alone_needs_no_network():
+def test_a_group_of_one_needs_no_network():
     group = Group()
     rows = torch.randn(4, 2)
     assert torch.equal(group.all_reduce(rows.clone()), rows)
@@ -82,7 +82,7 @@ def test_wrong_counts(send, receive):
 
 
 def drop_and_try(group):
-    """Rank 1 gives up; the others learn of it at once, and nobody can continue with the group."""
+    """Rank 1 drops the group: the others get an error at once, and no rank can use the group any more."""
     if group.rank == 1:
         group.drop("for the test")
         group.drop("a second time")
@@ -123,7 +123,7 @@ def wait_for_a_slow_peer(group, place):
     return box
 
 
-def test_slow_is_not_dead(tmp_path):
+def test_a_slow_member_is_not_lost(tmp_path):
     assert run_ranks(tmp_path, 2, wait_for_a_slow_peer, str(tmp_path / "second"))[0].item() == 1
 
 
@@ -134,7 +134,7 @@ LENGTHS = [10, 2]
 
 
 def matrices(seed, ranks):
-    """Two layers of 6 and 3 experts; each expert has a host, some ranks may have none of a layer."""
+    """Draw two layers of 6 and 3 experts; each expert has a host, and a rank may host none of a layer."""
     random = np.random.default_rng(seed)
     found = []
     for experts in (6, 3):
@@ -187,7 +187,7 @@ def test_example_of_the_documentation():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("elements", [1, 7, 12])
-def test_a_round_has_no_more_of_a_rank_than_the_bucket(seed, elements):
+def test_a_round_takes_at_most_a_bucket_from_each_rank(seed, elements):
     placed = matrices(seed, 4)
     reducers = [ExpertReducer(placed, LENGTHS, rank, 4 * elements) for rank in range(4)]
     assert len({len(reducer._rounds) for reducer in reducers}) == 1
@@ -232,7 +232,7 @@ def test_dense_gradients(tmp_path, bucket_bytes):
             assert (gradient == expected).all(), number
 
 
-def test_dense_gradients_alone_stay_as_they_are():
+def test_a_single_rank_keeps_its_dense_gradients():
     parameter = nn.Parameter(torch.zeros(2))
     reduce_dense([parameter], Group())
     assert parameter.grad is None

@@ -1,4 +1,4 @@
-"""The pacer and the couriers: who may send when, by a clock that the tests move and by events."""
+"""The pacer and couriers: when messages may begin, by a clock that the tests set and by events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 20.0
 
 
 class Clock:
-    """Nanoseconds that only a test moves."""
+    """A clock in nanoseconds that only the test moves."""
 
     def __init__(self):
         self.now = 0
@@ -50,7 +50,7 @@ def collective(pacer, clock, name="reduce", seconds=1.0):
     pacer._ends(name)
 
 
-def test_messages_begin_only_where_they_end_in_time():
+def test_a_message_begins_only_if_it_ends_within_the_window():
     clock, pacer = paced()
     assert pacer.may_begin(0, 2.0)
     assert not pacer.may_begin(0, 2.1)
@@ -71,7 +71,7 @@ def test_a_collective_closes_the_window_early_or_late():
 
 
 class Stream:
-    """A GPU's stream that comes to its marks when a test says so."""
+    """A GPU's stream that reaches its marks when the test calls `reach`."""
 
     def __init__(self):
         self.marks = []
@@ -87,7 +87,7 @@ class Stream:
 
 
 def streamed():
-    """As `paced`, with a group whose collectives a stream runs."""
+    """Like `paced`, with a group whose collectives run on a stream."""
     clock, pacer = paced()
     group, stream, idle = SimpleNamespace(), Stream(), []
     pacer.on_idle = idle.append
@@ -101,7 +101,7 @@ def test_a_collective_on_a_stream_lasts_until_the_stream_has_passed_it():
     clock, pacer, group, stream, idle = streamed()
     group.on_begin("reduce", True)
     group.on_end("reduce", True)
-    assert pacer.may_begin(0, 2.0), "the stream has not come to it"
+    assert pacer.may_begin(0, 2.0), "the stream has not reached it"
     stream.reach(clock.now)
     clock.pass_seconds(5.0)
     assert not pacer.may_begin(None, 0.0)
@@ -112,7 +112,7 @@ def test_a_collective_on_a_stream_lasts_until_the_stream_has_passed_it():
     assert [each.busy for each in pacer.recorded_steps()] == [[("reduce", 0, 5_000_000_000)]]
 
 
-def test_what_a_stream_passes_after_its_step_is_of_that_step():
+def test_a_late_collective_of_a_stream_belongs_to_the_step_that_launched_it():
     _, pacer, group, stream, _ = streamed()
     for _ in range(2):
         group.on_begin("reduce", True)
@@ -127,7 +127,7 @@ def test_what_a_stream_passes_after_its_step_is_of_that_step():
     assert [each.busy for each in pacer.recorded_steps()] == [[("reduce", 1, 2), ("reduce", 3, 4)]]
 
 
-def test_where_training_waits_for_what_its_vote_needs_the_rest_has_time():
+def test_while_training_waits_for_messages_of_its_vote_other_messages_wait():
     clock, pacer = paced()
     pacer._begins("reduce")
     assert not pacer.may_begin(None, 9.0, for_vote=True)
@@ -136,11 +136,11 @@ def test_where_training_waits_for_what_its_vote_needs_the_rest_has_time():
     assert not pacer.may_begin(None, 9.0)
     pacer._ends("reduce")
     pacer.begin_step()
-    assert not pacer.may_begin(None, 9.0, for_vote=True), "the next step's have time again"
+    assert not pacer.may_begin(None, 9.0, for_vote=True), "those of the next step wait for windows again"
 
 
 @pytest.mark.parametrize("waits", ["hurry", "busy"])
-def test_training_that_waits_for_copies_holds_none_up(waits):
+def test_training_that_waits_for_copies_delays_none(waits):
     _, pacer, group, stream, idle = streamed()
     group.on_begin("reduce", True)
     stream.reach(1)
@@ -157,7 +157,7 @@ def test_training_that_waits_for_copies_holds_none_up(waits):
     assert idle[-1]
 
 
-def test_messages_may_go_later_than_planned_but_not_earlier():
+def test_messages_may_begin_later_than_planned_but_not_earlier():
     clock, pacer = paced()
     assert not pacer.may_begin(1, 0.5)
     collective(pacer, clock)
@@ -171,8 +171,8 @@ def test_messages_may_go_later_than_planned_but_not_earlier():
     assert not pacer.may_begin(2, 1.5)
 
 
-def test_a_message_begins_when_it_was_seen_that_it_may():
-    """Not when its thread comes to look at the clock again, which may be after the window's end."""
+def test_a_message_begins_at_the_time_of_the_check():
+    """Its thread may read the clock again only after the end of the window."""
     clock, pacer = paced()
     clock.pass_seconds(1.0)
     times = iter([clock.now])
@@ -180,7 +180,7 @@ def test_a_message_begins_when_it_was_seen_that_it_may():
     assert pacer.wait_for_window(0, 1.0) == ("window", 0, clock.now)
 
 
-def test_what_was_over_before_the_step_is_none_of_it():
+def test_a_transfer_that_ended_before_the_step_does_not_count_for_it():
     clock, pacer = paced()
     clock.pass_seconds(1.0)
     pacer.begin_step()
@@ -191,7 +191,7 @@ def test_what_was_over_before_the_step_is_none_of_it():
     assert pacer.may_begin(1, 3.0)
 
 
-def test_who_hurries_sends_everything_until_the_next_step():
+def test_after_hurry_all_messages_begin_until_the_next_step():
     clock, pacer = paced()
     collective(pacer, clock)
     pacer._begins("reduce")
@@ -225,7 +225,7 @@ def test_messages_begin_while_training_pauses():
     assert answers == [("idle", None, clock.now)]
 
 
-def test_messages_of_later_steps_wait_for_these():
+def test_messages_of_later_steps_wait_for_their_steps():
     clock, pacer = paced()
     now = pacer.step
     collective(pacer, clock)
@@ -249,7 +249,7 @@ def test_without_a_profile_any_idle_time_is_a_window():
     assert pacer.wait_for_window(None, 1e9)[:2] == ("idle", None)
 
 
-def test_what_no_ordinary_step_has_opens_no_window_and_is_not_recorded():
+def test_uncounted_collectives_open_no_window_and_are_not_recorded():
     clock, pacer = paced()
     pacer.record_steps(2, left_out=1)
     for _ in range(4):
@@ -278,7 +278,7 @@ def test_collectives_between_two_steps_are_not_counted():
     assert not pacer.may_begin(0, 1.0)
 
 
-def test_whole_steps_are_recorded_and_no_more_than_asked_for():
+def test_complete_steps_are_recorded_up_to_the_requested_number():
     clock, pacer = paced()
     pacer.record_steps(2)
     collective(pacer, clock)  # of a step that has begun before
@@ -356,7 +356,7 @@ def test_couriers_send_each_message_in_its_window(tmp_path):
 
 
 def silent_peer(group, folder):
-    """Rank 1 never sends: what rank 0 gave up, and why."""
+    """Rank 1 never sends: return the failure of rank 0 and its reason."""
     mine, transport = members(group, folder, 0.5)
     if mine.rank == 1:
         group.all_reduce(torch.zeros(1))  # it lives, until rank 0 has given up
@@ -371,12 +371,12 @@ def silent_peer(group, folder):
     return mine.broken
 
 
-def test_a_silent_peer_is_given_up_after_the_limit(tmp_path):
+def test_a_wait_for_a_silent_peer_fails_after_the_limit(tmp_path):
     assert run_ranks(tmp_path, 2, silent_peer, str(tmp_path)) == ["copies have stopped: a peer is silent", ""]
 
 
 def partly_sent(group, folder):
-    """Rank 1 is stopped when some of a message has come; both then drop their groups. What each gave up, and why."""
+    """Stop rank 1 in the middle of a message and drop the groups of both; return each failure and its reason."""
     mine, transport = members(group, folder, 10 * PATIENCE)
     box = torch.full((1 << 28,), 1 - mine.rank, dtype=torch.uint8)
     courier, message = Courier(transport, None, "courier"), Message(box, 1 - mine.rank, 5)
@@ -399,15 +399,15 @@ def partly_sent(group, folder):
     return task.lost, bool(box[-1])
 
 
-def test_messages_of_which_a_part_has_come_are_given_up(tmp_path):
+def test_a_message_that_arrived_in_part_fails(tmp_path):
     sent, received = run_ranks(tmp_path, 2, partly_sent, str(tmp_path))
     assert sent == ("send among 2 members failed: a test", True)
     reasons = ["a test", "rank 0: it has closed its connections"]  # whichever it sees first when it continues
     assert received in [(f"receive among 2 members failed: {reason}", False) for reason in reasons]
 
 
-def test_a_wait_that_is_ended_twice_is_not_done():
-    """Two threads may drop a group at once; the waiter that was left behind is not used again."""
+def test_a_wait_may_be_ended_twice():
+    """Two threads may drop a group at once; the abandoned waiter is not used again."""
     never, done = threading.Event(), SimpleNamespace(wait=lambda limit: None)
     wait = Wait(SimpleNamespace(wait=lambda limit: never.wait()))
     threading.Timer(0.05, lambda: (wait.end_wait(), wait.end_wait())).start()
@@ -417,7 +417,7 @@ def test_a_wait_that_is_ended_twice_is_not_done():
 
 
 @pytest.mark.gpu
-def test_errands_read_what_was_launched_before_them_and_wait_for_nothing_after():
+def test_tasks_read_work_launched_before_them_and_do_not_wait_for_later_work():
     values = torch.zeros(1 << 20, device="cuda")
     courier = Courier(Transport("127.0.0.1"), None, "courier", device=values.device)
     torch.cuda._sleep(100_000_000)
@@ -432,8 +432,8 @@ def test_errands_read_what_was_launched_before_them_and_wait_for_nothing_after()
     courier.close()
 
 
-def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
-    """Those that wait for the same peer in a collective agree after the limit, without a member that is late."""
+def test_silence_counts_from_the_last_completed_transfer(monkeypatch):
+    """Members that wait for the same peer in a collective time out then, and continue without a late member."""
     clock, limit = [0.0], 8.0
     group = SimpleNamespace(limit_seconds=limit, broken=None)
     monkeypatch.setattr("evermoe.comm.courier.time", SimpleNamespace(monotonic=lambda: clock[0]))

@@ -1,4 +1,4 @@
-"""The watch over members: a process that ends is noticed at once, however rarely its members are asked."""
+"""The failure detector: it detects the end of a process at once, even if it rarely probes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOUR = 3_600_000
 
 
 def answer(connection):
-    """A member's probe server, until the process is killed or told to leave."""
+    """Run a member's probe server until the process is killed or asked to leave."""
     server = ProbeServer("a", "127.0.0.1")
     connection.send(server.port)
     connection.recv()
@@ -37,7 +37,7 @@ def member():
 
 
 def seen(watch):
-    """Return what the detector sees, within the patience of a test."""
+    """Return the finding of the detector, within the time limit of a test."""
     found = []
     thread = threading.Thread(target=lambda: found.append(watch.wait()), daemon=True)
     thread.start()
@@ -45,7 +45,7 @@ def seen(watch):
     return found
 
 
-def test_a_killed_member_is_noticed_between_two_questions(member):
+def test_a_killed_member_is_detected_between_two_probes(member):
     process, port = member
     watch = FailureDetector([("a", f"127.0.0.1:{port}")], 1, HOUR)  # which asks every quarter of an hour
     os.kill(process.pid, 9)
@@ -53,7 +53,7 @@ def test_a_killed_member_is_noticed_between_two_questions(member):
 
 
 def open_and_fork(connection):
-    """A probe server, and a child such as a data loader that inherits open descriptors and outlives the process."""
+    """Run a probe server, and a child that inherits open descriptors and outlives the process, like a data loader."""
     server = ProbeServer("a", "127.0.0.1")
     child = os.fork()
     if not child:
@@ -63,7 +63,7 @@ def open_and_fork(connection):
     connection.recv()
 
 
-def test_a_killed_member_is_noticed_though_a_child_of_it_lives():
+def test_a_killed_member_is_detected_although_a_child_lives():
     ours, theirs = SERVER.Pipe()
     process = SERVER.Process(target=open_and_fork, args=(theirs,))
     process.start()
@@ -78,7 +78,7 @@ def test_a_killed_member_is_noticed_though_a_child_of_it_lives():
         process.join()
 
 
-def test_a_door_answers_many_and_those_that_ask_in_bits():
+def test_a_probe_server_answers_many_probes_and_slow_ones():
     server = ProbeServer("a", "127.0.0.1")
     address = ("127.0.0.1", server.port)
     with contextlib.ExitStack() as visits:
@@ -96,7 +96,7 @@ def test_a_door_answers_many_and_those_that_ask_in_bits():
     assert probe_all([("a", f"127.0.0.1:{address[1]}")], round(1000 * PATIENCE)) == ([None], ["a"])
 
 
-def test_a_watch_that_is_stopped_sees_nothing(member):
+def test_a_stopped_detector_finds_nothing(member):
     _, port = member
     watch = FailureDetector([("a", f"127.0.0.1:{port}")], 1, HOUR)
     watch.stop()
@@ -105,7 +105,7 @@ def test_a_watch_that_is_stopped_sees_nothing(member):
 
 @pytest.fixture
 def watched():
-    """A member's watch in a step of group 7, its group, and whether it says to another one that it computes."""
+    """Yield the group of a member in a step, and a function: whether its probe server reports that it computes."""
     group, unused = Group(), Group()
     unused.drop("there are no replica nodes")
     ours, theirs = (Reachability(name, Endpoint(LOOPBACK, LOOPBACK)) for name in "ab")
@@ -123,8 +123,8 @@ def watched():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_member_whose_wait_failed_does_not_say_that_it_computes(watched, fails):
-    """Or those who ask next would take it, too, for one that they have waited for."""
+def test_a_member_whose_wait_failed_does_not_report_that_it_computes(watched, fails):
+    """Otherwise members that probe next would count it among those that they have waited for."""
     group, computes = watched
     assert computes()
     group.on_wait(True)
@@ -132,8 +132,8 @@ def test_a_member_whose_wait_failed_does_not_say_that_it_computes(watched, fails
     assert computes() != fails
 
 
-def test_what_ends_after_the_group_has_broken_does_not_say_so_either(watched):
-    """Copies of the interrupted step, for example, which were complete."""
+def test_a_wait_that_succeeds_after_the_group_broke_does_not_report_it_either(watched):
+    """Such as a wait for copies of the interrupted step that were complete."""
     group, computes = watched
     group.on_wait(True)
     group.drop("others did not come")
@@ -143,7 +143,7 @@ def test_what_ends_after_the_group_has_broken_does_not_say_so_either(watched):
     assert not computes()
 
 
-def test_who_begins_to_wait_when_the_group_has_broken_was_late(watched):
+def test_a_member_that_begins_to_wait_after_the_group_broke_was_late(watched):
     group, computes = watched
     group.drop("others have given up")
     group.on_wait(True)

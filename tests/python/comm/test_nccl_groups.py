@@ -1,4 +1,4 @@
-"""Groups whose members have a GPU each: torch's NCCL connects them, and what becomes of its failures."""
+"""Groups whose members have a GPU each, connected by torch's NCCL, and its failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = timedelta(seconds=PATIENCE)
 
 
 def on_own_gpu(group, folder, environment):
-    """A group of the same members that connects their GPUs, too."""
+    """Return a group of the same members that also connects their GPUs."""
     os.environ |= environment[group.rank]
     found = Group()
     store = dist.FileStore(f"{folder}/nccl", group.size)
@@ -54,7 +54,7 @@ def test_collectives_between_gpus(tmp_path, own_gpus):
 
 
 def paced(group, folder, environment):
-    """Rank 1 comes to a collective 0.2 s after rank 0, whose host has left it long before."""
+    """Rank 1 begins a collective 0.2 s after rank 0, whose host has left it long before."""
     found = on_own_gpu(group, folder, environment)
     pacer, follower, idle = Pacer(), StreamFollower(), []
     total = torch.ones(1, device="cuda")
@@ -91,7 +91,7 @@ def test_a_collective_lasts_as_long_as_the_gpu_runs_it(tmp_path, own_gpus):
 
 
 def silence(group, folder, environment):
-    """Rank 1 does not come; rank 0 waits for it in a read of the result, as a step does, until the watch has seen."""
+    """Rank 1 begins no collective; rank 0 waits in a read of the result, as in a step, until the group is dropped."""
     found = on_own_gpu(group, folder, environment)
     found.all_reduce(torch.zeros(1, device="cuda"))  # connects
     torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def silence(group, folder, environment):
 
 
 @pytest.mark.gpu
-def test_a_read_of_what_a_silent_member_lacks_ends_when_the_group_is_dropped(tmp_path, own_gpus):
+def test_a_read_of_a_result_that_a_silent_member_delays_ends_when_the_group_is_dropped(tmp_path, own_gpus):
     done = run_ranks(tmp_path, 2, silence, str(tmp_path), [own_gpus(rank) for rank in range(2)])
     assert "ended" in done[0]
 
@@ -141,13 +141,13 @@ def told(group, folder, environment):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("stands_in")
-def test_what_nccl_tells_of_a_loss_fails_the_step(tmp_path, own_gpus):
+def test_a_loss_reported_by_nccl_fails_the_step(tmp_path, own_gpus):
     done = run_ranks(tmp_path, 2, told, str(tmp_path), [own_gpus(rank) for rank in range(2)])
     assert "ended" in done[0]
 
 
 def failed_batch(group, folder, environment):
-    """A batch of sends fails as torch's groups are aborted; those that are made afterwards work."""
+    """A batch of sends fails when torch's groups are aborted; groups created afterwards work."""
     os.environ |= environment[group.rank]
     keep_alive_after_nccl_failure()
     torch.cuda.set_device(0)
@@ -172,13 +172,13 @@ def failed_batch(group, folder, environment):
 
 
 @pytest.mark.gpu
-def test_a_batch_that_failed_holds_up_nothing_that_comes_later(tmp_path, own_gpus):
+def test_a_failed_batch_blocks_nothing_later(tmp_path, own_gpus):
     done = run_ranks(tmp_path, 2, failed_batch, str(tmp_path), [own_gpus(rank) for rank in range(2)])
     assert [each["sum"].tolist() for each in done] == [[3.0] * 4] * 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("2", "2"), ("3", "3")])
-def test_failures_are_left_to_us_unless_a_user_says_otherwise(monkeypatch, before, after):
+def test_nccl_failures_keep_the_process_alive_unless_a_user_has_set_otherwise(monkeypatch, before, after):
     """1 is what torchrun sets, and is torch's default: it would end the process."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.setenv(name, before or "")

@@ -1,4 +1,4 @@
-"""Tensors that have an owner each: it sums their gradients and sends their weights, on real gloo."""
+"""Tensors with one owner each, which sums their gradients and sends their weights, on real gloo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 
 SIZE = 3
 SHAPES = [[(3, 5), (7,)], [], [(), (2, 3, 4), (0,), (40,)]]
-"""Of the tensors of each owner: ranks with several, with none, and with an empty one."""
+"""Shapes of the tensors of each owner: several, none, and an empty one."""
 
 
 def drawn(rank, dtype):
@@ -79,12 +79,12 @@ def kept(group):
     return tensors_R
 
 
-def test_one_rank_alone_and_nothing_at_all(tmp_path):
+def test_a_single_rank_and_no_tensors(tmp_path):
     assert torch.equal(kept(Group())[0][0], torch.ones(2))
     assert run_ranks(tmp_path, 2, kept) == [[[], []]] * 2
 
 
-def test_a_bucket_has_as_much_of_each_owner():
+def test_a_bucket_takes_about_the_same_size_from_each_owner():
     flat_R = [[torch.arange(3)], [torch.arange(1)]]
     collectives_room = collectives.BUCKET_BYTES
     try:

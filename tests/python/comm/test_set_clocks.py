@@ -23,7 +23,7 @@ HOUR = 3600.0
 
 
 def waits_for_an_absent_rank(group, folder):
-    """Seconds until a collective ends that gloo would end in an hour, as the clock was set back by that."""
+    """Return the seconds until a collective ends. Gloo alone would end it in an hour, as the clock was set back."""
     found, _ = members(group, folder, HOUR)
     result = None
     if group.rank == 0:
@@ -52,7 +52,7 @@ def waits_for_an_absent_rank(group, folder):
 
 
 def gives_up_early(group, folder):
-    """Whether members count as late where gloo gives up long before the limit, as the clock was set forward."""
+    """Return whether members count as late if gloo times out long before the limit, as the clock was set forward."""
     found, _ = members(group, folder, 0.2)
     found._timeout = timedelta(seconds=HOUR)
     if group.rank == 0:
@@ -69,12 +69,12 @@ def test_a_collective_ends_in_time_though_the_clock_was_set_back(tmp_path):
     assert "the wall clock was set back by 3600 s" in why
 
 
-def test_nobody_is_late_where_the_clock_was_set_forward(tmp_path):
+def test_no_member_is_late_if_the_clock_was_set_forward(tmp_path):
     assert run_ranks(tmp_path, 2, gives_up_early, str(tmp_path)) == [False, False]
 
 
 class SetBack:
-    """A message that gloo waits for as long as the clock was set back, and longer."""
+    """A message for which gloo waits longer than the time by which the clock was set back."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -83,7 +83,7 @@ class SetBack:
         self.may_end.wait(limit.total_seconds() + HOUR)
 
 
-def test_a_message_is_given_up_in_time_though_the_clock_was_set_back():
+def test_a_wait_for_a_message_times_out_although_the_clock_was_set_back():
     work = SetBack()
     assert "the wall clock was set back" in (Wait(work).run(timedelta(seconds=0.1)) or "")
     work.may_end.set()

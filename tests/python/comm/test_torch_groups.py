@@ -16,7 +16,7 @@ from evermoe.comm import torch_groups
 from support.harness import PATIENCE
 
 
-def test_groups_have_the_limit_that_they_are_given():
+def test_groups_have_the_given_limit():
     default = dist.constants.default_pg_timeout
     store = torch_groups.WatchedStore(dist.HashStore(), threading.Event(), timedelta(seconds=7))
     try:
@@ -32,7 +32,7 @@ def test_groups_have_the_limit_that_they_are_given():
 
 
 def test_a_stage_waits_for_the_next_one_as_long_as_the_limit_allows():
-    """Gloo keeps the time limit that it has while it connects for sends and receives."""
+    """Gloo keeps the timeout with which it connects for sends and receives."""
     limit, store, lost = timedelta(seconds=5), dist.HashStore(), threading.Event()
     watched = torch_groups.WatchedStore(store, lost, limit)
     with torch_groups.quick_groups(limit, lost), ThreadPoolExecutor(2) as pool:
@@ -47,7 +47,7 @@ def test_a_stage_waits_for_the_next_one_as_long_as_the_limit_allows():
     assert received == 1
 
 
-def test_a_rank_that_is_lost_while_gloo_connects_is_waited_for_no_longer():
+def test_a_rank_lost_while_gloo_connects_ends_the_wait():
     store, lost = dist.HashStore(), threading.Event()
     watched = torch_groups.WatchedStore(store, lost, timedelta(seconds=PATIENCE))
     store.set("rank 1", "is here")
@@ -60,7 +60,7 @@ def test_a_rank_that_is_lost_while_gloo_connects_is_waited_for_no_longer():
 
 
 def test_a_wait_in_a_store_ends():
-    """When the key exists, when a rank is lost, and at the limit, however long it was asked to wait."""
+    """It ends when the key exists, when a rank is lost, or at the limit, even if a longer wait was requested."""
     lost, store = threading.Event(), dist.HashStore()
     patient = torch_groups.WatchedStore(store, lost, timedelta(seconds=PATIENCE))
     threading.Timer(0.1, store.set, ("late", "value")).start()

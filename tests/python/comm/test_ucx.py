@@ -1,4 +1,4 @@
-"""Messages by UCX, and the error of a member without its library. `tests/transport.rs` has the messages' own tests."""
+"""Messages over UCX, and the error of a member without its library; `tests/transport.rs` tests the messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def connected(group, carrier):
 
 
 def exchange(group):
-    """Each rank sends to the other at once; returns what it got, and whether its process has UCX."""
+    """Send from each rank to the other at the same time; return the received data, and whether the process uses UCX."""
     transport, other = connected(group, "ucx"), 1 - group.rank
     mine = torch.full((NBYTES,), 1 + group.rank, dtype=torch.uint8)
     room = torch.zeros(2 * NBYTES, dtype=torch.uint8)
@@ -43,7 +43,7 @@ def exchange(group):
     return room, "libucp" in Path("/proc/self/maps").read_text()
 
 
-def test_messages_come_whole_and_may_be_shorter_than_their_room(tmp_path):
+def test_messages_arrive_completely_and_may_be_shorter_than_their_buffers(tmp_path):
     for rank, (room, has_ucx) in enumerate(run_ranks(tmp_path, 2, exchange)):
         assert has_ucx
         assert (room[: NBYTES * 3 // 2] == 2 - rank).all()
@@ -58,7 +58,7 @@ def exchange_in_vain(group):
     return str(failure.value)
 
 
-def test_members_with_different_transports_say_so(tmp_path):
+def test_members_with_different_transports_get_an_error(tmp_path):
     for words in run_ranks(tmp_path, 2, exchange_in_vain):
         assert "its transport is " in words
         assert "expected the same on all members of a job" in words

@@ -1,4 +1,4 @@
-"""Waits for gloo that another thread can end: each thread has one more that waits for it, as long as it lives."""
+"""Waits for gloo that another thread can end: a second thread waits on behalf of each thread, as long as that lives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT = timedelta(seconds=30)
 
 
 class Work:
-    """Stands for a wait in gloo; ends when `may_end` is set."""
+    """Stand-in for a wait in gloo; it ends when `may_end` is set."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -25,7 +25,7 @@ def waiters() -> list[threading.Thread]:
 
 
 def in_a_thread(work: Work, times: int) -> list[threading.Thread]:
-    """The waiters of a thread that has waited so often, and has ended."""
+    """Return the waiters of a thread that has waited this number of times and ended."""
     found: list[threading.Thread] = []
     before = set(waiters())
 
@@ -49,7 +49,7 @@ def test_a_thread_that_ends_leaves_no_waiter_behind():
         assert not waiter.is_alive()
 
 
-def test_a_waiter_that_was_left_behind_ends_with_its_work():
+def test_an_abandoned_waiter_ends_with_its_work():
     work, waits = Work(), []
     before = set(waiters())
 
