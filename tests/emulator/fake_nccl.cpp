@@ -1,8 +1,8 @@
 // fake_nccl.cpp -- TEST ONLY. As much of libnccl.so as torch's ProcessGroupNCCL calls, between processes of one machine, on
-// top of fake_driver.cpp. A collective is work of a stream: it takes what it sends when the stream comes to it, and is over
-// when all that it receives is there. A rank that ends is not noticed, as within a machine: who waits for it waits until its
-// own communicator is aborted, and what it was to receive stays garbage. With EVERMOE_TEST_NCCL=tells the communicator tells
-// of the loss, as between machines. Ranks that do not call the same end with a message, where NCCL might hang.
+// top of fake_driver.cpp. A collective is work of a stream: it reads its input when the stream reaches it, and completes
+// once all its output has arrived. As within a machine, the end of a rank is not noticed: a peer that waits for it waits
+// until its own communicator is aborted, and its output stays garbage. With EVERMOE_TEST_NCCL=reports the communicator
+// reports the loss, as between machines. Ranks with different calls end with a message, where NCCL might hang.
 //
 // Example: ranks 0 and 1 sum [1, 2] and [10, 20]. Each sends its two numbers to the other, and adds both in the order of
 // the ranks: [11, 22], the same bits on both.
@@ -123,7 +123,7 @@ void move(Communicator& comm, Peer& peer) {
     else peer.received.insert(peer.received.end(), block, block + came);
   }
   static const char* const way = getenv("EVERMOE_TEST_NCCL");
-  if (peer.is_gone && way && !strcmp(way, "tells") && comm.state == kSuccess) comm.state = kRemoteError;
+  if (peer.is_gone && way && !strcmp(way, "reports") && comm.state == kSuccess) comm.state = kRemoteError;
 }
 // Whether the message is there; then it is taken.
 bool take(Communicator& comm, Peer& peer, Header expected, Bytes& into) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints, as pip's requirements, what evermoe and its tests need beside torch, as it is installed here."""
+"""Print the installed dependencies of evermoe and its tests, without those of torch, as pip requirements."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 CARRIED = Requirement("evermoe[cli,test]")
-THERE = [Requirement("torch"), Requirement("numpy")]
+INSTALLED = [Requirement("torch"), Requirement("numpy")]
 
 
 def needs(requirements: list[Requirement]) -> dict[str, str]:
-    """Names and versions of distributions, with all that they need."""
+    """Return names and versions of distributions and all their dependencies."""
     found: dict[str, str] = {}
     left = list(requirements)
     seen = set()
@@ -38,7 +38,7 @@ def _needed_by(lines: list[str], extras: set[str]) -> Iterator[Requirement]:
 
 
 if __name__ == "__main__":
-    there = needs(THERE)
+    installed = needs(INSTALLED)
     for name, version in sorted(needs([CARRIED]).items()):
-        if name not in there and name != "evermoe":
+        if name not in installed and name != "evermoe":
             print(f"{name}=={version}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Shows that out/wheels of `make wheel` is all that a machine with torch and numpy lacks: installs it, without an index, into
-# a new environment that has only these two, and uses it there.     fresh.sh [PYTHON]
-# TORCH names what pip installs of torch, TORCH_INDEX an index that has it, such as one of builds without CUDA.
+# Checks that a machine with torch and numpy needs only out/wheels of `make wheel`: creates a new environment with only these
+# two, installs the wheels without an index, and uses them.     fresh.sh [PYTHON]
+# TORCH is the requirement for torch, TORCH_INDEX an index that has it, such as one of builds without CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${1:-python3.12} ROOT=$PWD WHEELS=$PWD/out/wheels
@@ -12,7 +12,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir "$work/empty" "$work/home"
 say() { printf '\n== %s\n' "$*"; }
 
-# Neither this tree, nor this user's environment, nor a cache is known there.
+# Runs a command that sees neither this tree, nor this user's environment, nor a cache.
 user() { (cd "$work/empty" && env -i HOME="$work/home" PATH="$work/env/bin:/usr/bin:/bin" "$@"); }
 
 say "$("$PYTHON" --version) with $TORCH and $(pinned numpy) alone"
@@ -25,7 +25,7 @@ user pip --isolated install --quiet --no-index --find-links "$WHEELS" "evermoe[c
 user pip check
 user pip freeze > "$work/after"
 if ! diff <(grep -Fx -f "$work/before" "$work/after") "$work/before"; then
-  echo "expected that what was there stays as it was" >&2
+  echo "expected no change of the packages that were installed before" >&2
   exit 1
 fi
 user python - "$work/env" <<'IMPORT'

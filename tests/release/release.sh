@@ -27,7 +27,7 @@ aarch64_rustc() {
   echo "$rustc"
 }
 
-# The extension module for aarch64 must import under qemu, and compute there what the one for x86-64 computes here.
+# The extension module for aarch64 must import under qemu, and compute the same results as the one for x86-64.
 check_aarch64() {
   local root=$TOOLS/root version
   if [ ! -d "$root" ]; then

@@ -74,7 +74,7 @@ def paced(group, folder, environment):
         group.all_reduce(torch.zeros(1))
         found.all_reduce(total)
         seen = []
-    pacer.begin_step()  # before the follower has told of the end, perhaps
+    pacer.begin_step()  # perhaps before the follower has reported the end
     [step] = pacer.recorded_steps()
     [(name, since, until)] = step.busy
     follower.close()
@@ -118,9 +118,9 @@ def test_a_read_of_a_result_that_a_silent_member_delays_ends_when_the_group_is_d
     assert "ended" in done[0]
 
 
-def told(group, folder, environment):
+def reported(group, folder, environment):
     """Rank 1 ends its communicator; that of rank 0 reports it, as between machines."""
-    os.environ["EVERMOE_TEST_NCCL"] = "tells"
+    os.environ["EVERMOE_TEST_NCCL"] = "reports"
     found = on_own_gpu(group, folder, environment)
     found.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
@@ -142,7 +142,7 @@ def told(group, folder, environment):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("stands_in")
 def test_a_loss_reported_by_nccl_fails_the_step(tmp_path, own_gpus):
-    done = run_ranks(tmp_path, 2, told, str(tmp_path), [own_gpus(rank) for rank in range(2)])
+    done = run_ranks(tmp_path, 2, reported, str(tmp_path), [own_gpus(rank) for rank in range(2)])
     assert "ended" in done[0]
 
 

@@ -215,7 +215,7 @@ def test_a_file_that_is_cut_or_gone_is_refused(store, folder, place, harm):
 # ---- kills
 
 
-def write_and_tell(folder: Path, store, numbers: tuple[int, ...]) -> None:
+def write_and_note(folder: Path, store, numbers: tuple[int, ...]) -> None:
     """Note what was written next to the folder; names come in the order that is worst for the store."""
     scandir = os.scandir
 
@@ -255,7 +255,7 @@ def killed(tmp_path_factory):
 
 def writer_of(store, *numbers: int) -> Callable[[Path], None]:
     contents(max(numbers))
-    return functools.partial(write_and_tell, store=store, numbers=numbers)
+    return functools.partial(write_and_note, store=store, numbers=numbers)
 
 
 def copied(run: Path, place: Path) -> Path:

@@ -106,7 +106,7 @@ def test_a_scaler_on_some_ranks_alone_is_refused(start_job):
     assert [each.join() for each in pipeline.ranks] == [1] * RANKS
     refused = [each.log() for each in pipeline.ranks if "differs from" in each.log()]
     assert refused
-    assert all("scaler is missing here" in log or "missing there" in log for log in refused)
+    assert all("scaler is missing here" in log or "missing on the other worker" in log for log in refused)
 
 
 PLACE = {"stage": 0, "stages": 2, "membership": evermoe.Membership(lighthouse="http://localhost:1", job="x")}

@@ -34,7 +34,7 @@ class EarlyStatesWorker(Worker):
             with options.events.open("a") as file:
                 file.write(json.dumps({"event": event, "pid": os.getpid(), **fields}) + "\n")
 
-        def exchange_and_tell(early: EarlyStates, courier: Courier, step: int, *args: Any) -> None:
+        def exchange_and_report(early: EarlyStates, courier: Courier, step: int, *args: Any) -> None:
             before = courier.sent[-1].start if courier.sent else 0
             exchange(early, courier, step, *args)
             sent: Counter[str] = Counter()
@@ -49,6 +49,6 @@ class EarlyStatesWorker(Worker):
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield message
 
-        EarlyStates.exchange_states = exchange_and_tell  # type: ignore[method-assign]
+        EarlyStates.exchange_states = exchange_and_report  # type: ignore[method-assign]
         EarlyStates._messages = messages_until_fault  # type: ignore[assignment,method-assign]
         worker.main(options)

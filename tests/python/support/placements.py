@@ -21,7 +21,7 @@ class PlacingWorker(Worker):
     def main(options: Options) -> None:
         place = target.place_layers
 
-        def place_and_tell(
+        def place_and_report(
             experts: Mapping[str, int],
             load_LE: Sequence[Sequence[float]],
             previous: Any,
@@ -45,5 +45,5 @@ class PlacingWorker(Worker):
                 file.write(line + "\n")
             return found
 
-        target.place_layers = place_and_tell
+        target.place_layers = place_and_report
         worker.main(options)

@@ -51,7 +51,7 @@ class SlowLinkWorker(Worker):
             time.sleep(each.message.data.nbytes / RATE)
             note_sent(courier, each)
 
-        def select_and_tell(protection: Protection) -> set[str] | None:
+        def select_and_report(protection: Protection) -> set[str] | None:
             found = select(protection)
             experts = set(protection.state.catalog.experts())
             write(
@@ -62,14 +62,14 @@ class SlowLinkWorker(Worker):
             )
             return found
 
-        def start_and_tell(snapshots: Snapshots, *args: Any) -> None:
+        def start_and_report(snapshots: Snapshots, *args: Any) -> None:
             before = snapshots._round
             start(snapshots, *args)
             if before is not None and snapshots._round is not before:
                 nbytes = sum(kept.arena.payload_bytes for kept in before._own)
                 write("captured", nbytes=nbytes, seconds=before.capture_seconds)
 
-        def budgets_of_and_tell(planner: WindowPlanner, reports: Sequence[RankReport]) -> Budgets:
+        def budgets_of_and_report(planner: WindowPlanner, reports: Sequence[RankReport]) -> Budgets:
             found = budgets_of(planner, reports)
             mine = reports[planner._group.rank]
             link = None if mine.link == planner._default else mine.link[1]
@@ -77,7 +77,7 @@ class SlowLinkWorker(Worker):
             return found
 
         Courier._note_sent = note_sent_late  # type: ignore[method-assign]
-        Protection._select = select_and_tell  # type: ignore[method-assign]
-        Snapshots.begin_copies = start_and_tell  # type: ignore[method-assign]
-        WindowPlanner._budgets = budgets_of_and_tell  # type: ignore[method-assign]
+        Protection._select = select_and_report  # type: ignore[method-assign]
+        Snapshots.begin_copies = start_and_report  # type: ignore[method-assign]
+        WindowPlanner._budgets = budgets_of_and_report  # type: ignore[method-assign]
         worker.main(options)

@@ -21,7 +21,7 @@ class SplittingWorker(Worker):
     def main(options: Options) -> None:
         split = experts.split_tokens
 
-        def split_and_tell(tokens: Any, matrix: Any, rank: int, policy: Any = "even") -> Any:
+        def split_and_report(tokens: Any, matrix: Any, rank: int, policy: Any = "even") -> Any:
             send_ER, receive_RE = split(tokens, matrix, rank, policy)
             rows = {"tokens": np.asarray(tokens), "matrix": np.asarray(matrix), "send": send_ER}
             fields = {name: row.tolist() for name, row in rows.items()} | {"rank": rank, "policy": policy}
@@ -29,5 +29,5 @@ class SplittingWorker(Worker):
                 file.write(json.dumps({"event": "split", "pid": os.getpid(), **fields}) + "\n")
             return send_ER, receive_RE
 
-        experts.split_tokens = split_and_tell
+        experts.split_tokens = split_and_report
         worker.main(options)

@@ -54,7 +54,8 @@ def test_a_crash_of_all_processes_two_steps_after_a_death_loses_a_step_at_most(s
 @pytest.mark.quick("all workers crash, and one machine is lost with its memory")
 def test_all_processes_crash_and_a_host_is_lost(start_job, preset):
     """Units that several nodes train have snapshots on `replication` of them: the job needs no single host's memory."""
-    at_the_vote = Fault("vote", FAULT, action="hang")  # all get there: who dies alone is a loss to the others
+    # All reach the vote before any is killed: a worker that died alone would be a loss to the others.
+    at_the_vote = Fault("vote", FAULT, action="hang")
     job = start_job(3, preset=preset, min_replicas=2, rebalance_interval=0)
     workers = job.start_all({name: [at_the_vote] for name in "abc"})
     for each in workers:
