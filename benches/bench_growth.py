@@ -39,7 +39,7 @@ from evermoe.planning.holders import copy_holders
 from evermoe.planning.presets import PRESET_NAMES
 from evermoe.planning.protection import RankInfo, plan_protection
 from evermoe.planning.recovery import recovery_plan
-from evermoe.protection_inputs import covered, covered_now, missing_bytes, unit_infos
+from evermoe.protection_inputs import current_coverage, missing_bytes, planned_coverage, unit_infos
 from evermoe.recovery.survey import Holding, Inventory, Standing, usable
 from evermoe.recovery.target import ExpertTarget
 from evermoe.state.stored import KeptCopies
@@ -135,8 +135,8 @@ def recovery(job):
     infos = job.infos(found["place"], members)
     part("protect", lambda: plan_protection("auto", infos, job.ranks, replication=COPIES, budget=0.01))
     copies = KeptCopies([set(units) for units in found["needs"]], 0, {})
-    part("covered", lambda: covered(found["protect"], job.active, job.ranks))
-    part("covered now", lambda: covered_now(found["protect"], job.active, job.ranks, copies))
+    part("covered", lambda: planned_coverage(found["protect"], job.active, job.ranks))
+    part("covered now", lambda: current_coverage(found["protect"], job.active, job.ranks, copies))
     part("missing", lambda: missing_bytes(found["protect"], sizes, copies))
     assert found["plan"].version == NOW, "the loss of one node must not lose a step"
     assert not found["plan"].lost and not found["plan"].conflicts

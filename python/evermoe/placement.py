@@ -1,4 +1,4 @@
-"""Placement of every MoE layer's experts on ranks, and whether it is time to change it."""
+"""Placement of every MoE layer's experts on ranks, and the decision to change it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def place_layers(
     boosts: Mapping[str, Sequence[float]],
     spread: Sequence[str] | None = None,
 ) -> LayerPlacements:
-    """The placement of all layers for their load; the same on all ranks. May warn of `planning.FewerReplicas`.
+    """Return a placement of all layers for their load; the same on all ranks. May warn with `planning.FewerReplicas`.
 
     Args:
         experts: number of experts of each layer, by module path.
         load_LE: tokens of each expert, in the order of `experts`; rows may be longer than their layer.
-        previous: [R, E] of each layer, what each rank runs now.
+        previous: [R, E] of each layer, replicas that each rank runs now.
         nodes: name of the node of each rank; ranks of one node fail together.
-        options: resolved, with the choices of the preset.
-        boosts: factors of the load of the experts of some layers.
-        spread: name of what fails with each rank, such as its rack, over which replicas are spread; None: its node.
+        options: resolved options, with the choices of the preset.
+        boosts: factors of the experts' loads, for some layers.
+        spread: failure domain of each rank, such as its rack, over which replicas are spread; None: its node.
     """
     sizes = [len(ranks) for ranks in failure_domains(nodes)]
     domains = failure_domains(nodes if spread is None else spread)
@@ -60,9 +60,9 @@ def keep_in_place(
     nbytes: Mapping[str, Sequence[int]],
     nodes: Sequence[str],
 ) -> LayerPlacements:
-    """The same placement with its rows given to ranks so that the fewest bytes come from peers; the same on all ranks.
+    """Return the placement with its rows assigned to the ranks such that peers send the fewest bytes.
 
-    What each node's ranks hold together stays together, so that the loss of a node costs what it did.
+    The result is the same on all ranks. Rows of one node stay on one node, so the loss of a node costs the same.
 
     Args:
         placement: [R, E] of each layer.
@@ -75,11 +75,11 @@ def keep_in_place(
 
 
 def vacant_rows(before_RE: np.ndarray, now_RE: np.ndarray) -> list[list[int]]:
-    """Experts of each rank that is gone, if as many ranks are new; else nothing.
+    """Return the experts of each lost rank, if equally many ranks are new; otherwise an empty list.
 
     Args:
-        before_RE: the placement of before; its ranks may have had other numbers.
-        now_RE: what each rank runs now; nothing where it is new.
+        before_RE: the previous placement; its ranks may have had other numbers.
+        now_RE: replicas that each rank runs now; a new rank runs none.
 
     >>> vacant_rows(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]]), np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0]]))
     [[1, 2]]
@@ -95,10 +95,10 @@ def vacant_rows(before_RE: np.ndarray, now_RE: np.ndarray) -> list[list[int]]:
 
 
 def with_vacant(now_RE: np.ndarray, vacant: Sequence[Sequence[int]]) -> np.ndarray:
-    """What each rank runs now, and of those that run nothing what they take over from ranks that are gone.
+    """Return the current placement in which new ranks take over the experts of lost ranks.
 
     Args:
-        now_RE: as of `vacant_rows`.
+        now_RE: the argument of `vacant_rows`.
         vacant: its result.
 
     >>> with_vacant(np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0]]), [[1, 2]]).tolist()
@@ -118,12 +118,12 @@ def should_rebalance(
     boosts: Mapping[str, Sequence[float]],
     spread: Sequence[str] | None = None,
 ) -> bool:
-    """Whether the load has shifted so far that a new placement makes a layer much more even; the same on all ranks."""
+    """Whether a new placement would balance the current load of a layer much better; the same on all ranks."""
     experts = {path: layer.num_experts for path, layer in state.layers.items()}
     previous = {path: layer.matrix_RE for path, layer in state.layers.items()}
     load_LE = state.expert_load.mean_LE.tolist()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FewerReplicas)  # the recovery at the start has said it
+        warnings.simplefilter("ignore", FewerReplicas)  # the first recovery has warned already
         planned = place_layers(experts, load_LE, previous, nodes, options, boosts, spread)
     for row, (path, layer) in zip(load_LE, state.layers.items(), strict=True):
         load = row[: layer.num_experts]

@@ -33,18 +33,18 @@ from evermoe.planning.recovery import Lagging
 from evermoe.presets import Pec
 from evermoe.profile.memory import return_freed_memory_beside
 from evermoe.protection_inputs import (
-    about_member,
-    about_units,
     copies_are_late,
-    covered,
-    covered_now,
+    current_coverage,
     gradient_bucket_bytes,
     has_room,
-    in_order_of_risk,
+    member_info,
     missing_bytes,
+    order_by_risk,
     plan_copies,
+    planned_coverage,
+    unit_facts,
     unit_infos,
-    without,
+    without_copies,
 )
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
@@ -106,10 +106,10 @@ class Protection:
         self.window_planner = self.snapshots.window_planner
         """Plans the times at which snapshots are sent."""
         in_memory = {
-            "load-aware": selector.to_snapshot,
-            "budget": lambda: selector.for_local_memory(self.window_planner.budgets.local),
+            "load-aware": selector.select_to_snapshot,
+            "budget": lambda: selector.select_for_local_memory(self.window_planner.budgets.local),
         }
-        self._choose = [in_memory.get(self.preset.selection), selector.to_save]
+        self._choose = [in_memory.get(self.preset.selection), selector.select_to_save]
         """Choice of experts by each keeper of states; None if it makes none."""
         self.couriers = self.window_planner.couriers = self.replicas.courier, self.snapshots.courier
         """The threads that send."""
@@ -144,18 +144,18 @@ class Protection:
         self.settle()
         self.first.drop_earlier_copies()  # in case the previous recovery was interrupted
         group = self._membership.everyone
-        mine = about_member(self._membership, self.window_planner, self.options)
+        mine = member_info(self._membership, self.window_planner, self.options)
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
         shared = None
         if group.rank == 0:  # a member that trains
-            shared = about_units(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
+            shared = unit_facts(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
         units, bucket_bytes = share_json(group, shared)
         self.active = self.state.active(self._membership.num_trainers)
         self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
         plan = plan_copies(self.options, infos, ranks)
-        self.plan = in_order_of_risk(plan, infos, ranks, copies)
+        self.plan = order_by_risk(plan, infos, ranks, copies)
         kept = self.plan.units
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
         if self.preset.selects_by_budget:
@@ -172,15 +172,15 @@ class Protection:
         for keeper in self.keepers:
             keeper.replan(assignment)
         if self.snapshots.missing:
-            self.plan = without(self.plan, self.snapshots.missing)
-        coverage = self._covered = covered(self.plan, self.active, ranks)
+            self.plan = without_copies(self.plan, self.snapshots.missing)
+        coverage = self._covered = planned_coverage(self.plan, self.active, ranks)
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
             logger.info(f"%s; {odds}", self.plan.summary, coverage.survives_one, coverage.survives_two)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
         survives, locked = (coverage.survives_one, coverage.survives_two), self.snapshots.locked_bytes
         self._emit(ProtectionPlanned(self.plan.summary, *survives, locked, sent))
-        self._emit(covered_now(self.plan, self.active, ranks, copies))
+        self._emit(current_coverage(self.plan, self.active, ranks, copies))
 
     def protect_state(self, version: int) -> bool:
         """Make the copies of the plan that are missing as of `version`, that of the current state; collective.
@@ -265,7 +265,7 @@ class Protection:
         if not self.preset.selects_by_budget:
             return None
         experts = self._followed.intersection(self.state.catalog.experts())
-        return self._followed - experts | self.selector.for_peers(experts, self.window_planner.budgets.remote)
+        return self._followed - experts | self.selector.select_for_peers(experts, self.window_planner.budgets.remote)
 
     def before_update(self) -> None:
         """Finish snapshots of the state before the optimizer writes it."""

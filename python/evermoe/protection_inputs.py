@@ -1,4 +1,4 @@
-"""What members tell each other for a plan of protection, the plan where some have no room, and what it survives."""
+"""Inputs of a protection plan, the plan when some members have no room, and the failures that it survives."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 
 GPU_BUCKET_BYTES = 32 << 20
-"""Gradients that are sent together beside backward on a GPU, where nothing else is said."""
-VERSIONS = 2
-"""Of a replica's state, at a time: what it begins with is in messages beside it."""
+"""Default size of the gradient buckets that are sent during backward, for models on a GPU."""
+STATE_BUFFERS = 2
+"""Memory of a replica's first state, in multiples of it: the state itself, and the messages that bring it."""
 
 
-def about_member(membership: MembershipManager, planner: WindowPlanner, options: CopyConfig) -> RankInfo:
-    """Memory, role and measured times of this member."""
+def member_info(membership: MembershipManager, planner: WindowPlanner, options: CopyConfig) -> RankInfo:
+    """Return memory, role and measured times of this member."""
     nodes, rank = membership.nodes, membership.everyone.rank
     share = share_of_host_bytes(nodes, rank)
     return RankInfo(
@@ -60,15 +60,15 @@ def about_member(membership: MembershipManager, planner: WindowPlanner, options:
 
 
 def gradient_bucket_bytes(state: TrainingState, options: CopyConfig) -> int:
-    """The option of that name, as this trainer's device has it."""
+    """Return the option of that name, or its default for this trainer's devices."""
     is_on_gpu = any(device.type == "cuda" for device in state.devices())
     default = GPU_BUCKET_BYTES if is_on_gpu else 0
     given = options.preset.group(ReplayedCopies).gradient_bucket_bytes
     return default if given is None else given
 
 
-def about_units(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
-    """What only training members know of each unit: its tokens in a step, and whether its steps can be repeated."""
+def unit_facts(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
+    """Return what only trainers know of each unit: its tokens per step, and whether its steps can be repeated."""
     tokens = state.expert_load.by_unit()
     return [(tokens.get(unit.name, 0.0), replicas.is_replayable(unit.name)) for unit in state.catalog.units]
 
@@ -76,7 +76,7 @@ def about_units(state: TrainingState, replicas: Replicas) -> list[tuple[float, b
 def unit_infos(
     state: TrainingState, active: Mapping[str, tuple[int, ...]], about: Sequence[tuple[float, bool]]
 ) -> list[UnitInfo]:
-    """All units in the catalog's order: sizes, ranks that train them, and what a training member has told of them."""
+    """Return sizes, training ranks and a trainer's facts of all units, in the catalog's order."""
     return [
         UnitInfo(
             unit.name,
@@ -92,23 +92,23 @@ def unit_infos(
 
 
 def _gradient_bytes(unit: Unit) -> int:
-    """Bytes of the gradients of a unit's parameters, at most: those of its tensors without the optimizer's."""
+    """Return the maximum bytes of a unit's gradients: those of its parameters."""
     return sum(parameter.nbytes for parameter in parameters_of(unit))
 
 
-def in_order_of_risk(
+def order_by_risk(
     plan: ProtectionPlan, units: Sequence[UnitInfo], ranks: Sequence[RankInfo], copies: KeptCopies
 ) -> ProtectionPlan:
-    """The plan with those units first that the fewest nodes have now; it is the same on all members.
+    """Return the plan with its units ordered by the number of nodes that hold them, fewest first.
 
-    Nodes that train a unit count, too: before they send anything, their optimizer state has arrived. All tokens of a
-    step need what is no expert, so of units on as many nodes it comes before experts.
+    The order is the same on all members. Nodes that train a unit count, too: their optimizer state arrives before they
+    send anything. Among units on equally many nodes, those that are not experts come first: every token needs them.
 
     Args:
-        plan: says who keeps copies.
-        units: all of them, and who trains them.
+        plan: the plan to reorder.
+        units: all units, with the ranks that train them.
         ranks: all ranks.
-        copies: those that members have of the state now.
+        copies: copies of the current state that members have.
     """
     holders = {unit.name: {*unit.active} for unit in units}
     for rank in range(len(ranks)):
@@ -119,8 +119,8 @@ def in_order_of_risk(
     return ProtectionPlan([plan.by_unit[name] for name in order], plan.summary)
 
 
-def without(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> ProtectionPlan:
-    """The plan when some ranks have no room for the snapshots of some units."""
+def without_copies(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> ProtectionPlan:
+    """Return the plan without the snapshots of some units at ranks that have no room for them."""
     kept = [
         replace(each, holders=tuple(rank for rank in each.holders if rank not in missing.get(each.unit, ())))
         if each.kind == "snapshot"
@@ -131,7 +131,7 @@ def without(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> Pro
 
 
 def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptCopies) -> int:
-    """Bytes of the copies of a plan that their holders do not have; `nbytes` are the sizes of all units."""
+    """Return the bytes of planned copies that their holders lack; `nbytes` are the sizes of all units."""
     return sum(
         nbytes[each.unit] for each in plan.units for holder in each.holders if each.unit not in copies.at(holder)
     )
@@ -140,14 +140,14 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
 def has_room(
     assignment: Assignment, state: TrainingState, membership: MembershipManager, options: CopyConfig, directory: Path
 ) -> bool:
-    """Whether this host has memory for a step's gradients and a plan's copies beside those of before, which are there.
+    """Whether this host has memory for a step's gradients and a plan's copies in addition to the earlier copies.
 
     Args:
         assignment: the new plan.
-        state: of this member.
-        membership: who takes part.
-        options: preset and copies.
-        directory: of the arenas.
+        state: state of this member.
+        membership: all members.
+        options: the preset, and the number of copies.
+        directory: directory of the arenas.
     """
     nodes, rank, sizes = membership.nodes, membership.everyone.rank, dict(state.catalog.sizes())
     found, local = planned_bundles(assignment, options)
@@ -158,7 +158,7 @@ def has_room(
     kept = [each.unit for each in assignment.plan.units if rank in each.holders and each.kind == "replayed"]
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     gradients = sum(p.nbytes for p in parameters if p.device.type == "cpu")
-    return free is None or free > VERSIONS * sum(sizes[unit] for unit in kept) + gradients + arenas.nbytes
+    return free is None or free > STATE_BUFFERS * sum(sizes[unit] for unit in kept) + gradients + arenas.nbytes
 
 
 def expected_arenas(
@@ -169,16 +169,17 @@ def expected_arenas(
     trains: Sequence[bool],
     is_replayable: Callable[[str], bool],
 ) -> list[int]:
-    """Bytes of the arenas of the member that will have the most of them, as far as a process knows that is none as yet.
+    """Return the bytes of the largest member's arenas, as expected by a process that is not a member yet.
 
-    It takes experts for equally loaded, and all that nobody has measured for no limit.
+    The estimate assumes that all experts have the same load, and that memory and time that were not measured are
+    unlimited.
 
     Args:
-        state: of the process.
-        options: preset and copies.
+        state: state of the process.
+        options: the preset, and the number of copies.
         placing: slots, replicas and policy.
-        nodes: of the ranks; replica nodes last.
-        trains: of the ranks, whether they train.
+        nodes: node of each rank; replica nodes come last.
+        trains: whether each rank trains.
         is_replayable: whether a unit's steps can be repeated.
     """
     training = nodes[: sum(trains)]
@@ -205,31 +206,33 @@ def expected_arenas(
 
 
 def plan_copies(options: CopyConfig, units: Sequence[UnitInfo], ranks: Sequence[RankInfo]) -> ProtectionPlan:
-    """Return who keeps copies of what: see `plan_protection`."""
+    """Return the plan of `plan_protection` for these options."""
     budget = options.preset.group(LocalSnapshots).copy_budget
     return plan_protection(options.name, units, ranks, replication=options.replication, budget=budget)
 
 
 def copies_are_late(plan: ProtectionPlan, options: CopyConfig) -> bool:
-    """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+    """Whether the copies of a step are made during the next one, and complete at its vote."""
     is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in plan.units)
     return options.replication > 0 and (options.choices.copies_late or is_followed_late)
 
 
-def covered_now(
+def current_coverage(
     plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo], copies: KeptCopies
 ) -> CoverageChanged:
-    """Which losses would be survived with the copies that members have, before those of the plan that are missing."""
+    """Return the losses that the job survives with its current copies, before the missing ones are made."""
     kept = [
         replace(each, holders=tuple(rank for rank in range(len(ranks)) if each.unit in copies.at(rank)))
         for each in plan.units
     ]
     is_complete = all(set(each.holders) <= {*now.holders} for each, now in zip(plan.units, kept, strict=True))
-    return replace(covered(ProtectionPlan(kept, ""), active, ranks), is_complete=is_complete)
+    return replace(planned_coverage(ProtectionPlan(kept, ""), active, ranks), is_complete=is_complete)
 
 
-def covered(plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo]) -> CoverageChanged:
-    """Which losses would be survived once all copies of the plan are complete."""
+def planned_coverage(
+    plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo]
+) -> CoverageChanged:
+    """Return the losses that the job survives once all copies of the plan are complete."""
     holders = {each.unit: {*active[each.unit], *each.holders} for each in plan.units}
     fatal = fatal_losses(holders, [info.node for info in ranks])
     return CoverageChanged(*survival(plan, active, ranks), fatal, is_complete=True)

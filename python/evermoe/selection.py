@@ -1,6 +1,6 @@
-"""Experts that are copied next, from the tokens that they got since they were last copied.
+"""Selects the experts to copy next, by the tokens that they received since their latest copies.
 
-The same on all members, as all count the same tokens.
+The selection is the same on all members, as all count the same tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from evermoe.state.unit import expert_unit
 
 
 def most_at_risk(at_risk: Mapping[str, ArrayLike], budget_bytes: int, expert_bytes: int) -> set[str]:
-    """Units of the experts with the most tokens at risk, as many as have room in a budget (MoEtion, Algorithm 1).
+    """Return the units of the experts with the most tokens at risk that fit into a budget (MoEtion, Algorithm 1).
 
         >>> sorted(most_at_risk({"a": [7, 2, 3], "b": [1, 5]}, budget_bytes=350, expert_bytes=100))  # 12 / 18, 6 / 18
         ['a.0', 'a.2', 'b.1']
 
     Args:
-        at_risk: tokens of each expert since it was last copied, by path of its layer.
-        budget_bytes: what may be copied now.
-        expert_bytes: what the copy of an expert takes.
+        at_risk: tokens of each expert since its latest copy, by path of its layer.
+        budget_bytes: bytes that may be copied now.
+        expert_bytes: bytes of an expert's copy.
     """
     tokens_LE = np.zeros((len(at_risk), max(map(np.size, at_risk.values()), default=0)), np.int64)
     for row, tokens_E in zip(tokens_LE, at_risk.values(), strict=True):
@@ -40,16 +40,16 @@ def most_at_risk(at_risk: Mapping[str, ArrayLike], budget_bytes: int, expert_byt
 
 
 class Risk(NamedTuple):
-    """What a failure now would cost that takes experts back to their latest copies."""
+    """Cost of a failure that returns experts to their latest copies."""
 
     plt: float
     """Portion of the run's tokens, averaged over layers."""
     waiting: int
-    """Copies that have passed over the expert with tokens at risk that waits longest."""
+    """Number of copies that have skipped the longest-waiting expert with tokens at risk."""
 
 
 class ExpertSelector:
-    """MoEtion's and PEC's choices of experts."""
+    """Selects experts as MoEtion and PEC do."""
 
     def __init__(self, state: TrainingState, options: PresetOptions, ledger: LossLedger) -> None:
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
@@ -59,7 +59,7 @@ class ExpertSelector:
         self._ledger, self._load = ledger, state.expert_load
         self._ranks_LE = np.full(ledger.total_LE.shape, -1)
         self.copied: Collection[str] | None = None
-        """Experts of which there are copies at all; None for all. Others train on enough nodes."""
+        """Experts that have copies; None for all. The others train on enough nodes."""
 
     def replan(self, active: Mapping[str, Collection[int]], ranks: int) -> None:
         """Update the ranks that train each expert from `active`, by unit."""
@@ -68,13 +68,15 @@ class ExpertSelector:
         for row, number in zip(self._ranks_LE, self._layers.values(), strict=True):
             row[:number] = [next(found) for _ in range(number)]
 
-    def for_peers(self, kept: Collection[str], measured: int | None = None) -> set[str]:
-        """MoEtion: of the units that peers are to keep, those with the most tokens at risk after the step that begins.
+    def select_for_peers(self, kept: Collection[str], measured: int | None = None) -> set[str]:
+        """Return MoEtion's choice for peers: units with the most tokens at risk after the step that begins.
 
-        Its own tokens are not known yet: in their place are those that each expert gets in a step on average, and one
-        at least. The units are as many as have room in the budget of bytes to peers; a unit that its replica follows
-        takes less of it. `measured`: the budget where none is given as an option; None for what it is before there are
-        measurements.
+        The tokens of that step are not known yet. Each expert counts with its average tokens per step, at least one.
+        The units fit into the budget of bytes to peers; a unit that its replica follows uses less of it.
+
+        Args:
+            kept: units to choose from, which peers keep.
+            measured: budget if no option gives one; None before there are measurements.
         """
         ledger = self._ledger.selection
         if ledger is None:
@@ -84,13 +86,16 @@ class ExpertSelector:
         given = self._budgets.remote_bytes_per_step
         return self._by_budget(at_risk, measured if given is None else given)
 
-    def for_local_memory(self, measured: int | None = None) -> set[str]:
-        """MoEtion: the experts with the most tokens at risk if all processes die but their node lives; likewise."""
+    def select_for_local_memory(self, measured: int | None = None) -> set[str]:
+        """Return MoEtion's choice for local memory: those with the most tokens at risk if processes fail, not nodes.
+
+        `measured`: budget if no option gives one; None before there are measurements.
+        """
         ledger, given = self._ledger.local, self._budgets.local_bytes_per_step
         return set() if ledger is None else self._by_budget(ledger.at_risk, measured if given is None else given)
 
     def risk(self) -> Risk | None:
-        """What experts would lose that are copied to other nodes or to the place that all share; None without any."""
+        """Return the risk of experts that have copies on other nodes or in the shared store; None without any."""
         ledger = self._ledger.selection
         if ledger is None:
             return None
@@ -98,12 +103,12 @@ class ExpertSelector:
         portions_L = at_risk_LE.sum(1) / np.maximum(ledger.seen.sum(1), 1)
         return Risk(float(portions_L.mean()), int(np.where(at_risk_LE > 0, ledger.waiting, 0).max()))
 
-    def to_save(self) -> set[str]:
-        """PEC: the experts that are saved to the place that all share, K of each layer as Dynamic-K has it now."""
+    def select_to_save(self) -> set[str]:
+        """Return PEC's choice for the shared store: K experts of each layer, with the current K of Dynamic-K."""
         return self._in_turn(self._ledger.selection)
 
-    def to_snapshot(self) -> set[str]:
-        """PEC: the experts of which snapshots are made in their own node's memory; their K is larger."""
+    def select_to_snapshot(self) -> set[str]:
+        """Return PEC's choice for snapshots in the experts' own nodes' memory; it has a larger K."""
         return self._in_turn(self._ledger.local)
 
     def _in_turn(self, ledger: TokenLedger | None) -> set[str]:
