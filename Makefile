@@ -107,7 +107,7 @@ test-torch: package ## Test this build on the oldest and the newest supported to
 
 check: lint test kernels ## Lint, test and check the kernels: run before a commit
 
-lint: package ## Check formatting, clippy, ruff, types, dead code and unused dependencies
+lint: package ## Check formatting, clippy, ruff, types, dead code, unused dependencies and words that are gone
 	cargo fmt --check
 	$(WITHOUT_KERNELS) cargo clippy --quiet --profile $(CLIPPY_PROFILE) --all-targets --all-features -- -D warnings
 	$(BIN)/ruff format --check
@@ -115,6 +115,7 @@ lint: package ## Check formatting, clippy, ruff, types, dead code and unused dep
 	$(BIN)/mypy
 	$(BIN)/vulture
 	$(BIN)/cargo-shear
+	$(BIN)/python tests/prose.py
 
 kernels: package ## Check that the build has the CUDA kernels; without nvcc it has none
 	$(BIN)/python -c "from evermoe.ops.cache import has_cuda_kernels; assert has_cuda_kernels(), 'the build has no CUDA kernels'"
