@@ -860,7 +860,6 @@ class ReplayLog:
         """Return the number of steps by which each unit's log is ahead of its state; None without a state."""
     def release(self, clip: float | None) -> None:
         """Accept the held steps; with None as steps that change nothing, because the trainers have skipped them."""
-    def discard(self) -> None: ...
     def take(self, unit: int, max_steps: int, until: int) -> _Batch | None: ...
     def begin(self, unit: int, step: int) -> None:
         """Announce that a unit gets its full state after `step` from elsewhere; `installed` must follow."""

@@ -314,10 +314,6 @@ impl ReplayLog {
         });
     }
 
-    fn discard(&self, py: Python<'_>) {
-        py.detach(|| self.lock().discard());
-    }
-
     fn begin(&self, py: Python<'_>, unit: usize, step: u64) -> PyResult<()> {
         self.with(py, unit, |log| log.begin(unit, step))
     }

@@ -214,10 +214,6 @@ class Replica(AbstractContextManager["Replica"]):
         waiting = enumerate(self._log.waiting())
         self._wake([index for index, steps in waiting if steps is not None and steps >= self._batches[index]])
 
-    def discard_held(self) -> None:
-        """Drop the held steps."""
-        self._log.discard()
-
     def version(self, unit: str) -> int | None:
         """Return the newest step of the trainer that the unit can be brought to; None before its full state arrived."""
         newest = [self._log.newest(index) for index in self._units[unit]]

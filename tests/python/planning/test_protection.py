@@ -50,6 +50,16 @@ def test_each_copy_is_on_another_rank(preset, copies, replicas):
         assert len(nodes & {*each.holders}) == min(replicas, len(each.holders)), each
 
 
+@pytest.mark.parametrize(
+    ("trainers", "peers"),
+    [(4, [[1], [0], [3], [2]]), (5, [[1], [0], [3], [4], [2]]), (6, [[1], [0], [3], [2], [5], [4]])],
+)
+def test_gemini_copies_in_groups_and_the_rest_in_a_ring(trainers, peers):
+    """Gemini, Algorithm 1: more pairs of lost nodes are survived than with one ring of all nodes."""
+    plan = plan_protection("gemini", experts(trainers, trainers), members(trainers), replication=2, budget=0.01)
+    assert [list(each.holders) for each in plan.units] == peers
+
+
 @pytest.mark.parametrize("trainers, copies, is_sharded", list(itertools.product([2, 3, 4, 5], [2, 3], [False, True])))
 def test_moetion_copies_what_peers_lack_to_all_of_them(trainers, copies, is_sharded):
     """As ZeRO has it: parts of the state that one rank alone has, or what all have anyway."""

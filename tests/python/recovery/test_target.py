@@ -34,10 +34,10 @@ def holding(expert, kind, version=NOW):
     return Holding(expert_unit(LAYER, expert), version, expert, kind)
 
 
-def inventory(trained, copied, load, version=NOW):
+def inventory(trained, copied, load, version=NOW, **standing):
     """Return the offer of a rank that trains some experts and keeps copies of others."""
     holdings = [holding(e, "active", version) for e in trained] + [holding(*copy) for copy in copied]
-    return Inventory(Standing(version, True), holdings, [], True, load=[load])
+    return Inventory(Standing(version, True, **standing), holdings, [], True, load=[load])
 
 
 def target(state, nodes, config):
@@ -135,3 +135,14 @@ def test_the_start_of_a_job_counts_nothing_as_held(state):
     matrix = target(state, nodes, Placement(expert_slots=6)).place(0, fresh)[LAYER]
     empty = {LAYER: np.zeros((2, EXPERTS), np.int64)}
     assert (matrix == place_layers({LAYER: EXPERTS}, [even], empty, nodes, Placement(expert_slots=6), {})[LAYER]).all()
+
+
+def test_experts_that_lost_tokens_get_replicas_before_others(state):
+    """MoEtion, section 3.5: their load counts 10 % more."""
+    load = [1.0] * EXPERTS
+    load[7] = 1.09
+    boosted = {LAYER: [1.1 if expert == 5 else 1.0 for expert in range(EXPERTS)]}
+    for boosts, replicated in (({}, 7), (boosted, 5)):
+        inventories = [inventory([], [], load, boosts=boosts) for _ in range(2)]
+        matrix = target(state, ["a", "b"], Placement(expert_slots=7)).place(NOW, inventories)[LAYER]
+        assert np.flatnonzero(matrix.sum(0) > 1).tolist() == [replicated]
