@@ -23,7 +23,7 @@ WITHOUT_KERNELS = EVERMOE_CUDA=off
 AS_TESTS := --profile develop $(addprefix --config profile.develop.package.evermoe.,opt-level=1 debug-assertions=true overflow-checks=true)
 RUST_TEST_OPTIONS = --quiet $(AS_TESTS) --features object-store,ucx
 RUST_TEST_SOURCES := $(shell find tests -name '*.rs' -not -path 'tests/python/*')
-# Exploring the models of the protocol takes minutes. So do simulated jobs, tests/simulate.rs of the program `all`.
+# Exploring the models of the protocol takes minutes. So do simulated jobs, tests/simulate/ of the program `all`.
 SLOW_RUST_TESTS := protocol_model
 RUST_TESTS := --lib $(addprefix --test ,$(filter-out $(SLOW_RUST_TESTS),$(shell sed -n '/^\[\[test\]\]/{n;s/name = "\(.*\)"/\1/p}' Cargo.toml)))
 # `make test` runs the kernels' tests only if the branch has changed the kernels or their emulator.

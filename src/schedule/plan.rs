@@ -1,7 +1,7 @@
 //! The chunk plan: which part of which unit is sent to which rank in which window, and why.
 
 use super::capacity::{Load, Work};
-use super::pace::{Pace, total};
+use super::pace::{Pace, ROUNDING, total};
 use super::request::{MAX_CHUNKS, MAX_STEPS, Policy, Request};
 use super::span::Resource;
 use super::stream::{Filled, stream};
@@ -223,8 +223,7 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Fille
         loads.iter().map(|load| pace.seconds(load.bytes)).sum::<f64>(),
     ];
     let chunks: u64 = loads.iter().map(|load| pace.chunks(load.bytes)).sum();
-    let mut quota =
-        if copy > 0.0 { (chunks as f64 * bubble / copy).min(chunks as f64) as u64 } else { chunks };
+    let mut quota = quota(chunks, bubble, copy);
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     for load in loads {
         let count = pace.chunks(load.bytes).min(quota);
@@ -236,6 +235,18 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Fille
     let mut filled = stream(&inside, &work.intervals, pace, steps);
     filled.rest.extend(outside);
     filled
+}
+
+/// ⌊n · `bubble` ÷ `copy`⌋, at most n. Both are rounded sums of seconds: a quotient that misses a whole number by
+/// rounding alone counts as that number.
+fn quota(chunks: u64, bubble: f64, copy: f64) -> u64 {
+    let available = chunks as f64 * (bubble + ROUNDING);
+    let mut quota = if copy > 0.0 { (available / copy).min(chunks as f64) as u64 } else { chunks };
+    // The division is rounded, too.
+    while quota < chunks && (quota + 1) as f64 * copy <= available {
+        quota += 1;
+    }
+    quota
 }
 
 /// Seconds of the sender's windows in a step.

@@ -5,11 +5,15 @@ use super::load::Loads;
 use super::planners::Planners;
 use super::scenario::Scenario;
 use super::units::Units;
+use crate::dispatch::LoadAverage;
 use crate::error::Result;
 use crate::placement::primaries;
 use crate::protection::{CopyKind, Selecting, copy_budget, levels, unmeasured_budget};
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
+
+/// Steps after which a step counts half in the average load of the experts: `LOAD_HALF_LIFE` of a session.
+const LOAD_HALF_LIFE: f64 = 7.0;
 
 /// Result of the copies after a step.
 pub(super) struct Saved {
@@ -32,6 +36,10 @@ pub(super) struct Turns {
     /// For each expert, the node that saves it if it is selected.
     ranks: Vec<i64>,
     tokens_per_step: f64,
+    /// Average tokens of each expert in a step.
+    average: LoadAverage,
+    /// Experts whose copies follow the step in progress.
+    following: Selection,
     save_interval: u64,
     /// Bytes that the session asks to send to peers in a step.
     requested: Option<u64>,
@@ -57,6 +65,8 @@ impl Turns {
             ledger: TokenLedger::new(units.classes, experts, each, session.max_lost_token_fraction)?,
             ranks: Vec::new(),
             tokens_per_step: scenario.model.tokens_per_step as f64,
+            average: LoadAverage::new(units.classes, experts, LOAD_HALF_LIFE)?,
+            following: vec![Vec::new(); units.classes],
             save_interval: session.save_interval,
             requested: session.remote_bytes_per_step,
             budget: session.remote_bytes_per_step.unwrap_or(unmeasured_budget(expert_bytes, all)),
@@ -107,7 +117,22 @@ impl Turns {
         self.ledger.seen()[unit] - self.ledger.lost()[unit]
     }
 
-    /// Selects and copies experts after a step; `version` is the new state.
+    /// `moetion`: selects the experts whose copies follow the step that begins: among those that peers hold, those with the
+    /// most tokens at risk after it, within the budget. Its own tokens are not known yet, so the average counts.
+    pub(super) fn begin_step(&mut self, planners: &dyn Planners, copies: Option<&Copies>) -> Result<()> {
+        let Some(copies) = copies.filter(|_| self.selecting == Selecting::Budget) else { return Ok(()) };
+        let is_kept = |unit: usize| copies.units[unit].kind == CopyKind::Replayed;
+        let expected =
+            self.average.loads().into_iter().map(|tokens| (tokens.round_ties_even() as i64).max(1));
+        let at_risk = self.ledger.at_risk().iter().zip(expected).enumerate();
+        let tokens: Vec<i64> = at_risk
+            .map(|(unit, (&tokens, expected))| if is_kept(unit) { tokens + expected } else { 0 })
+            .collect();
+        self.following = planners.budget(&tokens, self.ledger.shape(), self.budget / self.expert_bytes)?;
+        Ok(())
+    }
+
+    /// Copies experts after a step; `version` is the new state.
     pub(super) fn taken(
         &mut self,
         loads: &Loads<'_>,
@@ -122,9 +147,10 @@ impl Turns {
             })
             .collect();
         self.ledger.add(&counts)?;
+        self.average.add(&counts)?;
         match self.selecting {
             Selecting::LoadAware => self.save(planners, version, units),
-            _ => self.follow(planners, version, copies, units),
+            _ => self.follow(version, copies, units),
         }
     }
 
@@ -161,20 +187,16 @@ impl Turns {
         }
     }
 
-    /// `moetion`: selects the experts with the most tokens at risk among those that peers hold, within the budget.
-    fn follow(
-        &mut self,
-        planners: &dyn Planners,
-        version: u64,
-        copies: &mut Option<Copies>,
-        units: &Units,
-    ) -> Result<Option<Saved>> {
+    /// Abandons the save in progress unless it is complete by now.
+    pub(super) fn abandon(&mut self, now: u64) {
+        self.advance(now);
+        self.writing = None;
+    }
+
+    /// `moetion`: copies the experts that were selected as the step began.
+    fn follow(&mut self, version: u64, copies: &mut Option<Copies>, units: &Units) -> Result<Option<Saved>> {
         let Some(copies) = copies else { return Ok(None) };
-        let is_kept = |unit: usize| copies.units[unit].kind == CopyKind::Replayed;
-        let at_risk = self.ledger.at_risk().iter().enumerate();
-        let tokens: Vec<i64> =
-            at_risk.map(|(unit, &tokens)| if is_kept(unit) { tokens } else { 0 }).collect();
-        let chosen = planners.budget(&tokens, self.ledger.shape(), self.budget / self.expert_bytes)?;
+        let chosen = std::mem::replace(&mut self.following, vec![Vec::new(); units.classes]);
         self.ledger.copied(&chosen)?;
         let mut peer_bytes = 0;
         let mut followed = vec![false; units.num_experts()];
@@ -207,7 +229,6 @@ impl Turns {
 
     /// Returns these experts to copies of these versions; returns the tokens that they lost.
     pub(super) fn lose(&mut self, stale: &[(usize, u64)], units: &Units) -> Result<f64> {
-        self.writing = None;
         let mut lost = vec![0; units.num_experts()];
         let mut experts: Selection = vec![Vec::new(); units.classes];
         for &(unit, version) in stale {

@@ -175,6 +175,7 @@ impl<'a> Job<'a> {
     /// Reports the loss of a member to the others.
     pub(super) fn lost(&mut self) -> Result<Event> {
         self.lost_at.get_or_insert(self.world.now);
+        self.abandon_writing();
         let detect = nanoseconds(self.scenario.costs.detect_seconds);
         while self.world.spend(Cause::Detect, detect)? == Flow::Lost {}
         if self.pace.late_state == 0.0 {

@@ -29,6 +29,7 @@ mod ranges;
 mod rearrange;
 mod restart;
 mod restore;
+mod room;
 mod scenario;
 mod steps;
 mod trace;

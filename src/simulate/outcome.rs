@@ -38,6 +38,7 @@ pub(super) struct Tally {
     pub(super) store_bytes: u128,
     pub(super) read_bytes: u128,
     pub(super) memory_bytes: u64,
+    pub(super) missing_copy_bytes: u64,
     pub(super) fewest_members: usize,
     pub(super) recovery_nanoseconds: Vec<u64>,
     pub(super) happened: Vec<Happened>,
@@ -61,6 +62,7 @@ impl Default for Tally {
             store_bytes: 0,
             read_bytes: 0,
             memory_bytes: 0,
+            missing_copy_bytes: 0,
             fewest_members: usize::MAX,
             recovery_nanoseconds: Vec::new(),
             happened: Vec::new(),
@@ -119,6 +121,9 @@ pub struct Outcome {
     pub read_bytes: u128,
     /// Memory for state and copies on the fullest node.
     pub memory_bytes: u64,
+    /// Bytes of planned copies that did not fit into the nodes' host memory, under the plan that lacks the most; 0 if all
+    /// fitted.
+    pub missing_copy_bytes: u64,
     /// Mean number of training nodes.
     pub mean_members: f64,
     /// Minimum number of training nodes.
@@ -174,6 +179,7 @@ impl Outcome {
             store_bytes: tally.store_bytes,
             read_bytes: tally.read_bytes,
             memory_bytes: tally.memory_bytes,
+            missing_copy_bytes: tally.missing_copy_bytes,
             mean_members: parts.member_time as f64 / (parts.now.max(1) as f64),
             fewest_members: if tally.fewest_members == usize::MAX { 0 } else { tally.fewest_members },
             recovery_seconds: tally.recovery_nanoseconds.into_iter().map(seconds).collect(),

@@ -6,9 +6,7 @@ use super::job::Job;
 use super::units::active;
 use super::world::Flow;
 use crate::error::Result;
-use crate::protection::{
-    CopyKind, Copying, FAILURE, LOG_STEPS, OWN_VERSIONS, ProtectionRequest, RankInfo, UnitInfo,
-};
+use crate::protection::{CopyKind, Copying, FAILURE, ProtectionRequest, RankInfo, UnitInfo};
 use crate::protocol::Event;
 use crate::schedule::{CopyItem, Link, Receiver, Request, forecast_memory, synthetic_windows};
 use std::collections::BTreeMap;
@@ -21,7 +19,7 @@ type Sends = BTreeMap<(usize, usize), u64>;
 
 impl Job<'_> {
     /// Plans the holders of copies, and begins to make the missing ones.
-    pub(super) fn protect(&mut self, version: u64, waits: bool) -> Result<Event> {
+    pub(super) fn protect(&mut self, version: u64, mut waits: bool) -> Result<Event> {
         if self.send_weights()? == Flow::Lost {
             return self.lost();
         }
@@ -34,7 +32,11 @@ impl Job<'_> {
         let mut copies = match self.kept_copies(&active, version) {
             Some(copies) => copies,
             None => {
-                let copies = self.plan_protection(&active, version)?;
+                let mut copies = self.plan_protection(&active, version)?;
+                waits |= !self.make_room(&copies);
+                let room = self.scenario.cluster.host_bytes;
+                let missing = copies.fit(room, &self.units, self.preset.per_expert_versions);
+                self.tally.missing_copy_bytes = self.tally.missing_copy_bytes.max(missing);
                 self.note_memory(&copies);
                 copies
             }
@@ -57,6 +59,22 @@ impl Job<'_> {
             return self.unless_lost(flow, Event::Protected { is_whole: true });
         }
         Ok(Event::Protected { is_whole: false })
+    }
+
+    /// Whether all nodes have memory for new copies next to the previous ones, so that training can continue meanwhile.
+    /// If even the snapshots do not fit, the previous copies are removed first.
+    fn make_room(&mut self, copies: &Copies) -> bool {
+        let room = self.scenario.cluster.host_bytes;
+        let mut wanted = copies.host_bytes(&self.units);
+        let Some(former) = &self.former else { return wanted.values().all(|&bytes| bytes <= room) };
+        for (node, bytes) in former.host_bytes(&self.units) {
+            *wanted.entry(node).or_default() += bytes;
+        }
+        let is_roomy = wanted.into_iter().all(|(node, bytes)| !self.world.members[node] || bytes <= room);
+        if !is_roomy {
+            self.former = self.former.take().map(Copies::removed);
+        }
+        is_roomy
     }
 
     /// Sends the owners' weights to all, once to each node.
@@ -285,18 +303,8 @@ impl Job<'_> {
             let twice = (u128::from(weights) * u128::from(mine) / u128::from(owned.max(1))) as u64;
             *by_node.entry(own_units.node).or_default() += everywhere + held - twice;
         }
-        for (unit, each) in copies.units.iter().enumerate() {
-            let (state, gradient) = (self.units.bytes[unit], self.units.gradients[unit]);
-            let bytes = match each.kind {
-                CopyKind::Snapshot { .. } => OWN_VERSIONS * state,
-                CopyKind::Replayed => state + LOG_STEPS * gradient,
-                CopyKind::Active | CopyKind::Uncovered => 0,
-            };
-            each.holders.iter().for_each(|&node| *by_node.entry(node).or_default() += bytes);
-            // A snapshot that is sent is captured in the sender's memory first.
-            let sender = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
-            let own = each.own.iter().chain(sender);
-            own.for_each(|&node| *by_node.entry(node).or_default() += OWN_VERSIONS * state);
+        for (node, bytes) in copies.host_bytes(&self.units) {
+            *by_node.entry(node).or_default() += bytes;
         }
         let most = by_node.into_values().max().unwrap_or(0);
         self.tally.memory_bytes = self.tally.memory_bytes.max(most);

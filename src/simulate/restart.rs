@@ -110,7 +110,7 @@ impl<'a> Restarts<'a> {
             }
         }
         self.finish_writing();
-        self.writing = None;
+        self.writing = None; // the processes that wrote it end
         let groups = self.world.up.len().min(self.scenario.cluster.nodes) / group;
         self.used = self.world.up.iter().copied().take(groups * group).collect();
         self.set_members();
@@ -146,11 +146,12 @@ impl<'a> Restarts<'a> {
             self.loads.advance(self.step);
             let (compute, slower) = (nanoseconds(self.step_seconds()), self.world.slowness() - 1.0);
             let checkpoint = self.checkpoint();
-            let delays = [
-                (Cause::Train, compute),
-                (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
-                (Cause::Checkpoint, checkpoint),
-            ];
+            match self.world.spend(Cause::Checkpoint, checkpoint)? {
+                Flow::Done => {}
+                Flow::Lost => return Ok(End::Lost),
+                Flow::Over => return Ok(End::Over),
+            }
+            let delays = [(Cause::Train, compute), (Cause::Straggle, nanoseconds(seconds(compute) * slower))];
             for (cause, time) in delays {
                 let began = self.world.now;
                 let flow = self.world.spend_step(cause, time, self.step)?;
@@ -181,6 +182,7 @@ impl<'a> Restarts<'a> {
     }
 
     /// Begins a checkpoint if scheduled; returns the nanoseconds for which training waits until it is in host memory.
+    /// Only then is it written, in the background.
     fn checkpoint(&mut self) -> u64 {
         self.finish_writing();
         let every = self.choices.checkpoint_interval;
@@ -194,8 +196,9 @@ impl<'a> Restarts<'a> {
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
         let write = nanoseconds(costs.write(bytes, self.used.len()));
         self.tally.store_bytes += self.units.bytes.iter().map(|&bytes| u128::from(bytes)).sum::<u128>();
-        self.writing = Some((self.step, self.world.now + write));
-        nanoseconds(bytes / costs.capture_bytes_per_second + costs.persist_seconds)
+        let stall = nanoseconds(bytes / costs.capture_bytes_per_second + costs.persist_seconds);
+        self.writing = Some((self.step, self.world.now + stall + write));
+        stall
     }
 
     fn finish_writing(&mut self) {
@@ -217,7 +220,10 @@ impl<'a> Restarts<'a> {
         self.step = self.stored;
     }
 
+    /// Spends the time until a loss is known. The lost node's part of a checkpoint in progress is lost with it.
     fn detect(&mut self) -> Result<()> {
+        self.finish_writing();
+        self.writing = None;
         self.log("lost");
         let detect = nanoseconds(self.scenario.costs.detect_seconds);
         while self.world.spend(Cause::Detect, detect)? == Flow::Lost {}

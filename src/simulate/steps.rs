@@ -20,6 +20,9 @@ impl Job<'_> {
     /// Computes a step and everything that must be safe before the vote.
     pub(super) fn step(&mut self, number: u64) -> Result<Event> {
         self.loads.advance(number);
+        if let Some(turns) = &mut self.turns {
+            turns.begin_step(self.planners, self.copies.as_ref())?;
+        }
         let compute = nanoseconds(self.step_seconds());
         let (began, slower) = (self.world.now, self.world.slowness() - 1.0);
         let flow = self.world.spend_step(Cause::Train, compute, number)?;
@@ -84,10 +87,20 @@ impl Job<'_> {
         }
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
         let write = costs.write(bytes, self.rank_units.len());
-        self.writing = Some((self.line.newest, self.world.now + nanoseconds(write)));
-        self.tally.store_bytes += u128::from(self.units.bytes.iter().sum::<u64>());
         let capture = nanoseconds(bytes / costs.capture_bytes_per_second);
-        Ok(capture.saturating_sub(compute) + nanoseconds(costs.persist_seconds))
+        let stall = capture.saturating_sub(compute) + nanoseconds(costs.persist_seconds);
+        self.writing = Some((self.line.newest, self.world.now + stall + nanoseconds(write)));
+        self.tally.store_bytes += u128::from(self.units.bytes.iter().sum::<u64>());
+        Ok(stall)
+    }
+
+    /// Abandons the saves in progress, as a lost member's part of them is lost with it.
+    pub(super) fn abandon_writing(&mut self) {
+        self.finish_writing();
+        self.writing = None;
+        if let Some(turns) = &mut self.turns {
+            turns.abandon(self.world.now);
+        }
     }
 
     pub(super) fn finish_writing(&mut self) {

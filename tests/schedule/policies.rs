@@ -44,6 +44,30 @@ fn auto_serves_first_whoever_has_the_first_windows() {
     );
 }
 
+/// ⌊n · window ÷ (bytes ÷ rate)⌋ chunks, in whole numbers: n · window · rate ÷ bytes.
+#[test]
+fn moetion_sends_the_whole_quotient_of_chunks_in_windows() {
+    for (pieces, bytes, window, rate) in [
+        (25, 5, 10, 3), // 6 exactly; in rounded seconds a little less
+        (25, 5, 9, 3),
+        (49, 1, 1, 49),
+        (10, 3, 7, 3),
+        (7, 11, 13, 3),
+        (30, 7, 14, 6),
+        (99, 13, 26, 7),
+    ] {
+        let unit: (u64, &[usize]) = (bytes, &[0]);
+        let mut case = complete(simple(&vec![unit; pieces], &[(0.0, f64::from(window))], 0.0));
+        case.link.beta = f64::from(rate);
+        case.max_steps = 1;
+        let plan = case.plan(Policy::Moetion);
+        let sent = plan.chunks.iter().filter(|chunk| chunk.window.is_some()).count() as u64;
+        let (n, available) = (pieces as u64, window as u64 * rate as u64);
+        let quota = (n * available / (n * bytes)).min(n);
+        assert_eq!(sent, quota, "{pieces} pieces × {bytes} bytes, {window} s, {rate} bytes a second");
+    }
+}
+
 #[test]
 fn without_windows_what_is_sent_is_spread_over_the_steps() {
     let mut case = simple(&[(40, &[0, 1])], &[], 0.0);

@@ -46,6 +46,27 @@ def test_a_trace_and_files(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_missing_copies_are_named_below_the_table(tmp_path):
+    flags = [*SMALL, "--seeds", "1", "--presets", "gemini", "auto", "restart", "--cluster", "cluster.json"]
+    lines = []
+    for room in (1 << 40, 10**9):
+        (tmp_path / "cluster.json").write_text(json.dumps({"host_bytes": room}))
+        done = evermoe("simulate", *flags, "--json", "out.json", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        means = {
+            name: each["means"] for name, each in json.loads((tmp_path / "out.json").read_text())["presets"].items()
+        }
+        missing = {name: each["missing_copy_bytes"] for name, each in means.items() if each["missing_copy_bytes"]}
+        assert set(missing) == (set() if room > 10**9 else {"gemini", "auto"})
+        lines.append([line for line in done.stdout.splitlines() if "fit into" in line])
+    assert lines[0] == []
+    gigabytes = {name: f"{lacks / 1e9:,.0f} GB" for name, lacks in missing.items()}
+    assert lines[1][0].startswith(
+        "Not all copies fit into the 1 GB of host memory that each node has free (host_bytes in the file of "
+        f"--cluster). Over all nodes gemini lacks {gigabytes['gemini']}, auto lacks {gigabytes['auto']}. State without"
+    )
+
+
 def test_progress_goes_to_standard_error_at_the_start_and_now_and_then(capsys):
     reporter = Reporter(["auto", "pec"], interval=0.0)
     reporter(0.5)

@@ -116,6 +116,24 @@ def test_nodes_come_and_go_at_given_times():
     assert outcome.happened[-1].members == 7
 
 
+def test_restarts_share_the_experts_over_two_nodes_by_default():
+    scenarios = [small(), small(expert_parallel=2), small(expert_parallel=1)]
+    default, pairs, alone = (simulate(scenario, "restart", seed=1) for scenario in scenarios)
+    assert default == pairs
+    assert default.goodput < 0.9 * alone.goodput, "the busier node of two delays the other"
+    assert simulate(small(nodes=1), "restart", seed=1).steps > 0
+
+
+@pytest.mark.parametrize("scheme", ["gemini", "moetion"])
+def test_copies_that_do_not_fit_are_missing(scheme):
+    roomy, tight = (simulate(small(host_bytes=room), scheme, seed=1) for room in (1 << 40, 10**9))
+    none = simulate(small(host_bytes=0), scheme, seed=1)
+    assert roomy.missing_copy_bytes == 0 < tight.missing_copy_bytes <= none.missing_copy_bytes
+    assert roomy.memory_bytes > tight.memory_bytes >= none.memory_bytes
+    assert roomy.checkpoint_loads < none.checkpoint_loads
+    assert none.copy_bytes == none.first_bytes == 0
+
+
 def test_losses_in_steps():
     scenario = small(failures=(Failure.in_steps([(10, [1]), (20, [2, 3])]),))
     outcome = simulate(scenario, "auto", seed=1)

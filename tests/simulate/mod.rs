@@ -1,13 +1,14 @@
-//! Simulated jobs: properties of all of them, a case with a closed form, and that the planners decide.
+//! Simulated jobs: properties of all of them, cases with a closed form, and that the planners decide.
 
-use evermoe::Result;
-use evermoe::placement::{self, Placement, Policy};
+mod planners;
+mod refusals;
+mod storage;
+
 use evermoe::protection::PresetName;
 use evermoe::simulate::{
-    Cluster, Costs, Dense, Load, Model, Outcome, Planners, Product, RestartChoices, Scenario, Scheme,
-    SessionChoices, Source, read_bamboo, read_skypilot, simulate,
+    Cluster, Costs, Dense, Load, Model, Outcome, Product, RestartChoices, Scenario, Scheme, SessionChoices,
+    Source, simulate,
 };
-use std::cell::Cell;
 
 const HOUR: f64 = 3600.0;
 
@@ -255,28 +256,6 @@ fn presets_that_may_lose_tokens_say_how_many() {
 }
 
 #[test]
-fn the_end_of_all_nodes_takes_a_job_back_to_its_checkpoint() {
-    let mut scenario = scenario();
-    let all: Vec<usize> = (0..12).collect();
-    let events = vec![(0.0, true, all.clone()), (HOUR, false, all.clone()), (2.0 * HOUR, true, all)];
-    scenario.failures = vec![Source::Trace { events }];
-    scenario.seconds = 3.0 * HOUR;
-    for scheme in &[PresetName::Auto, PresetName::Gemini, PresetName::Baft, PresetName::Lazarus].map(preset) {
-        let outcome = run(&scenario, scheme, 1);
-        assert_eq!(outcome.checkpoint_loads, 1, "{}", scheme.name());
-        assert!((1..=60).contains(&outcome.undone_steps), "{}: {}", scheme.name(), outcome.undone_steps);
-        let waited = outcome.nanoseconds["wait"] as f64 * 1e-9;
-        assert!((3000.0..3700.0).contains(&waited), "{}: {waited}", scheme.name());
-        let without = Scenario {
-            session: SessionChoices { checkpoint_interval: 0, ..scenario.session.clone() },
-            ..scenario.clone()
-        };
-        let outcome = run(&without, scheme, 1);
-        assert!(outcome.undone_steps > 100 && outcome.checkpoint_loads == 0, "{}", scheme.name());
-    }
-}
-
-#[test]
 fn a_job_ends_after_its_steps() {
     for scheme in schemes() {
         let outcome = run(&Scenario { steps: Some(500), ..scenario() }, &scheme, 1);
@@ -335,46 +314,6 @@ fn nobody_recovers_when_a_notice_comes_with_the_last_step() {
 }
 
 #[test]
-fn a_store_that_all_nodes_share_is_read_at_its_own_rate() {
-    let mut scenario = scenario();
-    scenario.cluster.spares = 1;
-    scenario.failures = vec![Source::Steps { losses: vec![(60, vec![3])] }];
-    scenario.steps = Some(80);
-    let fetch = |all: Option<f64>| {
-        let mut shared = scenario.clone();
-        shared.costs.store_bytes_per_second = all;
-        run(&shared, &restart(false), 1).nanoseconds["fetch"]
-    };
-    let own = fetch(None);
-    assert!(own > 0);
-    assert_eq!(fetch(Some(12e9)), own);
-    assert!(fetch(Some(6e9)).abs_diff(2 * own) <= 1, "but for a rounded nanosecond");
-}
-
-/// Counts calls, and places by another policy.
-struct Swapped {
-    calls: Cell<usize>,
-}
-
-impl Planners for Swapped {
-    fn place(&self, request: &placement::Request<'_>) -> Result<Placement> {
-        self.calls.set(self.calls.get() + 1);
-        placement::place(&placement::Request { policy: Policy::Compact, ..*request })
-    }
-}
-
-#[test]
-fn another_planner_decides_otherwise() {
-    let swapped = Swapped { calls: Cell::new(0) };
-    let scenario = scenario();
-    let other = simulate(&scenario, &auto(), 1, &swapped, &mut |_| Ok(())).unwrap();
-    let own = run(&scenario, &auto(), 1);
-    assert!(swapped.calls.get() > own.losses as usize);
-    assert!(other.first_bytes + other.recovery_bytes != own.first_bytes + own.recovery_bytes);
-    assert!(other.copy_bytes > own.copy_bytes, "compact placements leave more to copy");
-}
-
-#[test]
 fn taking_over_moves_less_than_planning_anew() {
     let mut scenario = scenario();
     scenario.cluster.spares = 6;
@@ -383,60 +322,6 @@ fn taking_over_moves_less_than_planning_anew() {
     let taken_over = run(&scenario, &auto(), 1);
     assert!(taken_over.recovery_bytes <= replanned.recovery_bytes);
     assert!((taken_over.ettr - replanned.ettr).abs() < 0.05, "{} {}", taken_over.ettr, replanned.ettr);
-}
-
-#[test]
-fn what_is_none_is_refused_with_its_name() {
-    let message = |change: &dyn Fn(&mut Scenario)| {
-        let mut scenario = scenario();
-        change(&mut scenario);
-        simulate(&scenario, &auto(), 1, &Product, &mut |_| Ok(())).unwrap_err().to_string()
-    };
-    assert!(message(&|s| s.cluster.nodes = 0).starts_with("cluster.nodes: expected 1 or more"));
-    assert!(message(&|s| s.model.step_seconds = f64::NAN).starts_with("model.step_seconds: expected"));
-    assert!(message(&|s| s.costs.digest_bytes_per_second = 0.0).contains("above 0, got 0"));
-    assert!(message(&|s| s.session.most_slots = Some(0)).starts_with("session.most_slots"));
-    assert!(message(&|s| s.load.drift_interval = 0).starts_with("load.drift_interval"));
-    assert!(message(&|s| s.load.trace = vec![(0, vec![1.0])]).contains("expected 16 numbers"));
-    assert!(
-        message(&|s| s.failures = vec![Source::Poisson { mtbf_seconds: 0.0, repair_seconds: None }])
-            .starts_with("mtbf")
-    );
-    let trace = Source::Trace { events: vec![(0.0, true, vec![99])] };
-    assert!(
-        message(&|s| s.failures = vec![trace.clone()])
-            .contains("expected nodes below 12, spares included, got 99")
-    );
-    let Scheme::Restart(choices) = restart(false) else { unreachable!() };
-    let scheme = Scheme::Restart(RestartChoices { expert_parallel: 13, ..choices });
-    let error = simulate(&scenario(), &scheme, 1, &Product, &mut |_| Ok(())).unwrap_err();
-    assert!(error.to_string().contains("expert_parallel: expected 1 to 12 nodes, got 13"));
-}
-
-#[test]
-fn traces_that_are_none_are_refused_with_the_line() {
-    for (text, expected) in [
-        ("", "got none"),
-        ("0,add", "line 1: expected milliseconds,add|remove,node"),
-        (
-            "0,add,a\n0,add,a",
-            "line 2: expected milliseconds,add|remove,node, got \"0,add,a\": the node is present",
-        ),
-        ("0,remove,a", "the node is not present"),
-        ("5,add,a\n4,add,b", "expected ascending times, got 4 ms after 5 ms"),
-        ("0,moved,a", "line 1"),
-        ("-1,add,a", "line 1"),
-    ] {
-        let message = read_bamboo(text).unwrap_err().to_string();
-        assert!(message.contains(expected), "{text:?}: {message}");
-    }
-    for text in [
-        "[]",
-        "{\"metadata\": {\"gap_seconds\": 0}, \"data\": []}",
-        "{\"metadata\": {\"gap_seconds\": 1}, \"data\": [2]}",
-    ] {
-        assert!(read_skypilot(&[text]).unwrap_err().to_string().starts_with("file 0: "), "{text}");
-    }
 }
 
 #[test]

@@ -1,0 +1,132 @@
+//! Room for copies in the nodes' host memory. As in a session, copies that do not fit are missing.
+
+use super::copies::{Copies, UnitCopies};
+use super::units::Units;
+use crate::protection::{CopyKind, LOG_STEPS, OWN_VERSIONS};
+use std::collections::BTreeMap;
+
+/// Units that a session copies together: the indices of those with the same nodes.
+struct Bundle {
+    units: Vec<usize>,
+    /// The sender, if it keeps a snapshot, then the other nodes.
+    nodes: Vec<usize>,
+    bytes: u64,
+    /// Whether these are the snapshots of a node that trains the units.
+    is_own: bool,
+}
+
+/// Host memory of the copies of a unit on each of its holders.
+fn holder_bytes(unit: usize, kind: CopyKind, units: &Units) -> u64 {
+    match kind {
+        CopyKind::Snapshot { .. } => OWN_VERSIONS * units.bytes[unit],
+        CopyKind::Replayed => units.bytes[unit] + LOG_STEPS * units.gradients[unit],
+        CopyKind::Active | CopyKind::Uncovered => 0,
+    }
+}
+
+/// Whether the sender captures a snapshot in its own memory.
+fn is_captured(each: &UnitCopies) -> bool {
+    matches!(each.kind, CopyKind::Snapshot { .. })
+}
+
+impl Copies {
+    /// Bytes that the copies take in the host memory of each node.
+    pub(super) fn host_bytes(&self, units: &Units) -> BTreeMap<usize, u64> {
+        let mut by_node = BTreeMap::new();
+        for (unit, each) in self.units.iter().enumerate() {
+            let bytes = holder_bytes(unit, each.kind, units);
+            let sender = is_captured(each).then_some(&each.primary);
+            let own = each.own.iter().chain(sender).map(|&node| (node, OWN_VERSIONS * units.bytes[unit]));
+            for (node, bytes) in each.holders.iter().map(|&node| (node, bytes)).chain(own) {
+                *by_node.entry(node).or_default() += bytes;
+            }
+        }
+        by_node
+    }
+
+    /// Removes the copies that do not fit into `room` bytes of each node; returns their bytes.
+    ///
+    /// A node first makes room for the snapshots that it captures, then for copies that others send. A snapshot without
+    /// room on its sender has no copies.
+    pub(super) fn fit(&mut self, room: u64, units: &Units, are_separate: bool) -> u64 {
+        let wanted = self.host_bytes(units);
+        if wanted.values().all(|&bytes| bytes <= room) {
+            return 0;
+        }
+        let mut bundles = self.bundles(units, are_separate);
+        bundles.sort_by_key(|bundle| !bundle.is_own);
+        let mut used: BTreeMap<usize, u64> = BTreeMap::new();
+        let mut refused: Vec<(usize, bool, Vec<usize>)> = Vec::new();
+        for is_first in [true, false] {
+            for bundle in &bundles {
+                let (first, others) = bundle.nodes.split_at(usize::from(bundle.is_own));
+                for &node in if is_first { first } else { others } {
+                    let used = used.entry(node).or_default();
+                    if used.saturating_add(bundle.bytes) <= room {
+                        *used += bundle.bytes;
+                    } else {
+                        refused.push((node, is_first, bundle.units.clone()));
+                    }
+                }
+            }
+        }
+        for (node, is_first, of) in refused {
+            for unit in of {
+                let each = &mut self.units[unit];
+                if !is_first {
+                    each.holders.retain(|&holder| holder != node);
+                } else if is_captured(each) {
+                    each.holders.clear();
+                    each.kind = CopyKind::Uncovered;
+                } else {
+                    each.own.retain(|&holder| holder != node);
+                }
+            }
+        }
+        let left: u64 = self.host_bytes(units).values().sum();
+        wanted.values().sum::<u64>() - left
+    }
+
+    /// Bundles in the order of their first unit, snapshots of a node's own units last.
+    fn bundles(&self, units: &Units, are_separate: bool) -> Vec<Bundle> {
+        let mut found: Vec<Bundle> = Vec::new();
+        let mut number: BTreeMap<(bool, Option<usize>, usize, Vec<usize>), usize> = BTreeMap::new();
+        let mut add =
+            |unit: usize, nodes: Vec<usize>, bytes: u64, is_own: bool, key: (Option<usize>, usize)| {
+                let next = found.len();
+                let at = *number.entry((is_own, key.0, key.1, nodes.clone())).or_insert(next);
+                if at == next {
+                    found.push(Bundle { units: Vec::new(), nodes, bytes: 0, is_own });
+                }
+                found[at].units.push(unit);
+                found[at].bytes += bytes;
+            };
+        for (unit, each) in self.units.iter().enumerate() {
+            let bytes = holder_bytes(unit, each.kind, units);
+            let is_captured = is_captured(each);
+            let sender = is_captured.then_some(each.primary);
+            let nodes: Vec<usize> = sender.into_iter().chain(each.holders.iter().copied()).collect();
+            if !nodes.is_empty() && bytes > 0 {
+                let alone = (!is_captured).then_some(unit); // a replayed copy is made alone
+                add(unit, nodes, bytes, is_captured, (alone, each.kind.period()));
+            }
+        }
+        for (unit, each) in self.units.iter().enumerate() {
+            for &node in &each.own {
+                let alone = are_separate.then_some(unit);
+                add(unit, vec![node], OWN_VERSIONS * units.bytes[unit], true, (alone, 0));
+            }
+        }
+        found
+    }
+
+    /// These copies without any, as they have made room for others.
+    pub(super) fn removed(mut self) -> Self {
+        for each in &mut self.units {
+            each.kind = CopyKind::Uncovered;
+            each.holders.clear();
+            each.own.clear();
+        }
+        self
+    }
+}
