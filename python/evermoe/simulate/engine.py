@@ -79,6 +79,9 @@ class Outcome:
     """Bytes read from the store."""
     memory_bytes: int
     """Bytes of state and copies on the fullest node."""
+    missing_copy_bytes: int
+    """Bytes of planned copies that did not fit into the nodes' host memory, under the plan that lacks the most; 0 if
+    all fitted."""
     mean_members: float
     """Average number of nodes that trained."""
     fewest_members: int
@@ -109,7 +112,7 @@ def simulate(
     """
     given = scheme_fields(
         scheme,
-        expert_parallel=_expert_parallel(scenario, scheme),
+        expert_parallel=scenario.expert_parallel or min(2, scenario.nodes),
         checkpoint_interval=scenario.restart_interval,
         join_seconds=scenario.join_seconds,
     )
@@ -127,12 +130,6 @@ def simulate(
     )
     found |= {"happened": happened, "recovery_seconds": tuple(found["recovery_seconds"])}
     return Outcome(**found)
-
-
-def _expert_parallel(scenario: Scenario, scheme: SchemeName) -> int:
-    if scenario.expert_parallel is not None:
-        return scenario.expert_parallel
-    return min(2, scenario.nodes) if scheme == "restart-groups" else 1
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class Scenario:
     nodes_per_rack: int = 0
     """Consecutive nodes that share a rack, over which copies and replicas are spread; 0 for no racks."""
     host_bytes: int = 1 << 40
-    """Free host memory of a node for copies."""
+    """Free host memory of a node for copies. Copies that do not fit are missing: see `Outcome.missing_copy_bytes`."""
     failures: tuple[Failure, ...] = ()
     constants: Constants = field(default_factory=Constants)
     options: SimulatedOptions = field(default_factory=SimulatedOptions)
@@ -155,7 +155,7 @@ class Scenario:
     load_trace: tuple[tuple[int, tuple[float, ...]], ...] = ()
     """(step, tokens of each expert of each class from it on); replaces the synthetic load."""
     expert_parallel: int | None = None
-    """Nodes that share the experts in `restart` and `restart-groups`; None for 1 and 2 respectively."""
+    """Nodes that share the experts in `restart` and `restart-groups`; None for 2, or all if there are fewer."""
     restart_interval: int = 50
     """Steps between the checkpoints of `restart` and `restart-groups`: 50 for DS in Lazarus, section 6.1."""
     join_seconds: float = 120.0

@@ -28,6 +28,8 @@ def show_outcomes(console: Console, scenario: Scenario, samples: Sequence[Sample
         markup=False,
     )
     console.print(_table(samples))
+    if missing := missing_copies(scenario, samples):
+        console.print(missing, soft_wrap=True, markup=False)
     best = max(samples, key=lambda sample: sample.interval("goodput").mean)
     console.print(_limits(best), soft_wrap=True, markup=False)
 
@@ -70,6 +72,28 @@ def _row(sample: Sample) -> list[str]:
         f"{mean('copy_bytes') / steps / 1e9:.3g}" if mean("copy_bytes") else "-",
         f"{mean('memory_bytes') / 1e9:.3g}" if mean("memory_bytes") else "-",
     ]
+
+
+def missing_copies(scenario: Scenario, samples: Sequence[Sample]) -> str:
+    """Return a note on the presets whose copies do not fit into the nodes' host memory; empty if all fit."""
+    most = {sample.scheme: max(outcome.missing_copy_bytes for outcome in sample.outcomes) for sample in samples}
+    lacking = ", ".join(f"{scheme} lacks {gigabytes(missing)}" for scheme, missing in most.items() if missing)
+    if not lacking:
+        return ""
+    return (
+        f"Not all copies fit into the {gigabytes(scenario.host_bytes)} of host memory that each node has free "
+        f"(host_bytes in the file of --cluster). Over all nodes {lacking}. State without a copy returns to a "
+        "checkpoint if all nodes that train it fail."
+    )
+
+
+def gigabytes(nbytes: float) -> str:
+    """Format a size in gigabytes, with two digits at least.
+
+    >>> gigabytes(1.55e9), gigabytes(1.2345e12)
+    ('1.6 GB', '1,234 GB')
+    """
+    return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 9.95e9 else f"{nbytes / 1e9:.2g} GB"
 
 
 def percent(part: float, half: float) -> str:

@@ -68,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="newcomers take over the experts of lost nodes, and no others move; much faster to simulate on many nodes",
     )
     runs.add_argument(
-        "--expert-parallel", type=int, metavar="NODES", help="devices that share the experts, in restarts"
+        "--expert-parallel",
+        type=int,
+        metavar="NODES",
+        help="nodes that share the experts, in restarts (2, or all if there are fewer)",
     )
     runs.add_argument(
         "--restart-interval",

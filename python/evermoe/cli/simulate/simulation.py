@@ -19,7 +19,17 @@ from evermoe.simulate import SCHEMES, Sample, Scenario, keeps_owners, simulate_s
 
 REPORT_SECONDS = 3.0
 """Seconds between two lines about progress."""
-NUMBERS = ("ettr", "goodput", "plt", "steps", "undone_steps", "interrupted_steps", "losses", "memory_bytes")
+NUMBERS = (
+    "ettr",
+    "goodput",
+    "plt",
+    "steps",
+    "undone_steps",
+    "interrupted_steps",
+    "losses",
+    "memory_bytes",
+    "missing_copy_bytes",
+)
 """Numbers for which the JSON has a mean and a confidence interval."""
 
 
