@@ -12,7 +12,7 @@ use crate::protection::{CopyKind, Selecting, copy_budget, levels, unmeasured_bud
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
 
-/// Steps after which a step counts half in the average load of the experts: `LOAD_HALF_LIFE` of a session.
+/// Steps after which a step counts half in the average load of the experts, as in a session.
 const LOAD_HALF_LIFE: f64 = 7.0;
 
 /// Result of the copies after a step.
@@ -38,7 +38,7 @@ pub(super) struct Turns {
     tokens_per_step: f64,
     /// Average tokens of each expert in a step.
     average: LoadAverage,
-    /// Experts whose copies follow the step in progress.
+    /// Experts to copy after the step in progress.
     following: Selection,
     save_interval: u64,
     /// Bytes that the session asks to send to peers in a step.
@@ -117,8 +117,9 @@ impl Turns {
         self.ledger.seen()[unit] - self.ledger.lost()[unit]
     }
 
-    /// `moetion`: selects the experts whose copies follow the step that begins: among those that peers hold, those with the
-    /// most tokens at risk after it, within the budget. Its own tokens are not known yet, so the average counts.
+    /// `moetion`: selects the experts to copy after the step that begins. Of those that peers keep, they are the ones
+    /// with the most tokens at risk after the step, within the budget. The step's own tokens are not known yet, so the
+    /// average counts.
     pub(super) fn begin_step(&mut self, planners: &dyn Planners, copies: Option<&Copies>) -> Result<()> {
         let Some(copies) = copies.filter(|_| self.selecting == Selecting::Budget) else { return Ok(()) };
         let is_kept = |unit: usize| copies.units[unit].kind == CopyKind::Replayed;

@@ -121,8 +121,8 @@ pub struct Outcome {
     pub read_bytes: u128,
     /// Memory for state and copies on the fullest node.
     pub memory_bytes: u64,
-    /// Bytes of planned copies that did not fit into the nodes' host memory, under the plan that lacks the most; 0 if all
-    /// fitted.
+    /// Bytes of planned copies that did not fit into the nodes' host memory, under the plan that lacks the most; 0 if
+    /// all fitted.
     pub missing_copy_bytes: u64,
     /// Mean number of training nodes.
     pub mean_members: f64,

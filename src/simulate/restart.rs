@@ -110,7 +110,7 @@ impl<'a> Restarts<'a> {
             }
         }
         self.finish_writing();
-        self.writing = None; // the processes that wrote it end
+        self.writing = None; // a restart ends the processes that write it
         let groups = self.world.up.len().min(self.scenario.cluster.nodes) / group;
         self.used = self.world.up.iter().copied().take(groups * group).collect();
         self.set_members();

@@ -120,7 +120,7 @@ impl Copies {
         found
     }
 
-    /// These copies without any, as they have made room for others.
+    /// Returns the copies with all bytes removed: new copies need their memory.
     pub(super) fn removed(mut self) -> Self {
         for each in &mut self.units {
             each.kind = CopyKind::Uncovered;

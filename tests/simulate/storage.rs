@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Daly's model, exactly: work w and a checkpoint d are repeated from the checkpoint before until both are complete, and
-/// each loss costs c, again if it occurs during c. So of a mean time M between losses the share that counts is
+/// Daly's model, exactly: work w and a checkpoint d are repeated from the previous checkpoint until both are complete.
+/// Each loss costs c, again if it occurs during c. So of a mean time M between losses the share that counts is
 /// w ÷ (M · exp(c ÷ M) · (exp((w + d) ÷ M) − 1)).
 #[test]
 fn a_restart_loses_the_checkpoint_for_which_training_still_waits() {
