@@ -74,6 +74,28 @@ LONG_TESTS: set[str] = set()
 """Of more than 500 lines, today."""
 LARGE_CLASSES: set[str] = set()
 """Of more than 300 lines, today."""
+MOST_ATTRIBUTES = 15
+"""That a constructor sets: a class with more of them has more than one reason to change."""
+MANY_ATTRIBUTES = {
+    "Experts": 22,
+    "Protection": 28,
+    "EarlyGradients": 21,
+    "Evaluations": 17,
+    "FailureDetector": 20,
+    "Group": 17,
+    "MembershipManager": 37,
+    "Pacer": 21,
+    "Persister": 19,
+    "PipelineRecovery": 36,
+    "PipelineStep": 20,
+    "RecoveryDriver": 37,
+    "Replicas": 25,
+    "SnapshotRound": 19,
+    "Snapshots": 29,
+    "TorchConnections": 19,
+    "WindowPlanner": 29,
+}
+"""Classes that set more, today, and how many."""
 TWINS = {
     "dispatch": "planner, and the ops that do it",
     "flags": "those of sessions' options, and of the demo",
@@ -208,6 +230,28 @@ def test_classes_have_at_most_300_lines():
             if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= 300:
                 large.add(f"{module}.{node.name}")
     assert large == LARGE_CLASSES
+
+
+def attributes(constructor: ast.FunctionDef) -> set[str]:
+    """Names of the attributes that a constructor sets."""
+    stored = [each for each in ast.walk(constructor) if isinstance(each, ast.Attribute)]
+    return {
+        each.attr
+        for each in stored
+        if isinstance(each.ctx, ast.Store) and isinstance(each.value, ast.Name) and each.value.id == "self"
+    }
+
+
+def test_constructors_set_at_most_15_attributes():
+    many = {}
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    number = len(attributes(method))
+                    if number > MOST_ATTRIBUTES:
+                        many[node.name] = number
+    assert many == MANY_ATTRIBUTES
 
 
 def stems(paths) -> list[str]:
