@@ -1,4 +1,4 @@
-"""What one expert of an MoE layer is: its matrices and biases, how they lie in memory, what it makes of a token.
+"""Definition of an expert of an MoE layer: its matrices and biases, their layout in memory, and its function.
 
 Shape suffixes: H hidden width, I inner width, e experts of this rank, N rows, C columns, D outputs, W an expert's row.
 """
@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_ALIGNMENT = 32
-"""An expert's flat weights are padded to this many elements, whole SIMD registers of any type: what is left over at the
-end of a tensor is rounded otherwise, so that replicas of an expert would differ by where they are in a stack."""
+"""An expert's flat weights are padded to a multiple of this number of elements: full SIMD registers for every type.
+
+Kernels round the remainder at the end of a tensor differently. Without padding, replicas of an expert would differ by
+their position in the stack.
+"""
 
 Activation = Callable[[Tensor], Tensor]
 Gating = Callable[[Tensor, Tensor], Tensor]
@@ -46,18 +49,18 @@ class Expert:
     Args:
         hidden: H, width of a token.
         intermediate: I, inner width.
-        gated: whether there is a gate beside `up`.
+        gated: whether the expert has a gate in addition to `up`.
         bias: whether each matrix has a bias.
         layout: of gate and up: `separate` matrices `gate` and `up` of `[I, H]`; `fused` in one matrix `gate_up` of
-            `[2I, H]`, all of the gate first; or `interleaved`, gate and up in turns.
-        transposed: matrices are `[inputs, outputs]`, not `[outputs, inputs]`.
+            `[2I, H]`, the gate's rows first; or `interleaved`, rows of gate and up alternating.
+        transposed: whether matrices are `[inputs, outputs]` instead of `[outputs, inputs]`.
         activation: elementwise, differentiable.
-        gating: what is made of the gate's and up's outputs, `[N, I]` each, in place of `activation(gate) * up`.
-        fused_activation: what is made of the output of `gate_up`, `[N, 2I]` to `[N, I]`, in place of both.
-        weighted: what the router's weights multiply: the experts' `outputs`, or what goes into them.
+        gating: function of the gate's and up's outputs, `[N, I]` each, that replaces `activation(gate) * up`.
+        fused_activation: function of the output of `gate_up`, `[N, 2I]` to `[N, I]`, that replaces both.
+        weighted: tensors that the router's weights multiply: the experts' `outputs` or their `inputs`.
 
     Raises:
-        ValueError: a size or an option is out of its range; the message says which.
+        ValueError: a size or an option is out of range; the message names it.
     """
 
     hidden: int
@@ -83,7 +86,7 @@ class Expert:
                     f"Expert: expected {name} to be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}"
                 )
         if not self.gated and (self.layout != "separate" or self.gating or self.fused_activation):
-            raise ValueError("Expert: expected gated=True where there is a layout of gate and up, or what joins them")
+            raise ValueError("Expert: expected gated=True with a layout of gate and up, gating or fused_activation")
         if self.fused_activation and (self.gating or self.layout == "separate"):
             raise ValueError(
                 "Expert: expected fused_activation without gating, and with layout='fused' or 'interleaved'"
@@ -91,7 +94,7 @@ class Expert:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Matrices and biases by name, in the order in which they lie in an expert's row.
+        """Shapes of the matrices and biases by name, in their order in an expert's row.
 
         Example: `Expert(4, 6, gated=True, bias=True, layout="fused").shapes` is `{"gate_up": (12, 4),
         "gate_up_bias": (12,), "down": (4, 6), "down_bias": (4,)}`.
@@ -110,12 +113,12 @@ class Expert:
 
     @property
     def row_size(self) -> int:
-        """W: elements of an expert's row, with the padding at its end."""
+        """W: elements of an expert's row, including the padding at its end."""
         used = sum(math.prod(shape) for shape in self.shapes.values())
         return used + -used % ROW_ALIGNMENT
 
     def settings(self) -> str:
-        """What changes the result and is not seen in the number of weights."""
+        """Return the settings that change the result and do not show in the number of weights."""
         functions = {"activation": self.activation, "gating": self.gating, "fused_activation": self.fused_activation}
         named = {name: getattr(f, "__name__", type(f).__name__) for name, f in functions.items() if f is not None}
         if self.gating or self.fused_activation:
@@ -126,14 +129,14 @@ class Expert:
         return ", ".join([*(f"{name}={value}" for name, value in named.items()), *marks])
 
     def views(self, weights_eW: Tensor) -> dict[str, Tensor]:
-        """Return the matrices and biases of experts as views of their rows, each `[e, *shape]`."""
+        """Return the matrices and biases of experts by name, `[e, *shape]` each, as views of their rows."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = weights_eW.split([*sizes, weights_eW.shape[1] - sum(sizes)], 1)
         return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
 
     @torch.no_grad()
     def initialize(self, weights_eW: Tensor) -> None:
-        """Initialize experts as `nn.Linear` does: uniform within 1/sqrt(inputs), with zeros as padding."""
+        """Initialize experts as `nn.Linear` does: uniform within ±1/sqrt(inputs); zeros in the padding."""
         weights_eW.zero_()
         for name, view in self.views(weights_eW).items():
             inputs = self.intermediate if name.startswith("down") else self.hidden
@@ -144,8 +147,8 @@ class Expert:
 
         Args:
             rows_NH: ordered by expert; rows after the last expert's are padding.
-            views: `[e, *shape]` of each of `shapes`, in the rows' type.
-            product: of the rows and a matrix of each expert.
+            views: `[e, *shape]` for each name of `shapes`, in the rows' dtype.
+            product: multiplies the rows with each expert's matrix.
             ends_e: int32, the end of each expert's rows.
         """
         owners_N = None
@@ -158,7 +161,7 @@ class Expert:
             outputs_ND = product(inputs_NC, matrices)
             if owners_N is None:
                 return outputs_ND
-            biases_eD = F.pad(views[f"{name}_bias"], (0, 0, 0, 1))  # the last one is for rows after the last expert's
+            biases_eD = F.pad(views[f"{name}_bias"], (0, 0, 0, 1))  # the last one is for padding
             return outputs_ND + biases_eD[owners_N]
 
         if not self.gated:

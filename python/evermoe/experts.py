@@ -1,4 +1,4 @@
-"""The experts of an MoE layer, for any router: dispatch to replicas on any rank, stacked weights, weighted combine.
+"""Experts of an MoE layer, for any router: dispatch to replicas on any rank, stacked weights, weighted combine.
 
 Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts, e local experts, N rows.
 """
@@ -28,50 +28,53 @@ from evermoe.planning.dispatch import SPLITS, SplitPolicy
 
 
 class Experts(PartialExperts):
-    """E feed-forward experts, of which a router of yours chooses K for each token.
+    """E feed-forward experts, of which your router chooses K for each token.
 
-    By itself it holds all experts. In an `evermoe.Session` each rank holds some, an expert may have replicas on
-    several ranks, and tokens travel to them and back: no capacity limit, no token dropped. The result does not depend
-    on where the experts are, but for floating-point rounding. With a router of its own it is an `evermoe.MoE`.
+    Outside a session the layer holds all experts. In an `evermoe.Session` each rank holds some, and an expert may have
+    replicas on several ranks. Tokens are sent to them and back: without a capacity limit, and without dropping any. The
+    result does not depend on the placement of the experts, except for floating-point rounding. `evermoe.MoE` combines
+    this layer with a router.
 
         experts = evermoe.Experts(evermoe.Expert(64, 128, gated=True), num_experts=8)
         weights_TK, ids_TK = router(x_TH).softmax(-1).topk(2)
         y_TH = experts(x_TH, ids_TK, weights_TK)
 
     Args:
-        expert: what each of them is.
+        expert: definition of each expert.
         num_experts: E.
-        post_norm: a module for the experts' outputs, `[N, H]`, before they are weighted; the same one for all. It
-            treats each row by itself, as RMSNorm and LayerNorm do; padding reaches neither it nor its gradients.
-        token_split: policy of `evermoe.planning.split_tokens`: `balanced` gives the busiest rank as few
-            tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1). None: as the session's
-            preset has it, `even` in `lazarus`; else `balanced`.
-        max_tokens: the most tokens that any rank brings in one forward, the same on all ranks. Given that, exchanges
-            are padded to the most rows that can come: the host waits for nothing and no shape depends on a value, so
-            that a forward can be part of a CUDA graph (after one that is not). For small batches, and ranks that are
-            near each other: where the most rows take more than 64 MiB (`moe_exchange.PADDED_BYTES`), or the matrices do
-            not suit `grouped_mm` (on a GPU: bfloat16, rows of whole 16 bytes), sizes are exact nonetheless. Replicas of
-            an expert then share its tokens evenly. None: exact sizes, one wait a forward; none on a rank that is alone.
-        fp8_dispatch: tokens travel to the experts as e4m3 numbers with a float32 scale for each 128 columns
-            (`ops.quantize_rows`; DeepSeek-V3, section 3.3.2): about half the bytes of bfloat16. The experts get rounded
-            tokens, wherever they are; what they return, and gradients, travel in their own type. Inside
-            `torch.compile` the tokens are rounded likewise, and travel in their own type.
+        post_norm: a module applied to the experts' outputs, `[N, H]`, before they are weighted; all experts share it.
+            It must treat each row independently, as RMSNorm and LayerNorm do; it never sees padding, nor do its
+            gradients.
+        token_split: policy of `evermoe.planning.split_tokens`: `balanced` minimises the tokens of the busiest rank,
+            `even` gives all replicas of an expert the same number (Lazarus, Algorithm 1). None: the policy of the
+            session's preset, `even` with `lazarus`, otherwise `balanced`.
+        max_tokens: maximum number of tokens of any rank in one forward, the same on all ranks. With it, exchanges are
+            padded to the largest possible number of rows: the host waits for nothing, and no shape depends on a value,
+            so a forward can be part of a CUDA graph (after one outside a graph). Replicas of an expert then share its
+            tokens evenly. It suits small batches and fast links. Sizes are exact nonetheless if the padded rows take
+            more than 64 MiB (`moe_exchange.PADDED_BYTES`), or the matrices do not suit `grouped_mm` (on a GPU: bfloat16
+            with rows of a multiple of 16 bytes). None: exact sizes, for which the host waits once per forward; a single
+            rank does not wait.
+        fp8_dispatch: whether tokens are sent to the experts as e4m3 numbers with a float32 scale for each 128 columns
+            (`ops.quantize_rows`; DeepSeek-V3, section 3.3.2): about half the bytes of bfloat16. All experts get rounded
+            tokens, local ones too; outputs and gradients are sent in their own dtype. Inside `torch.compile` tokens are
+            rounded the same way, but sent in their own dtype.
 
     Attributes:
         weights: `[e, row]`, one row per local expert: its matrices and biases, flattened one after the other, then
-            padding; `expert.views(weights)` has them by name.
+            padding; `expert.views(weights)` returns them by name.
         ids: of the local experts, ascending; row i of `weights` belongs to `ids[i]`.
-        share_E: after a forward, float `[E]`: parts of all ranks' choices that went to each expert, on the layer's
+        share_E: after a forward, float `[E]`: fraction of all ranks' choices that went to each expert, on the layer's
             device.
-        count: tokens routed to each expert on all ranks together.
-        top_k: K, as the router has it or the latest forward outside `torch.compile`; 0 before.
-        has_samples: False where this member's part of the step has weight 0. Its tokens then go to no expert, and do
-            not count in loads and balancing losses. A session sets it.
-        on_load: called after each step of a session with `load_E`, for what follows the load, such as
-            `Router.update_balance`; None for nothing. The same on all members.
+        count: tokens routed to each expert, summed over all ranks.
+        top_k: K of the router, or of the latest forward outside `torch.compile`; 0 before.
+        has_samples: False if this member's part of the step has weight 0. Its tokens then go to no expert, and do not
+            count in loads and balancing losses. A session sets it.
+        on_load: called after each step of a session with `load_E`; `Router.update_balance`, for example. None: nothing
+            is called. The same on all members.
 
     Raises:
-        ValueError: a size or an option is out of its range; the message says which.
+        ValueError: a size or an option is out of range; the message names it.
     """
 
     def __init__(
@@ -128,25 +131,25 @@ class Experts(PartialExperts):
         self.expert.initialize(self.weights)
 
     def split_as(self, default: SplitPolicy) -> None:
-        """Set the rule that splits tokens over replicas, unless the layer was given its own."""
+        """Set the token split to the constructor's `token_split`, or to `default` if that was None."""
         self.token_split = self._given_split or default
 
     def extra_repr(self) -> str:
-        """What `print(layer)` shows."""
+        """Return the text that `print(layer)` shows."""
         return f"num_experts={self.num_experts}, {self.expert.shapes}, local={self.ids}"
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
-        """`[E]`: tokens routed to each expert on all ranks together, in the last forward."""
+        """`[E]`: tokens routed to each expert in the last forward, summed over all ranks."""
         return self.count.last_E
 
     @property
     def load_E(self) -> NDArray[np.int64]:
-        """`[E]`: the same summed over all forwards in training mode, of the step that runs where there is a session."""
+        """`[E]`: the same, summed over all forwards in training mode; in a session, over those of the current step."""
         return TokenCount.totals([self.count])[0]
 
     def settings(self) -> str:
-        """What changes a token's way through the experts and is not seen in the shapes of their parameters."""
+        """Return the settings that change the experts' result and do not show in the shapes of their parameters."""
         return (
             f"{self.expert.settings()}, token_split={self.token_split}"
             + (f", max_tokens={self.max_tokens}" if self.max_tokens else "")
@@ -159,13 +162,13 @@ class Experts(PartialExperts):
         Args:
             x_TH: tokens `[T, H]`.
             ids_TK: int32 or int64 `[T, K]`: experts of 0..E, or -1 for none.
-            weights_TK: `[T, K]`, float32 or of the experts' type; differentiable.
+            weights_TK: `[T, K]`, float32 or the experts' dtype; differentiable.
 
         Returns:
             `[T, H]`, dtype of `x_TH`.
 
         Raises:
-            ValueError: shapes do not fit, or there are more tokens than `max_tokens`.
+            ValueError: shapes do not fit, or the number of tokens exceeds `max_tokens`.
         """
         _check_shapes(x_TH, ids_TK, weights_TK, self.hidden)
         if not self.has_samples:
@@ -173,7 +176,7 @@ class Experts(PartialExperts):
         return self.run(x_TH, ids_TK, weights_TK, in_graph=torch.compiler.is_compiling())
 
     def run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, in_graph: bool) -> Tensor:
-        """`forward` with the messages of a compiled one (`in_graph`), or of one that is not."""
+        """Run `forward` with the messages of a compiled (`in_graph`) or of an eager forward."""
         counts_E = ops.expert_histogram(ids_TK, self.num_experts)
         sent_TH = x_TH.to(_compute_dtype(self.weights, x_TH.device.type))
         if in_graph:
@@ -196,7 +199,7 @@ class Experts(PartialExperts):
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """Compute the part of `forward` that `torch.compile` traces; whatever it cannot trace is an opaque op."""
+        """Run the rest of `forward` in a form that `torch.compile` can trace: the exchanges are opaque ops."""
         num_local = self.weights.shape[0]
         manner = Manner.of(x_TH, ids_TK, in_graph=True)
         share_E, send_ER, receive_Re, splits_2R = moe_ops.plan_exchange(self._name, counts_E, num_local, list(manner))
@@ -220,11 +223,11 @@ class Experts(PartialExperts):
         return ops.unpermute(rows_NH, positions_TK, weights_TK)
 
     def _rows(self, x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes to the experts, `[N, H]`, and with what the outputs are weighted."""
+        """Return the rows for the experts, `[N, H]`, and the weights of their outputs."""
         rows_NH = ops.permute(x_TH, row_ids, positions_TK)
         if self.expert.weighted == "outputs":
             return rows_NH, weights_TK
-        last = len(rows_NH)  # where the weights of no expert go
+        last = len(rows_NH)  # takes the weights of choices without an expert
         places = torch.where(positions_TK < 0, last, positions_TK).long().flatten()
         weights_N = weights_TK.new_zeros(last + 1).scatter(0, places, weights_TK.flatten())[:last]
         return rows_NH * weights_N.to(rows_NH.dtype).unsqueeze(1), torch.ones_like(weights_TK)
@@ -232,30 +235,29 @@ class Experts(PartialExperts):
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
         """Gather and count the load, and plan the exchange; collective.
 
-        It is the step's only extra exchange, and the layer's only wait for a GPU, since the host must know how many
-        rows it sends and receives. A GPU splits tokens by `even`, and the host reads these sizes alone. `balanced` is
-        planned by the host, from the counts of all ranks: it finds one way for tokens to a rank with room after the
-        other (`src/dispatch/flow.rs`), each of which depends on those before, so that the threads of a GPU could not
-        share them out.
+        This is the only additional exchange of a forward, and its only wait for a GPU, since the host must know how
+        many rows it sends and receives. With `even` the GPU splits the tokens, and the host reads only the sizes. With
+        `balanced` the host plans from the counts of all ranks. That algorithm (`src/dispatch/flow.rs`) finds one
+        augmenting path after the other, each depending on the previous ones, so it does not parallelise on a GPU.
         """
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedState(
                 "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
-                "max_tokens, and bfloat16 experts whose matrices have rows of whole 16 bytes"
+                "max_tokens, and bfloat16 experts whose matrices have rows of a multiple of 16 bytes"
             )
         if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
-            return self._split_there(tokens_RE)
+            return self._plan_on_device(tokens_RE)
         on_host_RE = self._host.read(tokens_RE)
-        self.group.check_nccl()  # after a failure of NCCL, the counts on a GPU may be incomplete
+        self.group.check_nccl()  # after a failure the GPU is released without the counts
         self.count.add(on_host_RE.sum(0), is_counted=self.training and not is_recomputing())
         tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE, *planned, self.ids)
 
-    def _split_there(self, tokens_RE: Tensor) -> Exchange:
-        """Return the exchange that a GPU plans from the token counts of all ranks."""
+    def _plan_on_device(self, tokens_RE: Tensor) -> Exchange:
+        """Let the GPU plan the exchange, from the tokens of all ranks."""
         matrix_RE, device = self.matrix_RE, tokens_RE.device
         if self._placed is None or self._placed[0] is not matrix_RE or self._placed[1] != device:
             self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
@@ -265,10 +267,10 @@ class Experts(PartialExperts):
         return exchange
 
     def _plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Exchange:
-        """Return the exchange of a forward; all ranks agree whether the host must know the sizes. Collective.
+        """Plan the exchange of a forward; all ranks make the same choice of a plan on the host or not. Collective.
 
         Raises:
-            ValueError: there are more tokens than `max_tokens`.
+            ValueError: the number of tokens exceeds `max_tokens`.
         """
         (tokens, top_k), dtype = ids_TK.shape, x_TH.dtype
         if self.max_tokens is not None and tokens > self.max_tokens:
@@ -294,21 +296,21 @@ class Experts(PartialExperts):
         return self._padding[3]
 
     def _gather(self, counts_E: Tensor) -> Tensor:
-        """Gather the tokens of each expert on all ranks, and count them, without a wait; collective."""
+        """Gather all ranks' tokens of each expert, and count them in the layer, without a wait; collective."""
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
         self.count.add(tokens_RE.sum(0), is_counted=self.training and not is_recomputing())
         return tokens_RE
 
     def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
-        """Rows ordered by local expert → the experts' outputs in the same order."""
+        """Return the experts' outputs for rows ordered by local expert, in the same order."""
         views = self.expert.views(self.weights.to(rows_NH.dtype))
         outputs_NH = self.expert.apply(rows_NH, views, product, ends_e)
         if self.post_norm is None:
             return outputs_NH
         numbers_N1 = torch.arange(len(rows_NH), device=ends_e.device).unsqueeze(1)
-        is_row_N1 = numbers_N1 < ends_e[-1]  # padding is whatever lay in memory, and so are its gradients
-        # Of a row of zeros, or of one number, a norm without eps has NaN, whose product with a gradient of zero is NaN.
+        is_row_N1 = numbers_N1 < ends_e[-1]  # padding is uninitialized memory, and so are its gradients
+        # A norm without eps turns a constant row into NaN, and NaN times a gradient of zero is NaN.
         harmless_H = (torch.arange(self.hidden, device=ends_e.device) % 2 + 1).to(outputs_NH.dtype)
         normed_NH = self.post_norm(outputs_NH.where(is_row_N1, harmless_H))
         return normed_NH.to(outputs_NH.dtype).where(is_row_N1, 0)
@@ -331,7 +333,7 @@ def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int)
 
 
 def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) -> Product:
-    """Return the product for a given number of rows of each local expert."""
+    """Return the product for the exchange's rows of each local expert."""
     ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
     if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, widths):
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
@@ -343,12 +345,12 @@ def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:
 
 
 def _take_part(rows_NH: Tensor, weights: Tensor) -> Tensor:
-    """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
+    """Connect empty rows to the graph, so that a rank without experts takes part in the backward exchange."""
     return rows_NH + weights.sum().to(rows_NH.dtype)
 
 
 def _mixes_rows(module: nn.Module | None) -> str | None:
-    """Return the class of torch's norm over rows that a module is or contains, if there is one."""
+    """Return the class of a torch norm over several rows that the module is or contains; None without one."""
     parts = [] if module is None else module.modules()
     return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
 
@@ -357,7 +359,7 @@ def sum_over_members(experts: Experts, values: Tensor) -> Tensor:
     """Sum `values` over the members that share a layer's experts. Collective and differentiable.
 
     The backward is collective, too: it sums the gradient over the members. So the gradient is that of the sum of all
-    members' losses, whatever each of them weighs.
+    members' losses, whatever their weights.
     """
     if torch.compiler.is_compiling():
         return moe_ops.sum_over_members(experts._name, values)
@@ -365,5 +367,5 @@ def sum_over_members(experts: Experts, values: Tensor) -> Tensor:
 
 
 def expert_layers(model: nn.Module) -> dict[str, Experts]:
-    """Return the experts of a model's MoE layers by their module path, in module order."""
+    """Return the experts of a model's MoE layers by module path, in module order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}

@@ -1,4 +1,4 @@
-"""The MoE layer: a router, and its experts on any rank.
+"""MoE layer: a router, and its experts on any rank.
 
 Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts.
 """
@@ -23,10 +23,10 @@ from evermoe.router import Router
 
 
 class MoE(nn.Module):
-    """A layer of E feed-forward experts, of which each token uses the K that its router likes best.
+    """A layer of E feed-forward experts, of which each token uses the K best by its router's scores.
 
-    In an `evermoe.Session` the experts are spread over the ranks, and tokens travel to them and back: see
-    `evermoe.Experts`, which takes any other router's choices.
+    In an `evermoe.Session` the experts are distributed over the ranks, and tokens are sent to them and back. For a
+    router of your own see `evermoe.Experts`.
 
     Args:
         hidden: H, width of a token.
@@ -34,21 +34,21 @@ class MoE(nn.Module):
         num_experts: E.
         top_k: K, experts per token. With K > 1 the K weights are normalised to sum to one.
         router_noise: standard deviation of Gaussian noise on the router's logits, in training only.
-        gated: as for `Expert`, and so is activation.
-        token_split: as for `Experts`, and so are all that follow.
+        gated: as for `Expert`; also `activation`.
+        token_split: as for `Experts`; also all following arguments.
 
     Attributes:
         router: the `Router`.
         experts: the `Experts`.
-        shared: what each token goes through beside its experts; None for nothing.
-        balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
-            (token, k) slots routed to e and P_e this rank's mean router probability, both without padding. To be added
-            to the loss, times a factor; its gradient also arrives under activation checkpointing of either kind. Where
-            the ranks' numbers of tokens may differ, `load_balancing_loss` is exact.
-        balanced_tokens: float32 scalar: tokens over which P_e is the mean.
+        shared: module for all tokens, whose output is added to that of the experts; None without one.
+        balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the fraction of all
+            ranks' (token, k) pairs routed to e and P_e this rank's mean router probability, both without padding. Add
+            it to the loss, times a factor. Both kinds of activation checkpointing keep its gradient. If the ranks'
+            numbers of tokens may differ, use `load_balancing_loss`, which is exact then.
+        balanced_tokens: float32 scalar: number of tokens in the mean P_e.
 
     Raises:
-        ValueError: a size or an option is out of its range; the message says which.
+        ValueError: a size or an option is out of range; the message names it.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class MoE(nn.Module):
 
     @classmethod
     def of(cls, router: Router, experts: Experts, shared: nn.Module | None = None) -> MoE:
-        """Combine a router and experts of any kind into a layer.
+        """Create a layer from a router and experts of any kind.
 
         Args:
-            router: chooses for each token.
-            experts: as many as the router scores, of its width.
+            router: chooses the experts of each token.
+            experts: of the router's number and width.
             shared: a module for all tokens, `[T, H]`, whose output is added (DeepSeekMoE's shared experts).
 
         Raises:
@@ -123,31 +123,31 @@ class MoE(nn.Module):
             experts.on_load = router.update_balance
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the graph of the last forward."""
+        """Return the state of a copy, without the graph of a forward."""
         return self.__dict__ | {"balance_loss": self.balance_loss.detach()}
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
-        """`[E]`: tokens routed to each expert on all ranks together, in the last forward."""
+        """`[E]`: tokens routed to each expert in the last forward, summed over all ranks."""
         return self.experts.tokens_E
 
     @property
     def load_E(self) -> NDArray[np.int64]:
-        """`[E]`: the same summed over all forwards in training mode, of the step that runs where there is a session."""
+        """`[E]`: the same, summed over all forwards in training mode; in a session, over those of the current step."""
         return self.experts.load_E
 
     def settings(self) -> str:
-        """What changes a token's way through the layer and is not seen in the shapes of its parameters."""
+        """Return the settings that change the layer's result and do not show in the shapes of its parameters."""
         return f"{self.router.settings()}, {self.experts.settings()}"
 
     def forward(self, x: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return the layer's output, with the shape and type of `x`. Collective when the layer spans several ranks.
+        """Return the layer's output, with the shape and dtype of `x`. Collective when the layer spans several ranks.
 
         Args:
             x: `[..., H]`.
-            tokens: integers `[...]`, numbers of the tokens in the vocabulary, for a router with a `vocabulary`.
-            mask: `[...]`, 0 or False for padding, as transformers' `attention_mask`. Padding goes to no expert: it does
-                not travel, and counts neither in `balance_loss` nor in `load_E`. Its output is that of `shared`, or 0.
+            tokens: integers `[...]`, ids of the tokens in the vocabulary, for a router with a `vocabulary`.
+            mask: `[...]`, 0 or False for padding, as transformers' `attention_mask`. Padding goes to no expert: it is
+                not sent, and counts neither in `balance_loss` nor in `load_E`. Its output is that of `shared`, or 0.
 
         Raises:
             ValueError: a shape does not fit.
@@ -176,23 +176,23 @@ class MoE(nn.Module):
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """Return the MoE layers of a model by their module path, in module order."""
+    """Return the MoE layers of a model by module path, in module order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def update_balance(model: nn.Module) -> None:
-    """Pass the load of this step to everything that follows it, such as the `balance` of a `Router`.
+    """Call `on_load` of all layers with the load of this step, which updates the `balance` of each `Router`.
 
-    A session does so in each step. Without one, call it after `optimizer.step()`, and then `experts.count.forget()` of
+    A session does this in each step. Without one, call it after `optimizer.step()`, and then `experts.count.reset()` of
     each layer.
     """
-    tell_load(expert_layers(model).values())
+    report_load(expert_layers(model).values())
 
 
-def tell_load(layers: Iterable[Experts]) -> None:
-    """Call `on_load` with the layer's load, for each layer that has one."""
-    told = [experts for experts in layers if experts.on_load is not None]
-    for experts, load_E in zip(told, TokenCount.totals(experts.count for experts in told), strict=True):
+def report_load(layers: Iterable[Experts]) -> None:
+    """Call `on_load` of the layers that have it with their load."""
+    followed = [experts for experts in layers if experts.on_load is not None]
+    for experts, load_E in zip(followed, TokenCount.totals(experts.count for experts in followed), strict=True):
         assert experts.on_load is not None
         experts.on_load(load_E)
 
@@ -206,17 +206,18 @@ def layer_settings(model: nn.Module) -> list[str]:
 
 
 def load_balancing_loss(model: nn.Module) -> Tensor:
-    """Mean over the MoE layers of `E · Σ_e f_e · P_e` of the last forward; at perfect balance it is 1. Scalar.
+    """Return the mean over the MoE layers of `E · Σ_e f_e · P_e` of the last forward: a scalar, 1 at perfect balance.
 
     Both f_e and P_e are over the tokens of all members, without padding. So the loss is the same on all members, and
-    its gradient is that of one process with all tokens, whatever the members' losses weigh. Under `torch.no_grad()`
-    P_e is this member's, and the others are not asked.
+    its gradient is that of one process with all tokens, whatever the weights of the members' losses. Under
+    `torch.no_grad()` P_e is this member's, and nothing is exchanged.
 
-    Collective where the layers span several members and gradients are recorded, also in the backward: call it on all.
+    Call it on all members: it is collective, also in the backward, if the layers span several members and gradients are
+    recorded.
 
     Raises:
         ValueError: the model has no MoE layer.
-        PeerLost: a member is gone.
+        PeerLost: a member is lost.
     """
     layers = list(moe_layers(model).values())
     if not layers:

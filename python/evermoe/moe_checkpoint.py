@@ -1,16 +1,17 @@
-"""Activation checkpointing of an MoE layer: which forward repeats another, and a balance loss that keeps its gradient.
+"""Activation checkpointing of an MoE layer: detects repeated forwards, and keeps the gradient of the balance loss.
 
-With `use_reentrant=False` the first forward leaves a graph, and all is as without checkpointing. With
-`use_reentrant=True` it leaves none: the backward runs it once more, with one. Torch connects the output. What the layer
-leaves beside it, `MoE.balance_loss`, is connected here:
+With `use_reentrant=False` the first forward records a graph, and nothing differs from a run without checkpointing. With
+`use_reentrant=True` it records none: the backward runs the forward again, with a graph. Torch connects the output. This
+module connects the layer's other result, `MoE.balance_loss`:
 
     first forward    balance_loss becomes the output of a node of its own, which belongs to a `Ticket`
     backward         loss → that node, which keeps its gradient in the ticket
                      loss → the checkpointed function: second forward, whose output carries its own balance_loss along
                           → output → that balance_loss, with the gradient from the ticket
 
-Of the nodes that are ready autograd runs the youngest, and balance_loss is younger than the node of the checkpointed
-function. So the gradient is there in time where both are part of one loss, and has its scale. Elsewhere it is refused.
+Of the nodes that are ready, autograd runs the youngest, and balance_loss is younger than the node of the checkpointed
+function. So if both are part of one loss, the gradient is in the ticket in time, with the right scale. Otherwise the
+backward raises an error.
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ from torch.utils.checkpoint import CheckpointFunction
 from evermoe.errors import UnsupportedState
 
 FORWARD, BACKWARD = "CheckpointFunction.forward", "CheckpointFunction.backward"
-"""What reentrant checkpointing runs a function in; libraries have copies of torch's."""
+"""Functions in which reentrant checkpointing runs a function; libraries have copies of torch's."""
 TORCHS = {CheckpointFunction.forward.__code__: FORWARD, CheckpointFunction.backward.__code__: BACKWARD}
 OURS = "_evermoe_tickets"
-"""Where the context of a checkpointed function has the tickets of its layers, in the order of their forwards."""
+"""Attribute of a checkpointed function's context with the tickets of its layers, in the order of their forwards."""
 
 
 def is_recomputing() -> bool:
-    """Return whether this forward repeats one for its backward, as activation checkpointing of either kind does."""
+    """Return whether this forward repeats one for its backward, as both kinds of activation checkpointing do."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def is_recomputing_reentrant() -> bool:
-    """Return whether the first forward has left no graph, as in reentrant checkpointing."""
+    """Return whether this forward repeats one that recorded no graph."""
     return is_recomputing() and _find_checkpoints().repeated is not None
 
 
 def is_for_backward() -> bool:
-    """Return whether a backward may use this forward, or its repeat by reentrant checkpointing."""
+    """Return whether a backward may pass through this forward, or through its repeat by reentrant checkpointing."""
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and bool(_find_checkpoints().running))
 
 
 def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a layer's output and its loss, connected so that the loss's gradient arrives under checkpointing, too.
+    """Connect a layer's output and its loss, so that reentrant checkpointing keeps the gradient of the loss, too.
 
     Args:
         layer: of this forward.
         y: its output.
-        loss: a scalar that the layer leaves beside the output.
+        loss: a scalar that the layer computes in addition to the output.
 
     Returns:
-        Both, for the layer to leave instead.
+        Replacements for `y` and `loss`.
     """
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and not is_recomputing()):
         return y, loss
@@ -69,7 +70,7 @@ def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
         if not tickets:
             return y, loss
         ticket = tickets.popleft()
-        tickets.append(ticket)  # another backward through the same graph takes them in the same order
+        tickets.append(ticket)  # another backward through the same graph uses them in the same order
         if not running:
             return _Carry.apply(y, loss, ticket), loss
     elif running:
@@ -88,21 +89,21 @@ class Ticket:
         self._gradient: Tensor | None = None
 
     def keep(self, gradient: Tensor) -> None:
-        """Keep the gradient until the backward of the second forward, which must be part of the running backward."""
+        """Keep the gradient until the second forward's backward, which must be part of the current backward."""
         self._gradient = gradient
-        if _find_checkpoints(of_all=True).repeated is None:  # else it may come once the backward in a backward is over
+        if _find_checkpoints(of_all=True).repeated is None:  # otherwise it may be taken after a nested backward
             Variable._execution_engine.queue_callback(self._check)
 
     def take(self) -> Tensor | None:
-        """What was kept, once; None where the loss is no part of what the backward is of."""
+        """Return the gradient, once; None if the current backward does not include the loss."""
         gradient, self._gradient = self._gradient, None
         return gradient
 
     def _check(self) -> None:
-        """Raise if nothing has used the gradient by the end of the backward.
+        """Check at the end of the backward that the gradient was taken.
 
         Raises:
-            UnsupportedState: it would be lost.
+            UnsupportedState: nothing has taken the gradient, and it would be lost.
         """
         if self.take() is not None:
             raise UnsupportedState(
@@ -113,7 +114,7 @@ class Ticket:
 
 
 class _Deferred(torch.autograd.Function):
-    """A loss whose gradient goes into a ticket; `anchor` is there as autograd wants something to differentiate by."""
+    """A loss whose gradient goes into a ticket; autograd needs `anchor` as an input that requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, ticket: Ticket) -> Tensor:
@@ -127,7 +128,7 @@ class _Deferred(torch.autograd.Function):
 
 
 class _Carry(torch.autograd.Function):
-    """The output, behind which a loss gets the gradient of a ticket."""
+    """Passes the output on; its backward gives a loss the gradient of a ticket."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, ticket: Ticket) -> Tensor:
@@ -140,19 +141,19 @@ class _Carry(torch.autograd.Function):
 
 
 class _Checkpoints(NamedTuple):
-    """The contexts of reentrant checkpointing that a forward runs in."""
+    """Contexts of reentrant checkpointing that enclose a forward."""
 
     running: list[Any]
-    """Of those that run their function without a graph, from the inside out."""
+    """Contexts that run their function without a graph, from the inside out."""
     repeated: Any
-    """Of the one that runs its function once more, within which the others do; None for none."""
+    """The context around them that runs its function again; None without one."""
 
 
 def _find_checkpoints(*, of_all: bool = False) -> _Checkpoints:
-    """Search the call stack for checkpointed functions.
+    """Find the contexts of checkpointing in the call stack.
 
     Args:
-        of_all: also outside of the backward that runs, where that is part of another one.
+        of_all: whether to look outside the current backward, too, if it is nested in another one.
     """
     running: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
@@ -168,13 +169,13 @@ def _find_checkpoints(*, of_all: bool = False) -> _Checkpoints:
 
 
 def _name(code: CodeType) -> str:
-    """Return the qualified name; before Python 3.11 that of torch's own checkpointing alone."""
+    """Return the qualified name; before Python 3.11 only of torch's own checkpointing."""
     name: str = getattr(code, "co_qualname", "")
     return TORCHS.get(code, name)
 
 
 def _tickets(context: Any, layer: Any) -> deque[Ticket]:
-    """Return the saved-tensor hooks of a layer within a checkpointed function."""
+    """Return the tickets of a layer within a checkpointed function."""
     if not hasattr(context, OURS):
         setattr(context, OURS, {})
     found: dict[Any, deque[Ticket]] = getattr(context, OURS)

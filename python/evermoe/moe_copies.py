@@ -1,4 +1,4 @@
-"""What copies and files of a layer have of its experts, where each rank of a job holds some of them."""
+"""Copies and `state_dict` of a layer whose experts are distributed over the ranks of a job."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from evermoe.errors import UnsupportedState
 from evermoe.warn import warn
 
 _averages: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[AveragedModel]] = weakref.WeakKeyDictionary()
-"""By layer, the averages that have a copy of it."""
+"""Averages that have a copy of a layer, by layer."""
 
 
 class PartialExperts(nn.Module):
-    """A layer with E experts, of which this rank holds those in `ids`."""
+    """A layer with E experts; this rank holds those in `ids`."""
 
     ids: list[int]
     num_experts: int
@@ -32,13 +32,13 @@ class PartialExperts(nn.Module):
         """Return the state of a copy, which belongs to no job.
 
         Raises:
-            UnsupportedState: this rank has a part of the experts, and a copy could not reach the others; or an
+            UnsupportedState: this rank holds only a part of the experts, and a copy could not reach the others; or an
                 `AveragedModel` would average other experts' rows than it has copied.
         """
         average = _average_that_copies()
         if average is not None and self.group.is_elastic:
             raise UnsupportedState(
-                "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: make an "
+                "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: create an "
                 "evermoe.optim.EMA(optimizer) before the session, whose averages move with them"
             )
         if len(self.ids) < self.num_experts:
@@ -53,7 +53,7 @@ class PartialExperts(nn.Module):
         return self.__dict__ | {"group": Group(), "matrix_RE": every_1E, "_padding": None, "_placed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy as a separate layer, also for compiled graphs."""
+        """Restore a copy and register it, since compiled graphs must see a separate layer."""
         super().__setstate__(state)
         self._name = moe_ops.register(self)  # type: ignore[arg-type]
 
@@ -74,7 +74,7 @@ def is_averaged_apart(layer: PartialExperts) -> bool:
 
 
 def _average_that_copies() -> AveragedModel | None:
-    """Return the `AveragedModel` under construction on the call stack, if there is one."""
+    """Return the `AveragedModel` that is being created by a caller; None without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not AveragedModel.__init__.__code__:
         frame = frame.f_back

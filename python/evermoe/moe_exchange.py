@@ -1,4 +1,4 @@
-"""What is known of a forward's exchange of tokens, on the host and on the layer's device: one wait for a GPU, or none.
+"""Plan of a forward's exchange of tokens, on the host and on the layer's device: with one wait for a GPU, or none.
 
 Shape suffixes: R ranks, E experts, e local experts, T tokens, K experts per token.
 """
@@ -19,25 +19,25 @@ from evermoe import ops
 from evermoe.ops.dispatch import invert_positions
 
 PADDED_BYTES = 64 << 20
-"""Largest buffer of a padded exchange; a larger one would cost more time than the wait that it spares."""
+"""Largest buffer of a padded exchange; a larger one would cost more time than the wait that it saves."""
 MAX_RANKS = 755
-"""Ranks over which a GPU can split tokens (`ops.split_tokens`)."""
+"""Maximum number of ranks over which a GPU can split tokens (`ops.split_tokens`)."""
 ALIGNMENT = 16
 """Bytes to which parts of one copy are aligned, for tensors of any type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How many rows go from and to each rank and expert in one forward."""
+    """Numbers of rows from and to each rank and expert in one forward."""
 
     share_E: Tensor
-    """float64: parts of all ranks' tokens that go to each expert."""
+    """float64: fraction of all ranks' tokens that go to each expert."""
     send_ER: Tensor
     """int64: rows for each expert on each rank."""
     receive_Re: Tensor
-    """int64: rows that come from each rank for each local expert; padding counts as a last expert's."""
+    """int64: rows from each rank for each local expert; padding counts as rows of an additional last expert."""
     ends_e: Tensor
-    """int32: ends of the local experts' rows, once they are ordered by expert."""
+    """int32: ends of the local experts' rows in the order of experts."""
     sent_R: list[int]
     """Rows to each rank, padding included."""
     received_R: list[int]
@@ -45,27 +45,27 @@ class Exchange:
     lengths_e: list[int] | None
     """Rows of each local expert; None if the host does not know them."""
     starts_R: Tensor | None = None
-    """int64: where each rank's part begins in what is sent, if it is padded."""
+    """int64: start of each rank's part among the sent rows; None without padding."""
 
     @staticmethod
     def of(tokens_RE: Tensor, send_ER: np.ndarray, receive_RE: np.ndarray, experts: Sequence[int]) -> Exchange:
-        """Return the exchange as it was planned.
+        """Create an exchange from a plan of the host.
 
         Args:
             tokens_RE: int64 on the layer's device, tokens of each rank for each expert.
-            send_ER: int64, of `planning.split_tokens`.
-            receive_RE: likewise.
-            experts: the local ones.
+            send_ER: int64, from `planning.split_tokens`.
+            receive_RE: int64, from `planning.split_tokens`.
+            experts: the local experts.
         """
         receive_Re = receive_RE[:, experts]
         lengths_e = receive_Re.sum(0)
         tokens_E = tokens_RE.sum(0)
-        there = copy_to([send_ER, receive_Re, lengths_e.cumsum().astype(np.int32)], tokens_RE.device)
+        on_device = copy_to([send_ER, receive_Re, lengths_e.cumsum().astype(np.int32)], tokens_RE.device)
         return Exchange(
             share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
-            send_ER=there[0],
-            receive_Re=there[1],
-            ends_e=there[2],
+            send_ER=on_device[0],
+            receive_Re=on_device[1],
+            ends_e=on_device[2],
             sent_R=send_ER.sum(0).tolist(),
             received_R=receive_RE.sum(1).tolist(),
             lengths_e=lengths_e.tolist(),
@@ -73,11 +73,11 @@ class Exchange:
 
     @staticmethod
     def alone(tokens_RE: Tensor, rows: int) -> Exchange:
-        """Return the exchange of a rank with itself; the host waits for nothing.
+        """Plan the exchange of a single rank; the host waits for nothing.
 
         Args:
             tokens_RE: int64 on the layer's device, tokens of this rank for each expert.
-            rows: how many choices there are, those of no expert included.
+            rows: number of choices, including those of no expert.
         """
         tokens_E = tokens_RE.squeeze(0)
         return Exchange(
@@ -92,14 +92,14 @@ class Exchange:
 
     @staticmethod
     def padded(tokens_RE: Tensor, padding: Padding, rank: int) -> Exchange:
-        """Return the exchange as the device plans it: the host waits for nothing, and no shape depends on a value.
+        """Plan a padded exchange on the device: the host waits for nothing, and no shape depends on a value.
 
         Replicas of an expert share its tokens evenly.
 
         Args:
             tokens_RE: as for `of`.
             padding: of the placement.
-            rank: this one.
+            rank: of this process.
         """
         send_ER, receive_Re = padding.split(tokens_RE, rank)
         rest_R1 = padding.most_R[rank] - receive_Re.sum(1, keepdim=True)
@@ -117,18 +117,18 @@ class Exchange:
 
     @staticmethod
     def plan_on_device(tokens_RE: Tensor, placed: Placed, rank: int, host: HostMemory) -> tuple[Exchange, np.ndarray]:
-        """Return the exchange as the device plans it, with exact sizes, for which the host waits once.
+        """Plan an exchange with exact sizes on the device; the host waits once, for the sizes.
 
         Replicas of an expert share its tokens evenly.
 
         Args:
             tokens_RE: as for `of`.
             placed: the placement.
-            rank: this one.
-            host: where the sizes come.
+            rank: of this process.
+            host: memory for the sizes.
 
         Returns:
-            The exchange; and int64 `[E]`, all ranks' tokens of each expert, valid until the next read.
+            The exchange, and int64 `[E]`: all ranks' tokens of each expert, valid until the next read.
         """
         send_ER, receive_Re = placed.split(tokens_RE, rank)
         tokens_E, lengths_e = tokens_RE.sum(0), receive_Re.sum(0)
@@ -148,29 +148,29 @@ class Exchange:
         return exchange, counted_E
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (source rank, local expert) to (local expert, source rank); differentiable."""
+        """Reorder rows from (source rank, local expert) to (expert, source); differentiable."""
         return ops.regroup(rows, self.receive_Re) if self._is_mixed else rows
 
     def by_source(self, rows: Tensor) -> Tensor:
-        """Return the inverse of `by_expert`."""
+        """Invert `by_expert`."""
         return ops.regroup(rows, self.receive_Re, inverse=True) if self._is_mixed else rows
 
     @property
     def _is_mixed(self) -> bool:
-        """Whether the two orders differ: they are the same for a single source, and for a single expert."""
+        """Return whether the two orders differ: they are equal for a single source or a single expert."""
         return min(self.receive_Re.shape) > 1
 
     def pad(self, positions_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the send plan with each rank's rows at the start of its part.
+        """Pad a dispatch plan: each rank's rows are at the start of its part.
 
         Args:
-            positions_TK: of `ops.dispatch_plan`.
+            positions_TK: from `ops.dispatch_plan`.
 
         Returns:
-            `row_ids` and `positions_TK`, as `ops.dispatch_plan` has them.
+            `row_ids` and `positions_TK`, as `ops.dispatch_plan` returns them.
 
-        Example: of at most 3 rows for each rank, 2 are for rank 0 and 1 for rank 1: positions `[[0, 2], [1, -1]]`
-        become `[[0, 3], [1, -1]]`, and row_ids are `[0, 2, -1, 1, -1, -1]`.
+        Example: with at most 3 rows per rank, 2 for rank 0 and 1 for rank 1: positions `[[0, 2], [1, -1]]` become
+        `[[0, 3], [1, -1]]`, and row_ids are `[0, 2, -1, 1, -1, -1]`.
         """
         assert self.starts_R is not None, "the exchange is padded"
         rows_R = self.send_ER.sum(0)
@@ -183,7 +183,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """What an exchange that the device plans knows of the placement, on the layer's device."""
+    """The placement on the layer's device, for exchanges that the device plans."""
 
     replicas_RE: Tensor
     """int64: replicas of each expert on each rank."""
@@ -192,42 +192,42 @@ class Placed:
 
     @staticmethod
     def on(device: torch.device, matrix_RE: np.ndarray, experts: Sequence[int]) -> Placed:
-        """Return the placement on a device.
+        """Copy a placement to a device.
 
         Args:
-            device: the layer's.
+            device: of the layer.
             matrix_RE: replicas of each expert on each rank.
-            experts: the local ones.
+            experts: the local experts.
         """
         arrays = [np.asarray(matrix_RE, np.int64), np.asarray(experts, np.int64)]
         replicas_RE, experts_e = copy_to(arrays, device)
         return Placed(replicas_RE=replicas_RE, experts_e=experts_e)
 
     def split(self, tokens_RE: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """`send_ER` and `receive_Re` of an `Exchange`, by Algorithm 1 and without a wait."""
+        """Return `send_ER` and `receive_Re` of an `Exchange`, by Algorithm 1 of Lazarus and without a wait."""
         send_ER, receive_RE = ops.split_tokens(tokens_RE.t(), self.replicas_RE, rank)
         return send_ER, receive_RE.index_select(1, self.experts_e)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding(Placed):
-    """What an exchange that is padded to the worst case knows of the placement, on the layer's device."""
+    """The placement on the layer's device, for exchanges that are padded to the worst case."""
 
     most_R: list[int]
-    """The most rows that one rank can send to each."""
+    """Maximum number of rows that one rank can send to each rank."""
     starts_R: Tensor
-    """int64: sums of those before."""
+    """int64: start of each rank's part, the sum of `most_R` of all previous ranks."""
 
     @staticmethod
     def of(matrix_RE: np.ndarray, experts: Sequence[int], max_tokens: int, top_k: int, device: torch.device) -> Padding:
-        """Return the padding for a placement.
+        """Create the padding of a placement.
 
         Args:
             matrix_RE: replicas of each expert on each rank.
-            experts: the local ones.
-            max_tokens: the most tokens that a rank brings.
+            experts: the local experts.
+            max_tokens: maximum number of tokens of a rank.
             top_k: K.
-            device: the layer's.
+            device: of the layer.
         """
         most_R = max_tokens * top_k * (np.count_nonzero(matrix_RE, axis=1) > 0)
         arrays = [most_R.cumsum() - most_R, np.asarray(matrix_RE, np.int64), np.asarray(experts, np.int64)]
@@ -235,26 +235,27 @@ class Padding(Placed):
         return Padding(most_R=most_R.tolist(), starts_R=starts_R, replicas_RE=replicas_RE, experts_e=experts_e)
 
     def fits(self, row_bytes: int) -> bool:
-        """Return whether padding saves more than it costs and a GPU can split the tokens; the same on all ranks."""
+        """Return whether padding saves more than it costs, and a GPU can split the tokens; the same on all ranks."""
         ranks = len(self.most_R)
         return ranks <= MAX_RANKS and ranks * max(self.most_R) * row_bytes <= PADDED_BYTES
 
 
 class HostMemory:
-    """Page-locked memory for what a layer's host reads of its GPU, kept for the next time."""
+    """Page-locked memory into which the host reads a layer's values from its GPU, kept for the next read."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def __reduce__(self) -> tuple[type[HostMemory], tuple[()]]:
-        """Pickle no memory: a copy of the layer allocates its own."""
+        """Give a copy of the layer new memory."""
         return HostMemory, ()
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
-        """Return the values of a tensor; the host waits for one copy on the current stream of its GPU.
+        """Return the values of a tensor. From a GPU, copy them on its current stream, and wait for the copy.
 
         Returns:
-            Of the tensor's shape and type. Those of a GPU are valid until the next read, those of the CPU are its own.
+            An array of the tensor's shape and dtype. From a GPU it is valid until the next read; from the CPU it shares
+            the tensor's memory.
         """
         if not tensor.is_cuda:
             return tensor.numpy()
@@ -267,7 +268,7 @@ class HostMemory:
 
 
 def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on a device, copied to a GPU in one asynchronous transfer."""
+    """Return the arrays as tensors on a device; to a GPU with one asynchronous copy."""
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     if device.type == "cpu":
         return tensors
@@ -275,8 +276,8 @@ def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
     for start, tensor in zip(starts, tensors, strict=False):
         host[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-    there = host.to(device, non_blocking=True)
+    on_device = host.to(device, non_blocking=True)
     return [
-        there.narrow(0, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        on_device.narrow(0, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=False)
     ]

@@ -1,4 +1,4 @@
-"""Tokens that travel to the experts in 8 bits.
+"""Dispatch of tokens to the experts in 8 bits.
 
 Shape suffixes: T tokens of this rank, H hidden width, K experts per token, N rows.
 """
@@ -23,7 +23,7 @@ class _Send(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(positions_TK)
         ctx.exchange, ctx.group = exchange, group
-        tokens = quantize_rows(x_TH)  # each once, not once for each expert
+        tokens = quantize_rows(x_TH)  # once per token, not once per expert
         rows = ops.permute(tokens.view(torch.float16), row_ids, positions_TK).view(torch.uint8)
         rows = rows.narrow(0, 0, sum(exchange.sent_R))
         if group.size > 1:
@@ -41,20 +41,20 @@ class _Send(torch.autograd.Function):
 
 
 def send(x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, exchange: Exchange, group: Group) -> Tensor:
-    """Return the rows that this rank receives, of tokens rounded to 8 bits in transit; collective and differentiable.
+    """Send tokens in 8 bits, and return the rows that this rank receives; collective and differentiable.
 
-    They are brought into the experts' order while they still have 8 bits. The gradient takes no notice of the rounding,
-    and comes back in the type of the tokens.
+    The rows are reordered by expert while they still have 8 bits. The gradient ignores the rounding, and is sent back
+    in the dtype of the tokens.
 
     Args:
         x_TH: float32, bfloat16 or float16.
-        row_ids: of `ops.dispatch_plan`, or `Exchange.pad`.
-        positions_TK: likewise.
-        exchange: what goes where.
+        row_ids: from `ops.dispatch_plan` or `Exchange.pad`.
+        positions_TK: from `ops.dispatch_plan` or `Exchange.pad`.
+        exchange: plan of the exchange.
         group: all ranks.
 
     Returns:
-        `[N, H]`, dtype of `x_TH`, by local expert, those of each by source rank.
+        `[N, H]`, dtype of `x_TH`, ordered by local expert, then by source rank.
     """
     return _Send.apply(x_TH, row_ids, positions_TK, exchange, group)
 
@@ -70,5 +70,5 @@ class _Rounded(torch.autograd.Function):
 
 
 def rounded(x_TH: Tensor) -> Tensor:
-    """Return the tokens rounded as `send` rounds them, without sending; the gradient passes through unchanged."""
+    """Round tokens as `send` does, without sending them; the gradient ignores the rounding."""
     return _Rounded.apply(x_TH)

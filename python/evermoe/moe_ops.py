@@ -1,7 +1,7 @@
 """Ops of `evermoe.MoE` inside `torch.compile`: host planning, exchanges and the experts' products, each opaque.
 
-A graph names its layer by a tensor: the value is read when the op runs, so that layers alike share one graph. Without
-`torch.compile` the layer does the same without these ops.
+A graph refers to its layer by a tensor whose value is read when the op runs, so that equal layers share one graph.
+Without `torch.compile` the layer does the same without these ops.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from evermoe.moe_turns import Manner, Served
 
 
 class Layer(Served, Protocol):
-    """What the ops use of a layer when they run."""
+    """Attributes of a layer that the ops use when they run."""
 
     group: Group
     ids: list[int]
 
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
-        """Return the exchange of this rank's tokens of each expert; collective."""
+        """Plan the exchange of this rank's tokens for each expert; collective."""
         ...
 
 
@@ -39,17 +39,17 @@ _numbers = itertools.count()
 
 
 def register(layer: Layer) -> Tensor:
-    """Return a tensor on the CPU that names a layer in compiled graphs, as long as the layer exists."""
+    """Return a CPU tensor that refers to the layer in compiled graphs, for as long as the layer lives."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
 
 
 def takes_groups(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
-    """Return whether `grouped_mm` is fast for matrices of this type with these row lengths.
+    """Return whether `grouped_mm` is fast for matrices of this dtype with rows of these lengths.
 
-    Rows must be whole 16 bytes. On a GPU only bfloat16 has a kernel of its own: with others torch copies the rows' ends
-    to the host and goes from expert to expert.
+    Rows must be a multiple of 16 bytes. On a GPU only bfloat16 has a grouped kernel: for other dtypes torch copies the
+    rows' ends to the host and runs one product per expert.
     """
     quick = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float16)
     return dtype in quick and all(width * dtype.itemsize % 16 == 0 for width in widths)
@@ -68,14 +68,14 @@ def plan_exchange(
         layer: from `register`.
         counts_E: int64, this rank's tokens of each expert.
         num_local: e, experts of this rank.
-        manner: the fields of a `Manner`, by which other members serve this forward in an evaluation.
+        manner: the fields of a `Manner`, with which other members serve this forward in an evaluation.
 
     Returns:
         `share_E`, float32; `send_ER` and `receive_Re`, int64, on the device of the counts; `splits_2R`, int64 on the
         CPU: rows to each rank, and from each rank.
 
     Raises:
-        UnsupportedState: reentrant checkpointing repeats the graph, which cannot take the gradient of a loss along.
+        UnsupportedState: reentrant checkpointing repeats the graph, which cannot carry the gradient of a loss.
     """
     if is_recomputing_reentrant():
         raise UnsupportedState(
@@ -102,14 +102,14 @@ def _(layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]) -> tup
 
 
 def _exchange(layer: Tensor, rows: Tensor, splits_2R: Tensor, is_return: bool) -> Tensor:
-    """Rows after those that are sent are choices of no expert, which stay here."""
+    """Exchange rows. Those after the sent ones are choices of no expert, which stay on this rank."""
     send, receive = splits_2R.flip(0).tolist() if is_return else splits_2R.tolist()
     return _layers[int(layer)].group.all_to_all(rows.narrow(0, 0, sum(send)), send, receive)
 
 
 @torch.library.custom_op("evermoe::send_rows", mutates_args=())
 def send_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
-    """Send rows to the experts' ranks and return the received rows, `[N, H]`. Collective and differentiable."""
+    """Send rows to the experts' ranks; return the received ones, `[N, H]`. Collective and differentiable."""
     return _exchange(layer, rows, splits_2R, is_return=False)
 
 
@@ -120,7 +120,7 @@ def _(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
 
 @torch.library.custom_op("evermoe::exchange_rows", mutates_args=())
 def exchange_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor, num_rows: int, is_return: bool) -> Tensor:
-    """Send rows to the experts' ranks or back: `[num_rows, H]`, padded with zeros after the received rows.
+    """Send rows to the experts' ranks or back; return the received ones, padded with zeros to `[num_rows, H]`.
 
     Collective and differentiable.
     """
@@ -152,7 +152,7 @@ exchange_rows.register_autograd(
 
 @torch.library.custom_op("evermoe::sum_over_members", mutates_args=())
 def sum_over_members(layer: Tensor, values: Tensor) -> Tensor:
-    """Sum over the members of the layer's group; its backward sums the gradient over them. Collective.
+    """Sum values over the members of the layer's group; the backward sums the gradient over them. Collective.
 
     Args:
         layer: from `register`.
@@ -176,22 +176,22 @@ sum_over_members.register_autograd(
 
 
 def multiply_at_once(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
-    """`multiply` of matrices that `takes_groups` allows."""
+    """Compute `multiply` with one grouped kernel, for matrices that `takes_groups` allows."""
     return F.grouped_mm(rows_NC, matrices_eDC.transpose(1, 2), offs=ends_e)
 
 
 def multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, lengths_e: Sequence[int]) -> Tensor:
-    """`multiply` of any types and sizes; zeros for rows after the last expert's."""
+    """Compute `multiply` expert by expert, for any dtype and size; zeros for rows after the last expert's."""
     *blocks, rest = rows_NC.split([*lengths_e, len(rows_NC) - sum(lengths_e)])
     outputs = [F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)]
     return torch.cat([*outputs, rest.new_zeros(len(rest), matrices_eDC.shape[1])])
 
 
 def product_of(ends_e: Tensor) -> Product:
-    """Multiply rows by their experts' matrices with the fastest kernel, in compiled graphs and outside of them.
+    """Return the fastest product of rows with their experts' matrices, inside or outside graphs.
 
     Args:
-        ends_e: int32, the end of each expert's rows; on a GPU the host reads them where `takes_groups` says no.
+        ends_e: int32, the end of each expert's rows; on a GPU the host reads them if `takes_groups` returns False.
     """
 
     def product(rows_NC: Tensor, matrices_eDC: Tensor) -> Tensor:
@@ -206,13 +206,13 @@ def product_of(ends_e: Tensor) -> Product:
 
 @torch.library.custom_op("evermoe::multiply", mutates_args=())
 def multiply(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
-    """Return each expert's rows times its matrix, transposed: `[N, D]`. Differentiable.
+    """Multiply each expert's rows with its matrix, transposed: `[N, D]`. Differentiable.
 
     torch's own `grouped_mm` cannot be traced with float32 or float16 before 2.12.
 
     Args:
         rows_NC: rows ordered by expert.
-        matrices_eDC: of the same type.
+        matrices_eDC: of the same dtype.
         ends_e: int32, the end of each expert's rows.
     """
     if takes_groups(rows_NC.device, rows_NC.dtype, matrices_eDC.shape[1:]):

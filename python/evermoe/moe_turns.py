@@ -1,14 +1,14 @@
-"""Evaluation in which each member runs as many forwards as it needs, of whatever layers.
+"""Evaluation in which members run different numbers of forwards, of any layers.
 
 A forward of a layer with experts is an exchange among all members. In a step all of them run the same forwards, so no
-member has to ask. In an evaluation they do not: the last batch is missing on some, and generation ends at a different
-token on each. So before each exchange of an evaluation all members gather what each of them wants to run next. All
-choose the same of these wishes. Members that wished for it bring their tokens. All others serve it: they run the same
-layer on no tokens, which computes what their experts are asked for, and then ask again. A member that is through
-with its own work serves until all are.
+coordination is needed. In an evaluation they do not: some members lack the last batch, and generation ends at a
+different token on each. So before each exchange of an evaluation all members gather their requests: the layer that each
+wants to run next. All choose the same request. Members that made it run the layer on their tokens. All others serve it:
+they run the same layer on no tokens, which computes their experts' outputs for the other members' tokens, and then
+repeat their own request. A member that has finished its own work serves until all have.
 
-Tried first and given up: padding every member to the same number of forwards. The script would have to know that number
-before it begins, and generation does not.
+Why not pad all members to the same number of forwards: the script would have to know that number in advance, and
+generation does not.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from evermoe.comm.group import Group
 from evermoe.errors import UnequalForwards
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types in which tokens travel, by the number that stands for each."""
+"""Dtypes in which tokens are sent; members exchange the index."""
 
 
 class Manner(NamedTuple):
-    """What changes the messages of a forward, besides the layer: members that serve it need the same."""
+    """Properties of a forward that change its messages, besides the layer: members that serve it need the same."""
 
     top_k: int
     """Experts per token."""
     dtype: int
-    """Index in `DTYPES` of the type in which tokens travel."""
+    """Index in `DTYPES` of the dtype in which tokens are sent."""
     is_autocast: int
     """1 under `torch.autocast`."""
     in_graph: int
@@ -40,12 +40,12 @@ class Manner(NamedTuple):
 
     @classmethod
     def of(cls, x_TH: Tensor, ids_TK: Tensor, *, in_graph: bool) -> Manner:
-        """Describe a forward by the properties that all members must share.
+        """Return the manner of a forward.
 
         Args:
-            x_TH: tokens in the type in which they travel.
-            ids_TK: the experts of each.
-            in_graph: whether it is inside `torch.compile`.
+            x_TH: tokens in the dtype in which they are sent.
+            ids_TK: experts of each token.
+            in_graph: whether the forward is inside `torch.compile`.
         """
         is_autocast = torch.is_autocast_enabled(x_TH.device.type)
         return cls(ids_TK.shape[1], DTYPES.index(x_TH.dtype), int(is_autocast), int(in_graph))
@@ -63,19 +63,19 @@ class Served(Protocol):
         ...
 
 
-Wish = tuple[int, ...]
+Request = tuple[int, ...]
 """Number of a layer from 1, then its `Manner`."""
-NOTHING: Wish = (0,) * (1 + len(Manner._fields))
-"""Wish of a member that is through with its own work."""
-TOGETHER: Wish = (1 << 31, *NOTHING[1:])
-"""Wish of a member that needs all others at the same point of their scripts; larger than any layer's."""
+NOTHING: Request = (0,) * (1 + len(Manner._fields))
+"""Request of a member that has finished its own work."""
+TOGETHER: Request = (1 << 31, *NOTHING[1:])
+"""Request of a member that waits for all others at the same point of their scripts; larger than any layer's."""
 
-FOLLOWING: Wish = (1 << 32, *NOTHING[1:])
-"""Wish of a member without work of its own, which does what the others do."""
+FOLLOWING: Request = (1 << 32, *NOTHING[1:])
+"""Request of a member without work of its own, which follows the others."""
 
 
 class Turns:
-    """The turns of one evaluation.
+    """Order of the members' forwards in one evaluation.
 
     Args:
         layers: all layers with experts, in the same order on all members.
@@ -101,63 +101,64 @@ class Turns:
         """Serve other members until it is this layer's turn. Collective.
 
         Raises:
-            PeerLost: a member is gone.
+            PeerLost: a member is lost.
         """
         if not self._is_serving:
             self._serve_until((self._numbers[id(layer)], *manner))
 
     def serve_all(self) -> None:
-        """Serve other members until all are through with their own work. Collective.
+        """Serve other members until all have finished their own work. Collective.
 
         Raises:
-            PeerLost: a member is gone. UnequalForwards: some wait for all others at a point that this one has passed.
+            PeerLost: a member is lost. UnequalForwards: some wait for all others at a point that this one has passed.
         """
         self._check_together(self._serve_until(NOTHING))
 
     def meet(self) -> bool:
-        """Serve other members until all have come to this call, or follow. Collective.
+        """Serve other members until each has reached this call or follows. Collective.
 
         Returns:
             Whether a member follows.
 
         Raises:
-            PeerLost: a member is gone. UnequalForwards: some have left the evaluation without such a call.
+            PeerLost: a member is lost. UnequalForwards: some have left the evaluation without such a call.
         """
-        wishes = self._serve_until(TOGETHER)
-        self._check_together(wishes)
-        return FOLLOWING in wishes
+        requests = self._serve_until(TOGETHER)
+        self._check_together(requests)
+        return FOLLOWING in requests
 
     def follow(self) -> bool:
-        """Serve other members until all that do not follow are through, or have come to `meet`. Collective.
+        """Serve other members until all that do not follow have finished, or have reached `meet`. Collective.
 
         Returns:
-            Whether they have come to `meet`.
+            Whether they have reached `meet`.
 
         Raises:
-            PeerLost: a member is gone. UnequalForwards: some of them are through, and others have come to `meet`.
+            PeerLost: a member is lost. UnequalForwards: some of them have finished, and others have reached `meet`.
         """
-        wishes = self._serve_until(FOLLOWING)
-        self._check_together(wishes)
-        return TOGETHER in wishes
+        requests = self._serve_until(FOLLOWING)
+        self._check_together(requests)
+        return TOGETHER in requests
 
-    def _serve_until(self, mine: Wish) -> list[Wish]:
+    def _serve_until(self, mine: Request) -> list[Request]:
         while True:
-            wishes = [tuple(wish) for wish in self._group.all_gather(torch.tensor(mine, device="cpu")).tolist()]
-            # The smallest lets members that are behind in their model catch up with those that are ahead.
+            gathered = self._group.all_gather(torch.tensor(mine, device="cpu"))
+            requests = [tuple(request) for request in gathered.tolist()]
+            # With the smallest one, members that are behind in their model catch up with those that are ahead.
             number, *manner = chosen = min(
-                (wish for wish in wishes if wish not in (NOTHING, FOLLOWING)), default=NOTHING
+                (request for request in requests if request not in (NOTHING, FOLLOWING)), default=NOTHING
             )
             if chosen in (NOTHING, TOGETHER, mine):
-                return wishes
+                return requests
             self._is_serving = True
             try:
                 _serve(self._layers[number - 1], Manner(*manner))
             finally:
                 self._is_serving = False
 
-    def _check_together(self, wishes: list[Wish]) -> None:
-        waiting = [str(rank) for rank, wish in enumerate(wishes) if wish == TOGETHER]
-        others = [str(rank) for rank, wish in enumerate(wishes) if wish not in (TOGETHER, FOLLOWING)]
+    def _check_together(self, requests: list[Request]) -> None:
+        waiting = [str(rank) for rank, request in enumerate(requests) if request == TOGETHER]
+        others = [str(rank) for rank, request in enumerate(requests) if request not in (TOGETHER, FOLLOWING)]
         if waiting and others:
             raise UnequalForwards(
                 f"rank {', '.join(waiting)} asked for the complete model or for alone() inside an evaluation, and rank "
@@ -166,7 +167,7 @@ class Turns:
 
 
 def _serve(layer: Served, manner: Manner) -> None:
-    """Run a forward without tokens, so that the forwards of other members can complete."""
+    """Run a forward on no tokens, to compute on other members' tokens."""
     dtype, device = DTYPES[manner.dtype], layer.weights.device
     x_TH = torch.zeros(0, layer.hidden, dtype=dtype, device=device)
     ids_TK = torch.zeros(0, manner.top_k, dtype=torch.int64, device=device)

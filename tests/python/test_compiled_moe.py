@@ -161,7 +161,7 @@ def on_rank(group, matrix, tokens, backend, dtype):
     for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         for count in (tokens[group.rank], 2 * tokens[group.rank] + 1):
             found.append(results(layer, run, make_inputs(count, dtype)))
-            layer.experts.count.forget()
+            layer.experts.count.reset()
     return found
 
 

@@ -276,7 +276,7 @@ def on_gpu(dtype, ranks=1, **options):
         hold(layer, Twin(), np.ones((ranks, E), np.int64))
     x = torch.randn(2, 9, H, dtype=dtype, device="cuda")
     layer(x[1]).float().sum().backward()  # so that all is loaded
-    layer.experts.count.forget()
+    layer.experts.count.reset()
     return layer, x[0]
 
 
@@ -343,14 +343,14 @@ def test_a_forward_in_a_cuda_graph():
     layer, x = on_gpu(torch.bfloat16)
     inputs = [torch.randn_like(x) for _ in range(3)]
     expected = [layer(each).detach() for each in inputs]
-    layer.experts.count.forget()
+    layer.experts.count.reset()
     graph, place = torch.cuda.CUDAGraph(), x.clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(side):
         layer(place)
     torch.cuda.current_stream().wait_stream(side)
-    layer.experts.count.forget()
+    layer.experts.count.reset()
     with torch.no_grad(), torch.cuda.graph(graph):
         out = layer(place)
     for each, wanted in zip(inputs, expected, strict=True):

@@ -32,7 +32,7 @@ def make_ledger(has_marks=True, experts=2, **options):
     found = LossLedger(state, Pec(**options))
 
     def take(step, *tokens):
-        layer.experts.count.forget()
+        layer.experts.count.reset()
         layer.experts.count.add(np.array(tokens), is_counted=True)
         found.add_step(step)
 
@@ -89,7 +89,7 @@ def test_copies_of_both_kinds_after_a_step_pass_over_the_others_once():
     protection = SimpleNamespace(ledger=ledger, keepers=[], first=SimpleNamespace(version=None), _step_began=0.0)
     protection._selected, protection._behind = {FIRST, SECOND, "dense"}, {SECOND}
     ledger.take(1, 5, 50, 500)
-    ledger.layer.experts.count.forget()
+    ledger.layer.experts.count.reset()
     ledger.layer.experts.count.add(np.array([7, 70, 0]), is_counted=True)
     Protection.commit_step(protection, at(2), None)
     assert ledger.selection.checkpoint == 1

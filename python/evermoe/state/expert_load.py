@@ -69,7 +69,7 @@ class ExpertLoad:
     def forget_step(self) -> None:
         """Forgets the tokens that the layers have counted since the last step."""
         for layer in self._layers.values():
-            layer.count.forget()
+            layer.count.reset()
         self.latest_LE = np.zeros_like(self.latest_LE)
 
     def _load_average(self) -> LoadAverage:

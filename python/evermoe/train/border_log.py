@@ -135,7 +135,7 @@ class LoggedStep:
     def count_on(self) -> None:
         """Continue the token counts from the latest complete forward, without those of an interrupted one."""
         for count in self.counts:
-            count.forget()
+            count.reset()
         for count, kept in zip(self.counts, self.counted, strict=False):
             count.resume(kept)
 

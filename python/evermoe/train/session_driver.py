@@ -15,7 +15,7 @@ from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
-from evermoe.moe import tell_load
+from evermoe.moe import report_load
 from evermoe.replay.step_code import foreign_code, refuse_foreign_code
 from evermoe.seeds import seeded
 from evermoe.state import loop_state, same_everywhere
@@ -243,7 +243,7 @@ class SessionDriver(RecoveryDriver):
                 gradients.multiply(self._state, clip)
                 self.guard.allow_step()
                 self._script.optimizer.step()
-                tell_load(self._state.layers.values())
+                report_load(self._state.layers.values())
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
             loop_state.advance(self._script.scheduler, self.loss)

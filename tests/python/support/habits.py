@@ -265,7 +265,7 @@ def with_balance():
 def balanced(model, tokens):
     """The loss after the balance of the step before; the session does that by itself."""
     update_balance(model)
-    model.first.experts.count.forget()
+    model.first.experts.count.reset()
     return cross_entropy(model, tokens)
 
 
