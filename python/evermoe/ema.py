@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights that moves, is copied and survives with them."""
+"""Exponential moving average of the weights, which sessions place, copy and restore with them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 AVERAGE, STEPS = "ema", "ema_steps"
-"""Names of the average and the number of its steps in the optimizer's state of a parameter."""
+"""Names of the average and of its number of steps in the optimizer's state of a parameter."""
 
 
 class EMA:
     """Averages all parameters of an optimizer after each of its steps: `average ← decay · average + (1 − decay) · p`.
 
-    The first step takes the parameters themselves, as `torch.optim.swa_utils.AveragedModel` does. The averages are part
-    of the optimizer's state, so that a session places, copies and restores them with their experts. Make it before the
+    The first step copies the parameters, as `torch.optim.swa_utils.AveragedModel` does. The averages are part of the
+    optimizer's state, so that a session places, copies and restores them with their experts. Create it before the
     session. Replicas cannot repeat its steps from gradients alone, so they get the state after each step.
 
         ema = evermoe.optim.EMA(optimizer, decay=0.999)
@@ -29,30 +29,30 @@ class EMA:
                     evaluate(model)
 
     Args:
-        optimizer: whose `step` is followed.
-        decay: of a step, in [0, 1).
+        optimizer: updates the averages in its `step`.
+        decay: factor of the previous average, in [0, 1).
 
     Raises:
-        ValueError: decay is out of its range, or the optimizer has such an average already.
+        ValueError: decay is out of range, or the optimizer already has such an average.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"EMA: expected 0 <= decay < 1, got {decay}")
         if is_averaged(optimizer):
-            raise ValueError("EMA: expected an optimizer without an average of its weights, this one has one already")
+            raise ValueError("EMA: expected an optimizer without an average of its weights, but this one has one")
         self._optimizer, self._decay = optimizer, decay
         optimizer.register_step_post_hook(self._after_step)
         optimizer.param_groups[0][AVERAGE] = decay  # kept with the other settings, and the same on all members
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Update the averages of all parameters that have had a gradient."""
+        """Update the averages of all parameters that have ever had a gradient."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
                 if AVERAGE not in state:
-                    if parameter.grad is None:  # torch's optimizers take a state that is not empty for their own
+                    if parameter.grad is None:  # torch's optimizers assume that a state that is not empty is theirs
                         continue
                     kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
                     state[AVERAGE], state[STEPS] = torch.zeros_like(parameter, dtype=kind), torch.zeros(())
@@ -63,7 +63,7 @@ class EMA:
                 state[STEPS] += 1
 
     def averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter that this process holds with its average; yield nothing before the first step."""
+        """Yield each parameter that this process holds, and its average; nothing before the first step."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
@@ -72,9 +72,9 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Set the parameters to their averages within the block, between two steps.
+        """Replace the parameters by their averages for the block, between two steps.
 
-        Nothing is written: copies of the state that are under way have the parameters as they are.
+        No memory is overwritten: copies of the state that are under way still contain the parameters.
         """
         values = [(parameter, parameter.data) for parameter, _ in self.averages()]
         try:
@@ -87,5 +87,5 @@ class EMA:
 
 
 def is_averaged(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the weights of an optimizer are averaged by an `EMA`."""
+    """Return whether an `EMA` averages the weights of an optimizer."""
     return any(AVERAGE in group for group in optimizer.param_groups)

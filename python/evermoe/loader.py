@@ -1,4 +1,4 @@
-"""Global batches of a data loader, divided among the members: for data that has no numbers to ask for."""
+"""Global batches of a data loader, divided among the members: for data without random access by index."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ logger = logging.getLogger(__name__)
 
 _END = object()
 MAX_OPENED_BYTES = 4096
-"""Bytes as JSON of a loader's state at the start of an epoch that are kept through the epoch."""
+"""Maximum size as JSON of a loader's state at the start of an epoch that is kept through the epoch."""
 
 
 class ElasticLoader:
-    """Divides the global batches of an iterable among the members: of a `DataLoader` over an `IterableDataset`, say.
+    """Divides the global batches of an iterable among the members, such as a `DataLoader` over an `IterableDataset`.
 
-    All members read the same global batches, and each keeps its part, which `with step as batch` yields. To resume, a
-    loader that has `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, continues from its
-    state. Any other loader is opened again and skips the batches of its epoch that were taken. It is opened again at
-    each epoch, after `set_epoch(epoch)` of itself, its sampler or its data set, if they have that method. Each batch is
-    read with the generators of `random`, NumPy and torch seeded from (seed, epoch, batch), and loader workers start
-    with seeds from (seed, epoch): all members shuffle and augment the same way, and a batch that is read again is the
-    same.
+    All members read the same global batches, and each keeps its part, which `with step as batch` yields.
+
+    To resume, a loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, continues
+    from its state. Any other loader is opened again and skips the batches of its epoch that were consumed. Each epoch
+    opens the loader again, after `set_epoch(epoch)` of the loader, its sampler and its data set, if they have that
+    method.
+
+    Each batch is read with the generators of `random`, NumPy and torch seeded from (seed, epoch, batch), and loader
+    workers start with seeds from (seed, epoch). So all members shuffle and augment the same way, and reading a batch
+    again yields the same batch.
 
         loader = torch.utils.data.DataLoader(stream, batch_size=64)
         session = evermoe.Session(model, optimizer, evermoe.ElasticLoader(loader))
@@ -42,18 +45,18 @@ class ElasticLoader:
             with step as batch:
                 step.backward(loss_of(batch))
 
-    A loader's state that does not fit into the job's copies is left out for the rest of its epoch, with a warning: to
-    resume, the loader is opened as at the start of the epoch, and skips the batches that were taken.
+    A loader's state that does not fit into the job's copies is omitted for the rest of its epoch, with a warning: to
+    resume, the loader is opened as at the start of the epoch, and skips the consumed batches.
 
     Args:
-        loader: yields global batches. Tensors and NumPy arrays have one row for each sample, lists and tuples one entry
-            for each, all of the same number, alone or in mappings, sequences, named tuples and dataclasses. Numbers,
-            strings, None and tensors without dimensions are the same for all samples. A list of tensors, such as those
-            that `default_collate` makes, may have fields as well as samples: the loader's batch size and `collate_fn`
-            tell, and a batch that still has two readings is refused. Each epoch begins with `iter(loader)`, and has the
-            same batches on all members.
+        loader: yields global batches. Tensors and NumPy arrays have one row per sample, lists and tuples one entry per
+            sample, alone or in mappings, sequences, named tuples and dataclasses; all with the same number of samples.
+            Numbers, strings, None and tensors without dimensions are shared by all samples. A list of tensors, such as
+            those of `default_collate`, may consist of fields or of samples. The loader's batch size and `collate_fn`
+            decide between these readings; a batch that still has two readings is refused. Each epoch begins with
+            `iter(loader)`, and has the same batches on all members.
         seed: of the epochs.
-        batch_size: samples of a global batch, where `loader.batch_size` does not say so.
+        batch_size: samples of a global batch, if `loader.batch_size` does not give it.
     """
 
     def __init__(self, loader: Iterable[Any], *, seed: int = 0, batch_size: int | None = None) -> None:
@@ -61,28 +64,28 @@ class ElasticLoader:
         self._batch_size = checked("batch_size", batch_size, int | None, least=1) or _batch_size(loader)
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._taken = 0
-        """The epoch, and its batches that are taken."""
+        """The epoch, and the number of its batches that were consumed."""
         self.consumed = 0
-        """Samples of the batches that were committed."""
+        """Samples of all committed batches."""
         self._state: dict[str, Any] = {}
-        """As of before the next batch."""
+        """State before the next batch."""
         self._batch: tuple[Any, Reading] | None = None
-        """The next batch, and how it is divided."""
+        """The next batch, and its reading."""
         self._lists: dict[str, Way] = {}
-        """How lists in the batches so far are read, by their path."""
+        """Readings of lists in the batches so far, by their path."""
         self._opened: Any = None
-        """The loader's state as JSON at the start of the epoch; None without one, or where it is large."""
+        """The loader's state as JSON at the start of the epoch; None without one, or if it is large."""
         self._has_read = False
         """Whether a batch was read, so that the loader has a state."""
         self._is_large = False
-        """Whether the loader's state is left out until the end of the epoch."""
+        """Whether the loader's state is omitted until the end of the epoch."""
         self._has_warned = False
 
     def batch(self) -> Any:
-        """The next global batch; the same until `advance`.
+        """Return the next global batch; the same until `advance`.
 
         Raises:
-            ValueError: the loader has none, or it cannot be divided, or in more than one way.
+            ValueError: the loader has no batch, or the batch has no reading, or more than one.
         """
         return self._read()[0]
 
@@ -92,7 +95,7 @@ class ElasticLoader:
         return self._batch
 
     def share(self, rank: int, size: int) -> Share:
-        """The part of `rank` among `size` members: contiguous, sizes within one of each other."""
+        """Return the part of `rank` among `size` members: contiguous, with sizes that differ by at most one."""
         batch, reading = self._read()
         length = _length(reading)
         start, stop = (length * r // size for r in (rank, rank + 1))
@@ -102,23 +105,23 @@ class ElasticLoader:
         return Share(numbers, weight, reading.cut(batch, place), reading)
 
     def advance(self) -> None:
-        """Counts the batch as consumed: its step is committed."""
+        """Count the batch as consumed: its step is committed."""
         self.consumed += _length(self._read()[1])
         self._taken += 1
         self._batch = None
 
     def settings(self) -> dict[str, Any]:
-        """What all members of a job have alike."""
+        """Return the settings that must be the same on all members of a job."""
         found = {"loader": type(self._loader).__name__, "loader_seed": self._seed}
         return found | {"loader_batch_size": self._batch_size}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state needed to resume."""
+        """Return the state needed to resume."""
         self._read()
         return dict(self._state)
 
     def shorten(self) -> None:
-        """Leaves the loader's own state out of `state_dict`, from this batch to the end of the epoch."""
+        """Omit the loader's own state from `state_dict`, from this batch to the end of the epoch."""
         if "loader" not in self._state:
             return
         nbytes = _nbytes(self._state.pop("loader"))
@@ -127,14 +130,14 @@ class ElasticLoader:
             self._has_warned = True
             logger.warning(
                 "the loader's state_dict() takes %d bytes as JSON, too many to be kept with each step: a process that "
-                "resumes opens the loader as at the start of the epoch, and reads the batches that were taken again",
+                "resumes opens the loader as at the start of the epoch, and skips the consumed batches by reading them",
                 nbytes,
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Continue where `state` was taken."""
         if self._state and all(state[name] == self._state[name] for name in ("consumed", "epoch", "taken")):
-            return  # where it is already
+            return  # already at that batch
         self._epoch, self._taken, self.consumed = (int(state[name]) for name in ("epoch", "taken", "consumed"))
         self._iterator = None  # its worker processes end before others start
         self._lists, self._opened = dict(state.get("lists", {})), state.get("opened")
@@ -153,7 +156,7 @@ class ElasticLoader:
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
     def _prepare(self) -> None:
-        """Tells the loader and its parts the epoch, and seeds their generators."""
+        """Set the epoch of the loader and its parts, and seed their generators."""
         loader: Any = self._loader
         parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
         for part in parts:
@@ -165,7 +168,7 @@ class ElasticLoader:
                 generator.manual_seed(seed)
 
     def _open(self) -> Iterator[Any]:
-        """The batches of the epoch."""
+        """Open the loader, and return the batches of the epoch."""
         self._prepare()
         ended = self._loader_state() if self._has_read else None
         iterator = self._batches(0)
@@ -173,21 +176,21 @@ class ElasticLoader:
         return iterator
 
     def _loader_state(self) -> Any:
-        """The loader's own state as JSON; None without one."""
+        """Return the loader's own state as JSON; None without one."""
         return to_json(self._loader.state_dict()) if self._is_stateful else None  # type: ignore[attr-defined]
 
     def _state_at_start(self, ended: Any) -> Any:
-        """The loader's state at the start of the epoch, after that at the end of the previous one; None if unknown.
+        """Return the loader's state at the start of the epoch, if it differs from that at the previous end; else None.
 
-        A loader whose `__iter__` is a generator has none yet, or still the previous one.
+        A loader whose `__iter__` is a generator has no state yet, or still the previous one.
         """
         found = None
-        with contextlib.suppress(Exception):  # whatever a loader raises that has no state before its first batch
+        with contextlib.suppress(Exception):  # loaders without a state before their first batch raise any exception
             found = self._loader_state()
         return None if found == ended or _nbytes(found) > MAX_OPENED_BYTES else found
 
     def _batches(self, taken: int) -> Iterator[Any]:
-        """The batches of the epoch from the one that the loader is at, each read with random numbers of its own."""
+        """Return the batches of the epoch from the loader's position on, each read with its own random seed."""
         with seeded(self._seed, self._epoch):  # workers get their seeds here
             iterator = iter(self._loader)
         return _read_seeded(iterator, self._seed, self._epoch, taken)
@@ -208,7 +211,7 @@ class ElasticLoader:
         raise ValueError(f"ElasticLoader: expected at least one batch in epoch {self._epoch}, the loader has none")
 
     def _state_now(self) -> dict[str, Any]:
-        """The state before the next batch is read."""
+        """Return the state before the next batch is read."""
         state: dict[str, Any] = {"consumed": self.consumed, "epoch": self._epoch, "taken": self._taken}
         if self._lists:
             state["lists"] = dict(self._lists)
@@ -232,10 +235,10 @@ class ElasticLoader:
 
 
 def _read_seeded(iterator: Iterator[Any], seed: int, epoch: int, taken: int) -> Iterator[Any]:
-    """Batches from a number on, each read with random numbers of its own.
+    """Yield batches from number `taken` on, each read with its own random seed.
 
-    It refers to no `ElasticLoader`: in a cycle of references, torch's iterator with its worker processes would live
-    until a garbage collection, which may run in a process that was forked meanwhile.
+    It holds no reference to the `ElasticLoader`: in a reference cycle, torch's iterator with its worker processes would
+    live until a garbage collection, which may run in a process that was forked meanwhile.
     """
     for number in itertools.count(taken):
         with seeded(seed, epoch, number):  # a sampler that shuffles gets its seed with the first
@@ -246,19 +249,19 @@ def _read_seeded(iterator: Iterator[Any], seed: int, epoch: int, taken: int) -> 
 
 
 def _length(reading: Reading) -> int:
-    """Samples of a batch."""
+    """Return the number of samples of a batch."""
     assert reading.length
     return reading.length
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Samples of a batch, as a `DataLoader` or its batch sampler says."""
+    """Return the batch size of a `DataLoader` or its batch sampler; None if unknown."""
     sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
     return next((size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0), None)
 
 
 def _nbytes(state: Any) -> int:
-    """Bytes of a state as JSON; 0 if it cannot be JSON, which whatever stores it reports."""
+    """Return the bytes of a state as JSON; 0 if JSON cannot represent it, which the code that stores it reports."""
     try:
         return len(json.dumps(state))
     except TypeError:

@@ -1,12 +1,12 @@
-"""Folders of named shared memory, which every user of a machine can see: whose they are, and who may look into them.
+"""Folders of named shared memory, which every user of a machine can see: their names, owners and permissions.
 
     /dev/shm/evermoe-1000-JOB/       of user 1000; mode 0700
         lock  begun  finished        of `evermoe run`
-        PID.role  PID.answer         of `evermoe role`: the role that a process is to have; why it keeps its own
+        PID.role  PID.answer         of `evermoe role`: the requested role of a process; why it keeps its own
         NODE/*.arena                 the copies that this machine keeps
 
-What lies in such a folder is believed after a crash, so one that another user has made, or could have written to, is
-refused.
+A recovery trusts the content of such a folder. So a folder is refused if another user has created it, or could have
+written to it.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from evermoe.errors import UnsafeFolder
 from evermoe.options import check_name
 
 DEFAULT = "/dev/shm"
-"""Where shared memory lives if nothing else is said."""
+"""Default location of shared memory."""
 BEGUN, FINISHED = "begun", "finished"
-"""Files by which the workers of a machine tell `evermoe run` that the job has begun, and that its last step is taken.
-`EVERMOE_BEGUN` and `EVERMOE_FINISHED` name them."""
+"""Files with which the workers of a machine report to `evermoe run` that the job has begun, and that its last step is
+taken. `EVERMOE_BEGUN` and `EVERMOE_FINISHED` name them."""
 _OTHERS = 0o077
 
 
 def job_folder(memory_dir: str | Path, job: str) -> Path:
-    """Return a job's folder on this machine, with a folder for each node below it."""
+    """Return a job's folder on this machine, which has a subfolder for each node."""
     return Path(memory_dir) / f"evermoe-{os.geteuid()}-{job}"
 
 
 def role_files(folder: Path, pid: int) -> tuple[Path, Path]:
-    """Return the request file and the answer file with which `evermoe role` changes the role of a process."""
+    """Return the files in a job's folder for a process: the role that `evermoe role` requests, and the answer."""
     return folder / f"{pid}.role", folder / f"{pid}.answer"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Create a file, or replace it, by one rename."""
+    """Create a file, or replace it with one rename."""
     draft = path.with_name(f"{path.name}.writing")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
 
 
 def mark(what: str) -> None:
-    """Report to `evermoe run`, if it started this process, that the job has `BEGUN` or `FINISHED`."""
+    """Report `BEGUN` or `FINISHED` to `evermoe run`, if this process is one of its workers."""
     path = _mark(what)
     if path:
-        with suppress(OSError):  # the folder is gone with the one that would look
+        with suppress(OSError):  # `evermoe run` has ended and removed the folder
             path.touch()
 
 
 def is_marked(what: str) -> bool:
-    """Return whether a worker of the same `evermoe run` has reported it."""
+    """Return whether a worker of the same `evermoe run` has reported `what`."""
     path = _mark(what)
     return path is not None and path.exists()
 
@@ -66,10 +66,10 @@ def _mark(what: str) -> Path | None:
 
 
 def node_name(given: str | None) -> str:
-    """Name of the machine whose memory dies as one: as given, or else the host's.
+    """Return the name of this node, whose memory fails as a unit: the given name, or else the host's.
 
     Raises:
-        ValueError: it is not one, as of `check_name`.
+        ValueError: the name is invalid, see `check_name`.
     """
     name = socket.gethostname() if given is None else given
     check_name(
@@ -82,7 +82,7 @@ def check_private(folder: Path) -> None:
     """Check a folder of shared memory, if it exists.
 
     Raises:
-        UnsafeFolder: it is a link or a file, belongs to another user, or others may do something with it.
+        UnsafeFolder: it is a link or a file, belongs to another user, or grants other users any permission.
     """
     try:
         found = folder.lstat()
@@ -92,21 +92,21 @@ def check_private(folder: Path) -> None:
         raise UnsafeFolder(f"{folder} is a link or a file, not a folder of shared memory: remove it, or rename the job")
     if found.st_uid != os.geteuid():
         raise UnsafeFolder(
-            f"{folder} belongs to user {found.st_uid}, this process runs as user {os.geteuid()}: what lies in it may "
-            "not be this job's. Give the job another name, or another memory_dir"
+            f"{folder} belongs to user {found.st_uid}, this process runs as user {os.geteuid()}: its content may not "
+            "be this job's. Give the job another name, or another memory_dir"
         )
     if found.st_mode & _OTHERS:
         raise UnsafeFolder(
-            f"{folder} has mode {stat.S_IMODE(found.st_mode):o}, so that other users may have changed what lies in it: "
-            "remove it if it is not known to be this job's, or set its mode to 700"
+            f"{folder} has mode {stat.S_IMODE(found.st_mode):o}, so that other users may have changed its content: "
+            "set its mode to 700 if you know that it is this job's, otherwise remove it"
         )
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder for this user alone, and its missing parents; check a folder that exists.
+    """Create a private folder and its missing parents; check it if it exists.
 
     Raises:
-        UnsafeFolder: as of `check_private`. OSError: it cannot be made.
+        UnsafeFolder: as for `check_private`. OSError: the folder cannot be created.
     """
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -116,7 +116,7 @@ def make_private(folder: Path) -> None:
 
 
 def open_lock(path: Path) -> TextIO:
-    """Open a file to lock, without following links; create it if it is missing.
+    """Open a file for locking, without following a link; create it if it is missing.
 
     Raises:
         UnsafeFolder: it is a link.

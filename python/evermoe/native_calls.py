@@ -1,13 +1,14 @@
-"""Calls of torch's and torchft's native code in background threads, which end before the interpreter does.
+"""Ends calls of torch's and torchft's native code in background threads before the interpreter ends.
 
-A daemon thread that returns from native code while the interpreter ends is cancelled by CPython (before 3.14), by
-`pthread_exit`. That unwinds the thread's stack. torchft's frames of Rust and torch's frames of C++ do not let it pass,
-and the process aborts by SIGABRT ("exception not rethrown", "terminate called without an active exception"). The exit
-code of the script is lost then.
+CPython before 3.14 cancels a daemon thread that returns from native code while the interpreter ends, with
+`pthread_exit`, which unwinds the thread's stack. torchft's Rust frames and torch's C++ frames do not permit that, and
+the process aborts with SIGABRT ("exception not rethrown", "terminate called without an active exception"). The exit
+code of the script is then lost.
 
-So such calls are marked. When the script has ended, an exit handler closes what is still open, which ends most of them,
-and waits for the others. A thread that is about to begin a call then never does. A call that cannot return before the
-process has ended is left alone: that is harmless. This package's own native code needs no mark: its threads stay in it.
+So such calls are marked. When the script has ended, an exit handler closes all open connections, which ends most calls,
+and waits for the others. A thread that is about to begin a call then blocks forever. A call that cannot return before
+the process has ended is harmless, and left alone. This package's own native code needs no mark: its threads never
+return to Python.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from contextlib import contextmanager
 from typing import Protocol
 
 EXIT_SECONDS = 10.0
-"""Time that calls get to return before the interpreter ends."""
+"""Maximum time to wait for calls to return before the interpreter ends."""
 
 
 class Closable(Protocol):
     """Owner of connections for which background threads wait."""
 
     def close(self) -> None:
-        """Closes the connections; twice is fine."""
+        """Close the connections; may be called twice."""
 
 
 class _Calls:
     """The marked calls of all background threads of this process."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """There are no calls, and nothing is open: as in a child of this process, which has none of its threads."""
+    def reset(self) -> None:
+        """Discard all calls and open connections: a forked child has none of this process's threads."""
         self._changed = threading.Condition()
         self._until: dict[int, list[float]] = {}
-        """By thread, when each of its calls may return at the earliest, on the clock of `time.monotonic`."""
+        """Earliest time at which each call may return on the clock of `time.monotonic`, by thread."""
         self._is_ending = False
         self.open: weakref.WeakSet[Closable] = weakref.WeakSet()
 
@@ -53,7 +54,7 @@ class _Calls:
             if not self._is_ending:
                 self._until.setdefault(threading.get_ident(), []).append(until)
                 return
-        threading.Event().wait()  # without end: the process is about to be over
+        threading.Event().wait()  # forever: the process is about to end
 
     def end(self) -> None:
         with self._changed:
@@ -65,7 +66,7 @@ class _Calls:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Closes what is open, and waits until no call is under way that returns before the process has ended."""
+        """Close all open connections, and wait for the calls that return before the process has ended."""
         for each in list(self.open):
             each.close()
         end = time.monotonic() + EXIT_SECONDS
@@ -76,16 +77,16 @@ class _Calls:
 
 _calls = _Calls()
 
-os.register_at_fork(after_in_child=_calls.forget)
+os.register_at_fork(after_in_child=_calls.reset)
 atexit.register(_calls.finish)
 
 
 @contextmanager
 def native_call(seconds: float = 0.0) -> Iterator[None]:
-    """Marks a call of native code in a background thread.
+    """Mark a call of native code in a background thread.
 
     Args:
-        seconds: that it takes at least if nobody ends it.
+        seconds: minimum duration of the call if nothing interrupts it.
     """
     _calls.begin(time.monotonic() + seconds)
     try:
@@ -95,5 +96,5 @@ def native_call(seconds: float = 0.0) -> Iterator[None]:
 
 
 def close_at_exit(owner: Closable) -> None:
-    """Closes `owner` when the interpreter ends, unless it is freed before."""
+    """Close `owner` when the interpreter ends, unless it is freed earlier."""
     _calls.open.add(owner)

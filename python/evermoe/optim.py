@@ -1,7 +1,7 @@
-"""Optimizers whose steps can be repeated bit for bit elsewhere: on another CPU, on a GPU, in another batch.
+"""Optimizers whose steps other members can repeat bit for bit: on another CPU, on a GPU, in another batch.
 
-A parameter in bfloat16 or float16 has a float32 master in its state: the master takes the step, and the parameter is
-the master rounded to the nearest, ties to even.
+A parameter in bfloat16 or float16 has a float32 master in its state. The step updates the master, and the parameter is
+the master rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from evermoe.ops.optim import adamw_all_, adamw_step, sgd_all_, sgd_step
 __all__ = ["EMA", "SGD", "AdamW"]
 
 HALF = torch.bfloat16, torch.float16
-"""Types of parameters that have a master."""
+"""Dtypes of parameters that have a master."""
 MASTER = "master_param"
 """Name of the master in the state."""
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """What the optimizers share: checks of their groups, and one call for all parameters."""
+    """Base class of the optimizers: checks their groups, and steps all parameters in one call."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options; options not given are those of the constructor.
+        """Add parameters with their own options; missing options default to the constructor's.
 
         Raises:
-            ValueError: as the constructor's, or TypeError; nothing is added then.
+            ValueError: as the constructor; TypeError, too. The group is not added then.
         """
         super().add_param_group(param_group)
         try:
@@ -43,23 +43,23 @@ class _Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, or none if it raises.
+        """Step all parameters that have a gradient; if it raises, none.
 
         Args:
             closure: recomputes the loss and its gradients before the step.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            ValueError: an option that was changed since is out of its range.
-            RuntimeError: a gradient is of another dtype or device, or sparse; or a CUDA graph is being captured, which
-                would repeat this step's numbers for ever.
+            ValueError: an option was set to a value out of range.
+            RuntimeError: a gradient has another dtype or device, or is sparse; or a CUDA graph is being captured, which
+                would replay the learning rate and the step number of this step.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"evermoe.optim.{type(self).__name__}: expected no capture of a CUDA graph: the learning rate and the "
-                "number of the step are read on the host. Take the step outside of the graph"
+                "number of the step are read on the host. Call step() outside of the graph"
             )
         loss = None
         if closure is not None:
@@ -86,7 +86,7 @@ class _Optimizer(torch.optim.Optimizer):
         return loss
 
     def _target(self, parameter: Tensor) -> Tensor:
-        """What takes the step: the parameter, or its master, which starts from it."""
+        """Return the tensor that the step updates: the parameter, or its master, a float32 copy at first."""
         if parameter.dtype not in HALF:
             return parameter
         state = self.state[parameter]
@@ -96,7 +96,7 @@ class _Optimizer(torch.optim.Optimizer):
         return master
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state; torch would round the float32 state of parameters in bfloat16 and float16."""
+        """Load groups and state; torch's method would round the float32 state of bfloat16 and float16 parameters."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -106,25 +106,25 @@ class _Optimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
     def _next_step(self, parameter: Tensor) -> int:
-        """Return the number of the parameter's next step, from 1, as far as the hyperparameters depend on it."""
+        """Return the number of the parameter's next step, from 1, as far as `_numbers` depends on it."""
         raise NotImplementedError
 
     def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
-        """Return the numbers of the group's step `t`."""
+        """Return the kernel's scalars for step `t` of the group."""
         raise NotImplementedError
 
     def _step_all(
         self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
     ) -> None:
-        """Update the targets of all parameters in one call, and count the step."""
+        """Step all targets in one call, and count the step."""
         raise NotImplementedError
 
 
 class AdamW(_Optimizer):
     """`torch.optim.AdamW` with one arithmetic on CPU and CUDA (`evermoe.ops.adamw_all_`).
 
-    A drop-in: the same arguments, state names and `state_dict`, which both classes can load from each other. On an x86
-    CPU the results equal torch's with `fused=True` bit for bit, where a parameter's size is a multiple of 8.
+    A drop-in replacement: it has the same arguments, state names and `state_dict`, and each class can load the other's.
+    On an x86 CPU the results equal torch's with `fused=True` bit for bit if a parameter's size is a multiple of 8.
 
         optimizer = evermoe.optim.AdamW(model.parameters(), lr=1e-3)
         loss.backward()
@@ -143,7 +143,7 @@ class AdamW(_Optimizer):
         maximize: ascend rather than descend.
 
     Raises:
-        ValueError: an option is out of its range, or a parameter cannot be stepped; the message says which.
+        ValueError: an option is out of range, or a parameter cannot be stepped; the message names it.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class AdamW(_Optimizer):
         super().__init__(params, options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load groups and state, including those of torch's class without AMSGrad.
+        """Restore groups and state, also those of torch's class without AMSGrad.
 
         Raises:
-            ValueError: the groups ask for AMSGrad.
+            ValueError: the groups use AMSGrad.
         """
         if any(group.get("amsgrad") for group in state["param_groups"]):
             raise ValueError("amsgrad: expected False, as evermoe.optim.AdamW has no AMSGrad; use torch.optim.AdamW")
@@ -194,8 +194,8 @@ class AdamW(_Optimizer):
 class SGD(_Optimizer):
     """`torch.optim.SGD` with one arithmetic on CPU and CUDA (`evermoe.ops.sgd_all_`).
 
-    A drop-in: the same arguments, state names and `state_dict`, which both classes can load from each other. On an x86
-    CPU the results equal torch's bit for bit; with `fused=True`, where a parameter's size is a multiple of 8.
+    A drop-in replacement: it has the same arguments, state names and `state_dict`, and each class can load the other's.
+    On an x86 CPU the results equal torch's bit for bit; with `fused=True`, if a parameter's size is a multiple of 8.
 
         optimizer = evermoe.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -206,14 +206,14 @@ class SGD(_Optimizer):
         params: parameters, or groups of them: contiguous; float32, or bfloat16 or float16, which get float32 masters in
             the state (`master_param`). Gradients may be float32, bfloat16 or float16.
         lr: learning rate; a scheduler may change it, a tensor is read at each step.
-        momentum: how much of the buffer is kept; 0 for no buffer.
-        dampening: how much of the gradient does not go into the buffer.
-        weight_decay: times the parameters, added to the gradient.
-        nesterov: look ahead by one more step of momentum; needs momentum, and no dampening.
+        momentum: factor of the momentum buffer; 0 for no buffer.
+        dampening: fraction of the gradient that is not added to the buffer.
+        weight_decay: factor of the parameters that is added to the gradient.
+        nesterov: Nesterov momentum; needs momentum > 0 and dampening 0.
         maximize: ascend rather than descend.
 
     Raises:
-        ValueError: an option is out of its range, or a parameter cannot be stepped; the message says which.
+        ValueError: an option is out of range, or a parameter cannot be stepped; the message names it.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class SGD(_Optimizer):
             self.state[parameter]["momentum_buffer"] = buffer
 
     def _buffer(self, parameter: Tensor) -> Tensor:
-        """Return the parameter's momentum; allocate it before the first step."""
+        """Return the parameter's momentum; before its first step, uninitialized memory for it."""
         buffer: Tensor | None = self.state[parameter].get("momentum_buffer")
         if buffer is None:
             return torch.empty_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -256,7 +256,7 @@ class SGD(_Optimizer):
 
 
 def _readable(gradient: Tensor) -> Tensor:
-    """Return the gradient in a type that the ops read: float32 or bfloat16."""
+    """Return the gradient in a dtype that the ops read: float32 or bfloat16."""
     return gradient.float() if gradient.dtype == torch.float16 else gradient
 
 

@@ -1,7 +1,7 @@
-"""Base of all options: types, ranges and names of their values, and which must be the same for all members.
+"""Base class of all options: checks types, ranges and names of their values.
 
-`evermoe.config` and `evermoe.presets` define the options of a session. A field's type and its `option(...)` say what it
-may be, and `Options` checks that for all of them.
+`evermoe.config` and `evermoe.presets` define the options of a session. A field's type and its `option(...)` specify the
+allowed values and whether they must be the same for all members; `Options` checks them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 MAX_SECONDS = 1e8
-"""Longest time limit, about three years."""
+"""Longest timeout, about three years."""
 MIN_SECONDS = 1e-3
-"""Shortest time limit that is not 0."""
+"""Shortest timeout other than 0."""
 MAX_NUMBER = 2**62
-"""Largest whole number, which fits into 64 bits wherever it is sent."""
+"""Largest integer option, which fits into 64 bits in every message."""
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-"""Names of jobs and nodes: they become parts of paths, and never another path."""
+"""Names of jobs and nodes: they become path components, and must not lead to another folder."""
 
 _WRONG = object()
 _NOUNS: Mapping[Any, str] = types.MappingProxyType(
@@ -52,13 +52,13 @@ def option(
     """Define a field of `Options`.
 
     Args:
-        default: its value where none is given; without one it must be given.
+        default: value if none is given; without a default the option is required.
         shared: whether it must be the same for all members.
         least: smallest number.
         above: number that it must exceed.
         most: largest number.
-        is_name: whether it is checked as of `check_name`.
-        env: environment variable from which it is read where it has its default.
+        is_name: whether `check_name` checks it.
+        env: environment variable that replaces the default.
         flag: its flag on a command line, without dashes; None for the field's name.
     """
     limits = {"least": least, "above": above, "most": most}
@@ -67,11 +67,11 @@ def option(
 
 
 def check_name(what: str, name: str) -> None:
-    """Checks the name of a job or a node, which becomes a part of paths.
+    """Check the name of a job or a node, which becomes a path component.
 
     Raises:
-        ValueError: it is empty, longer than 100, has other characters than letters, digits, `.`, `_`, `-`, or begins
-            with a dot.
+        ValueError: the name is empty, longer than 100 characters, begins with a dot, or has other characters than
+            letters, digits, `.`, `_` and `-`.
     """
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -81,7 +81,7 @@ def check_name(what: str, name: str) -> None:
 
 
 def count(number: int, noun: str) -> str:
-    """For people: `1 member`, `2 members`."""
+    """Return a number with its noun for messages: `1 member`, `2 members`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -94,16 +94,16 @@ def checked(
     above: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """The value of an argument as its type and range say: numbers of numpy become Python's.
+    """Check the type and range of an argument, and return it; numbers of numpy become Python's.
 
     Args:
         name: of the argument, as the user wrote it.
-        value: what came.
+        value: of the argument.
         kind: bool, int, float, str, Path, a Callable, a Literal, or a union of them and None.
         least, above, most: bounds of a number.
 
     Raises:
-        ValueError: it is of another type, out of range, infinite or not a number.
+        ValueError: the value has another type, is out of range, infinite or not a number.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     found: Any = next((each for each in (_converted(value, kind) for kind in kinds) if each is not _WRONG), _WRONG)
@@ -153,13 +153,13 @@ def _range(least: float | None, above: float | None, most: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of all options. A subclass calls `super().__post_init__()`, so that a combination checks all its bases."""
+    """Base class of all options. Subclasses call `super().__post_init__()`, so that all bases check their options."""
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            ValueError: an option is wrong; the message names it as the user wrote it.
+            ValueError: an option is invalid; the message names it as the user wrote it.
         """
         hints = get_type_hints(type(self))
         for each in fields(self):
@@ -175,7 +175,7 @@ class Options:
         return [each.name for each in fields(cls)]
 
     def shared(self) -> dict[str, str]:
-        """Return the options that must be the same for all members, as text by name; of a mapping its keys."""
+        """Return the options that must be the same for all members, as text by name; for a mapping, its keys."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("shared")}
         return {
             name: ", ".join(sorted(value)) if isinstance(value, Mapping) else str(value)
@@ -184,13 +184,13 @@ class Options:
 
 
 def require(flags: Mapping[str, object]) -> None:
-    """Check that flags of a command line are given, all at once.
+    """Check that all required flags of a command line are given.
 
     Args:
-        flags: by what each is, for people, its value; None where it is missing.
+        flags: values by the description of each flag; None if it is missing.
 
     Raises:
-        ValueError: names all that are missing.
+        ValueError: flags are missing; the message names all of them.
     """
     missing = [about for about, value in flags.items() if value is None]
     if missing:

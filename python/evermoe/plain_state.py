@@ -1,4 +1,4 @@
-"""States of loaders as JSON: with tensors, arrays, bytes, tuples and keys that are no text."""
+"""States of loaders as JSON, with tensors, arrays, bytes, tuples and keys that are not strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAGS = frozenset((_TENSOR, _ARRAY, _BYTES, _TUPLE, _PAIRS))
 
 
 def to_json(state: Any) -> Any:
-    """A state of which `from_json` makes the same from JSON. What JSON does not know otherwise is left as it is."""
+    """Convert a state to JSON types, which `from_json` inverts. Leave other values that JSON cannot represent as is."""
     if isinstance(state, list):
         return [to_json(value) for value in state]
     if isinstance(state, dict) and all(isinstance(key, str) for key in state) and not _TAGS & state.keys():
@@ -39,7 +39,7 @@ def _tagged(state: Any) -> tuple[str | None, Any]:
 
 
 def from_json(state: Any) -> Any:
-    """The inverse of `to_json`."""
+    """Invert `to_json`."""
     if isinstance(state, list):
         return [from_json(value) for value in state]
     if not isinstance(state, dict):
@@ -51,7 +51,7 @@ def from_json(state: Any) -> Any:
 def _untagged(tag: str, content: Any) -> Any:
     if tag == _TENSOR:
         name, shape, data = content
-        raw = torch.from_numpy(np.frombuffer(bytearray(_bytes(data)), np.uint8))  # which may be empty
+        raw = torch.from_numpy(np.frombuffer(bytearray(_bytes(data)), np.uint8))  # may be empty
         return raw.view(getattr(torch, name)).view(shape)
     if tag == _ARRAY:
         name, shape, data, is_scalar = content

@@ -1,4 +1,4 @@
-"""Colours of all pictures."""
+"""Colours of all figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers: which experts a token uses, and with what weights.
+"""Routers: choose the experts of each token and their weights.
 
 Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts, G groups of experts.
 """
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 SCORES = ("softmax", "sigmoid", "chosen")
 Scores = Literal["softmax", "sigmoid", "chosen"]
 TINY = 1e-20
-"""Added to what weights are divided by, as DeepSeek-V3 does."""
+"""Added to the divisor of weights, as in DeepSeek-V3."""
 
 
 class Routes(NamedTuple):
-    """What a router has chosen."""
+    """A router's choices."""
 
     ids_TK: Tensor
     """int64: experts of each token, the best one first."""
     weights_TK: Tensor
-    """float32: what their outputs count for; differentiable."""
+    """float32: weights of the experts' outputs; differentiable."""
     probabilities_E: Tensor
-    """float32: mean over the tokens of each expert's share in their scores; differentiable, for balancing losses."""
+    """float32: each expert's mean share of the tokens' scores; differentiable, for balancing losses."""
     identity_T: Tensor | None = None
-    """float32: what each token itself counts for, with `identity_experts`; differentiable."""
+    """float32: weight of each token itself, with `identity_experts`; differentiable."""
 
 
 class Router(nn.Linear):
-    """Scores each token's experts by a linear layer, and chooses the best K.
+    """Scores the experts for each token with a linear layer, and chooses the best K.
 
     | models | arguments |
     |---|---|
@@ -44,7 +44,7 @@ class Router(nn.Linear):
     | DeepSeek-V3 | `Router(H, E, 8, scores="sigmoid", groups=8, top_groups=4, scale=2.5, balance_rate=1e-3)` |
     | GPT-OSS | `Router(H, E, 4, scores="chosen", bias=True)` |
 
-    The linear layer and the scores are in float32, also under autocast.
+    The linear layer and the scores are computed in float32, also under autocast.
 
         routes = router(x_TH)
         y_TH = experts(x_TH, routes.ids_TK, routes.weights_TK)
@@ -54,35 +54,35 @@ class Router(nn.Linear):
         num_experts: E.
         top_k: K.
         scores: `softmax` over all experts, `sigmoid` of each, or `chosen`: the choice is by logits, and the weights are
-            the softmax over the chosen ones alone.
-        normalize: whether a token's K weights are divided by their sum; no difference for `chosen`.
-        groups: G, equal groups of neighbouring experts; only those of a token's best groups are chosen. A group's score
-            is that of its best expert, or with `sigmoid` the sum of its best two (DeepSeek-V2, section 2.2.2; V3,
-            section 2.1.2). Where a group's experts are on one node, tokens go to few nodes.
-        top_groups: how many groups; None for all.
-        scale: times the weights, after they are normalised.
+            the softmax over the chosen experts only.
+        normalize: whether a token's K weights are divided by their sum; no effect with `chosen`.
+        groups: G, equal groups of neighbouring experts; each token uses experts of its best groups only. A group's
+            score is that of its best expert, or with `sigmoid` the sum of its best two (DeepSeek-V2, section 2.2.2; V3,
+            section 2.1.2). If the experts of a group are on one node, tokens are sent to few nodes.
+        top_groups: number of groups per token; None for all.
+        scale: factor of the weights, after normalisation.
         noise: standard deviation of Gaussian noise on the logits, in training only.
         jitter: in training, tokens are multiplied by uniform random numbers of 1 - jitter to 1 + jitter before they are
             scored (Switch Transformer).
-        balance_rate: with it `balance` holds a number for each expert, added to its score for the choice but not in the
-            weights; `update_balance` moves it by this much after each step, up for experts that got fewer tokens than
-            the mean and down for others (DeepSeek-V3, section 2.1.2). A session does so for the routers of `MoE`, and
-            for any that is `Experts.on_load`.
-        bias: whether the linear layer has one.
-        identity_experts: so many more are scored and chosen which return the token itself, for tokens that need less
+        balance_rate: with it, `balance` has a bias for each expert, which is added to its score for the choice but not
+            for the weights. `update_balance` changes the bias by this rate after each step: up for experts with fewer
+            tokens than the mean, down for those with more (DeepSeek-V3, section 2.1.2). A session does this for the
+            routers of `MoE`, and for any router whose `update_balance` is `Experts.on_load`.
+        bias: whether the linear layer has a bias.
+        identity_experts: number of additional experts that return the token itself, so that tokens can use less compute
             (LongCat-Flash, "zero-computation experts"). In `ids_TK` they are -1.
-        vocabulary: with it a token's experts do not depend on its scores, which give the weights alone, but on its
-            number below this one: they are drawn for each by `hash_seed`, all different (Hash layers; DeepSeek-V4).
-        hash_seed: of that draw, the same on all members.
+        vocabulary: number of token ids. With it, a token's id determines its experts: K different ones, drawn with
+            `hash_seed`; its scores give only the weights (Hash layers; DeepSeek-V4).
+        hash_seed: seed of that draw, the same on all members.
 
     Raises:
-        ValueError: an option is out of its range; the message says which.
+        ValueError: an option is out of range; the message names it.
     """
 
     balance: Tensor | None
-    """float32 `[E]`: what is added to the scores for the choice; None without `balance_rate`."""
+    """float32 `[E]`: added to the scores for the choice; None without `balance_rate`."""
     table: Tensor | None
-    """int64 `[vocabulary, K]`: experts of each token of the vocabulary; None without one."""
+    """int64 `[vocabulary, K]`: experts of each token id; None without `vocabulary`."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Router(nn.Linear):
             )
         if not 1 <= kept <= groups or not 1 <= top_k <= kept * (num_experts // groups):
             raise ValueError(
-                f"Router: expected 1 <= top_groups <= groups and 1 <= top_k <= the experts of so many groups, got "
+                f"Router: expected 1 <= top_groups <= groups and 1 <= top_k <= the experts of top_groups groups, got "
                 f"top_groups={top_groups}, groups={groups}, top_k={top_k}, num_experts={num_experts}"
             )
         if scores not in SCORES:
@@ -144,11 +144,11 @@ class Router(nn.Linear):
             self.table = draws_VE.topk(top_k, dim=-1).indices.to(device=device)
 
     def extra_repr(self) -> str:
-        """What `print(router)` shows."""
+        """Return the text that `print(router)` shows."""
         return f"{super().extra_repr()}, {self.settings()}"
 
     def settings(self) -> str:
-        """What changes a choice and is not seen in the shapes of the parameters."""
+        """Return the settings that change a choice and do not show in the shapes of the parameters."""
         found = f"top_k={self.top_k}, router_noise={self.noise}"
         others = {
             "scores": (self.scores, "softmax"),
@@ -166,16 +166,16 @@ class Router(nn.Linear):
     def forward(  # type: ignore[override]
         self, x_TH: Tensor, tokens_T: Tensor | None = None, mask_T: Tensor | None = None
     ) -> Routes:
-        """Return the experts of each token.
+        """Choose the experts of each token.
 
         Args:
-            x_TH: `[T, H]` of any floating-point type.
-            tokens_T: integers `[T]`, numbers of the tokens, for a router with a `vocabulary`.
+            x_TH: `[T, H]` of any floating-point dtype.
+            tokens_T: integers `[T]`, ids of the tokens, for a router with a `vocabulary`.
             mask_T: `[T]`, 0 or False for padding: its experts are -1 with weight 0, and `probabilities_E` is the mean
                 over the other tokens. None: no token is padding.
 
         Raises:
-            ValueError: there is a vocabulary, and no numbers of as many tokens.
+            ValueError: the router has a vocabulary, and `tokens_T` is missing or does not fit `x_TH`.
         """
         with torch.autocast(x_TH.device.type, enabled=False):
             if self.training and self.jitter > 0:
@@ -229,7 +229,7 @@ class Router(nn.Linear):
 
     @torch.no_grad()
     def update_balance(self, load_E: NDArray[np.int64]) -> None:
-        """Update `balance` after a step; it stays equal on all ranks, as the load is.
+        """Update `balance` after a step; the same on all ranks, since the load is.
 
         Args:
             load_E: tokens of each expert on all ranks in this step, as `Experts.load_E`.
@@ -239,7 +239,7 @@ class Router(nn.Linear):
 
 
 def mean_of_tokens(scores_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Mean over the tokens that are not padding, `[E]`; zeros where all are."""
+    """Return the mean over the tokens that are not padding, `[E]`; zeros if all are padding."""
     if mask_T is None:
         return scores_TE.sum(0) / max(len(scores_TE), 1)
     kept_T1 = mask_T.bool().unsqueeze(1)
@@ -247,5 +247,5 @@ def mean_of_tokens(scores_TE: Tensor, mask_T: Tensor | None) -> Tensor:
 
 
 def follow_load(balance_E: Tensor, load_E: NDArray[np.int64], rate: float) -> None:
-    """Add `rate` to experts with less than the mean load and subtract it from those with more, in place."""
+    """Add `rate` for each expert with less than the mean load, and subtract it for those with more, in place."""
     balance_E.add_(torch.from_numpy(np.sign(load_E.mean() - load_E)).to(balance_E), alpha=rate)

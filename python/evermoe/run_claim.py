@@ -1,13 +1,13 @@
-"""One run of a job in a folder: a second start of the same job is refused while members of the first one live.
+"""Claim of a folder by one run of a job: refuses a second start of the job while members of the first one are alive.
 
-    FOLDER/run.json    names the run; each living member of the run that uses the folder holds a shared lock on it
+    FOLDER/run.json    names the run; each live member of the run that uses the folder holds a shared lock on it
 
-A run is what members of one group train, together with those that join them. The members that meet agree on its nonce,
-and take the folders before they write or remove anything there (`evermoe.train.same_run`). A lock ends with its
-process. So a run that has crashed, or ended, gives its folders to the next one, and a run that lives keeps them.
+A run is the training of one group of members, and of those that join them. Its first members agree on its nonce, and
+claim the folders before they write to them or remove files (`evermoe.train.same_run`). A lock ends with its process. So
+after a run has crashed or ended, the next one can claim its folders; a live run keeps them.
 
-Where a file system has no locks, and in an object store, the next run always takes the place over. The previous one
-finds the other nonce before it publishes anything there.
+On a file system without locks, and in an object store, the next run always takes the folder over. The previous run
+finds the other nonce before it publishes anything.
 
 Limits: locks of NFS reach other hosts only if it is mounted without `nolock` and `local_lock`. A process keeps the lock
 that it inherits by a fork outside Python.
@@ -33,7 +33,7 @@ from evermoe.errors import FolderInUse, UnsafeFolder
 
 RUN = "run.json"
 RUN_BYTES = 16 << 10
-"""Size of `run.json` at most."""
+"""Maximum size of `run.json`."""
 _PAUSE_SECONDS = 0.02
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LOOPBACK = ("localhost", "127.", "[::1]")
@@ -46,9 +46,9 @@ class Run:
     job: str
     nonce: str
     lighthouse: str
-    """Where its members meet: see `meeting_point`."""
+    """Lighthouses of its members, see `meeting_point`."""
     host: str
-    """Of the member that has proposed the nonce, as `pid` is."""
+    """Host of the member that has proposed the nonce; `pid` is its process."""
     pid: int
     since: float
     """Seconds since 1970."""
@@ -60,22 +60,22 @@ class Run:
 
     @staticmethod
     def parsed(content: bytes) -> Run | None:
-        """Return the run that the content of `run.json` names; None if it is damaged."""
+        """Return the run in the content of `run.json`; None if it is damaged."""
         try:
             fields = json.loads(content)
             run = Run(**fields)
             texts = run.job, run.nonce, run.lighthouse, run.host
-            is_whole = all(isinstance(each, str) for each in texts) and isinstance(run.pid, int)
-            return run if is_whole and isinstance(run.since, float) else None
+            is_valid = all(isinstance(each, str) for each in texts) and isinstance(run.pid, int)
+            return run if is_valid and isinstance(run.since, float) else None
         except (ValueError, TypeError, RecursionError):
             return None
 
     def to_text(self) -> str:
-        """Content of `run.json`."""
+        """Return the content of `run.json`."""
         return json.dumps(asdict(self))
 
     def describe(self) -> str:
-        """Describe the run for messages."""
+        """Return a description of the run for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return (
             f"another run of job {self.job!r}, which process {self.pid} on {self.host} began at {since} with the "
@@ -84,7 +84,7 @@ class Run:
 
 
 def meeting_point(addresses: Iterable[str]) -> str:
-    """Return the Lighthouses of a run, in the same order on all members; a loopback address with this host's name.
+    """Return the Lighthouses of a run, in the same order on all members; loopback addresses include this host's name.
 
     >>> meeting_point(["http://b:29510", "http://a:29510"])
     'a:29510,b:29510'
@@ -97,11 +97,11 @@ def meeting_point(addresses: Iterable[str]) -> str:
 
 
 class RunClaim:
-    """One process's part in the claim of its run on a folder.
+    """One process's part in its run's claim of a folder.
 
     Args:
-        folder: exists when it is taken.
-        what: the folder, as messages name it.
+        folder: must exist when it is claimed.
+        what: name of the folder in messages.
         mode: of a new `run.json`.
     """
 
@@ -112,7 +112,7 @@ class RunClaim:
         _claims.add(self)
 
     def found(self) -> Run | None:
-        """Return the run whose living members hold the folder; None without one or if the folder cannot be opened."""
+        """Return the run whose live members hold the folder; None without one, or if the folder cannot be opened."""
         try:
             file = self._open(os.O_RDWR)
         except OSError:
@@ -123,14 +123,14 @@ class RunClaim:
             os.close(file)
 
     def claim_for(self, run: Run, patience: float) -> None:
-        """Take the folder for a run, together with the members of the run that hold it.
+        """Claim the folder for a run, together with its members that have already claimed it.
 
         Args:
             run: of this process.
             patience: seconds to wait for processes of another run that are about to end.
 
         Raises:
-            FolderInUse: processes of another run live.
+            FolderInUse: processes of another run are alive.
             UnsafeFolder: `run.json` is a link. OSError: it cannot be written.
         """
         if self._nonce == run.nonce and self._file is not None:
@@ -144,7 +144,7 @@ class RunClaim:
                 return
             if time.monotonic() > deadline:
                 raise FolderInUse(self._refusal(holder))
-            time.sleep(_PAUSE_SECONDS)  # nothing tells when a lock is free
+            time.sleep(_PAUSE_SECONDS)  # the system does not notify when a lock is free
 
     def _try(self, run: Run) -> Run | None:
         """Take the lock if it is free; return the run that holds it otherwise."""
@@ -169,7 +169,7 @@ class RunClaim:
             raise error
 
     def _is_current(self, file: int) -> bool:
-        """Return whether the name still stands for the open file."""
+        """Return whether the path still refers to the open file."""
         try:
             return os.fstat(file).st_ino == self._path.stat().st_ino
         except OSError:
@@ -178,15 +178,15 @@ class RunClaim:
     def _refusal(self, holder: Run | None) -> str:
         who = "a process of another run" if holder is None else holder.describe()
         alive = _holders(self._path)
-        here = f" (still held on this machine by {', '.join(alive)})" if alive else ""
+        held = f" (still held on this machine by {', '.join(alive)})" if alive else ""
         return (
-            f"{self._what} {self._path.parent} is in use by {who}{here}: end that run, or wait until it has ended. To "
+            f"{self._what} {self._path.parent} is in use by {who}{held}: end that run, or wait until it has ended. To "
             "add workers to it, start them with its Lighthouse. For a job of its own, give this one another name and "
             "another folder for checkpoints"
         )
 
     def refusal(self) -> str:
-        """Why the folder may not be written to any more, where locks do not prevent that; empty if it may.
+        """Return why the folder may no longer be written to, if it has no locks; empty if it may.
 
         Raises:
             OSError: `run.json` cannot be read.
@@ -199,7 +199,7 @@ class RunClaim:
         return f"{self._what} {self._path.parent} was taken over by {found.describe()}"
 
     def release(self) -> None:
-        """Release the folder for other runs."""
+        """Give up the claim: other runs may claim the folder."""
         file, self._file, self._nonce = self._file, None, ""
         if file is not None:
             os.close(file)
@@ -213,12 +213,12 @@ def _release_all() -> None:
         each.release()
 
 
-# Else the workers of a DataLoader that outlive a member would hold its lock.
+# Otherwise the workers of a DataLoader that outlive a member would hold its lock.
 os.register_at_fork(after_in_child=_release_all)
 
 
 def remove_run(folder: Path) -> None:
-    """Remove `run.json` from a folder that is otherwise empty, unless a living process holds it."""
+    """Remove `run.json` from an otherwise empty folder, unless a live process holds it."""
     with suppress(OSError):
         file = os.open(folder / RUN, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -233,10 +233,10 @@ def remove_run(folder: Path) -> None:
 
 
 def try_lock(file: int, kind: int) -> bool:
-    """Take a lock on an open file, `fcntl.LOCK_SH` or `LOCK_EX`, unless others hold one that forbids it.
+    """Take a lock on an open file, `fcntl.LOCK_SH` or `LOCK_EX`, unless another process holds a conflicting one.
 
     Returns:
-        Whether it could be taken; True also on a file system without locks.
+        Whether it was taken; True also on a file system without locks.
     """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -261,7 +261,7 @@ def _write(file: int, run: Run) -> None:
 
 
 def _holders(path: Path) -> list[str]:
-    """Living processes of this machine that hold a lock on a file, as the kernel lists them."""
+    """Return the live processes of this machine that hold a lock on a file, as listed by the kernel."""
     with suppress(OSError):
         found = path.stat()
         name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"

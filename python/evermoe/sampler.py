@@ -1,4 +1,4 @@
-"""The samples that a member trains on: nothing is repeated or skipped, whatever the membership does."""
+"""Samplers of global batches: no sample is repeated or skipped when the members change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from evermoe.options import checked
 class Share:
     """One member's part of a global batch.
 
-    `indices`: int64 sample numbers. `weight`: this member's share of the global batch, in [0, 1]; over all members
-    the weights sum to one. With more members than samples, a member without one gets a sample of weight 0. `samples`:
-    the samples themselves if the sampler has them, as `ElasticLoader` does. `reading`: how to divide them further;
-    None: as `evermoe.batches.read` finds it.
+    `indices`: int64 sample numbers. `weight`: this member's fraction of the global batch, in [0, 1]; the weights of all
+    members sum to one. With more members than samples, a member without a sample gets one of weight 0. `samples`: the
+    samples themselves if the sampler has them, as `ElasticLoader` does. `reading`: used to divide them further; None:
+    the reading that `evermoe.batches.read` finds.
     """
 
     indices: Tensor
@@ -30,14 +30,14 @@ class Share:
 
     @property
     def batch(self) -> Any:
-        """What the training loop computes with: the samples if the sampler has them, otherwise their indices."""
+        """Input of the training loop: the samples if the sampler has them, otherwise their indices."""
         return self.indices if self.samples is None else self.samples
 
     def parts(self, n: int) -> Iterator[Share]:
-        """Yields n parts of it, of sizes within one of each other; without a sample, one of all with weight 0.
+        """Yield n parts, with sizes that differ by at most one; a part without samples gets one with weight 0.
 
         Raises:
-            ValueError: `samples` cannot be divided, or are not as many as `indices`.
+            ValueError: `samples` cannot be divided, or their number differs from that of `indices`.
         """
         size = len(self.indices)
         reading = self.reading or read(self.samples, size=size)
@@ -52,26 +52,26 @@ class Share:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What a session needs of a sampler: `ElasticSampler`, `ElasticLoader`, or one of yours."""
+    """Interface that a session needs of a sampler: `ElasticSampler`, `ElasticLoader`, or your own."""
 
     def share(self, rank: int, size: int) -> Share:
-        """The part of `rank` among `size` members of the next global batch; the same until `advance`."""
+        """Return the part of `rank` among `size` members of the next global batch; the same until `advance`."""
 
     def advance(self) -> None:
-        """Counts the batch as consumed: its step is committed."""
+        """Count the batch as consumed: its step is committed."""
 
     def settings(self) -> dict[str, Any]:
-        """What all members of a job have alike, by name."""
+        """Return the settings that must be the same on all members of a job, by name."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state needed to resume, the same on all members: numbers, strings, lists and dicts."""
+        """Return the state needed to resume, the same on all members: numbers, strings, lists and dicts."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Continue where `state` was taken."""
 
 
 class ElasticSampler:
-    """Global batches of a fixed size, shuffled anew each epoch, divided among however many members there are.
+    """Global batches of a fixed size, shuffled again each epoch, and divided among any number of members.
 
     Batch b takes samples b·B … b·B+B−1 of the endless sequence of epochs, each a permutation drawn from (seed, epoch).
     The state is the number of consumed samples and three constants, so that it fits in every copy and checkpoint.
@@ -91,7 +91,7 @@ class ElasticSampler:
         self._permutations: dict[int, Tensor] = {}
 
     def batch(self) -> Tensor:
-        """The next global batch: int64 `[B]`; the same until `advance`."""
+        """Return the next global batch: int64 `[B]`; the same until `advance`."""
         numbers = torch.arange(self.consumed, self.consumed + self.batch_size)
         epochs, places = numbers // self.num_samples, numbers % self.num_samples
         if not self.shuffle:
@@ -99,7 +99,7 @@ class ElasticSampler:
         return torch.cat([self._permutation(int(epoch))[places[epochs == epoch]] for epoch in epochs.unique()])
 
     def share(self, rank: int, size: int) -> Share:
-        """The part of `rank` among `size` members: contiguous, sizes within one of each other.
+        """Return the part of `rank` among `size` members: contiguous, with sizes that differ by at most one.
 
         Example: B = 8, size = 3 → samples 0–1 to rank 0, 2–4 to rank 1, 5–7 to rank 2.
         """
@@ -112,11 +112,11 @@ class ElasticSampler:
         return Share(batch[start:stop], (stop - start) / self.batch_size)
 
     def advance(self) -> None:
-        """Counts the batch as consumed: its step is committed."""
+        """Count the batch as consumed: its step is committed."""
         self.consumed += self.batch_size
 
     def settings(self) -> dict[str, int | bool]:
-        """The constructor's arguments, which all members of a job have alike."""
+        """Return the constructor's arguments, which must be the same on all members of a job."""
         return {
             "num_samples": self.num_samples,
             "batch_size": self.batch_size,
@@ -125,7 +125,7 @@ class ElasticSampler:
         }
 
     def state_dict(self) -> dict[str, int | bool]:
-        """The state needed to resume: plain numbers."""
+        """Return the state needed to resume: plain numbers."""
         return {
             "consumed": self.consumed,
             "num_samples": self.num_samples,
@@ -134,7 +134,7 @@ class ElasticSampler:
         }
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Goes on where `state` was taken; another batch size is fine, other data is not.
+        """Continue where `state` was taken; the batch size may differ, the data may not.
 
         Raises:
             ValueError: the state belongs to another number of samples, seed or order.
@@ -144,7 +144,7 @@ class ElasticSampler:
             if state[key] != mine[key]:
                 raise ValueError(
                     f"ElasticSampler: the state was taken with {key}={state[key]}, this sampler has {mine[key]}; "
-                    "make the sampler with the values of the run that it continues"
+                    "create the sampler with the values of the run that it continues"
                 )
         self.consumed = int(state["consumed"])
 

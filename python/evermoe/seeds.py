@@ -1,4 +1,4 @@
-"""Random numbers that come again: torch's, NumPy's and Python's global generators, seeded for the length of a block."""
+"""Reproducible random numbers: seeds torch's, NumPy's and Python's global generators for a block."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def seed_all(*numbers: int) -> None:
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Seed all global random generators of this process for a block, and restore afterwards what they were at.
+    """Seed all global random generators of this process for a block, and restore their states afterwards.
 
     These are `torch`'s (of the CPU and of CUDA devices), `numpy.random`'s and `random`'s. The same numbers give the
-    same draws in every process; generators that a script makes itself are left alone.
+    same draws in every process. Generators that a script creates itself do not change.
 
         >>> def draw():
         ...     return random.random(), np.random.rand(), torch.rand(()).item()

@@ -1,4 +1,4 @@
-"""Warnings that show the line of the user's script that led to them, and no line of evermoe."""
+"""Warnings that refer to the line of the user's script that caused them, not to a line of evermoe."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from types import FrameType
 
 _PACKAGE = str(Path(__file__).parent)
 LIBRARIES = ("torch", "transformers", "accelerate", "threading", "contextlib", "concurrent")
-"""Whose lines say nothing to the user."""
+"""Libraries whose lines would not help the user."""
 NO_FILE = "evermoe"
-"""In place of a file, where no script of the user's is below: in threads of evermoe's own."""
+"""Used instead of a file if the call stack has no user code, as in evermoe's threads."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issues a warning at the innermost line that is of no library that calls evermoe."""
+    """Issue a warning at the innermost line of user code, outside evermoe and the libraries that call it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back

@@ -189,7 +189,7 @@ def test_noise_and_jitter_only_in_training():
         ({"top_k": 9}, "1 <= top_k"),
         (
             {"top_k": 3, "groups": 4, "top_groups": 1},
-            "the experts of so many groups, got top_groups=1, groups=4, top_k=3",
+            "the experts of top_groups groups, got top_groups=1, groups=4, top_k=3",
         ),
         ({"top_k": 1, "groups": 3}, "groups that divide num_experts"),
         ({"top_k": 1, "groups": 2, "top_groups": 3}, "top_groups=3"),
