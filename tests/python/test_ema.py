@@ -74,5 +74,5 @@ def test_what_cannot_be_is_named():
     with pytest.raises(ValueError, match=r"expected 0 <= decay < 1, got 1.0"):
         EMA(optimizer, 1.0)
     EMA(optimizer)
-    with pytest.raises(ValueError, match="has one already"):
+    with pytest.raises(ValueError, match="but this one has one"):
         EMA(optimizer)
