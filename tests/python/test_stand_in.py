@@ -14,7 +14,7 @@ from support.kernels import ROOT, build
 LATE, EARLY, RANDOM = 0, 1, 7
 ELSEWHERE = "goes_back or inductor or compiled_out"
 """Of the ops' tests one that takes minutes here, and those that compile kernels for a GPU."""
-STILL_RUNS = "given_later or nothing_after"
+STILL_RUNS = "given_later or later_work"
 """Tests of work that has not run yet, as it may have here if it need not be late."""
 SHORT_COPIES = "CPU or free_memory or asked_for or let_go or digests_are or current_stream"
 """Captures and digests on each way through the code, in seconds."""
