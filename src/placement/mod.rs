@@ -5,8 +5,8 @@
 //! nodes ─ copy_holders, training_copy_holders ─ holders of a rank's copies
 //! holders ─ primaries ─ the rank that makes a unit's copies
 //! both ─ unit_copy_holders ─ holders of a unit's copies
-//! old and new matrix ─ migrate ─ which node takes which row, and the transfers
-//! any of them ─ survival ─ how likely nothing is lost when some nodes fail at once
+//! old and new matrix ─ migrate ─ the node of each row, and the transfers
+//! matrix or holders ─ survival ─ probability that nothing is lost when some nodes fail at once
 //! ```
 
 mod adjust;

@@ -71,7 +71,8 @@ impl Pool {
             } else {
                 load.bytes
             };
-            // If not one byte fits, all of them are left over; so is the part that exceeds all windows.
+            // If not a single byte fits, the load stays in one piece and is left over. So is the part that exceeds all
+            // windows.
             let mut parts_left = if most > 0 && most < load.bytes { most_parts } else { 0 };
             let mut rest = load;
             while rest.bytes > 0 {
@@ -82,7 +83,7 @@ impl Pool {
                 rest = others;
             }
         }
-        // Later ones first within a class, as they are taken from its end.
+        // Within a class, later units come first, since loads are taken from its end.
         parts.sort_by(|(a, one), (b, other)| {
             denser(a, b).then((other.unit, other.offset).cmp(&(one.unit, one.offset)))
         });
@@ -113,7 +114,7 @@ impl Pool {
             let left = self.members[place].len() - count;
             taken.extend(self.members[place].drain(left..).rev());
         }
-        // Not every time: there may be thousands of classes and of windows.
+        // Compacting on each call would be slow: there may be thousands of classes and of windows.
         if 8 * self.empty >= self.classes.len() {
             self.empty = 0;
             self.members.retain(|members| !members.is_empty());

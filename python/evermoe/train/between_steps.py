@@ -178,16 +178,16 @@ class BetweenSteps:
         inside of which the parameters are their averages.
 
         Args:
-            path_or_name: a path or a URL; or a name without a slash: that of a folder below the session's checkpoints.
-                All checkpoints that are written there stay. None: one more among the session's own.
+            path_or_name: a path, a URL, or a name without a slash, which becomes a folder below the session's
+                checkpoints. The session removes no checkpoints from it. None: one more among the session's own.
 
         Returns:
             Path or URL of the checkpoint. None if a member was lost meanwhile: the session recovers before the next
             step, after which the call can be repeated.
 
         Raises:
-            ValueError: None or a name is given, and the session has no place for checkpoints.
-            PersistFailed: it could not be written; the same on all members. Training can continue.
+            ValueError: None or a name is given, but the session has no location for checkpoints.
+            PersistFailed: the checkpoint could not be written; the same on all members. Training can continue.
             RuntimeError: not inside the loop of `steps`.
         """
         check_trains(self)

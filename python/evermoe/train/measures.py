@@ -16,7 +16,7 @@ from evermoe.protection import Protection
 from evermoe.state.training_state import TrainingState
 
 IMBALANCE_EVERY = 10
-"""Steps between two looks at the imbalance, which takes milliseconds with hundreds of members and experts."""
+"""Steps between two measurements of the imbalance, which take milliseconds with hundreds of members and experts."""
 
 
 class StepMeasures:
@@ -68,17 +68,17 @@ class StepMeasures:
 
 
 def imbalances(load_LE: NDArray[np.int64], layers: Iterable[Experts]) -> tuple[float, float] | None:
-    """Return tokens of the busiest member, and of the busiest expert, over the mean of all; each of the worst layer.
+    """Return the tokens of the busiest member, and of the busiest expert, divided by the mean; each in its worst layer.
 
-    Example: experts 0 and 1, each on a member of its own, got 3 tokens and 1: 1.5 and 1.5. Both on both
-    members: 1.0 and 1.5.
+    Example: expert 0 got 3 tokens and expert 1 one. If each is on its own member, the result is (1.5, 1.5). If both
+    members have both experts, it is (1.0, 1.5).
 
     Args:
-        load_LE: `[L, E]` tokens of each expert; more columns than a layer has experts are not read.
-        layers: L of them.
+        load_LE: `[L, E]` tokens of each expert; columns beyond a layer's number of experts are ignored.
+        layers: L layers.
 
     Returns:
-        None where no layer has got a token.
+        None if no layer got a token.
     """
     found = []
     for row_E, layer in zip(load_LE, layers, strict=True):
