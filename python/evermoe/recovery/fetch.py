@@ -1,4 +1,4 @@
-"""Brings each rank the units that it lacks: from its own memory, or from other ranks."""
+"""Fetches the units that each rank lacks, from its own memory or from other ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from evermoe.errors import PeerLost
 from evermoe.profile.memory import in_huge_pages
 
 SENDING_BYTES = 256 << 20
-"""Bytes that are read and not yet sent, at most; a larger unit is alone."""
+"""Maximum number of bytes that are read and not yet sent; a larger unit is sent alone."""
 MESSAGE_BYTES = 64 << 20
-"""Bytes of a message, at most."""
+"""Maximum size of a message."""
 DIGEST_THREADS = 4
-"""Threads that compute digests of units while others arrive, at most."""
+"""Maximum number of threads that compute digests of units while other units arrive."""
 
 
 class Transfer(NamedTuple):
-    """A unit that one rank gets from another, or from its own memory."""
+    """A unit that one rank receives from another, or reads from its own memory."""
 
     unit: str
     source: int
@@ -44,10 +44,10 @@ class Fetch:
 
     Args:
         group: all members, and their transport.
-        nbytes: what a transfer moves.
-        read: writes all bytes of a transfer whose source is this rank.
-        lend: has them where they are instead, uint8 `[nbytes]`, and nothing writes them as long as they are needed;
-            None where they must be read.
+        nbytes: returns the bytes of a transfer.
+        read: writes the bytes of a transfer whose source is this rank to a tensor.
+        lend: returns these bytes without a copy, uint8 `[nbytes]`, if nothing writes to them during the fetch; None if
+            they must be read.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Fetch:
     ) -> None:
         self._group, self._nbytes, self._read, self._lend = group, nbytes, read, lend
         self._moved = 0
-        """Messages that were sent or have come."""
+        """Number of messages that were sent or have arrived."""
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, "evermoe-digest")
         self._digests: dict[str, Future[int]] = {}
 
     def local(self, transfers: Sequence[Transfer]) -> dict[str, Tensor]:
-        """The units that this rank has in its own memory, read or lent."""
+        """Return the units that this rank has in its own memory, read or lent."""
         found = {
             transfer.unit: self._bytes_of(transfer)
             for transfer in transfers
@@ -75,21 +75,21 @@ class Fetch:
         return found
 
     def digests(self) -> dict[str, int]:
-        """The digest of each unit that this rank has got. They are computed while other units arrive."""
+        """Return the digest of each fetched unit. They are computed while other units arrive."""
         self._pool.shutdown()
         return {unit: found.result() for unit, found in self._digests.items()}
 
     def remote(self, transfers: Sequence[Transfer], meanwhile: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-        """The units that this rank gets from others; collective. It sends others theirs while these arrive.
+        """Receive this rank's units from other ranks, and send theirs at the same time; collective.
 
-        However long it takes, all ranks wait for each other, as long as anything moves anywhere.
+        All ranks wait for each other for as long as data moves on any of them, even beyond the timeout.
 
         Args:
             transfers: the same, in the same order, on all ranks.
-            meanwhile: what this thread does while another one moves them.
+            meanwhile: called in this thread while another one moves the data.
 
         Raises:
-            PeerLost: another member is gone, or nothing has moved for as long as a collective waits; the group is
+            PeerLost: another member is lost, or nothing has moved for the timeout of a collective; the group is
                 dropped.
         """
         if self._group.transport is None or all(each.source == each.destination for each in transfers):
@@ -112,7 +112,7 @@ class Fetch:
 
         Args:
             transfers: the same, in the same order, on all ranks.
-            arrived: is given each unit that this rank gets.
+            arrived: called with each unit that this rank receives.
         """
         _, move = self._movement(transfers, arrived)
         return Task(move)
@@ -120,7 +120,7 @@ class Fetch:
     def _movement(
         self, transfers: Sequence[Transfer], arrived: Callable[[str, Tensor], None]
     ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """The units that this rank gets, and what brings them and sends others theirs."""
+        """Return buffers for the units that this rank receives, and the function that receives and sends units."""
         rank, links = self._group.rank, self._group.transport
         away = [each for each in transfers if each.source != each.destination]
         origins = origins_of(away)
@@ -155,10 +155,10 @@ class Fetch:
         return {unit: data for unit, (_, data) in incoming.items()}, move
 
     def complete(self, task: Task[None]) -> None:
-        """Waits for the tasks of all ranks, which run in threads; collective. All ranks hear how far the others are.
+        """Wait for the tasks of all ranks, which run in threads, and exchange their progress; collective.
 
         Raises:
-            PeerLost: as of `remote`.
+            PeerLost: as for `remote`.
         """
         limit = self._group.limit_seconds
         moved, since, failure = -1, time.monotonic(), ""
@@ -172,7 +172,7 @@ class Fetch:
                 failure = str(lost)
                 break
             if failures:
-                failure = task.lost or "a member cannot send what it has promised"
+                failure = task.lost or "a member cannot send a unit that it has offered"
             elif not busy:
                 break
             elif now != moved:
@@ -181,7 +181,7 @@ class Fetch:
                 self._group.timed_out = True
                 failure = "fetching has stopped: a peer is silent"
         if failure:
-            self._group.drop(failure)  # which ends what the task waits for
+            self._group.drop(failure)  # ends the task's waits
         task.wait()
         if failure:
             raise PeerLost(failure)
@@ -219,7 +219,7 @@ class Fetch:
 
 
 def origins_of(transfers: Sequence[Transfer]) -> dict[Transfer, int]:
-    """For each transfer the rank that has the unit: its source, or where that one gets what it passes on.
+    """Return the rank that has the unit of each transfer: its source, or the source's own source if that passes it on.
 
     >>> first, second = Transfer("a", 0, 1, "active"), Transfer("a", 1, 2, "active")
     >>> origins_of([first, second])[second]
@@ -230,9 +230,9 @@ def origins_of(transfers: Sequence[Transfer]) -> dict[Transfer, int]:
 
 
 def in_turn(outgoing: Sequence[Transfer]) -> list[Transfer]:
-    """The transfers of one source, so that no destination waits for all that the others get.
+    """Return the transfers of one source in round-robin order of destinations, so that none waits for all others.
 
-    Example, of the destinations 1, 1, 1, 2, 3, 3: 1, 2, 3, 1, 3, 1.
+    Example: destinations 1, 1, 1, 2, 3, 3 become 1, 2, 3, 1, 3, 1.
     """
     queues = defaultdict[int, deque[Transfer]](deque)
     for transfer in outgoing:
