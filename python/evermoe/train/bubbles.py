@@ -72,7 +72,7 @@ class Bubbles:
             self._follower.follow(span.end, functools.partial(self._pacer.transfer_ends, span.name))
 
     def write_trace(self, path: str | Path, sent: Sequence[Sent]) -> None:
-        """See `PipelineSession.write_trace`."""
+        """Write a trace; see `PipelineSession.write_trace`."""
         self.profiler.write_trace(path, windows=self._window_planner.windows, sent=sent)
 
     def end(self) -> None:

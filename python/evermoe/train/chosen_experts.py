@@ -146,7 +146,7 @@ class ChosenExperts:
         return stays
 
     def protected(self, version: int) -> None:
-        """Notes that all copies of a recovery's plan are complete; they have this version."""
+        """Record that all copies of a recovery's plan are complete, at this version."""
         if self._are_chosen:
             self._note(self._numbers, version)
 

@@ -32,9 +32,9 @@ from evermoe.experts import Experts
 logger = logging.getLogger(__name__)
 
 NOTICE_MARGIN = 1.0
-"""Seconds after the heartbeat's limit within which a lost rank is noticed."""
+"""Seconds after the heartbeat timeout within which a lost rank is noticed."""
 LOOK_SECONDS = 0.01
-"""Pause between two looks whether a rank is lost."""
+"""Pause between two checks for a lost rank."""
 
 
 class TorchConnections:
@@ -69,7 +69,7 @@ class TorchConnections:
         self.pipeline_group: dist.ProcessGroup | None = None
         """The ranks of one data-parallel coordinate, stage by stage; None before the first connection."""
         self.data_parallel_group: dist.ProcessGroup | None = None
-        """The ranks of this stage; None where it has one rank."""
+        """The ranks of this stage; None if it has one rank."""
         self.uses_host = False
         """Whether stages exchange through host memory."""
         self._is_dropped = False

@@ -60,9 +60,9 @@ class EarlySums:
         self._planned: list[list[int]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._backwards = self._backwards_before = 0
-        """Backpropagations of this step and of the previous one: a bucket is sent after as many as that had."""
+        """Backpropagations of this step and of the previous one: a bucket is sent after the previous step's number."""
         self._missing: list[int] = []
-        """Per bucket, gradients that this backpropagation has not brought."""
+        """Gradients of each bucket that the current backpropagation has not computed yet."""
         self._sent: list[_Sent] = []
         self._tasks: list[Task[None]] = []
         self._queue: SimpleQueue[Task[None] | None] = SimpleQueue()
@@ -96,12 +96,12 @@ class EarlySums:
         self._buckets, self._planned, self._hooks = [], [], []
 
     def begin_step(self) -> None:
-        """The script begins to compute a step."""
+        """Record that the script begins to compute a step."""
         self.end()
         self._backwards_before, self._backwards = self._backwards, 0
 
     def begin_backward(self) -> None:
-        """The script begins to backpropagate a loss."""
+        """Record that the script begins to backpropagate a loss."""
         self._backwards += 1
         self._missing = [sum(map(len, bucket)) for bucket in self._buckets]
 

@@ -61,17 +61,17 @@ class Evaluations:
         The same on all members that begin one: those that join take the numbers of the others.
         """
         self._result = ""
-        """Of the latest that was finished, as JSON, for members that have not finished it."""
+        """Result of the latest finished evaluation as JSON, for members that have not finished it."""
         self._found = ""
         """The same, for this member's script."""
         self._generation: int | None = None
-        """Of the group that this member trains in."""
+        """Generation of the group in which this member trains."""
         self._inside: list[int] = []
         """Ranks that were in an evaluation when the latest recovery began, until these begin a step."""
         self._was_cut = False
         """Whether a loss has ended a block of this member's since the latest recovery."""
         self.stopped: int | None = None
-        """Steps after which all members end the job; None where its script's number counts."""
+        """Steps after which all members end the job; None for the number of the script."""
 
     # ---- what scripts do
 

@@ -1,4 +1,4 @@
-"""Notices a script that changes gradients between its backward and the sum over the members.
+"""Detects a script that changes gradients between its backward and the sum over the members.
 
 Each member has a part of the gradient then. `clip_grad_norm_` clips that part by its own norm, so that the sum differs
 from the gradient of one process. A mask has the same effect on a part and on the sum, and is no error. Only the first
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from evermoe.warn import warn
 
 WATCHED_STEPS = 3
-"""Steps of a process in which its script is watched."""
+"""Number of steps of a process in which its script is watched."""
 
 
 class _Seen(NamedTuple):
@@ -41,11 +41,11 @@ class GradientEdits:
         self._seen: list[_Seen] = []
 
     def begin_step(self) -> None:
-        """A step begins, without gradients."""
+        """Begin a step, without gradients."""
         self._seen = []
 
     def note(self) -> None:
-        """A backward has ended."""
+        """Record the gradients at the end of a backward."""
         if self._steps_left:
             gradients = ((each, each.grad) for each in self._model.parameters())
             self._seen = [_Seen(each, grad, grad._version) for each, grad in gradients if grad is not None]

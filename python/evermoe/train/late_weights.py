@@ -46,7 +46,7 @@ class LateWeights:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._tasks: list[Task[None]] = []
         self._waited = 0
-        """Buckets that have been waited for."""
+        """Buckets that the modules have waited for."""
         self._bucket: dict[int, int] = {}
         """Number of each parameter's bucket, by its id, while some are under way."""
 
@@ -125,7 +125,7 @@ class LateWeights:
         self._clear()
 
     def __deepcopy__(self, _: object) -> LateWeights:
-        """Copies of a model have parameters of their own, for which nothing is on its way."""
+        """Return no waits: copies of a model have their own parameters, for which nothing is on its way."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

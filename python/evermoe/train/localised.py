@@ -119,7 +119,7 @@ class LocalisedRecovery:
         self._repeats_until = max(each["reaches"] for each in self._logs)
 
     def go_back(self, version: int, dense_at: int = 0) -> bool:
-        """All ranks resume from a version: returns whether this rank has taken more steps and keeps its state.
+        """Resume from a version with all ranks. Return whether this rank has taken more steps and keeps its state.
 
         Sets the state aside if it is overwritten nevertheless.
 

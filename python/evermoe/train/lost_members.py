@@ -33,7 +33,7 @@ SAID = {
     "hung": "hangs, or is stopped",
     "host": "does not answer, nor does its host",
 }
-"""By `MemberLost.kind`, for people."""
+"""Descriptions for messages, by `MemberLost.kind`."""
 LOOK_SECONDS = 0.25
 """Time that the hosts of lost members get to answer, and that a recovery waits where one is silent: they answer at
 once, or not at all."""
@@ -58,7 +58,7 @@ an older loss again, and it is called for once more."""
 
 
 class LostMembers:
-    """Knows the losses of a job, as all its members do.
+    """Tracks the losses of a job, the same on all members.
 
     Args:
         membership: connects the groups.
@@ -77,7 +77,7 @@ class LostMembers:
         self._last: tuple[int, Mapping[str, Mapping[str, Any]]] = (0, {})
         """Generation and members of the newest group whose losses are noted."""
         self._losses: list[Loss] = []
-        """In the same order on all members that have noted the same group."""
+        """Losses in the same order on all members that have recorded the same group."""
         self._told: dict[str, int] = {}
         """Finished losses, by member, with the newest generation that it was in. Members that have missed the end may
         bring them again."""

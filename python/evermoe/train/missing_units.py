@@ -69,7 +69,7 @@ class MissingUnits:
         return self._options.rejoin_timeout > 0 and is_in_time and bool(self._living)
 
     def look(self) -> None:
-        """Find out, as a recovery begins, which absent members of the latest group live."""
+        """Find out at the start of a recovery which absent members of the latest group are alive."""
         if not self.are_awaited:
             return
         here, reach, now = self._membership.members, self._membership.reach, time.monotonic()

@@ -1,4 +1,4 @@
-"""Gradients and weights of all that is not an expert, between the ranks of a step.
+"""Sums of gradients and exchange of weights of all parameters outside experts, between the ranks of a step.
 
     replicated   backward ─ all-reduce ─ VOTE ─ update everywhere
     sharded      backward ─ reduce to owners ─ VOTE ─ update at owners ─ weights to all
@@ -36,23 +36,23 @@ class DenseExchange:
     def __init__(self, state: TrainingState, membership: MembershipManager, *, overlaps_gather: bool = False) -> None:
         self._state, self._group = state, membership.trainer_group
         self.early = EarlySums(membership.side_group, membership.trainer_group)
-        """Sums that are under way while the script computes."""
+        """Sums that run while the script computes."""
         self.late: LateWeights | None = None
         """Sends weights while the script computes; None where training waits for them."""
         if overlaps_gather:
             self.late = LateWeights(membership.side_group, membership.trainer_group)
         self._is_changed: list[bool] = []
-        """Per sum, whether a member has other gradients now."""
+        """Whether a member has other gradients now, for each sum."""
         self._stepped_R: list[list[Tensor]] = []
         """Parameters with a gradient that each rank owns: those that the update changes."""
 
     def complete(self, weights: Sequence[nn.Parameter]) -> None:
-        """Make all ranks agree on which parameters have a gradient, also of `weights`, the experts'; collective."""
+        """Make all ranks agree on the parameters with a gradient, including the experts' in `weights`; collective."""
         changed = self.early.send_rest()
         self._is_changed = complete_gradients([*self._state.dense, *weights], self._group, changed)
 
     def reduce(self) -> None:
-        """Sum the gradients over all ranks, which `complete` has brought to an agreement; collective.
+        """Sum the gradients over all ranks, which must have agreed in `complete`; collective.
 
         The owner keeps a sum. The other members drop their gradients, and their optimizers skip those parameters.
         """

@@ -77,7 +77,7 @@ class PipelineDriver(PipelineRecovery):
             mark(BEGUN)
 
     def begin_step(self, step: PipelineStep) -> None:
-        """The script begins to compute a step."""
+        """Record that the script begins to compute a step."""
         self.attempt = step
         self.optimizer.zero_grad(set_to_none=True)
         past = self.localised.begin_step(self._version)
@@ -90,7 +90,7 @@ class PipelineDriver(PipelineRecovery):
         self._random.enter_context(seeded(*seeds, step.number, self._options.stage))
 
     def end_step(self) -> None:
-        """The block of a step has ended, with an error or without."""
+        """Record that the block of a step has ended, with an error or without."""
         self._random.close()
 
     def finish_step(self, step: PipelineStep) -> Ballot:
@@ -114,7 +114,7 @@ class PipelineDriver(PipelineRecovery):
         return self._ballot(step, is_complete)
 
     def end_vote(self) -> None:
-        """The result of the vote is known, or a rank is lost."""
+        """Record that the result of the vote is known, or a rank is lost."""
         self._vote_span.close()
 
     def _ballot(self, step: PipelineStep, is_complete: bool) -> Ballot:
@@ -158,7 +158,7 @@ class PipelineDriver(PipelineRecovery):
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
-        """End the job on all ranks if the step's losses do not fit together, or a gradient is not finite.
+        """End the job on all ranks if the step's losses are inconsistent, or a gradient is not finite.
 
         With a loss scale above 1 the update is left out instead, since a smaller scale may help.
 
@@ -285,7 +285,7 @@ class PipelineDriver(PipelineRecovery):
         return {"event": "parted"}
 
     def close(self, standing: dict[str, object] | None) -> None:
-        """Notify processes that come too late that the job is over."""
+        """Notify processes that arrive too late that the job is over."""
         mark(FINISHED)
 
 
@@ -298,5 +298,5 @@ def _squares(norms: Iterable[float]) -> float:
 
 
 def _of_mean(sums: Ballot) -> Ballot:
-    """The sums of a step whose losses are divided by what was counted: tokens, or microbatches of mean losses."""
+    """Return the sums of a step whose losses are divided by counts: of tokens, or of microbatches with mean losses."""
     return sums._replace(counting=sums.trainers)

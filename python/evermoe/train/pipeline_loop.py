@@ -59,7 +59,7 @@ class PipelineLoop:
         self._guard = driver.optimizer.register_step_pre_hook(self._refuse_step)
 
     def steps(self, until: int) -> Iterator[PipelineStep]:
-        """See `PipelineSession.steps`."""
+        """Yield the steps; see `PipelineSession.steps`."""
         try:
             with self._preemption.expected():
                 yield from self._steps(until)
@@ -130,13 +130,13 @@ class PipelineLoop:
         self._driver.interrupt()
 
     def begin_step(self, step: PipelineStep) -> None:
-        """Is called by a step whose block is entered."""
+        """Begin a step, whose block is entered."""
         if step is not self.current:
             raise RuntimeError(f"step {step.number} is over: use each step of session.steps() before the next one")
         self._driver.begin_step(step)
 
     def commit_step(self, step: PipelineStep) -> None:
-        """Is called by a step whose block has ended: reduces, votes and updates."""
+        """Reduce, vote and update at the end of a step's block."""
         before = self._driver.taken
         try:
             ballot = self._driver.finish_step(step)
@@ -150,7 +150,7 @@ class PipelineLoop:
         self._driver.pace(self.protocol.step)
 
     def fail_step(self, step: PipelineStep, error: BaseException) -> bool:
-        """Is called by a step that has failed. Return whether a lost rank explains it: then `steps` recovers."""
+        """Handle the failure of a step. Return whether a lost rank explains it; `steps` then recovers."""
         self._driver.end_step()
         if self._connections.is_connection_loss(error):
             self._group.drop(str(error))
@@ -167,7 +167,7 @@ class PipelineLoop:
             )
 
     def leave(self) -> None:
-        """See `PipelineSession.leave`."""
+        """Leave the job; see `PipelineSession.leave`."""
         self._driver.lost.is_leaving = True
         self.protocol.leave()
 

@@ -1,4 +1,4 @@
-"""The part of a pipeline's driver that carries out recoveries: who takes part, and the version to resume from."""
+"""The part of a pipeline's driver that carries out recoveries: the members that take part, and the target version."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class PipelineRecovery(Driver):
         self.grad_norm = math.nan
         """Norm of its gradient over all stages, before clipping."""
         self.stopped: int | None = None
-        """Steps after which the job ends because a rank has asked for it; None while none has."""
+        """Steps after which the job ends because a rank has requested it; None without a request."""
         self._version = 0
         """Version of this rank's state."""
         self._leaving = 0
@@ -249,7 +249,7 @@ class PipelineRecovery(Driver):
         raise self._lost_units
 
     def recovery(self, version: int, *, established: bool) -> Recovery:
-        """One attempt to bring all ranks to one version."""
+        """Try once to bring all ranks to one version."""
         stored = ((found, SNAPSHOT) for found in self.windows.stored())
         standing = Standing(version, established, lagging=self.experts.lagging, committed=max(0, self.committed))
         return Recovery(self._state, stored, self._group, StageTarget(self.layout, self.windows), standing)

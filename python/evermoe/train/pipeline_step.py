@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from evermoe.train.connections import TorchConnections
 
 LossFunction = Callable[[Any, Any], Tensor]
-"""Of a microbatch's output and target: one number."""
+"""Function of a microbatch's output and target that returns one number."""
 
 
 class PipelineMicroBatch:
@@ -57,13 +57,13 @@ class StepHooks(Protocol):
     """Callbacks of a pipeline's session at the ends of a step's block."""
 
     def begin_step(self, step: PipelineStep) -> None:
-        """The block is entered."""
+        """Begin the step, whose block is entered."""
 
     def commit_step(self, step: PipelineStep) -> None:
-        """The block has ended without an error: reduce, vote and update. May raise what `fail_step` handles."""
+        """Reduce, vote and update, since the block has ended without an error. May raise what `fail_step` handles."""
 
     def fail_step(self, step: PipelineStep, error: BaseException) -> bool:
-        """An error has ended the block or the commit. Return whether a lost rank explains it, so that it is over."""
+        """Handle an error that has ended the block or the commit. Return whether a lost rank explains it."""
 
 
 class PipelineStep:
@@ -115,7 +115,7 @@ class PipelineStep:
         self._is_running = self._has_ended = False
 
     def prepare(self, past: LoggedStep | None, *, is_repeated: bool, scale: float, seeds: tuple[int, ...]) -> None:
-        """Set what the step is computed with, as its block is entered.
+        """Set the inputs of the computation, as the step's block is entered.
 
         Args:
             past: record of what this rank computes in it.
@@ -191,7 +191,7 @@ class PipelineStep:
             self.count = (0.0 if self.count is None else self.count) + detached(count)
 
     def micro_batches(self, n: int) -> Iterator[PipelineMicroBatch]:
-        """The n parts of a step whose gradients are accumulated: a run of the schedule for each.
+        """Return the n parts of a step whose gradients are accumulated: one run of the schedule for each.
 
             for part in step.micro_batches(4):
                 part.run(part.of(inputs), target=part.of(target))
@@ -205,7 +205,7 @@ class PipelineStep:
         return (PipelineMicroBatch(self, number, n) for number in range(n))
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses: the schedule runs the backward.
+        """Raise an error: the schedule runs the backward.
 
         Raises:
             UnsupportedState: always.
@@ -274,7 +274,7 @@ class PipelineStep:
         seed_all(*self._seeds, self.number, run, stage, microbatch)
 
     def end(self) -> None:
-        """The script has computed all gradients: sums them over the stage's ranks. Collective among these.
+        """Sum the step's gradients over the stage's ranks, once the script has computed all. Collective among these.
 
         A parameter that has no gradient on any of them keeps none.
 
@@ -294,7 +294,7 @@ class PipelineStep:
             past.is_reduced = True
 
     def attempt(self) -> dict[str, Any]:
-        """Summary of what this rank has begun of the step."""
+        """Return a summary of the runs that this rank has begun in the step."""
         return {
             "step": self.number,
             "generation": self._generation,

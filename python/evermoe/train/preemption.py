@@ -1,4 +1,4 @@
-"""Leaving on notice: the signals by which schedulers say that a process must end soon.
+"""Leaving on notice: the signals with which schedulers announce that a process must end soon.
 
 Schedulers and clouds send SIGTERM before they take a node. SLURM, submitit and Lightning send SIGUSR1 or SIGUSR2 to all
 processes of a job before its time limit. A member leaves on each of them after its step, which no other member repeats.
@@ -60,7 +60,7 @@ class PreemptionHandler:
                 self._timer.cancel()
 
     def obey(self) -> None:
-        """End the process of a member that has left its job, if a signal has asked for that.
+        """End the process of a member that has left its job, if a signal has requested it.
 
         Raises:
             SystemExit: one has.

@@ -132,11 +132,11 @@ class CommitProtocol:
         self._advance(self._say(ballot))
 
     def leave(self) -> None:
-        """Leave the job after the step that is under way, unless it is the last one."""
+        """Leave the job after the current step, unless it is the last one."""
         self._leaves = True
 
     def lose(self, reason: str) -> None:
-        """Note that a peer was lost or the group was dropped."""
+        """Record that a peer was lost or the group was dropped."""
         self._held = None
         self._advance({"event": "lost", "reason": reason})
 

@@ -22,7 +22,7 @@ from evermoe.comm.tags import MEETING
 from evermoe.errors import PeerLost, UnequalForwards
 
 UNLIMITED = timedelta(days=1000)
-"""Limit of a wait that only the death of a member ends."""
+"""Timeout of a wait that only the death of a member ends."""
 NOT_COME = -1
 ELSEWHERE_SECONDS = 1.0
 """Time for which a member must wait for others elsewhere, until it counts as absent."""

@@ -13,9 +13,9 @@ from evermoe.train.commands import Driver, Event
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.05
-"""Time between two questions to the Lighthouse while members are awaited."""
+"""Pause between two requests to the Lighthouse while members are awaited."""
 WITHDRAW_SECONDS = 10.0
-"""Time after which a member that the others cannot reach asks again, unless they answer it before."""
+"""Time after which a member that the others cannot reach asks again, unless they answer earlier."""
 
 
 class Rendezvous:
@@ -72,7 +72,7 @@ class Rendezvous:
         ]
 
     def compare(self, set: int | None) -> Event:
-        """Gather what the members of the group have heard: `compared`."""
+        """Gather the Lighthouse's answers of all members of the group: `compared`."""
         return {"event": "compared", "sets": gather_json(self._membership.everyone, set)}
 
     def _back_off(self) -> None:

@@ -20,13 +20,13 @@ from evermoe.memory_folder import make_private
 from evermoe.run_claim import Run, RunClaim, meeting_point
 
 CLAIM_SECONDS = 10.0
-"""Time that processes of another run get to end after a kill; half of `hang_timeout` at most."""
+"""Time to wait for processes of another run to end after a kill; at most half of `hang_timeout`."""
 MEMBER, FOUND, NEW = range(3)
 """Kinds of proposals, the best first."""
 
 
 class Claimed(Protocol):
-    """A place that one run at a time may use."""
+    """A folder or location that one run at a time may use."""
 
     def found(self) -> Run | None:
         """Return the run that the place names."""
@@ -35,7 +35,7 @@ class Claimed(Protocol):
         """Take the place for a run; raises `FolderInUse`."""
 
     def release(self) -> None:
-        """Let other runs take the place."""
+        """Release the location for other runs."""
 
 
 class MemoryClaim(RunClaim):
@@ -106,6 +106,6 @@ class SameRun:
         return NEW, Run.begin(job, self._point)
 
     def leave(self) -> None:
-        """Let other runs take the places."""
+        """Release the locations for other runs."""
         for place in self._places:
             place.release()

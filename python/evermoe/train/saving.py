@@ -13,7 +13,7 @@ from evermoe.warn import warn
 
 
 class Saving:
-    """Writes checkpoints and notes in the ledger which tokens they contain. A lost member ends none of the calls.
+    """Writes checkpoints, and records in the ledger which tokens they contain. A lost member ends none of the calls.
 
     Args:
         checkpointer: of the session.

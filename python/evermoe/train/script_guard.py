@@ -39,7 +39,7 @@ class ScriptGuard:
             refuse_scaled(loss)
 
     def end_backward(self) -> None:
-        """Note that a loss is backpropagated."""
+        """Record that a loss is backpropagated."""
         self._edits.note()
 
     def end_step(self, members: int) -> None:

@@ -119,7 +119,7 @@ class SessionDriver(RecoveryDriver):
         return self._script.loss_scale.value
 
     def end_backward(self) -> None:
-        """Note that a loss is backpropagated."""
+        """Record that a loss is backpropagated."""
         self.guard.end_backward()
 
     def finish_step(self, step: Step) -> Ballot:

@@ -184,7 +184,7 @@ class RecoveryDriver(Driver):
         self._clock.enter("agree")
 
     def waiting(self) -> None:
-        """Stop a process that came after the end of its job. Prepare a spare."""
+        """Stop a process that arrived after the end of its job; prepare a spare."""
         if is_marked(FINISHED):
             raise JobFinished(f"job {self._config.membership.job} has committed all its steps")
         self._standby.go_on()

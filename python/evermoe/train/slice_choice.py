@@ -34,7 +34,7 @@ def units_to_slice(layout: Sequence[StageRank], rank: int) -> dict[str, UnitByte
 
 
 class SliceChoice:
-    """Chooses the number of slices, the same on all ranks. A choice asks for a recovery, and applies to its copies.
+    """Chooses the number of slices, the same on all ranks. A change triggers a recovery, and applies to its copies.
 
     Until these copies are complete, a loss goes back to windows of the previous number. If all processes end
     meanwhile, that number is lost.
@@ -83,7 +83,7 @@ class SliceChoice:
         return True
 
     def settle(self) -> None:
-        """Forget the previous number, since the copies with the new one are complete on all ranks."""
+        """Discard the previous number, since the copies with the new one are complete on all ranks."""
         if self._before:
             self._before, self._changes = 0, self._changes + 1
 

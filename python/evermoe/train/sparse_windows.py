@@ -80,7 +80,7 @@ def sliced(planned: Sequence[Bundle], places: Mapping[str, int], steps: int) -> 
 
 
 class SparseWindows:
-    """Plans the captures of a rank's windows, the way back, and the slices that a newcomer loads in each step.
+    """Plans the captures of a rank's windows, the recovery from them, and the slices that a newcomer loads in each step.
 
     With windows of one step versions are not sparse, and all ways back are dense.
 
