@@ -125,7 +125,7 @@ class LateWeights:
         self._clear()
 
     def __deepcopy__(self, _: object) -> LateWeights:
-        """Return no waits: copies of a model have their own parameters, for which nothing is on its way."""
+        """Return this object: a copy of a model shares it, and waits for nothing, since its parameters are its own."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -80,9 +80,9 @@ def sliced(planned: Sequence[Bundle], places: Mapping[str, int], steps: int) -> 
 
 
 class SparseWindows:
-    """Plans the captures of a rank's windows, the recovery from them, and the slices that a newcomer loads in each step.
+    """Plans the captures of a rank's windows, the recovery from them, and the slices that a newcomer loads per step.
 
-    With windows of one step versions are not sparse, and all ways back are dense.
+    With windows of one step, versions are not sparse, and all recoveries use complete versions.
 
     Args:
         state: of the stage.
