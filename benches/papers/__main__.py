@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benches.papers.evidence import Computed, as_json, difference, markdown, with_unit
-from benches.papers.figure import Figure, Row, reasons, shown
+from benches.papers.evidence import Computed, as_json, difference, markdown, our_number
+from benches.papers.figure import Figure, Row, reasons
 from benches.papers.registry import FIGURES, find
 from evermoe.cli.main import Parser, exit_code
 from evermoe.cli.results import write_all
@@ -127,9 +127,8 @@ def _table(rows: Sequence[Row]) -> Table:
     for name, ratio in (("how", 1), ("differs", 1), ("why", 7)):
         table.add_column(name, ratio=ratio, min_width=7)
     for row, why in zip(rows, reasons(rows), strict=True):
-        paper = f"{with_unit(str(row.paper), row.unit)} ({row.paper.place})" if row.paper else "not stated"
-        ours = with_unit(shown(row.ours), row.unit)
-        table.add_row(row.quantity, paper, ours, row.how, difference(row), why.replace("[", r"\["))
+        paper = f"{row.paper.with_unit(row.unit)} ({row.paper.place})" if row.paper else "not stated"
+        table.add_row(row.quantity, paper, our_number(row), row.how, difference(row), why.replace("[", r"\["))
     return table
 
 

@@ -5,65 +5,77 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
-from benches.papers.figure import PAPERS, Figure, Row, reasons, shown
+from benches.papers.figure import PAPERS, Figure, How, Outcome, Row, reasons, shown
 
 Computed = Mapping[str, tuple[Figure, list[Row]]]
 """Figures with their rows, by ID."""
 
 HEAD = """# Evidence
 
-What the five [papers](papers.md) state, and what evermoe computes of the same: figure by figure, with the reason for
-each difference.
+Numbers that the five [papers](papers.md) state, next to evermoe's numbers for the same quantities, with the reason for each
+difference.
 
     {command}
 
-wrote this page, on {machine}; times and trainings are of this machine, everything else is the same everywhere.
+wrote this page, on {machine}. Times and trainings are of this machine; all other numbers are the same on every machine.
 
-- **paper**: the number in the text of our copy, and where it stands. ≥ and ≤ are its "more than" and "up to". Without a
-  number in it the cell is empty; numbers that are only in a picture are not read off.
+- **paper**: the number in the text of our copy, and its place. ≥ means "more than", ≤ "less than" or "no more than". "Up
+  to" counts as a value. After "=" stand the stated numbers of which ours takes the quotient. The cell is empty if our
+  copy states no number. Numbers that are only in a picture are not read off, and no number that we derive from a theorem
+  or an algorithm stands in this column.
 - **ours**: computed when the command runs.
-- **how**: *exact*, a closed form or an enumeration of what the paper states; *planner*, evermoe's planners with
-  something taken that the paper leaves open; *simulation*, a job with many failures in simulated time, as [`evermoe
-  simulate`](guides/simulate.md) does, where what the paper leaves open is assumed; *real run*, a small training or a
-  measured time; *arithmetic*, the paper's own numbers put together, to see whether they agree, with nothing of evermoe
-  in it.
-- **difference**: relative to the paper's number, or to the bound that is passed; *fitted* where something that the
-  paper leaves open was chosen so that its number comes out.
+- **how**: *exact*, a closed form or an enumeration of a setting that the paper states; *planner*, evermoe's planners with
+  assumptions where the paper leaves something open; *simulation*, a job with many failures in simulated time, as
+  [`evermoe simulate`](guides/simulate.md) runs it, with assumptions where the paper states nothing; *real run*, a small
+  training or a measured time; *arithmetic*, sums, products and quotients of the paper's own numbers, which test whether
+  these agree with each other, and nothing of evermoe; *not computed*, with the reason.
+- **difference**: relative to the paper's number, or to the bound that is exceeded. *holds*: the number is within the
+  paper's bound or range. *fitted*: something that the paper leaves open was chosen so that this number results.
 
-Left out are drawings of how something works, and numbers that need runs of other systems on the paper's machines:
-seconds of the other systems' checkpoints and recoveries, and losses of the papers' models. Simulated are ratios between
-ways to survive and shares of time, not samples a second.
+Not on this page are drawings of mechanisms, and measurements of other systems on the papers' machines unless a row needs
+them. Simulations compare ways to survive and shares of time, not samples a second.
 
-Rows with a number of the paper, without those that are arithmetic or fitted:
+## Summary
 
-| paper | rows | within 1 % | within 10 % | further |
-|---|---|---|---|---|
-{summary}
+Every row of this page is counted once. A fitted number confirms nothing. *Bound holds* counts bounds and ranges, which
+many values would meet.
+
+| paper | rows | not stated | not computed | fitted | bound holds | within 1 % | within 10 % | further |
+|---|---|---|---|---|---|---|---|---|
+{by_paper}
+
+The same rows by the way in which they were computed:
+
+| how | rows | not stated | not computed | fitted | bound holds | within 1 % | within 10 % | further |
+|---|---|---|---|---|---|---|---|---|
+{by_how}
 """
 
 
 def difference(row: Row) -> str:
-    """Format the difference of a row; empty without a number of the paper, and "fitted" for a fitted one.
+    """Format the difference of a row: a percentage, "fitted", "holds" for a bound, or empty if a number is missing.
 
     >>> from benches.papers.figure import stated
     >>> difference(Row(quantity="", unit="", paper=stated("4", 100), ours=91.0, how="exact", why=""))
     '-9.0 %'
     """
-    if row.paper is None or row.is_fitted:
-        return "fitted" if row.is_fitted else ""
+    words = {"not stated": "", "not computed": "", "fitted": "fitted", "bound holds": "holds"}
+    if row.outcome in words:
+        return words[row.outcome]
     if row.difference is None:
         return "not zero"
     percent = round(100 * row.difference, 1)
     return f"{percent:+.1f} %" if percent else "0 %"
 
 
-def with_unit(text: str, unit: str) -> str:
-    """Format a number with its unit."""
-    return f"{text} {unit}".rstrip()
+def our_number(row: Row) -> str:
+    """Format evermoe's number with its unit; empty if it is not computed."""
+    return "" if row.ours is None else f"{shown(row.ours)} {row.unit}".rstrip()
 
 
 def markdown(computed: Computed, command: str) -> str:
@@ -74,7 +86,10 @@ def markdown(computed: Computed, command: str) -> str:
         command: the command that writes the page.
     """
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()})"
-    parts = [HEAD.format(command=command, machine=machine, summary="\n".join(_summary(computed)))]
+    rows = [(figure.id.partition("-")[0], row) for figure, found in computed.values() for row in found]
+    by_paper = _summary(PAPERS, rows) + _summary(["all"], [("all", row) for _, row in rows])
+    by_how = _summary(get_args(How), [(row.how, row) for _, row in rows])
+    parts = [HEAD.format(command=command, machine=machine, by_paper="\n".join(by_paper), by_how="\n".join(by_how))]
     for name, title in PAPERS.items():
         figures = [found for found in computed.values() if found[0].id.startswith(f"{name}-")]
         if figures:
@@ -102,20 +117,18 @@ def section(figure: Figure, rows: Sequence[Row]) -> str:
 
 
 def _line(row: Row, why: str) -> str:
-    paper = f"{with_unit(str(row.paper), row.unit)}<br>({row.paper.place})" if row.paper else ""
-    cells = [row.quantity, paper, with_unit(shown(row.ours), row.unit), row.how, difference(row), why]
+    paper = f"{row.paper.with_unit(row.unit)}<br>({row.paper.place})" if row.paper else ""
+    cells = [row.quantity, paper, our_number(row), row.how, difference(row), why]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _summary(computed: Computed) -> list[str]:
+def _summary(names: Iterable[str], rows: Sequence[tuple[str, Row]]) -> list[str]:
+    """Return a line of the summary for each name that has rows: their number, and how many have each outcome."""
     lines = []
-    for name in PAPERS:
-        rows = [row for figure, rows in computed.values() if figure.id.startswith(f"{name}-") for row in rows]
-        counted = [row for row in rows if row.paper and row.how != "arithmetic" and not row.is_fitted]
-        of = [math.inf if row.difference is None else abs(row.difference) for row in counted]
-        near, close = sum(part <= 0.01 for part in of), sum(part <= 0.1 for part in of)
-        if of:
-            lines.append(f"| {name} | {len(of)} | {near} | {close - near} | {len(of) - close} |")
+    for name in names:
+        of = Counter(row.outcome for own, row in rows if own == name)
+        cells = [name, of.total(), *(of[outcome] for outcome in get_args(Outcome))]
+        lines += ["| " + " | ".join(map(str, cells)) + " |"] if of else []
     return lines
 
 
@@ -138,11 +151,11 @@ def as_json(computed: Computed) -> list[dict[str, Any]]:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    found = asdict(row) | {"difference": row.difference}
+    found = asdict(row) | {"difference": row.difference, "outcome": row.outcome}
     if row.paper is not None:
         bounds = {
             name: None if math.isinf(value) else value
             for name, value in (("low", row.paper.low), ("high", row.paper.high))
         }
-        found["paper"] = bounds | {"place": row.paper.place}
+        found["paper"] = bounds | {"place": row.paper.place, "terms": row.paper.terms}
     return found
