@@ -20,9 +20,7 @@ How = Literal["exact", "planner", "simulation", "real run", "arithmetic", "not c
 - not computed: the paper states a number that evermoe cannot compute or cannot fail to reach; `Row.why` gives the reason.
 """
 
-Outcome = Literal[
-    "not stated", "not computed", "fitted", "bound holds", "within 1 %", "within 10 %", "further"
-]
+Outcome = Literal["not stated", "not computed", "fitted", "bound holds", "within 1 %", "within 10 %", "further"]
 """Outcomes of a comparison, in the order of the summary's columns. Each row has one."""
 
 PAPERS = {
@@ -135,7 +133,9 @@ class Row:
 
     def __post_init__(self) -> None:
         if (self.ours is None) != (self.how == "not computed"):
-            raise ValueError(f"{self.quantity}: expected a number, or how='not computed' without one; got {self.ours!r}")
+            raise ValueError(
+                f"{self.quantity}: expected a number, or how='not computed' without one; got {self.ours!r}"
+            )
         if self.paper is None and (self.is_fitted or self.ours is None):
             raise ValueError(f"{self.quantity}: expected a number of the paper for a fitted or not computed row")
 
