@@ -270,8 +270,8 @@ def spikes() -> list[Row]:
             paper=stated("section 7.3; Figure 8", at_most=0.5),
             ours=None,
             how="not computed",
-            why=f"our training has no spike that could exceed it: the loss changes by {outcome.spike:.2g} nats, with a PLT of "
-            f"{100 * outcome.plt:.2g} %; {SETTING}",
+            why=f"our training has no spike that could exceed it: the loss changes by {outcome.spike:.2g} nats, with "
+            f"a PLT of {100 * outcome.plt:.2g} %; {SETTING}",
         ),
         Row(
             quantity=f"change of the validation loss {STEPS - FAULT} steps later, against a run without a fault",

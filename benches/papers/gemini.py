@@ -165,8 +165,8 @@ FIGURES = (
         id="gemini-corollary1",
         title="Corollary 1: recovery probability where f ≥ 2k machines are lost",
         rows=_corollary_1,
-        note="The formula is missing in our copy. Its proof, Case 2, says that the count of Case 1 (k ≤ f < 2k) then counts "
-        "some losses twice, and claims a bound. For f < 2k see gemini-f9.",
+        note="The formula is missing in our copy. Its proof, Case 2, says that the count of Case 1 (k ≤ f < 2k) then "
+        "counts some losses twice, and claims a bound. For f < 2k see gemini-f9.",
     ),
     Figure(
         id="gemini-t2",

@@ -42,8 +42,8 @@ def figure_14() -> list[Row]:
             paper=stated("section 7.3; Figure 14", HIGH_FREQUENCY_STALL),
             ours=None,
             how="not computed",
-            why="`torch.save` on the paper's machines, measured; an input of gemini-f15. evermoe's checkpoints are written "
-            "in the background",
+            why="`torch.save` on the paper's machines, measured; an input of gemini-f15. evermoe's checkpoints are "
+            "written in the background",
         ),
     ]
 

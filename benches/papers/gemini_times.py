@@ -70,8 +70,8 @@ def equation_1() -> list[Row]:
             ours=minutes,
             how="arithmetic",
             is_fitted=True,
-            why="parameters times bytes over bandwidth. The paper does not state 12 bytes a parameter: they follow from "
-            "9.4 GB on each GPU",
+            why="parameters times bytes over bandwidth. The paper does not state 12 bytes a parameter: they follow "
+            "from 9.4 GB on each GPU",
         ),
         Row(
             quantity="average time wasted by a failure of MT-NLG",
@@ -89,8 +89,8 @@ def equation_1() -> list[Row]:
             ours=state_bytes(100e9) / MACHINES / GPUS / 1e9,
             how="arithmetic",
             is_fitted=True,
-            why="fp32 master weight and two moments, 12 bytes a parameter, chosen because this number results; 16 bytes, "
-            "with fp16 weight and gradient, would be 12.5 GB",
+            why="fp32 master weight and two moments, 12 bytes a parameter, chosen because this number results; 16 "
+            "bytes, with fp16 weight and gradient, would be 12.5 GB",
         ),
     ]
 
@@ -105,8 +105,8 @@ def figure_7() -> list[Row]:
             paper=stated("section 7.2; Figure 7", 0),
             ours=None,
             how="not computed",
-            why="our copy does not state how long the network is idle. For any network that is idle longer than the next "
-            "row's share, `plan_chunks` adds nothing to the step",
+            why="our copy does not state how long the network is idle. For any network that is idle longer than the "
+            "next row's share, `plan_chunks` adds nothing to the step",
         ),
         Row(
             quantity="idle time of the network that the copies need (Figure 8)",
@@ -114,9 +114,9 @@ def figure_7() -> list[Row]:
             paper=None,
             ours=100 * plan.used_seconds / STEP,
             how="planner",
-            why="`plan_chunks`, policy gemini, for a network that is idle in a tenth of the step, which is assumed; the "
-            "step's time follows from the 170 times of Figure 12. The paper says that idle time is left, without a number "
-            "in our copy",
+            why="`plan_chunks`, policy gemini, for a network that is idle in a tenth of the step, which is assumed; "
+            "the step's time follows from the 170 times of Figure 12. The paper says that idle time is left, without "
+            "a number in our copy",
         ),
     ]
 
@@ -138,8 +138,8 @@ def figure_10() -> list[Row]:
             paper=stated("section 7.2; Figure 10", at_least=13),
             ours=frequent / ours,
             how="planner",
-            why="equation 1, with the transfer of gemini-f11; a copy is complete at the end of the step that sends it. The step's time follows from "
-            "Figure 12's 170, which is rounded down",
+            why="equation 1, with the transfer of gemini-f11; a copy is complete at the end of the step that sends "
+            "it. The step's time follows from Figure 12's 170, which is rounded down",
         ),
     ]
 
@@ -154,8 +154,8 @@ def figure_11() -> list[Row]:
             paper=stated("section 7.2; Figure 11", at_least=250),
             ours=remote / peer,
             how="planner",
-            why="`plan_chunks` on an idle network at its nominal bandwidth, with an assumed startup time of each message; the "
-            "paper measures",
+            why="`plan_chunks` on an idle network at its nominal bandwidth, with an assumed startup time of each "
+            "message; the paper measures",
         )
     ]
 
@@ -221,7 +221,8 @@ def figure_16() -> list[Row]:
             ours=delay(0.0, four),
             how="planner",
             is_fitted=True,
-            why=f"`plan_chunks` for a network without idle time; the step's time ({step:.1f} s) follows from this number",
+            why=f"`plan_chunks` for a network without idle time; the step's time ({step:.1f} s) follows from this "
+            "number",
         ),
         Row(
             quantity="the same, copies that travel in one buffer, without a pipeline",
@@ -238,8 +239,8 @@ def figure_16() -> list[Row]:
             paper=None,
             ours=delay(idle, four),
             how="planner",
-            why="`plan_chunks` for that step and idle time. Almost as long as without copies, says the paper, without a "
-            "number in our copy",
+            why="`plan_chunks` for that step and idle time. Almost as long as without copies, says the paper, without "
+            "a number in our copy",
         ),
     ]
 

@@ -9,34 +9,19 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from benches.papers import lazarus_failures
+from benches.papers import lazarus_failures, lazarus_placement
 from benches.papers.figure import Figure, Row, stated
+from benches.papers.lazarus_placement import EARLY, LATE, LAYERS, LEAST, NODES, SLOTS, Matrix, placements
 from benches.papers.routing import skewed_load
-from evermoe.planning import allocate, migrate, place, recovery_probability
+from evermoe.planning import allocate, place, recovery_probability
 from evermoe.planning.dispatch import imbalance
 from evermoe.planning.models import MODELS
-from evermoe.planning.placement import FewerReplicas, PlacementPolicy
+from evermoe.planning.placement import FewerReplicas
 
-NODES, SLOTS, LEAST = 10, 6, 2
-"""Nodes, slots for replicas per node, and least replicas of every expert (section 6.1)."""
-LAYERS = 12
-EARLY, LATE = 3.0, 0.5
-"""Skew of the loads that represent steps 200 and 4000, of which our copy says that the later is more even."""
 LOAD = (
     "the paper's routing trace is not in our copy: log-normal loads of 12 layers stand for it, "
     "whose two hottest of 16 experts get up to 84 % of the tokens early (87 % in the paper's trace)"
 )
-STATE_BYTES = 14
-"""Bytes per parameter: fp16 weight, fp32 master, two moments (section 6.1 trains in fp16)."""
-
-Matrix = NDArray[np.int64]
-
-
-def placements(load_LE: NDArray[np.float64], nodes: int, policy: PlacementPolicy) -> list[Matrix]:
-    """Return replicas [nodes, E] of each layer's experts, fewer than two each if the slots do not suffice."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FewerReplicas)
-        return [place(allocate(load_E, nodes, SLOTS, LEAST), nodes, SLOTS, policy, load_E).matrix for load_E in load_LE]
 
 
 def survival(matrices: list[Matrix], failures: int) -> float:
@@ -70,13 +55,21 @@ def _theorem_1() -> list[Row]:
     mro = place(replicas, nodes, slots, "mro").matrix
     return [
         Row(
-            quantity=f"the best recovery probability of all placements: {setting}",
+            quantity=f"recovery probability of MRO: {setting}",
             unit="%",
-            paper=stated("section 4.1, Theorem 1", 100 * float(recovery_probability(mro, lost))),
+            paper=None,
+            ours=100 * float(recovery_probability(mro, lost)),
+            how="exact",
+            why="`place`; the theorem calls it optimal. The number of nodes cuts the last group of experts, and both "
+            "of its replicas are on one node",
+        ),
+        Row(
+            quantity="the same, the best of all placements",
+            unit="%",
+            paper=None,
             ours=best,
             how="exact",
-            why="every placement enumerated; the paper's column has that of MRO, which its theorem calls optimal: "
-            "the last group of experts is cut by the number of nodes, and both its replicas are on one",
+            why="every placement enumerated",
         ),
         Row(
             quantity="the same, replicas dealt out in turn",
@@ -213,11 +206,12 @@ def _figure_10a() -> list[Row]:
             Row(
                 quantity=f"tokens of the busiest node over the mean, load ratio {ratio:.0f}:1, 8 experts",
                 unit="×",
-                paper=stated("section 6.5.1; Figure 10a", 1),
+                paper=None,
                 ours=ours,
                 how="planner",
-                why="throughput is constant over the ratios, says the paper, so that nodes stay as even as at 1:1. "
-                f"MRO with an even split; evermoe's default, balanced, {best:.3g}; expert parallelism {even:.3g}",
+                why="throughput is constant over the ratios, says the paper, without a number; 1 would be as even as "
+                f"at 1:1. MRO with an even split; evermoe's default, balanced, {best:.3g}; expert parallelism "
+                f"{even:.3g}",
             )
         )
     return rows
@@ -241,57 +235,6 @@ def _figure_10b() -> list[Row]:
                 )
             )
     return rows
-
-
-def _table_2() -> list[Row]:
-    rows = []
-    for name, model, value in (("GPT-S", "gpt-s-moe", 63), ("GPT-L", "gpt-l-moe", 112)):
-        rows.append(
-            Row(
-                quantity=f"weights and optimizer state of an expert of {name}",
-                unit="MiB",
-                paper=stated("section 6.3", value),
-                ours=MODELS[model].expert_parameters * STATE_BYTES / 2**20,
-                how="exact",
-                why="14 bytes a parameter: fp16 weight, fp32 master and two moments; the paper writes MB",
-            )
-        )
-    for name, model, skew, at, lost, value in (
-        ("GPT-S", "gpt-s-moe", EARLY, 200, 2, 11),
-        ("GPT-S", "gpt-s-moe", LATE, 4000, 3, 52),
-        ("GPT-L", "gpt-l-moe", EARLY, 200, 4, 160),
-        ("GPT-L", "gpt-l-moe", LATE, 4000, 5, 55),
-    ):
-        moved = _moved(skewed_load(LAYERS, MODELS[model].experts, skew), lost)
-        rows.append(
-            Row(
-                quantity=f"replicas that move, {name} at step {at}, {lost} of 10 nodes lost",
-                unit="",
-                paper=stated("section 6.3; Table 2", value),
-                ours=moved,
-                how="planner",
-                why="`place` with MRO and `migrate`, which moves the fewest bytes; mean over all losses that leave "
-                "every expert a replica. Which nodes failed, and the loads, are not in our copy",
-            )
-        )
-    return rows
-
-
-def _moved(load_LE: NDArray[np.float64], lost: int) -> float:
-    """Return the replicas that arrive on nodes without the expert, in all layers; mean over losses that all experts
-    survive."""
-    before, after = placements(load_LE, NODES, "mro"), placements(load_LE, NODES - lost, "mro")
-    together, one_E = np.hstack(before), np.ones(load_LE.shape[1], np.int64)
-    left = [list(kept) for kept in combinations(range(NODES), NODES - lost)]
-    return float(
-        np.mean(
-            [
-                sum(migrate(old[kept], new, one_E).nbytes for old, new in zip(before, after, strict=True))
-                for kept in left
-                if together[kept].any(0).all()
-            ]
-        )
-    )
 
 
 def _planning_time() -> list[Row]:
@@ -340,12 +283,7 @@ FIGURES = (
     Figure(id="lazarus-f10a", title="Figure 10a: throughput by imbalance of the load", rows=_figure_10a),
     Figure(id="lazarus-f10b", title="Figure 10b: recovery by imbalance of the load", rows=_figure_10b),
     Figure(id="lazarus-f11", title="Figure 11: time through the spot trace", rows=lazarus_failures.figure_11),
-    Figure(
-        id="lazarus-t2",
-        title="Table 2: replicas that move after several losses",
-        rows=_table_2,
-        note="Its times are measured on the paper's cluster.",
-    ),
+    Figure(id="lazarus-t2", title="Table 2: replicas that move after several losses", rows=lazarus_placement.table_2),
     Figure(id="lazarus-planning", title="Section 6.3: time of a plan", rows=_planning_time, is_slow=True),
 )
 """All figures of Lazarus, in the paper's order."""

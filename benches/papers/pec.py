@@ -218,8 +218,8 @@ def _figure_5b() -> list[Row]:
             "time of a checkpoint, adaptive below equal sharding, K = 1, complete modules",
             stated("section 4.2", 11.7),
             lambda _: 1 - embedding / (embedding + expert),
-            "bytes of the busiest rank: with equal sharding the rank with the embedding can have an expert's turn, too. "
-            "That modules stay complete was chosen because this number results; evermoe cuts them",
+            "bytes of the busiest rank: with equal sharding the rank with the embedding can have an expert's turn, "
+            "too. That modules stay complete was chosen because this number results; evermoe cuts them",
         ),
     ]
     rows = []
@@ -267,7 +267,8 @@ def _figure_5c() -> list[Row]:
             paper=stated("section 4.2; Figure 5c", 0.78),
             ours=None,
             how="not computed",
-            why="measured on the paper's node. Our copy states neither the bandwidth of its storage nor a checkpoint's time",
+            why="measured on the paper's node. Our copy states neither the bandwidth of its storage nor a "
+            "checkpoint's time",
         )
     ]
 
