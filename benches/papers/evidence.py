@@ -17,33 +17,33 @@ Computed = Mapping[str, tuple[Figure, list[Row]]]
 
 HEAD = """# Evidence
 
-Numbers that the five [papers](papers.md) state, next to evermoe's numbers for the same quantities, with the reason for each
-difference.
+Numbers that the five [papers](papers.md) state, next to evermoe's numbers for the same quantities, with the reason for
+each difference.
 
     {command}
 
-wrote this page, on {machine}. Times and trainings are of this machine; all other numbers are the same on every machine.
+wrote this page, on {machine}. Times and trainings are of this machine; other numbers are the same on all machines.
 
-- **paper**: the number in the text of our copy, and its place. ≥ means "more than", ≤ "less than" or "no more than". "Up
-  to" counts as a value. After "=" stand the stated numbers of which ours takes the quotient. The cell is empty if our
-  copy states no number. Numbers that are only in a picture are not read off, and no number that we derive from a theorem
-  or an algorithm stands in this column.
+- **paper**: the number in the text of our copy, and its place. ≥ means "more than", ≤ "less than" or "no more than".
+  "Up to" counts as a value. After "=" stand the stated numbers of which we take the quotient. The cell is empty if our
+  copy states no number. Numbers that are only in a picture are not read off. Numbers that we derive from a theorem or
+  an algorithm are not in this column.
 - **ours**: computed when the command runs.
-- **how**: *exact*, a closed form or an enumeration of a setting that the paper states; *planner*, evermoe's planners with
-  assumptions where the paper leaves something open; *simulation*, a job with many failures in simulated time, as
+- **how**: *exact*, a closed form or an enumeration of a setting that the paper states; *planner*, evermoe's planners
+  with assumptions where the paper leaves something open; *simulation*, a job with many failures in simulated time, as
   [`evermoe simulate`](guides/simulate.md) runs it, with assumptions where the paper states nothing; *real run*, a small
   training or a measured time; *arithmetic*, sums, products and quotients of the paper's own numbers, which test whether
   these agree with each other, and nothing of evermoe; *not computed*, with the reason.
 - **difference**: relative to the paper's number, or to the bound that is exceeded. *holds*: the number is within the
   paper's bound or range. *fitted*: something that the paper leaves open was chosen so that this number results.
 
-Not on this page are drawings of mechanisms, and measurements of other systems on the papers' machines unless a row needs
-them. Simulations compare ways to survive and shares of time, not samples a second.
+Not on this page are drawings of mechanisms, and most seconds of other systems on the papers' machines. Simulations
+compare ways to survive and shares of time, not samples a second.
 
 ## Summary
 
 Every row of this page is counted once. A fitted number confirms nothing. *Bound holds* counts bounds and ranges, which
-many values would meet.
+many values would meet. *Arithmetic* says something about the paper, and nothing about evermoe.
 
 | paper | rows | not stated | not computed | fitted | bound holds | within 1 % | within 10 % | further |
 |---|---|---|---|---|---|---|---|---|

@@ -15,9 +15,9 @@ How = Literal["exact", "planner", "simulation", "real run", "arithmetic", "not c
 - simulation: a job with many failures in simulated time, by `evermoe.simulate`: evermoe's planners and protocol,
   seconds of the paper where it states them and assumed ones where not; `Row.why` says which;
 - real run: a real training or a measured time, smaller than the paper's;
-- arithmetic: sums, products and quotients of numbers that the paper states, such as parameters times bytes or bytes over
-  bandwidth. They test whether the paper's numbers agree with each other, and nothing of evermoe;
-- not computed: the paper states a number that evermoe cannot compute or cannot fail to reach; `Row.why` gives the reason.
+- arithmetic: sums, products and quotients of numbers that the paper states, such as parameters times bytes or bytes
+  over bandwidth. They test whether the paper's numbers agree with each other, and nothing of evermoe;
+- not computed: the paper states a number that evermoe cannot compute, or cannot fail to reach; `Row.why` says why.
 """
 
 Outcome = Literal["not stated", "not computed", "fitted", "bound holds", "within 1 %", "within 10 %", "further"]

@@ -23,8 +23,8 @@ EXPERT = 8 * HIDDEN * HIDDEN + 5 * HIDDEN
 STATE_BYTES = 12
 """Bytes per parameter: fp32 weight and two moments, as in torch's Adam."""
 HEADS = ((True, "output matrix that is the embedding"), (False, "output matrix of its own"))
-"""Whether the output matrix is the embedding (tied), and its name. The paper does not say. Table 1's parameters are those
-of a tied one; the other numbers are nearer with an untied one, so that rows with an untied one are fitted."""
+"""Whether the output matrix is the embedding (tied), and its name. The paper does not say. Table 1's parameters are
+those of a tied one. The other numbers are nearer with an untied one, so that these rows are fitted."""
 WHY_UNTIED = "the untied output matrix was chosen because this number results; Table 1's parameters are of a tied one"
 EPOCH = 640
 """Steps of an epoch, which our copy does not state: 48 of them are 7.5 %."""
