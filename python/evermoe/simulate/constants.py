@@ -34,11 +34,11 @@ class Constants:
     digest_bytes_per_second: float = 10e9
     """Rate of digests of a process; a node has one process per device. xxHash3 is limited by the memory of one core."""
     capture_bytes_per_second: float = 20e9
-    """Rate of copies into a node's own host memory: PCIe 4.0 x16 has a nominal 25 GB/s (Gemini, section 7.1)."""
+    """Rate of copies into a node's own host memory: assumed; PCIe 4.0 x16 has a nominal 31.5 GB/s (BAFT, section 5.2)."""
     store_write_bytes_per_second: float = 1e9
     """Rate of a node's writes to the shared store."""
     store_read_bytes_per_second: float = 1e9
-    """Rate of a node's reads from it. BLOOM's store had 20 Gbit/s for all nodes (Gemini, section 2.2)."""
+    """Rate of a node's reads from it: assumed. Gemini's store has 20 Gbit/s for all nodes (its experiment setup)."""
     store_bytes_per_second: float | None = None
     """Rate of the store for all nodes together; None if the nodes' own rates are the limit."""
     persist_seconds: float = 0.0
@@ -48,7 +48,7 @@ class Constants:
     network_latency_seconds: float = 50e-6
     """Latency of any transfer between nodes, in seconds."""
     network_bytes_per_second: float = 12.5e9
-    """Rate of a node's network: 100 Gbit/s (the clusters of Lazarus and PEC)."""
+    """Rate of a node's network: 100 Gbit/s, as a server of Lazarus has for two nodes (section 6.1)."""
     source: str = field(default="assumed: the defaults of evermoe", compare=False)
     """Source of the numbers, for people."""
 

@@ -48,7 +48,7 @@ class Workload:
     expert_share: float = 0.5
     """Share of a step in which experts compute; an uneven load prolongs it."""
     network_idle: float = 0.5
-    """Share of a step in which the network is idle. Gemini measured 41 % for GPT-2 100B (section 5.2)."""
+    """Share of a step in which the network is idle: assumed; a profile of your own job measures it."""
     replayable: bool = True
     """Whether the optimizer's steps can be repeated bit by bit."""
 
