@@ -34,7 +34,7 @@ class Constants:
     digest_bytes_per_second: float = 10e9
     """Rate of digests of a process; a node has one process per device. xxHash3 is limited by the memory of one core."""
     capture_bytes_per_second: float = 20e9
-    """Rate of copies into a node's own host memory: assumed; PCIe 4.0 x16 has a nominal 31.5 GB/s (BAFT, section 5.2)."""
+    """Rate of copies into a node's own host memory: assumed. PCIe 4.0 x16 has 31.5 GB/s (BAFT, section 5.2)."""
     store_write_bytes_per_second: float = 1e9
     """Rate of a node's writes to the shared store."""
     store_read_bytes_per_second: float = 1e9
