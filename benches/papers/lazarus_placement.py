@@ -61,12 +61,12 @@ def table_2() -> list[Row]:
                 f"this number results; the paper writes MB, in which it would be {nbytes / 1e6:.1f}",
             )
         )
-    for name, model, skew, at, lost, _, value, _, _ in CASES:
+    for name, model, skew, at, lost, _, count, _, _ in CASES:
         rows.append(
             Row(
                 quantity=f"replicas that move, {name} at step {at}, {lost} of 10 nodes lost",
                 unit="",
-                paper=stated("section 6.3; Table 2", value),
+                paper=stated("section 6.3; Table 2", count),
                 ours=_moved(skewed_load(LAYERS, MODELS[model].experts, skew), lost),
                 how="planner",
                 why="`place` with MRO and `migrate`, which moves the fewest bytes; mean over all losses that leave "
