@@ -48,17 +48,17 @@ def table_2() -> list[Row]:
     """Return the rows of Table 2, and of the text that describes it."""
     rows = []
     for name, model, value in (("GPT-S", "gpt-s-moe", 63), ("GPT-L", "gpt-l-moe", 112)):
-        nbytes = MODELS[model].expert_parameters * STATE_BYTES
+        of_expert = MODELS[model].expert_parameters * STATE_BYTES
         rows.append(
             Row(
                 quantity=f"weights and optimizer state of an expert of {name}",
                 unit="MiB",
                 paper=stated("section 6.3", value),
-                ours=nbytes / 2**20,
+                ours=of_expert / 2**20,
                 how="arithmetic",
                 is_fitted=True,
                 why="both 14 bytes a parameter (fp16 weight, fp32 master and two moments) and MiB were chosen because "
-                f"this number results; the paper writes MB, in which it would be {nbytes / 1e6:.1f}",
+                f"this number results; the paper writes MB, in which it would be {of_expert / 1e6:.1f}",
             )
         )
     for name, model, skew, at, lost, _, count, _, _ in CASES:
