@@ -80,6 +80,12 @@ class Expert:
             raise ValueError(
                 f"Expert: expected positive sizes, got hidden={self.hidden}, intermediate={self.intermediate}"
             )
+        for name in ("activation", "gating", "fused_activation"):
+            function = getattr(self, name)
+            if not callable(function) and (function is not None or name == "activation"):
+                raise ValueError(
+                    f"Expert: expected {name} to be a function such as torch.nn.functional.gelu, got {function!r}"
+                )
         for name, kind in (("layout", Layout), ("weighted", Weighted)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(

@@ -219,6 +219,7 @@ def test_wrong_shapes(change, message):
 def test_wrong_options():
     for options, message in [
         ({"hidden": 0}, "positive sizes, got hidden=0"),
+        ({"activation": "gelu"}, "activation to be a function such as torch.nn.functional.gelu, got 'gelu'"),
         ({"intermediate": 0}, "intermediate=0"),
         ({"layout": "fused"}, "gated=True"),
         ({"gating": clamped_swiglu}, "gated=True"),

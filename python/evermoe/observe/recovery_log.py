@@ -1,4 +1,4 @@
-"""Log lines about failures: one when a member is lost, one when training resumes.
+"""Log lines about members: one when a member is lost, one when training resumes after a loss or a join.
 
 They have the level WARNING, so that a job shows them without any configuration of `logging`. Only rank 0 writes them:
 all members have the same information, and a job may have a thousand of them.
@@ -12,6 +12,8 @@ from evermoe.events import MemberLost, Recovered
 from evermoe.options import count
 
 logger = logging.getLogger("evermoe")
+JOINED = "new members"
+"""`Recovered.reason` after a join."""
 REMAINS = {
     "left": "it has left the job",
     "process": "its process has ended, its host answers",
@@ -28,8 +30,9 @@ def log_lost(event: MemberLost) -> None:
 
 
 def log_recovery(event: Recovered) -> None:
-    """Log that training resumes after a failure; after a join or a move of experts, at the level INFO."""
-    level = logging.WARNING if event.failure or event.steps_lost or event.stale else logging.INFO
+    """Log that training resumes after a failure or a join; after a move of experts, at the level INFO."""
+    is_shown = event.failure or event.steps_lost or event.stale or event.reason == JOINED
+    level = logging.WARNING if is_shown else logging.INFO
     logger.log(level, recovery_line(event))
 
 
@@ -41,7 +44,8 @@ def recovery_line(event: Recovered) -> str:
     'training resumes at step 20 with 3 members after 0.20 s (agree 0.07, fetch 0.13); no committed step is lost'
     """
     phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in event.seconds.items())
-    text = f"training resumes at step {event.step} with {count(event.members, 'member')}"
+    text = "new members have joined: " if event.reason == JOINED and not event.failure else ""
+    text += f"training resumes at step {event.step} with {count(event.members, 'member')}"
     text += f" after {sum(event.seconds.values()):.2f} s ({phases}); "
     text += f"{count(event.steps_lost, 'committed step')} lost" if event.steps_lost else "no committed step is lost"
     if event.stale:

@@ -36,8 +36,8 @@ _MIN_LR = 1e-8  # below it the trial uses _TRIAL_LR: a rate of 0 hides how the p
 _TRIAL_LR = 1e-3
 _LATE = 5, 9_000  # the step before which steps are skipped, and their number: late steps have other bias corrections
 _INSTEAD = (
-    "send the optimizer's full state instead of gradients, or train with evermoe.optim.AdamW or SGD, "
-    "or torch's with fused=True"
+    "send the optimizer's full state instead of gradients, or train with torch's AdamW or SGD with fused=True, "
+    "or with evermoe.optim.AdamW or SGD"
 )
 
 
@@ -358,9 +358,15 @@ def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], number: in
 def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
     nearest = max(trials, key=lambda trial: (trial.t, -trial.num_differing))
     tried = ", ".join(trial.arithmetic.variant for trial in trials)
+    if type(optimizer) is torch.optim.AdamW and not optimizer.defaults.get("fused"):
+        return (
+            f"another process cannot repeat the steps of torch's AdamW without fused=True bit for bit "
+            f"(compared with {tried}: step {nearest.t} differs in {count(nearest.num_differing, 'word')}, first in "
+            f"{nearest.first_differing}); {_INSTEAD}"
+        )
     return (
         f"{type(optimizer).__name__} rounds like none of the arithmetics {tried}. {nearest.arithmetic.variant} is the "
         f"nearest: step {nearest.t} differs in {count(nearest.num_differing, 'word')}, first in "
         f"{nearest.first_differing}. Its formula may differ, or it is compiled with fast math or takes roots "
-        f"from a library that does not round them correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
+        f"from a library that does not round them correctly; {_INSTEAD}"
     )

@@ -107,7 +107,7 @@ def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
             raise NotReplayable(f"{foreign} is neither torch's nor evermoe's, so no trial covers all that it may do")
         arithmetic = calibrate(optimizer)
     except NotReplayable as error:
-        logger.warning("copies get the state after each step, not gradients: %s", error)
+        logger.warning("copies are snapshots of the state, which take several times the bytes of gradients: %s", error)
         return None
     refuse_foreign_code(foreign_code(optimizer))
     return arithmetic

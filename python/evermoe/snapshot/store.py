@@ -164,9 +164,10 @@ class SnapshotStore:
                 continue
             if layout != self.state.catalog.layout:
                 raise ValueError(
-                    f"{self.directory} holds the memory of a job that trained another model or optimizer, or with "
-                    "other slices or experts (sparse, snapshot_interval, expert_selection, replay). To resume with it, "
-                    "start its own script; to start afresh, give the job another name or remove the folder."
+                    f"{self.directory} holds the state of an earlier run of this job, of another model or optimizer, "
+                    "or with other slices or experts (sparse, snapshot_interval, expert_selection, replay). To resume "
+                    "that run, start its own script. To start a new one, give the job another name (evermoe run --job "
+                    f"NAME, or EVERMOE_JOB), or remove the folder {self.directory.parent}."
                 )
 
     def _files(self) -> Iterator[tuple[int, Path]]:

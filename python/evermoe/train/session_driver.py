@@ -334,7 +334,7 @@ class SessionDriver(RecoveryDriver):
 def _warn_unsaved(step: int, leaving: int, members: int) -> None:
     logger.warning(
         "%d of %d members leave the job after step %d, and no checkpoint is written, as there is no folder for it: "
-        "give the session checkpoints, and one is written before members leave that take the only copies with them",
+        "their memory may have the only copies of some units. Session(checkpoints=...) writes a checkpoint first",
         leaving,
         members,
         step,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from evermoe.errors import UnsupportedState
 from evermoe.experts import expert_layers
@@ -164,7 +165,10 @@ def check_types(**given: object) -> None:
     }
     for name, value in given.items():
         if not isinstance(value, kinds[name]) and not (name == "scheduler" and value is None):
-            raise ValueError(f"expected {name} to be a {kinds[name].__module__}.{kinds[name].__name__}, got {value!r}")
+            message = f"expected {name} to be a {kinds[name].__module__}.{kinds[name].__name__}, got {value!r}"
+            if isinstance(value, DataLoader):
+                message += ": wrap it, evermoe.ElasticLoader(loader), or use ElasticSampler(len(dataset), batch_size)"
+            raise ValueError(message)
 
 
 def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -24,14 +24,22 @@ JOIN = Recovered(
     digests_mismatched=0,
     lost_units=[],
 )
+MOVE = replace(JOIN, reason="the load has shifted")
 FAILURE = replace(JOIN, failure="process", reason="rank 1 is lost")
 
 
-@pytest.mark.parametrize(("event", "level"), [(JOIN, logging.INFO), (FAILURE, logging.WARNING)])
-def test_failures_are_warnings_and_joins_are_not(event, level, caplog):
+@pytest.mark.parametrize(
+    ("event", "level"), [(MOVE, logging.INFO), (JOIN, logging.WARNING), (FAILURE, logging.WARNING)]
+)
+def test_failures_and_joins_are_warnings_and_moves_are_not(event, level, caplog):
     with caplog.at_level(logging.INFO, "evermoe"):
         log_recovery(event)
     assert [record.levelno for record in caplog.records] == [level]
+
+
+def test_the_line_says_that_members_have_joined():
+    assert recovery_line(JOIN).startswith("new members have joined: training resumes at step 7 with 3 members")
+    assert recovery_line(MOVE).startswith("training resumes")
 
 
 def test_the_line_says_what_is_lost():
