@@ -37,6 +37,7 @@ from evermoe.protection_inputs import (
     current_coverage,
     gradient_bucket_bytes,
     has_room,
+    may_lose_updates,
     member_info,
     missing_bytes,
     order_by_risk,
@@ -176,7 +177,9 @@ class Protection:
         coverage = self._covered = planned_coverage(self.plan, self.active, ranks)
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
-            logger.info(f"%s; {odds}", self.plan.summary, coverage.survives_one, coverage.survives_two)
+            falls_short = may_lose_updates(self.plan, self.active, ranks, self.options.replication)
+            level = logging.WARNING if self.preset.chooses_copies and falls_short else logging.INFO
+            logger.log(level, f"%s; {odds}", self.plan.summary, coverage.survives_one, coverage.survives_two)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
         survives, locked = (coverage.survives_one, coverage.survives_two), self.snapshots.locked_bytes
         self._emit(ProtectionPlanned(self.plan.summary, *survives, locked, sent))

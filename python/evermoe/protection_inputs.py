@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,3 +236,19 @@ def planned_coverage(
     holders = {each.unit: {*active[each.unit], *each.holders} for each in plan.units}
     fatal = fatal_losses(holders, [info.node for info in ranks])
     return CoverageChanged(*survival(plan, active, ranks), fatal, is_complete=True)
+
+
+def may_lose_updates(
+    plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo], replication: int
+) -> bool:
+    """Return whether the loss of a node may cost updates although more nodes are left: copies lag or are missing."""
+    wanted = min(replication, len({info.node for info in ranks}))
+
+    def num_nodes(holders: Iterable[int]) -> int:
+        return len({ranks[rank].node for rank in holders})
+
+    return any(
+        num_nodes({*active[each.unit], *each.holders}) < wanted or (each.kind == "snapshot" and each.period > 1)
+        for each in plan.units
+        if num_nodes(active[each.unit]) < wanted
+    )
