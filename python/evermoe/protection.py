@@ -10,7 +10,6 @@ states, `PartialCheckpoints` in a folder. The ledger says how many experts are c
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -37,7 +36,7 @@ from evermoe.protection_inputs import (
     current_coverage,
     gradient_bucket_bytes,
     has_room,
-    may_lose_updates,
+    log_plan,
     member_info,
     missing_bytes,
     order_by_risk,
@@ -56,8 +55,6 @@ from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.stored import KeptCopies, StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
-
-logger = logging.getLogger(__name__)
 
 
 class Protection:
@@ -176,10 +173,7 @@ class Protection:
             self.plan = without_copies(self.plan, self.snapshots.missing)
         coverage = self._covered = planned_coverage(self.plan, self.active, ranks)
         if group.rank == 0:
-            odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
-            falls_short = may_lose_updates(self.plan, self.active, ranks, self.options.replication)
-            level = logging.WARNING if self.preset.chooses_copies and falls_short else logging.INFO
-            logger.log(level, f"%s; {odds}", self.plan.summary, coverage.survives_one, coverage.survives_two)
+            log_plan(self.plan, self.active, ranks, self.options, coverage)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
         survives, locked = (coverage.survives_one, coverage.survives_two), self.snapshots.locked_bytes
         self._emit(ProtectionPlanned(self.plan.summary, *survives, locked, sent))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 
+logger = logging.getLogger(__name__)
 GPU_BUCKET_BYTES = 32 << 20
 """Default size of the gradient buckets that are sent during backward, for models on a GPU."""
 STATE_BUFFERS = 2
@@ -236,6 +238,20 @@ def planned_coverage(
     holders = {each.unit: {*active[each.unit], *each.holders} for each in plan.units}
     fatal = fatal_losses(holders, [info.node for info in ranks])
     return CoverageChanged(*survival(plan, active, ranks), fatal, is_complete=True)
+
+
+def log_plan(
+    plan: ProtectionPlan,
+    active: Mapping[str, tuple[int, ...]],
+    ranks: Sequence[RankInfo],
+    options: CopyConfig,
+    coverage: CoverageChanged,
+) -> None:
+    """Log the plan's summary at the level INFO; as a warning where `auto` cannot have the copies that lose nothing."""
+    falls_short = options.choices.chooses_copies and may_lose_updates(plan, active, ranks, options.replication)
+    odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
+    level = logging.WARNING if falls_short else logging.INFO
+    logger.log(level, f"%s; {odds}", plan.summary, coverage.survives_one, coverage.survives_two)
 
 
 def may_lose_updates(

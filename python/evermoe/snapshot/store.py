@@ -164,10 +164,9 @@ class SnapshotStore:
                 continue
             if layout != self.state.catalog.layout:
                 raise ValueError(
-                    f"{self.directory} holds the state of an earlier run of this job, of another model or optimizer, "
-                    "or with other slices or experts (sparse, snapshot_interval, expert_selection, replay). To resume "
-                    "that run, start its own script. To start a new one, give the job another name (evermoe run --job "
-                    f"NAME, or EVERMOE_JOB), or remove the folder {self.directory.parent}."
+                    f"{self.directory} holds an earlier run of this job, of another model or optimizer, or with other "
+                    "slices or experts (sparse, snapshot_interval, expert_selection, replay). Resume it with its own "
+                    f"script; or begin with another `evermoe run --job`, or remove the folder {self.directory.parent}."
                 )
 
     def _files(self) -> Iterator[tuple[int, Path]]:
