@@ -20,8 +20,8 @@ faster than the copy.
 import torch
 
 from common import Table, medians, parse, parser, ratio, take_turns, where
+from evermoe.copies.snapshot import chunked_copy
 from evermoe.ops import chunks
-from evermoe.snapshot import chunked_copy
 from evermoe.state.gpu_digests import gpu_digests
 
 

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from common import Table
-from evermoe.persist.plain_files import flush, write_units
+from evermoe.checkpoint.plain_files import flush, write_units
 from evermoe.state.unit import TensorSpec, Unit
 
 TENSORS_IN_UNIT = 3

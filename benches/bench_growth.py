@@ -34,12 +34,12 @@ import evermoe
 from common import Table, demo_workload
 from evermoe.cli.measurements import measure_session
 from evermoe.config.placement import Placement
+from evermoe.copies.protection_inputs import current_coverage, missing_bytes, planned_coverage, unit_infos
 from evermoe.planning import allocate, migrate, place
 from evermoe.planning.holders import copy_holders
 from evermoe.planning.presets import PRESET_NAMES
 from evermoe.planning.protection import RankInfo, plan_protection
 from evermoe.planning.recovery import recovery_plan
-from evermoe.protection_inputs import current_coverage, missing_bytes, planned_coverage, unit_infos
 from evermoe.recovery.survey import Holding, Inventory, Standing, usable
 from evermoe.recovery.target import ExpertTarget
 from evermoe.state.stored import KeptCopies

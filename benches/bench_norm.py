@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import evermoe
 from common import parse, parser, where
 from evermoe.demo.model import ByteGPT
-from evermoe.train import gradients
+from evermoe.session import gradients
 
 SEQUENCE, BATCH = 64, 16
 CLOCKS = {"cpu": time.thread_time, "cuda": time.perf_counter}

@@ -21,7 +21,7 @@ import torch
 
 from common import Table, medians, parse, parser, ratio, take_turns, where
 from evermoe._native import Arena, CopyEngine
-from evermoe.snapshot.chunked_copy import ChunkedCopy
+from evermoe.copies.snapshot.chunked_copy import ChunkedCopy
 
 TENSOR_BYTES = 16 << 20
 

@@ -88,7 +88,7 @@ def train(rank, stages, job, localised, folder, is_victim):
 def measure(stages, localised):
     """Run one job. Return its row of the table."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["evermoe.train.pipeline", "torchft.process_group", "torch._dynamo"])
+    context.set_forkserver_preload(["evermoe.pipeline.pipeline", "torchft.process_group", "torch._dynamo"])
     lighthouse = start_lighthouse(heartbeat_timeout=1.0, join_timeout=5.0)
     with tempfile.TemporaryDirectory(prefix="evermoe-bench-") as folder:
         memory = {"memory_dir": folder, "lighthouse": lighthouse.address(), "job": f"b{uuid.uuid4().hex[:8]}"}

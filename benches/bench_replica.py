@@ -15,8 +15,8 @@ import torch
 from common import Table, medians, parse, parser, ratio, take_turns
 from evermoe import optim
 from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, encode_gradient, seal_record, state_digest
-from evermoe.replay.replica import Replica
-from evermoe.replay.sender import GradientSender
+from evermoe.copies.replay.replica import Replica
+from evermoe.copies.replay.sender import GradientSender
 
 BATCH = 8
 

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import evermoe
+from evermoe.checkpoint import checkpoint_folder
+from evermoe.checkpoint import folder as partial_folder
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
-from evermoe.persist import checkpoint_folder
-from evermoe.persist import folder as partial_folder
 from evermoe.presets import BY_NAME
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import evermoe
-from evermoe.replay.calibrate import calibrate
-from evermoe.replay.replica import Replica
-from evermoe.replay.sender import GradientSender
+from evermoe.copies.replay.calibrate import calibrate
+from evermoe.copies.replay.replica import Replica
+from evermoe.copies.replay.sender import GradientSender
 
 
 def try_optimizers(parameters):

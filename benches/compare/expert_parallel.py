@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from benches.compare.program import MAX_GRAD_NORM
 from evermoe.comm.collectives import reduce_dense
 from evermoe.comm.group import Group
-from evermoe.experts import expert_layers
-from evermoe.train.gradients import norms
+from evermoe.moe.experts import expert_layers
+from evermoe.session.gradients import norms
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

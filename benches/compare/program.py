@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evermoe.data.sampler import ElasticSampler, Share
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.train import Reporter, build
 from evermoe.demo.worker_flags import add_arguments
-from evermoe.sampler import ElasticSampler, Share
 
 MAX_GRAD_NORM = 1.0
 """Norm to which all candidates clip."""

@@ -7,7 +7,7 @@ import os
 from benches.compare.program import MAX_GRAD_NORM, Program, main
 from evermoe.demo.train import Reporter
 from evermoe.demo.worker_flags import session_arguments
-from evermoe.train.session import Session
+from evermoe.session.session import Session
 
 
 def work(program: Program, reporter: Reporter) -> None:

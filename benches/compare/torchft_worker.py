@@ -15,7 +15,7 @@ from torch import Tensor
 from benches.compare.expert_parallel import clip
 from benches.compare.program import MAX_GRAD_NORM, Program, main
 from evermoe.demo.train import Reporter
-from evermoe.train.gradients import norms
+from evermoe.session.gradients import norms
 
 BEGIN = "begin"
 """File next to the events that exists once all first workers have started; torchft would begin with the first of

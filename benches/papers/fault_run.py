@@ -74,7 +74,7 @@ class Training:
     def __init__(self, seed: int) -> None:
         from evermoe.demo.corpus import Corpus
         from evermoe.demo.model import ByteGPT
-        from evermoe.moe import moe_layers
+        from evermoe.moe.layer import moe_layers
 
         torch.manual_seed(seed)
         sizes = {"layers": LAYERS, "hidden": 64, "heads": 4, "intermediate": 128, "experts": EXPERTS, "top_k": 1}

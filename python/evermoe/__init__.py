@@ -14,46 +14,46 @@ if TYPE_CHECKING:
     from evermoe import optim as optim
     from evermoe import planning as planning
     from evermoe import presets as presets
+    from evermoe.checkpoint.checkpoint import CheckpointWeights, load_weights
+    from evermoe.checkpoint.folder_weights import FolderWeights
     from evermoe.config.checkpoints import Checkpoints
+    from evermoe.config.environment import local_rank
     from evermoe.config.membership import Membership
     from evermoe.config.placement import Placement
-    from evermoe.environment import local_rank
-    from evermoe.expert import Expert
-    from evermoe.experts import Experts
-    from evermoe.loader import ElasticLoader
-    from evermoe.moe import MoE, load_balancing_loss
-    from evermoe.persist.checkpoint import CheckpointWeights, load_weights
-    from evermoe.persist.folder_weights import FolderWeights
-    from evermoe.router import Router
-    from evermoe.sampler import ElasticSampler
+    from evermoe.data.loader import ElasticLoader
+    from evermoe.data.sampler import ElasticSampler
+    from evermoe.moe.expert import Expert
+    from evermoe.moe.experts import Experts
+    from evermoe.moe.layer import MoE, load_balancing_loss
+    from evermoe.moe.router import Router
+    from evermoe.pipeline.pipeline import PipelineSession
+    from evermoe.session.session import Session
+    from evermoe.session.step import Step
+    from evermoe.session.step_gradients import StepGradients
     from evermoe.state.deferred import deferred
-    from evermoe.train.pipeline import PipelineSession
-    from evermoe.train.session import Session
-    from evermoe.train.step import Step
-    from evermoe.train.step_gradients import StepGradients
 
     __version__: str
 
 _HOMES = {
-    "CheckpointWeights": "persist.checkpoint",
+    "CheckpointWeights": "checkpoint.checkpoint",
     "Checkpoints": "config.checkpoints",
-    "ElasticLoader": "loader",
-    "ElasticSampler": "sampler",
-    "Expert": "expert",
-    "Experts": "experts",
-    "FolderWeights": "persist.folder_weights",
+    "ElasticLoader": "data.loader",
+    "ElasticSampler": "data.sampler",
+    "Expert": "moe.expert",
+    "Experts": "moe.experts",
+    "FolderWeights": "checkpoint.folder_weights",
     "Membership": "config.membership",
-    "MoE": "moe",
+    "MoE": "moe.layer",
     "Placement": "config.placement",
-    "Router": "router",
-    "PipelineSession": "train.pipeline",
-    "Session": "train.session",
-    "Step": "train.step",
-    "StepGradients": "train.step_gradients",
+    "Router": "moe.router",
+    "PipelineSession": "pipeline.pipeline",
+    "Session": "session.session",
+    "Step": "session.step",
+    "StepGradients": "session.step_gradients",
     "deferred": "state.deferred",
-    "load_balancing_loss": "moe",
-    "load_weights": "persist.checkpoint",
-    "local_rank": "environment",
+    "load_balancing_loss": "moe.layer",
+    "load_weights": "checkpoint.checkpoint",
+    "local_rank": "config.environment",
 }
 """The module of each name."""
 _MODULES = ("errors", "events", "observe", "ops", "optim", "planning", "presets")

@@ -484,7 +484,7 @@ class Capture:
 # ---- copies: src/python/chunks.rs; in builds with CUDA ----------------------------------------
 
 class ChunkCopier:
-    """Copies CUDA tensors to chunks in page-locked host memory and back; `evermoe.snapshot.ChunkedCopy` drives it."""
+    """Copies CUDA tensors to chunks in page-locked host memory and back; see `copies.snapshot.ChunkedCopy`."""
 
     @staticmethod
     def workspace_bytes(sizes: list[int], chunk_bytes: int, staging: int) -> int:
@@ -655,7 +655,7 @@ def decode_message(id: str, text: str, secret: Secret | None = None) -> str:
     """Return the JSON of a `protocol::Decoded`: the meaning of any text from the Lighthouse."""
 
 class Protocol:
-    """The commit protocol of one member as a state machine: `src/protocol/`, driven by `evermoe.train.protocol`.
+    """The commit protocol of one member as a state machine: `src/protocol/`, driven by `evermoe.session.protocol`.
 
     Args:
         settings: JSON of `protocol::Settings`.
@@ -808,7 +808,7 @@ class Transfer:
 class TripleBuffer:
     """States of three slots of host memory, which the writer and the persister may use; Python owns the bytes.
 
-    An impossible event is a ValueError and changes nothing. `evermoe.persist.persister` drives it.
+    An impossible event is a ValueError and changes nothing. `evermoe.checkpoint.persister` drives it.
     """
 
     def __init__(self) -> None: ...
@@ -843,7 +843,7 @@ class TripleBuffer:
         """Drop newer versions, none of them durable, which belong to undone steps."""
 
 class ReplayLog:
-    """Records of a replica until it repeats the steps; `evermoe.replay.Replica` drives it."""
+    """Records of a replica until it repeats the steps; `evermoe.copies.replay.Replica` drives it."""
 
     def __init__(self, units: list[tuple[str, int, int]], limit_bytes: int) -> None: ...
     def accept(self, record: NDArray[np.uint8], hold: bool = False) -> tuple[str, int | None, str, int | None]:
@@ -880,7 +880,7 @@ class ReplayLog:
 # ---- objects in stores: src/python/store.rs; not in a build without the feature `object-store` ----
 
 class ObjectStore:
-    """Objects under a URL: `evermoe.persist.object_store.ObjectStore`."""
+    """Objects under a URL: `evermoe.checkpoint.object_store.ObjectStore`."""
 
     def __init__(self, url: str, patience: float, upload_limit: float | None, download_limit: float | None) -> None: ...
     @property

@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from evermoe.environment import MASTER_PORT, TorchrunVariables, free_port
+from evermoe.config.environment import MASTER_PORT, TorchrunVariables, free_port
 from evermoe.errors import LEFT_CODE, REQUEUE_CODE
-from evermoe.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_private, node_name, open_lock
 from evermoe.options import check_name, count
+from evermoe.process.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_private, node_name, open_lock
 
 STOP_SECONDS = 35.0
 """Seconds between SIGTERM and SIGKILL for workers: longer than their `drain_timeout`, in which they leave the job."""

@@ -65,7 +65,7 @@ impl ChunkCopier {
             None if for_captures => cuda::HostMemory::Slots,
             None => cuda::HostMemory::Own,
         };
-        // SAFETY: `evermoe.snapshot.chunked_copy`, the only caller, passes the addresses of the objects in `kept`.
+        // SAFETY: `evermoe.copies.snapshot.chunked_copy`, the only caller, passes the addresses of the objects in `kept`.
         let copier = py.detach(move || unsafe {
             let current_stream = stream(current_stream);
             cuda::ChunkCopier::new(

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
 
 from evermoe import ElasticLoader
-from evermoe.plain_state import from_json, to_json
-from evermoe.sampler import Share
+from evermoe.data.plain_state import from_json, to_json
+from evermoe.data.sampler import Share
 
 N = 7
 X, Y = torch.arange(3.0 * N).view(N, 3), torch.arange(N)

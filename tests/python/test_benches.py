@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from evermoe.persist import checkpoint_folder, folder
+from evermoe.checkpoint import checkpoint_folder, folder
 from evermoe.state.unit import TensorSpec, Unit
 from preset_worker import limit_writes
 

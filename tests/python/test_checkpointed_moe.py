@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from evermoe import Expert, Experts, MoE, Router, load_balancing_loss
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
 from evermoe.errors import UnsupportedState
-from evermoe.moe import moe_layers
+from evermoe.moe.layer import moe_layers
 from support.ranks import run_ranks
 from test_moe import hold
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evermoe import MoE, load_balancing_loss
 from evermoe.errors import PeerLost
-from evermoe.moe import moe_layers
+from evermoe.moe.layer import moe_layers
 from support.ranks import run_ranks
 from test_moe import PLACEMENTS, hold
 

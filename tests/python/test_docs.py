@@ -76,7 +76,7 @@ def run(page: Path) -> int:
 
 def kept_listeners() -> list[Any]:
     """The listeners of all sessions from now on."""
-    from evermoe.train import session
+    from evermoe.session import session
 
     found: list[Any] = []
     combined = session.combined
@@ -111,7 +111,7 @@ def main(pages: list[Path]) -> int:
     """Imports once what most pages need, then runs them one after another; the exit code."""
     import torch._dynamo  # noqa: F401 -- which the first optimizer imports
 
-    import evermoe.train.session  # noqa: F401
+    import evermoe.session.session  # noqa: F401
     import support.frozen  # noqa: F401 -- the last of these
 
     failed = [str(page) for page in pages if run(page) != 0]

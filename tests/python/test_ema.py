@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from evermoe.ema import is_averaged
+from evermoe.copies.replay.replicas import find_arithmetic
 from evermoe.optim import EMA
-from evermoe.replay.replicas import find_arithmetic
+from evermoe.optim.ema import is_averaged
 from evermoe.state.training_state import TrainingState
 from support.models import OPTIMIZERS, Tied, digests, train
 

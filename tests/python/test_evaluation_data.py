@@ -12,7 +12,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from evermoe.train.evaluation_data import own_batches
+from evermoe.session.evaluation_data import own_batches
 
 SAMPLES = torch.arange(19)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from evermoe import MoE
-from evermoe.loss_ledger import LossLedger
+from evermoe.copies.loss_ledger import LossLedger
+from evermoe.copies.selection import ExpertSelector
 from evermoe.presets import Moetion, Pec
-from evermoe.selection import ExpertSelector
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from evermoe import Expert, Experts, MoE
 from evermoe.comm.collectives import ExpertReducer
-from evermoe.expert import clamped_swiglu
+from evermoe.moe.expert import clamped_swiglu
 from support.ranks import run_ranks
 
 H, INNER, EXPERTS, TOP_K = 8, 8, 5, 3
@@ -241,7 +241,7 @@ def test_wrong_options():
 
 def test_a_model_of_another_router_and_plain_layers_names_its_settings():
     model = nn.Sequential(nn.Linear(4, 4), Experts(Expert(4, 4, activation=F.gelu), 2, fp8_dispatch=True))
-    from evermoe.moe import layer_settings
+    from evermoe.moe.layer import layer_settings
 
     assert layer_settings(model) == ["activation=gelu, token_split=balanced, fp8_dispatch"]
     assert make("gpt-oss").settings() == (

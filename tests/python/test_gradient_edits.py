@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evermoe.train.gradient_edits import WATCHED_STEPS, GradientEdits
+from evermoe.session.gradient_edits import WATCHED_STEPS, GradientEdits
 
 
 def take(edits, model, change, members=2, backwards=2):

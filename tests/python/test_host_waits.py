@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from evermoe import Expert, Experts, MoE, Router, experts
+from evermoe import Expert, Experts, MoE, Router
 from evermoe.comm.group import Group
-from evermoe.moe_exchange import Exchange, HostMemory, Padding
+from evermoe.moe import experts
+from evermoe.moe.token_exchange import Exchange, HostMemory, Padding
 from support.paper_gpu import PaperGpu
 from support.ranks import run_ranks
 from test_moe import hold

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from evermoe import ElasticLoader
-from evermoe.sampler import Sampler, Share
+from evermoe.data.sampler import Sampler, Share
 from support.habits import DATA, StatefulLoader, Stream
 
 LOADERS = {

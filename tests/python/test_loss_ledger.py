@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from evermoe import MoE
-from evermoe.loss_ledger import LossLedger
+from evermoe.copies.loss_ledger import LossLedger
+from evermoe.copies.protection import Protection
 from evermoe.presets import Pec
-from evermoe.protection import Protection
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit

@@ -12,7 +12,7 @@ import torch
 import evermoe
 from evermoe.errors import UnsafeFolder
 from evermoe.launch import LocalJob
-from evermoe.memory_folder import check_private, job_folder, node_name
+from evermoe.process.memory_folder import check_private, job_folder, node_name
 
 STRANGER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")

@@ -15,7 +15,7 @@ from evermoe import MoE, load_balancing_loss
 from evermoe._native import digest
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
 from evermoe.comm.group import Group
-from evermoe.moe import moe_layers
+from evermoe.moe.layer import moe_layers
 from support.ranks import run_ranks
 
 H, EXPERTS, BALANCE = 8, 5, 0.1

@@ -6,7 +6,7 @@ import torch
 
 from evermoe import Expert, Experts
 from evermoe.errors import UnequalForwards
-from evermoe.moe_turns import Turns
+from evermoe.moe.forward_turns import Turns
 from support.ranks import run_ranks
 
 H, E = 128, 4

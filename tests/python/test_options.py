@@ -11,7 +11,7 @@ import evermoe
 from evermoe import Checkpoints, Membership, Placement
 from evermoe.options import checked, count
 from evermoe.presets import Auto, Baft, Gemini, Lazarus, Moetion, Pec
-from evermoe.train.session_config import SessionArguments, session_config
+from evermoe.session.session_config import SessionArguments, session_config
 
 WRONG = {
     Membership: {

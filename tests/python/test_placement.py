@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from evermoe import Placement, planning
-from evermoe.placement import place_layers
 from evermoe.planning.dispatch import imbalance
 from evermoe.planning.owners import place_owners
 from evermoe.planning.placement import POLICIES, failure_domains
+from evermoe.state.placement import place_layers
 
 LOAD = [18.0, 17.0, 13.0, 13.0, 8.0, 7.0, 7.0, 7.0]
 

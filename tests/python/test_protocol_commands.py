@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from evermoe.train import protocol
+from evermoe.session import protocol
 
 EVENTS = Path(__file__).parents[2] / "src" / "protocol" / "event.rs"
 

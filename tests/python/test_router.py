@@ -8,7 +8,7 @@ import torch
 
 import evermoe
 from evermoe import Expert, Experts, MoE, Router
-from evermoe.moe import update_balance
+from evermoe.moe.layer import update_balance
 from support.ranks import run_ranks
 from support.routers import best_ids
 from test_moe import PLACEMENTS, TOKENS, expert, hold

@@ -8,7 +8,7 @@ from torch import nn
 
 from evermoe import Expert, Experts, MoE, Router
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
-from evermoe.moe import update_balance
+from evermoe.moe.layer import update_balance
 from support.ranks import run_ranks
 from support.routers import best_ids
 

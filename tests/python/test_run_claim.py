@@ -12,16 +12,16 @@ from threading import Thread
 
 import pytest
 
-from evermoe import run_claim
 from evermoe.errors import FolderInUse, UnsafeFolder
-from evermoe.run_claim import RUN, Run, RunClaim, meeting_point, remove_run
+from evermoe.process import run_claim
+from evermoe.process.run_claim import RUN, Run, RunClaim, meeting_point, remove_run
 
 PATIENCE = 40.0
 ONE, TWO = (Run("j", nonce, "head:1", "host-7", 4711, 1e9) for nonce in ("one", "two"))
 HOLDER = """
 import sys
 from pathlib import Path
-from evermoe.run_claim import Run, RunClaim
+from evermoe.process.run_claim import Run, RunClaim
 claim = RunClaim(Path(sys.argv[1]), "the folder")
 claim.claim_for(Run.parsed(sys.argv[2].encode()), 0.0)
 print("held", flush=True)

@@ -8,7 +8,7 @@ import torch
 
 import evermoe
 from evermoe import ElasticSampler, Session
-from evermoe.seeds import seeded
+from evermoe.process.seeds import seeded
 from support.habits import DATA, DIES_IN, Model, adamw, mean_loss
 from support.own_steps import drawing_steps
 

@@ -9,12 +9,12 @@ from torch import nn
 from evermoe import MoE
 from evermoe.comm import vote
 from evermoe.comm.group import Group
+from evermoe.data.sampler import Share
 from evermoe.events import Reduce, Vote
-from evermoe.sampler import Share
+from evermoe.session.reduced_gradients import ReducedGradients
+from evermoe.session.session_driver import SessionDriver
+from evermoe.session.step import Step
 from evermoe.state.training_state import TrainingState
-from evermoe.train.reduced_gradients import ReducedGradients
-from evermoe.train.session_driver import SessionDriver
-from evermoe.train.step import Step
 from support.paper_gpu import PaperGpu
 from support.ranks import run_ranks
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from evermoe.options import checked
-from evermoe.warn import warn
+from evermoe.process.warn import warn
 
 
 @contextmanager

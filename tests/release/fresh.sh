@@ -32,7 +32,7 @@ user python - "$work/env" <<'IMPORT'
 import sys
 import evermoe
 from evermoe import ops
-from evermoe.train.session import Session
+from evermoe.session.session import Session
 assert evermoe.__file__.startswith(sys.argv[1]), evermoe.__file__
 assert ops.has_cuda_kernels() or "+cpu" in __import__("torch").__version__, "the wheel has no CUDA kernels"
 print("evermoe", evermoe.__version__, "of", evermoe.__file__)

@@ -52,7 +52,7 @@ impl Planners for Recorded {
     }
 }
 
-/// As `evermoe.selection` chooses before a step: tokens since the last copy, and those that a step has on average.
+/// As `evermoe.copies.selection` chooses before a step: tokens since the last copy, and those that a step has on average.
 #[test]
 fn moetion_chooses_before_a_step_by_average_tokens() {
     let counts: [[i64; 4]; 4] =

@@ -6,15 +6,15 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from evermoe.checkpoint.checkpoint_folder import Stored
+from evermoe.checkpoint.checkpoint_store import owner_of, prune, stored, superseded
+from evermoe.checkpoint.copying import copy
+from evermoe.checkpoint.manifest import Manifest, read_manifest, read_units
+from evermoe.checkpoint.object_store import Location, locate, locate_below
+from evermoe.checkpoint.retention import Retention
 from evermoe.cli import export
 from evermoe.errors import CorruptCopy
 from evermoe.options import checked
-from evermoe.persist.checkpoint_folder import Stored
-from evermoe.persist.checkpoint_store import owner_of, prune, stored, superseded
-from evermoe.persist.copying import copy
-from evermoe.persist.manifest import Manifest, read_manifest, read_units
-from evermoe.persist.object_store import Location, locate, locate_below
-from evermoe.persist.retention import Retention
 from evermoe.state.version import generation_of, step_of
 
 MB = 1e6

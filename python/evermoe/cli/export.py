@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    from evermoe.persist.manifest import Manifest
+    from evermoe.checkpoint.manifest import Manifest
 
 FORMATS = ("hf", "dcp")
 WEIGHTS = "weights"
@@ -34,8 +34,8 @@ def main(options: argparse.Namespace) -> int:
         ValueError: the checkpoint or an argument is wrong; the message says which.
         OSError: a folder cannot be read or written.
     """
-    from evermoe.persist.manifest import read_manifest
-    from evermoe.persist.object_store import locate_below
+    from evermoe.checkpoint.manifest import read_manifest
+    from evermoe.checkpoint.object_store import locate_below
     from evermoe.state.version import step_of
 
     out = Path(options.out)
@@ -53,9 +53,9 @@ def main(options: argparse.Namespace) -> int:
 def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from evermoe.checkpoint.checkpoint import CheckpointWeights
+    from evermoe.checkpoint.manifest import read_units
     from evermoe.integrations.transformers import export, make_elastic
-    from evermoe.persist.checkpoint import CheckpointWeights
-    from evermoe.persist.manifest import read_units
     from evermoe.state.deferred import deferred
 
     unit = next((name for name, keys in manifest.names.items() if WEIGHTS in keys), None)
@@ -72,7 +72,7 @@ def _to_dcp(manifest: Manifest, out: Path) -> None:
     import torch
     from torch.distributed import checkpoint as dcp
 
-    from evermoe.persist.manifest import read_units
+    from evermoe.checkpoint.manifest import read_units
 
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(17, "expected an empty folder", str(out))

@@ -213,7 +213,7 @@ def _port(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from evermoe.environment import lighthouse, node_rank
+    from evermoe.config.environment import lighthouse, node_rank
     from evermoe.launch import LocalJob, run
 
     if not options.program:

@@ -18,12 +18,12 @@ import torch.multiprocessing as mp
 from rich.console import Console
 
 from evermoe._native import Arena, CopyEngine, digests
+from evermoe.checkpoint.plain_files import flush, write_units
 from evermoe.comm.transport import Transport
 from evermoe.demo.driver import Run
 from evermoe.demo.flags import add_arguments as add_demo_arguments
 from evermoe.demo.flags import check
 from evermoe.demo.summary import Event, commits, episodes
-from evermoe.persist.plain_files import flush, write_units
 from evermoe.state.unit import TensorSpec, Unit
 
 LIMIT = timedelta(seconds=30)

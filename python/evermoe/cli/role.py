@@ -6,8 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
-from evermoe.memory_folder import DEFAULT, job_folder, replace_text, role_files
 from evermoe.options import check_name, checked
+from evermoe.process.memory_folder import DEFAULT, job_folder, replace_text, role_files
 
 PAUSE_SECONDS = 0.05
 """Seconds between two checks for an answer."""

@@ -18,7 +18,7 @@ from typing import Any
 from evermoe.comm._torchft import torchft
 from evermoe.comm.messages import MemberReport, Messages
 from evermoe.comm.reachability import Reachability
-from evermoe.native_calls import native_call
+from evermoe.process.native_calls import native_call
 
 logger = logging.getLogger(__name__)
 

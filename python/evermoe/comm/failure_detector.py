@@ -12,7 +12,7 @@ from evermoe import _native
 from evermoe.comm.group import Group
 from evermoe.comm.reachability import Reachability
 from evermoe.comm.waits import EXCESS
-from evermoe.native_calls import native_call
+from evermoe.process.native_calls import native_call
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.reachability import end_connections
-from evermoe.native_calls import native_call
+from evermoe.process.native_calls import native_call
 
 logger = logging.getLogger(__name__)
 

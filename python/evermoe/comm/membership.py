@@ -1,9 +1,9 @@
 """Membership of a job: the sets that the Lighthouse names, and the groups built from them. Only `comm` uses torchft.
 
 Every member sends heartbeats to torchft's Lighthouse from a native thread and requests a set of members; all get the
-same answer. The protocol (`evermoe.train.protocol`) checks it, and `MembershipManager.connect` builds the groups. They
-meet in the store of the first member, under a prefix of their own. `evermoe.comm.reachability` finds out which members
-answer.
+same answer. The protocol (`evermoe.session.protocol`) checks it, and `MembershipManager.connect` builds the groups.
+They meet in the store of the first member, under a prefix of their own. `evermoe.comm.reachability` finds out which
+members answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from evermoe.comm.reachability import PROBE_SECONDS, Reachability, find_endpoint
 from evermoe.comm.transport import Transport
 from evermoe.config.membership import Membership, split_addresses
 from evermoe.errors import JoinTimeout, PeerLost
-from evermoe.native_calls import close_at_exit
+from evermoe.process.native_calls import close_at_exit
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from evermoe.errors import PeerLost
-from evermoe.native_calls import native_call
+from evermoe.process.native_calls import native_call
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import torch
 
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.tags import NEVER_SENT
-from evermoe.native_calls import native_call
+from evermoe.process.native_calls import native_call
 
 EXCESS = 1.25
 """Longest wait, in multiples of its limit. Gloo's own timeout comes first, unless the wall clock is set back."""

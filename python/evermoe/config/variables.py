@@ -7,7 +7,7 @@ import types
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from evermoe import environment
+from evermoe.config import environment
 from evermoe.config.membership import Membership
 from evermoe.options import Options, checked
 

@@ -105,7 +105,7 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
     checked("--balance", options.balance, float, least=0, most=MOST)
-    from evermoe.train.session_config import session_config  # as above
+    from evermoe.session.session_config import session_config  # as above
 
     given = session_arguments(argparse.Namespace(**vars(options) | {"checkpoints": options.checkpoints or "anywhere"}))
     session_config(**given, seed=options.seed)

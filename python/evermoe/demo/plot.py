@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from evermoe.demo.timeline import WINDOW_STEPS, Timeline
 from evermoe.options import count
-from evermoe.plotting import BLUE, GREEN, GREY, ORANGE, RED
+from evermoe.profile.plotting import BLUE, GREEN, GREY, ORANGE, RED
 
 COLOURS = {"training": GREEN, "recovering": ORANGE, "joining": BLUE}
 """Colour of each state of a worker."""

@@ -19,15 +19,15 @@ from typing import Any, TextIO
 import torch
 
 import evermoe
+from evermoe.config.environment import local_rank
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.demo.worker_flags import add_arguments, session_arguments
-from evermoe.environment import local_rank
 from evermoe.events import Event
-from evermoe.moe import moe_layers
+from evermoe.moe.layer import moe_layers
+from evermoe.moe.router import Routes
 from evermoe.planning.presets import PRESETS
 from evermoe.profile import Profiler
-from evermoe.router import Routes
 
 
 class Reporter:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evermoe import events
 from evermoe.events import ChunkSent, Event, GradientsLogged, Protocol, SnapshotReceived
-from evermoe.warn import warn
+from evermoe.process.warn import warn
 
 INNER = (Protocol, ChunkSent, SnapshotReceived, GradientsLogged)
 """Events of a session's internals, many of them in each step."""

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from evermoe import environment
+from evermoe.config import environment
 from evermoe.events import Event, Listener
-from evermoe.memory_folder import node_name
 from evermoe.observe.metrics import Metrics
 from evermoe.observe.tensorboard import TensorBoard
 from evermoe.options import checked
+from evermoe.process.memory_folder import node_name
 
 MAX_PORT = 65535
 

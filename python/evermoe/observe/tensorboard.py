@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evermoe.events import Commit, CoverageChanged, Damaged, Event, Measured, Recovered, Skipped, Verified
-from evermoe.warn import warn
+from evermoe.process.warn import warn
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

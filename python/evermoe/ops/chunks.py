@@ -1,6 +1,6 @@
 """Scattered tensors <-> chunks of a fixed size with a checksum of each.
 
-What lies where in a chunk: `evermoe.snapshot.chunked_copy`.
+What lies where in a chunk: `evermoe.copies.snapshot.chunked_copy`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_copier(
         tensors: which it keeps; without overlaps, unless they are only read.
         chunk_bytes: a multiple of 4096.
         staging: transfers that may be on their way at once.
-        host: as for `evermoe.snapshot.ChunkedCopy`.
+        host: as for `evermoe.copies.snapshot.ChunkedCopy`.
         for_captures: with memory on the host for `staging` + 1 transfers alone, which they use in turn.
 
     Raises:

@@ -39,10 +39,10 @@ def adamw_step(
         loss_scale: what the loss was multiplied by; the gradient is divided by it.
         clip: what the gradient is multiplied by then, 0 or more; only then it is negated to maximize.
         arithmetic: whose operations to repeat bit for bit: "evermoe", or that of `torch.optim.AdamW`: "torch_cpu_fused"
-            (x86), "torch_cuda_fused" or "torch_cuda_foreach" (the default on CUDA). `evermoe.replay.calibrate` finds
-            the arithmetic of an optimizer.
+            (x86), "torch_cuda_fused" or "torch_cuda_foreach" (the default on CUDA).
+            `evermoe.copies.replay.calibrate` finds the arithmetic of an optimizer.
         powers: `betas[0]**t` and `betas[1]**t` in float32, for "torch_cuda_fused" alone: as the trainer's GPU
-            computes them, see `evermoe.replay.powers`.
+            computes them, see `evermoe.copies.replay.powers`.
 
     Returns:
         float32 `[10]` on the CPU: arithmetic (0 to 3 in the order above), loss_scale, clip (negative to maximize),

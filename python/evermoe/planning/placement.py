@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
 from evermoe.planning._arguments import array, choice, count, count_lists
-from evermoe.warn import warn
+from evermoe.process.warn import warn
 
 PlacementPolicy = Literal["balanced", "safest", "mro", "spread", "compact"]
 POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)

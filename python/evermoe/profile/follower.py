@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from evermoe.native_calls import native_call
+from evermoe.process.native_calls import native_call
 from evermoe.profile.clocks import Event
 
 CLOSE_SECONDS = 5.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from evermoe.plotting import BLUE, GREEN, GREY, PALE, RED
+from evermoe.profile.plotting import BLUE, GREEN, GREY, PALE, RED
 
 TRACE_STEPS = 3
 """Number of last steps of a trace that are drawn."""

@@ -15,12 +15,12 @@ from types import MappingProxyType
 from torch import Tensor
 
 from evermoe._native import RecoveryPlan
+from evermoe.checkpoint import checkpoint
+from evermoe.checkpoint.checkpoint_store import find
+from evermoe.checkpoint.manifest import read_manifest
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
-from evermoe.persist import checkpoint
-from evermoe.persist.checkpoint_store import find
-from evermoe.persist.manifest import read_manifest
 from evermoe.planning.recovery import recovery_plan
 from evermoe.recovery.fetch import Fetch, Transfer, origins_of
 from evermoe.recovery.late_fetch import LateFetch

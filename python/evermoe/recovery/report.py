@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from evermoe.events import Listener, Phase, Recovered
-from evermoe.placement import LayerPlacements
+from evermoe.state.placement import LayerPlacements
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of
 

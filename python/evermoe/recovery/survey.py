@@ -12,18 +12,18 @@ import numpy as np
 from torch import Tensor
 
 from evermoe._native import digest
+from evermoe.checkpoint.checkpoint_store import find, find_saved
+from evermoe.checkpoint.folder import PersistedUnit
+from evermoe.checkpoint.object_store import LOOK_SECONDS, Location, hurried
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, PeerLost
-from evermoe.persist.checkpoint_store import find, find_saved
-from evermoe.persist.folder import PersistedUnit
-from evermoe.persist.object_store import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging, usable_holdings
+from evermoe.process.warn import warn
 from evermoe.recovery.early_survey import GROUP_BYTES
 from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, lent, read_stored
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION, Unit, digests_of
 from evermoe.state.version import step_of
-from evermoe.warn import warn
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
 T = TypeVar("T")

@@ -10,20 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evermoe.checkpoint.object_store import Location
 from evermoe.comm.group import Group
 from evermoe.config.placement import Placement
 from evermoe.options import count
-from evermoe.persist.object_store import Location
-from evermoe.placement import (
-    LayerPlacements,
-    keep_in_place,
-    place_layers,
-    vacant_rows,
-    with_vacant,
-)
 from evermoe.planning.owners import place_owners
 from evermoe.planning.placement import FewerReplicas
 from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory, newest_trainer
+from evermoe.state.placement import LayerPlacements, keep_in_place, place_layers, vacant_rows, with_vacant
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
+from evermoe.copies.snapshot.store import SnapshotUnit
 from evermoe.recovery.survey import fits
-from evermoe.snapshot.store import SnapshotUnit
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of

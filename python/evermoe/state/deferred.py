@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from evermoe.errors import UnsupportedState
-from evermoe.experts import Experts, expert_layers
+from evermoe.moe.experts import Experts, expert_layers
 from evermoe.state.building import Building
 from evermoe.state.rebuild import Rebuild, own_random_numbers, seed_of
 from evermoe.state.recording import Recording, View

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evermoe.experts import Experts
-from evermoe.moe_load import TokenCount
+from evermoe.moe.experts import Experts
+from evermoe.moe.token_counts import TokenCount
 from evermoe.planning.load import LoadAverage
 from evermoe.state.copy_marks import CopyMarks
 from evermoe.state.unit import expert_unit

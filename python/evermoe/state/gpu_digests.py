@@ -25,7 +25,7 @@ from torch import Tensor
 from evermoe import _native
 from evermoe.ops.cache import has_cuda_kernels
 from evermoe.ops.chunks import open_copier
-from evermoe.warn import warn
+from evermoe.process.warn import warn
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a transfer."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from evermoe.data.loader import ElasticLoader
+from evermoe.data.sampler import Sampler
 from evermoe.errors import UnsupportedState
-from evermoe.loader import ElasticLoader
-from evermoe.sampler import Sampler
 from evermoe.state import lr_schedule
 from evermoe.state.lr_schedule import Scheduler
 

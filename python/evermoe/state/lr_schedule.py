@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from evermoe.data.plain_state import from_json, to_json
 from evermoe.errors import UnsupportedState
-from evermoe.plain_state import from_json, to_json
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from evermoe.experts import expert_layers
+from evermoe.moe.experts import expert_layers
 from evermoe.planning.models import ModelShape
 from evermoe.state.unit import dense_tensors
 

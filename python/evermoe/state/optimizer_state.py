@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
-from evermoe.expert import ROW_ALIGNMENT
+from evermoe.moe.expert import ROW_ALIGNMENT
 
 _ROWS, _ROW = 4, ROW_ALIGNMENT
 """Shape on which an optimizer is tried: rows of complete SIMD registers, so that it steps all of them the same way."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
-from evermoe.experts import Experts, expert_layers
+from evermoe.moe.experts import Experts, expert_layers
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
@@ -20,16 +20,7 @@ from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
 from evermoe.state.stack_memory import StackMemories
 from evermoe.state.stored import RetainedUnits
-from evermoe.state.unit import (
-    MARKS,
-    SESSION,
-    TensorSpec,
-    Unit,
-    dense_tensors,
-    digests_of,
-    expert_unit,
-    read_tensors,
-)
+from evermoe.state.unit import MARKS, SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit, read_tensors
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe._native import digests
-from evermoe.experts import expert_layers
+from evermoe.moe.experts import expert_layers
 from evermoe.planning.holders import primaries
 from evermoe.state.gpu_digests import bytes_of, gpu_digests
 

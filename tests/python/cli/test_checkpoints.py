@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from evermoe import Checkpoints, ElasticSampler, Membership, Session
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find
+from evermoe.checkpoint.owner import Owner, read_owner
+from evermoe.checkpoint.retention import Retention
 from evermoe.cli.main import main
-from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.owner import Owner, read_owner
-from evermoe.persist.retention import Retention
 from support.worker import SAMPLES, Model, dataset, wait_until_written
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from evermoe.memory_folder import job_folder
+from evermoe.process.memory_folder import job_folder
 from support.commands import evermoe
 
 SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32", "--batch", "12"]

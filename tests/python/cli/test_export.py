@@ -5,7 +5,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import evermoe as package
-from evermoe.persist.manifest import read_manifest, read_units
+from evermoe.checkpoint.manifest import read_manifest, read_units
 from support.commands import evermoe
 from support.hub import elastic
 from support.worker import dataset

@@ -11,8 +11,8 @@ import pytest
 
 from cli.test_run import start
 from evermoe import launch
+from evermoe.checkpoint.checkpoint_folder import find
 from evermoe.errors import REQUEUE_CODE
-from evermoe.persist.checkpoint_folder import find
 
 __all__ = ["start"]
 

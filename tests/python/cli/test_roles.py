@@ -10,7 +10,7 @@ import pytest
 
 from cli.test_run import start
 from evermoe.cli.main import main
-from evermoe.memory_folder import job_folder
+from evermoe.process.memory_folder import job_folder
 from support.harness import wait_until
 
 __all__ = ["start"]

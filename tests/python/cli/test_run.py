@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 
-from evermoe.persist.checkpoint_folder import find
+from evermoe.checkpoint.checkpoint_folder import find
 
 LIMIT = 60.0
 """Seconds for what happens at once, on a busy machine: far less than `quorum_timeout`, 300 s."""

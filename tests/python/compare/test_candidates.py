@@ -10,9 +10,9 @@ import torch
 
 from benches.compare.__main__ import main
 from benches.compare.candidates import CANDIDATES
+from evermoe.data.sampler import ElasticSampler
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.train import build
-from evermoe.sampler import ElasticSampler
 from support.commands import call
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 32, "experts": 4, "top_k": 2, "sequence": 32}

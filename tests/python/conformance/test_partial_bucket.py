@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from evermoe._native import digest
+from evermoe.checkpoint import partial_bucket
+from evermoe.checkpoint.checkpoint_bucket import CheckpointBucket
+from evermoe.checkpoint.folder import PERSISTED, read_persisted
+from evermoe.checkpoint.object_store import locate
+from evermoe.checkpoint.owner import Owner
+from evermoe.checkpoint.partial_store import open_partial
+from evermoe.checkpoint.saved import Saved, SavedUnit
 from evermoe.errors import LeftBehind, PersistFailed
-from evermoe.persist import partial_bucket
-from evermoe.persist.checkpoint_bucket import CheckpointBucket
-from evermoe.persist.folder import PERSISTED, read_persisted
-from evermoe.persist.object_store import locate
-from evermoe.persist.owner import Owner
-from evermoe.persist.partial_store import open_partial
-from evermoe.persist.saved import Saved, SavedUnit
 from support.harness import PATIENCE, SERVER, wait_until
 from support.persisting import NBYTES, UNITS, Member, content, parts, versions
 from support.proxy import Fault
@@ -322,7 +322,7 @@ def test_what_could_not_be_rewound_goes_before_anything_newer_is_persisted(proxy
 
 
 def test_a_rewind_does_not_wait_for_a_commit_that_hangs(proxy, behind, join, monkeypatch):
-    from evermoe.persist import persister
+    from evermoe.checkpoint import persister
 
     monkeypatch.setattr(persister, "LOOK_SECONDS", 0.2)
     where = below(behind("hangs"))

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from evermoe.persist.checkpoint_store import find
-from evermoe.persist.manifest import as_bytes, read_manifest, read_units
+from evermoe.checkpoint.checkpoint_store import find
+from evermoe.checkpoint.manifest import as_bytes, read_manifest, read_units
 from support.harness import SERVER
 from support.places import Stop, Writer, all_whole, forget, is_whole, steps, write, write_as_process
 from support.proxy import Fault, Request

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from evermoe import load_weights
+from evermoe.checkpoint.attempts import Attempts, Cleaner
+from evermoe.checkpoint.checkpoint_store import find, prune, stored
+from evermoe.checkpoint.copying import copy
+from evermoe.checkpoint.manifest import read_manifest, read_units
+from evermoe.checkpoint.owner import Owner
+from evermoe.checkpoint.retention import Retention
 from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
-from evermoe.persist.attempts import Attempts, Cleaner
-from evermoe.persist.checkpoint_store import find, prune, stored
-from evermoe.persist.copying import copy
-from evermoe.persist.manifest import read_manifest, read_units
-from evermoe.persist.owner import Owner
-from evermoe.persist.retention import Retention
-from evermoe.run_claim import Run
+from evermoe.process.run_claim import Run
 from support.models import make
 from support.object_servers import ADDRESS, GivenAddress
 from support.places import Spot, Stop, Writer, all_whole, another_spot, forget, is_whole, make_spot, steps, write
@@ -118,7 +118,7 @@ def test_checkpoints_of_another_model_are_refused(spot):
         assert find(spot.locate(), "another") == {}
     with pytest.raises(CorruptCopy, match="has no unit nothing"):
         list(read_units(read_manifest(path), ["nothing"]))
-    from evermoe.persist.checkpoint_store import open_store
+    from evermoe.checkpoint.checkpoint_store import open_store
 
     with pytest.raises(ValueError, match="trained another model or optimizer"):
         open_store(spot.locate(), Owner("job", "another"), "m")

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 
+from evermoe.checkpoint.owner import LOCK, OWNER
 from evermoe.errors import CorruptCopy
-from evermoe.persist.owner import LOCK, OWNER
 from support.harness import SERVER, wait_until
 from support.kills import kill_at_each_operation, operations
 from support.stores import STORES, Checkpoints, PersistedFolder, contents, names, versions

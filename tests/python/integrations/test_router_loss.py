@@ -12,7 +12,7 @@ from torch import nn
 
 import evermoe
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
-from evermoe.experts import expert_layers
+from evermoe.moe.experts import expert_layers
 from support.hub import BALANCED, VOCABULARY, Loss, build
 from support.ranks import run_ranks
 from support.worker import SAMPLES, Fault, dataset, make_optimizer

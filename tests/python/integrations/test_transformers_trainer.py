@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import evermoe
-from evermoe.experts import expert_layers
+from evermoe.moe.experts import expert_layers
 from support.hub import build
 
 transformers = pytest.importorskip("transformers")

@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import evermoe
-from evermoe.persist import weight_folder
-from evermoe.persist.folder_weights import INDEX
+from evermoe.checkpoint import weight_folder
+from evermoe.checkpoint.folder_weights import INDEX
 from evermoe.state.building import LARGE
 from evermoe.state.unit import expert_unit
 from support.hub import MODELS, build, config
@@ -35,8 +35,8 @@ def test_units_of_a_folder_and_back(tmp_path, name, monkeypatch):
     model, source = from_pretrained(tmp_path / "source")
     assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel() >= LARGE)
     expected = make_elastic(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source"))
-    experts = evermoe.experts.expert_layers(model)
-    for path, layer in evermoe.experts.expert_layers(expected).items():
+    experts = evermoe.moe.experts.expert_layers(model)
+    for path, layer in evermoe.moe.experts.expert_layers(expected).items():
         for expert in (0, 3, 5):
             row = torch.full_like(layer.weights[expert], 7.0)
             source.fill(path, experts[path], {"weights": row}, expert)

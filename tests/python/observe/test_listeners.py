@@ -14,7 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from evermoe import Checkpoints, ElasticSampler, Session
-from evermoe.environment import free_port
+from evermoe.config.environment import free_port
 from evermoe.events import (
     Begin,
     ChunkSent,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from evermoe import Checkpoints, ElasticSampler, Expert, Experts, Membership, Session
+from evermoe.checkpoint.partial import PartialCheckpoints
 from evermoe.events import Begin, Checkpoint, Measured, Recovered
-from evermoe.persist.partial import PartialCheckpoints
-from evermoe.train.measures import IMBALANCE_EVERY, imbalances
+from evermoe.session.measures import IMBALANCE_EVERY, imbalances
 from support.disks import fill, free
 from support.harness import FEWEST
 from support.worker import SAMPLES, Fault, Model, dataset, wait_until_written

@@ -14,7 +14,7 @@ import prometheus_client
 import pytest
 
 from evermoe.cli.main import main
-from evermoe.environment import free_port
+from evermoe.config.environment import free_port
 from evermoe.events import ChunkSent, Commit, CoverageChanged, Joined, Measured, Phase, Recovered
 from evermoe.observe import JsonLines, Metrics
 from evermoe.observe.member_view import Members, endpoints

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
+from evermoe.copies.replay.calibrate import powers
 from evermoe.ops.cache import has_cuda_kernels
 from evermoe.ops.optim import adamw_, adamw_step
-from evermoe.replay.calibrate import powers
 from support.floats import KINDS, log_uniform, normal, same_bits, subnormal
 
 STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from evermoe import _native
+from evermoe.copies.snapshot import chunked_copy
 from evermoe.errors import CorruptCopy
 from evermoe.ops import chunks
 from evermoe.ops.cache import has_cuda_kernels
-from evermoe.snapshot import chunked_copy
 
 BLOCK = chunks.BLOCK_BYTES
 raw = torch.ops.evermoe

@@ -7,9 +7,9 @@ from evermoe import ops
 from evermoe._native import Arena, CopyEngine
 from evermoe.comm.courier import Courier
 from evermoe.comm.transport import Transport
+from evermoe.copies.snapshot.chunked_copy import ChunkedCopy
 from evermoe.ops.cache import has_cuda_kernels
 from evermoe.optim import SGD
-from evermoe.snapshot.chunked_copy import ChunkedCopy
 from evermoe.state.gpu_digests import gpu_digests
 from evermoe.state.unit import digests_of
 

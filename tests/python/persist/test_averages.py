@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 import evermoe
 from evermoe import ElasticSampler, Session
+from evermoe.checkpoint.checkpoint_write import CheckpointWrite
+from evermoe.checkpoint.partial import PartialCheckpoint
 from evermoe.optim import EMA
-from evermoe.persist.checkpoint_write import CheckpointWrite
-from evermoe.persist.partial import PartialCheckpoint
 from evermoe.state.version import step_of
 from support.harness import PATIENCE
 

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 import evermoe
 from evermoe import ElasticSampler, Session, load_weights
+from evermoe.checkpoint import checkpoint
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find
+from evermoe.checkpoint.checkpoint_write import CheckpointWrite
+from evermoe.checkpoint.manifest import MANIFEST_BYTES, read_manifest
+from evermoe.checkpoint.owner import Owner
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.events import Checkpoint, Recovered
-from evermoe.persist import checkpoint
-from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.checkpoint_write import CheckpointWrite
-from evermoe.persist.manifest import MANIFEST_BYTES, read_manifest
-from evermoe.persist.owner import Owner
 from support.models import digests, everyone, make
 from support.places import Stop
 from support.worker import SAMPLES, Model, dataset, wait_until_written

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find
+from evermoe.checkpoint.checkpoint_write import CheckpointWrite
+from evermoe.checkpoint.owner import Owner
 from evermoe.errors import PeerLost, PersistFailed
-from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.checkpoint_write import CheckpointWrite
-from evermoe.persist.owner import Owner
 from support.models import make
 from support.ranks import members, run_ranks
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from evermoe import load_weights
 from evermoe._native import digest
-from evermoe.persist.folder import find_persisted, read_persisted, sweep
-from evermoe.persist.manifest import Part
-from evermoe.persist.partial_store import open_partial
-from evermoe.persist.persister import Persister
+from evermoe.checkpoint.folder import find_persisted, read_persisted, sweep
+from evermoe.checkpoint.manifest import Part
+from evermoe.checkpoint.partial_store import open_partial
+from evermoe.checkpoint.persister import Persister
 from evermoe.planning.recovery import recovery_plan
 from support.harness import PATIENCE
 from support.models import make, read

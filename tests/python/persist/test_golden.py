@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from evermoe._native import Arena, digest
-from evermoe.persist.checkpoint_folder import find
-from evermoe.persist.manifest import as_bytes, manifest_text, read_manifest, read_units
-from evermoe.persist.owner import Owner, read_owner, write_owner
+from evermoe.checkpoint.checkpoint_folder import find
+from evermoe.checkpoint.manifest import as_bytes, manifest_text, read_manifest, read_units
+from evermoe.checkpoint.owner import Owner, read_owner, write_owner
 
 GOLDEN = Path(__file__).parent / "golden"
 CHECKPOINT = GOLDEN / "checkpoints-2"

@@ -10,11 +10,11 @@ import torch
 
 import evermoe
 from evermoe import ElasticSampler, Session, load_weights
-from evermoe.environment import free_port
+from evermoe.checkpoint.checkpoint_store import find
+from evermoe.checkpoint.object_store import locate, locate_below
+from evermoe.config.environment import free_port
 from evermoe.errors import CorruptCopy
 from evermoe.events import Checkpoint, Recovered
-from evermoe.persist.checkpoint_store import find
-from evermoe.persist.object_store import locate, locate_below
 from support.harness import SERVER
 from support.models import make
 from support.object_servers import SECRET, s3_server

@@ -7,16 +7,16 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find
+from evermoe.checkpoint.owner import Claim, Owner, read_owner, write_owner
 from evermoe.errors import PersistFailed
-from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.owner import Claim, Owner, read_owner, write_owner
 from support.harness import PATIENCE
 from support.models import make
 
 HOLD = """
 import sys
 from pathlib import Path
-from evermoe.persist.owner import Claim, Owner
+from evermoe.checkpoint.owner import Claim, Owner
 claim = Claim(Path(sys.argv[1]), Owner(sys.argv[2], "L"), is_used=True)
 print("held", flush=True)
 sys.stdin.read()

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from evermoe.persist.folder import DATA, find_persisted, folder_name
-from evermoe.persist.manifest import Part
+from evermoe.checkpoint.folder import DATA, find_persisted, folder_name
+from evermoe.checkpoint.manifest import Part
 from support.persisting import NBYTES, content, versions
 
 CUT = 64

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from evermoe._native import TripleBuffer, digest
+from evermoe.checkpoint import folder, partial_bucket
+from evermoe.checkpoint.folder import PERSISTED
+from evermoe.checkpoint.manifest import Part
+from evermoe.checkpoint.partial_store import open_partial
+from evermoe.checkpoint.persister import Persister
 from evermoe.errors import PersistFailed
-from evermoe.persist import folder, partial_bucket
-from evermoe.persist.folder import PERSISTED
-from evermoe.persist.manifest import Part
-from evermoe.persist.partial_store import open_partial
-from evermoe.persist.persister import Persister
 from evermoe.state.version import version_of
 from support.harness import PATIENCE
 from support.persisting import NBYTES, UNITS, content, parts, versions

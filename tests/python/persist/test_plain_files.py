@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from evermoe.checkpoint.plain_files import _DTYPES, write_tensors, write_units
 from evermoe.errors import UnsupportedState
-from evermoe.persist.plain_files import _DTYPES, write_tensors, write_units
 from evermoe.state.unit import TensorSpec, Unit, digests_of
 from support import disks
 

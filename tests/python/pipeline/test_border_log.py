@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from evermoe import _native
-from evermoe.moe_load import TokenCount
-from evermoe.train.border_log import Backward, BorderLog, Forward
+from evermoe.moe.token_counts import TokenCount
+from evermoe.pipeline.border_log import Backward, BorderLog, Forward
 
 version_of = _native.version_of
 

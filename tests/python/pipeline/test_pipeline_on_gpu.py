@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
+from evermoe.pipeline.host_copy import BorderDigest, HostCopy, on_device, to_host
 from evermoe.profile.follower import StreamFollower
-from evermoe.train.host_copy import BorderDigest, HostCopy, on_device, to_host
 from support import stand_in
 from support.pipeline_worker import MICROBATCHES, ROWS
 from support.pipelines import RANKS, Pipeline, run_undisturbed

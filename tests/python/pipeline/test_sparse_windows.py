@@ -11,7 +11,7 @@ import torch
 
 import evermoe
 from evermoe._native import Arena
-from evermoe.snapshot.slices import MAX_SLICES
+from evermoe.copies.snapshot.slices import MAX_SLICES
 from evermoe.state.version import step_of
 from support.flips import BIT
 from support.harness import PATIENCE, wait_until

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import evermoe
+from evermoe.copies.loss_ledger import LossLedger
 from evermoe.errors import UnsupportedState
-from evermoe.loss_ledger import LossLedger
+from evermoe.pipeline.kept_loop import KeptLoop
+from evermoe.pipeline.stages import StageState
 from evermoe.presets import Pec
-from evermoe.train.kept_loop import KeptLoop
-from evermoe.train.loss_scale import LossScale
-from evermoe.train.stages import StageState
+from evermoe.session.loss_scale import LossScale
 
 
 def make(ranks, place=None, experts=4, **options):

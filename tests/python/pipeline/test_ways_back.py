@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from evermoe.snapshot.bundles import Bundle
-from evermoe.snapshot.store import SnapshotStore
+from evermoe.copies.snapshot.bundles import Bundle
+from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.pipeline.kept_loop import KeptLoop
+from evermoe.pipeline.localised import LocalisedRecovery
+from evermoe.pipeline.slice_choice import SliceChoice
+from evermoe.pipeline.sparse_windows import SparseWindows
+from evermoe.pipeline.stages import StageRank, StageState
+from evermoe.session.loss_scale import LossScale
 from evermoe.state.version import version_of
-from evermoe.train.kept_loop import KeptLoop
-from evermoe.train.localised import LocalisedRecovery
-from evermoe.train.loss_scale import LossScale
-from evermoe.train.slice_choice import SliceChoice
-from evermoe.train.sparse_windows import SparseWindows
-from evermoe.train.stages import StageRank, StageState
 from support.ranks import run_ranks
 
 BEGUN = version_of(1, 4)

@@ -11,7 +11,7 @@ from evermoe.planning import allocate, place
 from evermoe.planning.placement import session_slots
 from evermoe.planning.presets import PRESET_NAMES, PRESETS
 from evermoe.planning.protection import RankInfo, UnitInfo, plan_protection, survival
-from evermoe.train.session_config import session_config
+from evermoe.session.session_config import session_config
 
 NODES, EXPERTS = 5, 8
 COPIES = [1, 2, 3, 4]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from evermoe import planning
-from evermoe.placement import Placement, place_layers
 from evermoe.planning.placement import FewerReplicas
+from evermoe.state.placement import Placement, place_layers
 
 SIZES = [(8, 3), (6, 3), (8, 4), (8, 10), (8, 32), (16, 8), (16, 64), (32, 8), (64, 8), (64, 32), (128, 16), (256, 32)]
 """Experts, nodes."""

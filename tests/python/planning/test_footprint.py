@@ -11,12 +11,12 @@ import torch
 
 import evermoe
 from evermoe.comm import collectives
+from evermoe.copies.replay import exchange, replica
 from evermoe.planning import footprint as footprint_module
 from evermoe.planning import protection, seating
 from evermoe.planning.footprint import PHASES, footprint
 from evermoe.planning.models import MODELS, ModelShape
 from evermoe.planning.seating import FootprintOptions
-from evermoe.replay import exchange, replica
 from evermoe.state.model_shape import shape_of
 
 SMALL = ModelShape(dense_parameters=1000, largest_module=400, layers=3, experts=8, expert_parameters=500)

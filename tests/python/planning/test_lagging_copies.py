@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from evermoe.copies.protection_inputs import may_lose_updates
 from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitProtection
-from evermoe.protection_inputs import may_lose_updates
 
 THREE = [RankInfo(node, 0) for node in "abc"]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from evermoe import Placement, planning
-from evermoe.placement import place_layers
 from evermoe.planning.placement import failure_domains
 from evermoe.planning.presets import PRESETS
+from evermoe.state.placement import place_layers
 
 LAYOUTS = [sizes for nodes in (1, 2, 3, 4) for sizes in itertools.combinations_with_replacement((1, 2, 3), nodes)]
 

@@ -10,11 +10,11 @@ from torch import nn
 
 import evermoe
 from evermoe import Placement, planning
-from evermoe.placement import place_layers
 from evermoe.planning.placement import failure_domains
 from evermoe.planning.recovery import recovery_plan
 from evermoe.recovery.survey import Holding, Inventory, Standing
 from evermoe.recovery.target import ExpertTarget
+from evermoe.state.placement import place_layers
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import version_of

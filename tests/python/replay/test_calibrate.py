@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import evermoe
+from evermoe.copies.replay.calibrate import Arithmetic, calibrate, powers
 from evermoe.ops.cache import has_cuda_kernels
-from evermoe.replay.calibrate import Arithmetic, calibrate, powers
 from support.floats import same_bits
 
 

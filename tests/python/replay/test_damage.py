@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from evermoe import optim
+from evermoe.copies.replay.part import sum_of_words
+from evermoe.copies.replay.replica import Replica
+from evermoe.copies.replay.sender import GradientSender, Row
 from evermoe.errors import ReplicaBehind
-from evermoe.replay.part import sum_of_words
-from evermoe.replay.replica import Replica
-from evermoe.replay.sender import GradientSender, Row
 
 UNITS = 3
 ELEMENTS = 1032

@@ -7,12 +7,12 @@ from torch import nn
 from evermoe import MoE
 from evermoe._native import RECORD_HEADER_BYTES
 from evermoe.comm.courier import Courier
+from evermoe.copies.replay import early_gradients
+from evermoe.copies.replay.calibrate import calibrate
+from evermoe.copies.replay.exchange import ReplayExchange
+from evermoe.copies.replay.sender import GradientSender
+from evermoe.copies.replay.source import GradientRecord
 from evermoe.planning.protection import UnitProtection
-from evermoe.replay import early_gradients
-from evermoe.replay.calibrate import calibrate
-from evermoe.replay.exchange import ReplayExchange
-from evermoe.replay.sender import GradientSender
-from evermoe.replay.source import GradientRecord
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit

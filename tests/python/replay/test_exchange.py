@@ -7,11 +7,11 @@ import torch
 from evermoe import MoE
 from evermoe._native import digest
 from evermoe.comm.courier import Courier
+from evermoe.copies.replay import exchange
+from evermoe.copies.replay.calibrate import calibrate
+from evermoe.copies.replay.frame import Frame
 from evermoe.errors import PeerLost
 from evermoe.planning.protection import UnitProtection
-from evermoe.replay import exchange
-from evermoe.replay.calibrate import calibrate
-from evermoe.replay.frame import Frame
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit

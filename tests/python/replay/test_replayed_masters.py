@@ -7,11 +7,11 @@ import torch
 
 from evermoe import optim
 from evermoe._native import digest
+from evermoe.copies.replay.calibrate import calibrate
+from evermoe.copies.replay.replica import Replica
+from evermoe.copies.replay.sender import GradientSender, Row
 from evermoe.errors import NotReplayable
-from evermoe.replay.calibrate import calibrate
-from evermoe.replay.replica import Replica
-from evermoe.replay.sender import GradientSender, Row
-from evermoe.train.gradients import scale
+from evermoe.session.gradients import scale
 from support.masters import MasterAdam
 
 EXPERTS, WIDTH, STEPS = 3, 96, 60

@@ -11,10 +11,10 @@ import torch
 
 from evermoe import optim
 from evermoe._native import digest
+from evermoe.copies.replay.replica import Replica
+from evermoe.copies.replay.sender import GradientSender, Row
 from evermoe.errors import ReplicaBehind
 from evermoe.ops.cache import has_cuda_kernels
-from evermoe.replay.replica import Replica
-from evermoe.replay.sender import GradientSender, Row
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import TensorSpec, Unit
 

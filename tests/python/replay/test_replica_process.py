@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from evermoe import optim
-from evermoe.replay.replica import Replica
-from evermoe.replay.sender import GradientSender
+from evermoe.copies.replay.replica import Replica
+from evermoe.copies.replay.sender import GradientSender
 from support.harness import PATIENCE, SERVER
 
 NEEDS = b"n"

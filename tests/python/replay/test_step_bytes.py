@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from evermoe import MoE, optim
-from evermoe.replay.calibrate import calibrate
-from evermoe.replay.exchange import rows_of
-from evermoe.replay.replayable import is_repeatable
-from evermoe.replay.step_bytes import repeat_step, step_bytes, write_step
-from evermoe.replay.step_notes import StepNotes
+from evermoe.copies.replay.calibrate import calibrate
+from evermoe.copies.replay.exchange import rows_of
+from evermoe.copies.replay.replayable import is_repeatable
+from evermoe.copies.replay.step_bytes import repeat_step, step_bytes, write_step
+from evermoe.copies.replay.step_notes import StepNotes
 from evermoe.state.training_state import TrainingState
 
 OPTIMIZERS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evermoe.replay.sender import GradientSender, Row
-from evermoe.replay.step_counts import StepCounts
+from evermoe.copies.replay.sender import GradientSender, Row
+from evermoe.copies.replay.step_counts import StepCounts
 
 
 class Reads(TorchDispatchMode):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from evermoe.copies.snapshot.frequency import lowered, steps_of
+from evermoe.copies.snapshot.rank_plan import MAX_VERSION_STEPS
 from evermoe.planning.schedule import ChunkReason, Link
-from evermoe.snapshot.frequency import lowered, steps_of
-from evermoe.snapshot.rank_plan import MAX_VERSION_STEPS
 
 LINK = Link(1e-3, 1e6)
 NBYTES = 500_000

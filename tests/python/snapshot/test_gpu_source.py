@@ -5,8 +5,8 @@ import torch
 
 from evermoe import MoE
 from evermoe._native import Arena, CopyEngine
-from evermoe.snapshot.gpu_source import GpuSource
-from evermoe.snapshot.gpu_sources import GpuSources
+from evermoe.copies.snapshot.gpu_source import GpuSource
+from evermoe.copies.snapshot.gpu_sources import GpuSources
 from evermoe.state.training_state import TrainingState
 
 OPTIMIZERS = {

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from evermoe.copies.snapshot.bundles import Bundle
+from evermoe.copies.snapshot.page_locks import MIN_BYTES, PageLocks
 from evermoe.profile import memory
-from evermoe.snapshot.bundles import Bundle
-from evermoe.snapshot.page_locks import MIN_BYTES, PageLocks
 
 
 class Arena:

@@ -6,10 +6,10 @@ import torch
 
 from evermoe import MoE
 from evermoe.comm.courier import Courier
+from evermoe.copies.snapshot.bundles import Bundle
+from evermoe.copies.snapshot.round import SnapshotRound
+from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.events import ChunkSent, SnapshotReceived
-from evermoe.snapshot.bundles import Bundle
-from evermoe.snapshot.round import SnapshotRound
-from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import version_of

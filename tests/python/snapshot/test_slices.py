@@ -8,7 +8,7 @@ import random
 import pytest
 
 from evermoe import _native
-from evermoe.snapshot.slices import (
+from evermoe.copies.snapshot.slices import (
     UnitBytes,
     bytes_per_step,
     even_slices,

@@ -7,11 +7,11 @@ import torch
 
 from evermoe import MoE
 from evermoe.config.copies import CopyConfig
-from evermoe.keeper import Assignment
+from evermoe.copies.snapshot.snapshots import Snapshots
+from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.planning.protection import ProtectionPlan, UnitProtection
 from evermoe.presets import Auto
-from evermoe.snapshot.snapshots import Snapshots
-from evermoe.snapshot.store import SnapshotStore
+from evermoe.state.keeper import Assignment
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import step_of, version_of

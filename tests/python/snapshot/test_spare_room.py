@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evermoe._native import Arena
-from evermoe.snapshot.spare_room import SpareRoom, release_all
+from evermoe.copies.snapshot.spare_room import SpareRoom, release_all
 
 MEBIBYTE = 1 << 20
 
@@ -86,7 +86,7 @@ def test_what_trainers_of_the_node_have_stays_free_for_them_once_more(folder, mo
     Arena.create(str(folder / "1.arena"), "{}", [("dense", 2 * MEBIBYTE)])
     room = SpareRoom(folder, "me")
     for free, reserved in ((4 * MEBIBYTE, 0), (8 * MEBIBYTE, MEBIBYTE)):
-        monkeypatch.setattr("evermoe.snapshot.spare_room.free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr("evermoe.copies.snapshot.spare_room.free_bytes", lambda _, free=free: free)
         room.reserve_files([MEBIBYTE])
         assert room.nbytes == reserved
     assert "this spare reserves no memory: it would need 1048576 bytes" in caplog.text

@@ -2,8 +2,8 @@
 
 import os
 
-from evermoe.snapshot.bundles import Bundle
-from evermoe.snapshot.store import SnapshotStore
+from evermoe.copies.snapshot.bundles import Bundle
+from evermoe.copies.snapshot.store import SnapshotStore
 from support.stores import Arenas, contents, model, versions
 
 

@@ -9,18 +9,10 @@ import pytest
 
 from evermoe.comm.courier import Sent
 from evermoe.comm.pacer import ANY_TIME, TimedStep
+from evermoe.copies.snapshot.link import measure_link
+from evermoe.copies.snapshot.rank_plan import COPIES, Outgoing, RankReport, as_steps, places_of, plan_of, segments_of
 from evermoe.planning.schedule import Link, Memory
 from evermoe.planning.windows import find_windows
-from evermoe.snapshot.link import measure_link
-from evermoe.snapshot.rank_plan import (
-    COPIES,
-    Outgoing,
-    RankReport,
-    as_steps,
-    places_of,
-    plan_of,
-    segments_of,
-)
 
 MS = 10**6
 LINK = Link(1e-3, 1e6)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
+from evermoe.session.loop_restore import LoopRestore
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts
-from evermoe.train.loop_restore import LoopRestore
 from support.ranks import run_ranks
 
 STEPS, JOBS, OTHERS = 6, 0.9, 4

@@ -281,7 +281,7 @@ def test_first_weights_from_a_folder_of_safetensors(tmp_path):
 
 
 def test_first_weights_from_a_checkpoint(tmp_path):
-    from evermoe.sampler import ElasticSampler
+    from evermoe.data.sampler import ElasticSampler
 
     model = nn.ModuleList([Tied()])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import evermoe
 from evermoe.errors import PeerLost
-from evermoe.train import evaluations
-from evermoe.train.purposes import Meeting, Purpose
+from evermoe.session import evaluations
+from evermoe.session.purposes import Meeting, Purpose
 from support import worker
 from support.flat_options import grouped
 from support.harness import Worker

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 
 from evermoe._native import digest
+from evermoe.checkpoint import checkpoint
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find, find_saved
+from evermoe.checkpoint.folder import find_persisted, prune, read_persisted, sweep
+from evermoe.checkpoint.manifest import Manifest, as_bytes, read_manifest, read_units
+from evermoe.checkpoint.owner import Owner
+from evermoe.copies.replay.frame import Frame
+from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import CorruptCopy, PeerLost, UnsafeFolder
-from evermoe.persist import checkpoint
-from evermoe.persist.checkpoint_folder import CheckpointFolder, find, find_saved
-from evermoe.persist.folder import find_persisted, prune, read_persisted, sweep
-from evermoe.persist.manifest import Manifest, as_bytes, read_manifest, read_units
-from evermoe.persist.owner import Owner
 from evermoe.recovery.survey import Holding, Inventory, Standing
-from evermoe.replay.frame import Frame
-from evermoe.snapshot.store import SnapshotStore
 from support.stores import Arenas, Checkpoints, PersistedFolder, contents, model, names
 
 ROOM_BYTES = 1 << 30

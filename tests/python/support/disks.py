@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from evermoe.memory_folder import job_folder
+from evermoe.process.memory_folder import job_folder
 from support.harness import Job
 
 BALLAST = "ballast"

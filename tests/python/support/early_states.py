@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from evermoe.comm.courier import Courier, Message
-from evermoe.replay.early_states import EarlyStates
+from evermoe.copies.replay.early_states import EarlyStates
 from support import worker
 from support.harness import Worker
 from support.worker import Options

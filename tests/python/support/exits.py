@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torchft.coordination import LighthouseClient
 
-from evermoe import native_calls
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
 from evermoe.comm.task import Task, run_in_thread
 from evermoe.comm.waits import Wait
 from evermoe.config.membership import Membership
+from evermoe.process import native_calls
 
 CODE = 3
 """Exit code of the script."""

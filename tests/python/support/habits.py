@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evermoe
-from evermoe.moe import update_balance
-from evermoe.sampler import Share
+from evermoe.data.sampler import Share
+from evermoe.moe.layer import update_balance
 from support.flat_options import grouped
 
 VOCABULARY, WIDTH, SAMPLES = 16, 8, 60

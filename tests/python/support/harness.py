@@ -19,7 +19,7 @@ from typing import Any
 
 from evermoe import _native
 from evermoe.comm.lighthouse import start_lighthouse
-from evermoe.memory_folder import job_folder
+from evermoe.process.memory_folder import job_folder
 from support import worker
 from support.flat_options import frequent_copies
 from support.worker import Fault, Options
@@ -39,8 +39,8 @@ Event = dict[str, Any]
 SERVER = multiprocessing.get_context("forkserver")
 PRELOADED = [
     "pytest",
-    "evermoe.train.session",
-    "evermoe.train.pipeline",
+    "evermoe.session.session",
+    "evermoe.pipeline.pipeline",
     "torchft.process_group",
     "torchft.coordination",
     "torch._dynamo",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from evermoe.sampler import ElasticSampler
+from evermoe.data.sampler import ElasticSampler
 from support import worker
 from support.harness import Event, Worker
 

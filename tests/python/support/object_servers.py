@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from evermoe.environment import free_port
+from evermoe.config.environment import free_port
 from support.harness import wait_until
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from evermoe.snapshot.window_plan import WindowPlanner
+from evermoe.copies.snapshot.window_plan import WindowPlanner
 from support import worker
 from support.harness import Worker
 from support.worker import Options

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import evermoe
-from evermoe.memory_folder import job_folder
+from evermoe.process.memory_folder import job_folder
 from evermoe.state import same_everywhere
 from support.flat_options import grouped
 from support.habits import DATA, DIES_IN, SAMPLES, STEPS, Model, adamw, cross_entropy

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from evermoe._native import digest
-from evermoe.persist.folder import read_persisted
-from evermoe.persist.manifest import Part
-from evermoe.persist.partial_store import open_partial
-from evermoe.persist.persister import Persister
+from evermoe.checkpoint.folder import read_persisted
+from evermoe.checkpoint.manifest import Part
+from evermoe.checkpoint.partial_store import open_partial
+from evermoe.checkpoint.persister import Persister
 from evermoe.state.unit import TensorSpec, Unit
 from support.harness import PATIENCE
 

@@ -24,9 +24,9 @@ import evermoe
 from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
 from evermoe.comm.vote import Ballot
+from evermoe.pipeline.pipeline_step import PipelineStep
 from evermoe.presets import PIPELINE_BY_NAME
 from evermoe.state.version import step_of
-from evermoe.train.pipeline_step import PipelineStep
 from support.replay_faults import Killer
 
 ROWS, MICROBATCHES = 16, 4

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evermoe.placement import LayerPlacements
 from evermoe.recovery import target
+from evermoe.state.placement import LayerPlacements
 from support import worker
 from support.harness import Worker
 from support.worker import Options

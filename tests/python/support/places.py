@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from evermoe.checkpoint import attempts, checkpoint
+from evermoe.checkpoint.checkpoint_store import CheckpointStore, find, open_store
+from evermoe.checkpoint.checkpoint_write import CheckpointWrite
+from evermoe.checkpoint.manifest import read_manifest
+from evermoe.checkpoint.object_store import Location, ObjectPath, locate
+from evermoe.checkpoint.owner import Owner
+from evermoe.checkpoint.retention import NEWEST, Retention
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
-from evermoe.persist import attempts, checkpoint
-from evermoe.persist.checkpoint_store import CheckpointStore, find, open_store
-from evermoe.persist.checkpoint_write import CheckpointWrite
-from evermoe.persist.manifest import read_manifest
-from evermoe.persist.object_store import Location, ObjectPath, locate
-from evermoe.persist.owner import Owner
-from evermoe.persist.retention import NEWEST, Retention
 from support.models import everyone, make
 from support.stores import Units, contents, model, names
 

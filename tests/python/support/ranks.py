@@ -17,7 +17,7 @@ from torch import Tensor
 from evermoe.comm.courier import Courier
 from evermoe.comm.group import Group
 from evermoe.comm.transport import Transport
-from evermoe.replay.exchange import ReplayExchange
+from evermoe.copies.replay.exchange import ReplayExchange
 from evermoe.state.training_state import TrainingState
 from support.harness import PATIENCE, SERVER
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from evermoe.replay.early_gradients import EarlyGradients
+from evermoe.copies.replay.early_gradients import EarlyGradients
+from evermoe.pipeline.repeated_round import RepeatedRound
 from evermoe.state.version import step_of
-from evermoe.train.repeated_round import RepeatedRound
 
 FAULT = "EVERMOE_TEST_FAULT"
 """Of the environment: one of `FAULTS`, and for all but the last the steps of the version that it befalls."""

@@ -7,9 +7,9 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from evermoe.keeper import ScheduledCopies
-from evermoe.persist.partial import PartialCheckpoints
-from evermoe.snapshot.snapshots import Snapshots
+from evermoe.checkpoint.partial import PartialCheckpoints
+from evermoe.copies.snapshot.snapshots import Snapshots
+from evermoe.state.keeper import ScheduledCopies
 from evermoe.state.version import step_of
 from support import worker
 from support.harness import Worker

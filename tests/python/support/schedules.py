@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from evermoe.persist.checkpoint_folder import find  # noqa: E402
+from evermoe.checkpoint.checkpoint_folder import find  # noqa: E402
 from evermoe.planning.presets import PRESET_NAMES  # noqa: E402
 from evermoe.state.version import step_of  # noqa: E402
 from support import disks  # noqa: E402

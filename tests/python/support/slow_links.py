@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from evermoe.comm.courier import Courier
+from evermoe.copies.protection import Protection
+from evermoe.copies.snapshot.rank_plan import RankReport
+from evermoe.copies.snapshot.snapshots import Snapshots
+from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.planning.budgets import Budgets
 from evermoe.planning.windows import Windows
-from evermoe.protection import Protection
-from evermoe.snapshot.rank_plan import RankReport
-from evermoe.snapshot.snapshots import Snapshots
-from evermoe.snapshot.window_plan import WindowPlanner
 from support import worker
 from support.harness import Worker
 from support.worker import Options

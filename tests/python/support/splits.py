@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evermoe import experts
+from evermoe.moe import experts
 from support import worker
 from support.harness import Worker
 from support.worker import Options

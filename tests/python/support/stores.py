@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from evermoe._native import digest
+from evermoe.checkpoint import checkpoint
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find
+from evermoe.checkpoint.checkpoint_write import CheckpointWrite
+from evermoe.checkpoint.folder import find_persisted, read_persisted, sweep
+from evermoe.checkpoint.manifest import Part, read_manifest
+from evermoe.checkpoint.owner import Owner
+from evermoe.checkpoint.partial_store import open_partial
+from evermoe.checkpoint.persister import Persister
 from evermoe.comm.group import Group
+from evermoe.copies.snapshot.bundles import bundles
+from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import CorruptCopy
-from evermoe.persist import checkpoint
-from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.checkpoint_write import CheckpointWrite
-from evermoe.persist.folder import find_persisted, read_persisted, sweep
-from evermoe.persist.manifest import Part, read_manifest
-from evermoe.persist.owner import Owner
-from evermoe.persist.partial_store import open_partial
-from evermoe.persist.persister import Persister
-from evermoe.snapshot.bundles import bundles
-from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
 from support.kills import boundary
 from support.models import everyone, make, read

@@ -25,8 +25,8 @@ import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler, memory
+from evermoe.session import early_sums, late_weights
 from evermoe.state.unit import weight_tensors
-from evermoe.train import early_sums, late_weights
 from support.flat_options import grouped
 
 VOCABULARY, WIDTH, SAMPLES = 32, 16, 100

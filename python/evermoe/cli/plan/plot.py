@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from evermoe.cli.plan.compare import Comparison
-from evermoe.plotting import BLUE, GREY, RED
+from evermoe.profile.plotting import BLUE, GREY, RED
 
 
 def plot_plan(comparison: Comparison, file: IO[bytes]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from evermoe.plotting import BLUE, GREY
+from evermoe.profile.plotting import BLUE, GREY
 from evermoe.simulate import Sample
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.integrations import moe as hub_moe
 
 from evermoe.errors import UnsupportedState
-from evermoe.expert import Expert, Layout
-from evermoe.experts import Experts, expert_layers
 from evermoe.integrations.transformers.router_loss import span_members
-from evermoe.router import follow_load
+from evermoe.moe.expert import Expert, Layout
+from evermoe.moe.experts import Experts, expert_layers
+from evermoe.moe.router import follow_load
 
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Names that models give to the bias that is added to the scores for the choice alone."""

@@ -24,17 +24,17 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from evermoe.checkpoint import full_state
+from evermoe.checkpoint.folder_weights import SafetensorsFiles, refuse_quantised
+from evermoe.checkpoint.full_state import LiveWeights
+from evermoe.checkpoint.weight_folder import WeightFolder
 from evermoe.errors import CorruptCopy
-from evermoe.experts import Experts, expert_layers
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
-from evermoe.persist import full_state
-from evermoe.persist.folder_weights import SafetensorsFiles, refuse_quantised
-from evermoe.persist.full_state import LiveWeights
-from evermoe.persist.weight_folder import WeightFolder
+from evermoe.moe.experts import Experts, expert_layers
+from evermoe.session.between_steps import prepare_export
+from evermoe.session.session import Session
 from evermoe.state.deferred import WeightSource, deferred
 from evermoe.state.unit import own_tensors
-from evermoe.train.between_steps import prepare_export
-from evermoe.train.session import Session
 
 
 class HubWeights:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evermoe.experts import Experts, sum_over_members
-from evermoe.moe_checkpoint import is_for_backward
+from evermoe.moe.checkpointing import is_for_backward
+from evermoe.moe.experts import Experts, sum_over_members
 
 logger = logging.getLogger(__name__)
 

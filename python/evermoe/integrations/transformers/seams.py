@@ -14,8 +14,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from evermoe import moe_ops, ops
+from evermoe import ops
 from evermoe.integrations.transformers.elastic import describe, hub_name
+from evermoe.moe import graph_ops
 
 NAME = "evermoe"
 
@@ -49,7 +50,7 @@ def experts_forward(module: nn.Module, x_TH: Tensor, ids_TK: Tensor, weights_TK:
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     views = {name: getattr(experts, hub_name(name)) for name in expert.shapes}
     rows_NH = ops.permute(x_TH.to(experts.down_proj.dtype), row_ids, positions_TK)
-    rows_NH = expert.apply(rows_NH, views, moe_ops.product_of(ends_E), ends_E)
+    rows_NH = expert.apply(rows_NH, views, graph_ops.product_of(ends_E), ends_E)
     if getattr(experts, "has_post_expert_norm", False):
         rows_NH = experts.post_expert_norm(rows_NH)
     return ops.unpermute(rows_NH, positions_TK, weights_TK).to(x_TH.dtype)

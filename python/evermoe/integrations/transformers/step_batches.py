@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from evermoe.sampler import ElasticSampler
-from evermoe.train.step import Step
+from evermoe.data.sampler import ElasticSampler
+from evermoe.session.step import Step
 
 
 class StepBatches:

@@ -16,17 +16,10 @@ from torch import nn
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
+from evermoe.data.sampler import ElasticSampler
 from evermoe.errors import PersistFailed
-from evermoe.experts import expert_layers
 from evermoe.integrations.transformers import trainer_folders
-from evermoe.integrations.transformers.evaluation_shares import (
-    Replay,
-    Result,
-    batches_of,
-    from_texts,
-    on_cpu,
-    to_text,
-)
+from evermoe.integrations.transformers.evaluation_shares import Replay, Result, batches_of, from_texts, on_cpu, to_text
 from evermoe.integrations.transformers.trainer_loop import TrainerLoop
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import (
@@ -34,9 +27,9 @@ from evermoe.integrations.transformers.training_arguments import (
     TrainerArguments,
     as_one_process,
 )
-from evermoe.sampler import ElasticSampler
-from evermoe.train.evaluation_data import check_order
-from evermoe.train.session_config import SessionArguments
+from evermoe.moe.experts import expert_layers
+from evermoe.session.evaluation_data import check_order
+from evermoe.session.session_config import SessionArguments
 
 logger = logging.getLogger(__name__)
 

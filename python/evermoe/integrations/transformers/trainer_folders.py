@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
+from evermoe.checkpoint.folder_weights import INDEX
 from evermoe.integrations.transformers.hub_folder import export
-from evermoe.persist.folder_weights import INDEX
-from evermoe.train.session import Session
+from evermoe.session.session import Session
 
 VISIBLE_SECONDS = 5.0
 """Time in which a folder that one host has written must be visible to the others."""

@@ -21,16 +21,16 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from evermoe.data.sampler import ElasticSampler
 from evermoe.integrations.transformers import trackers, trainer_folders
 from evermoe.integrations.transformers.hub_folder import HubWeights
 from evermoe.integrations.transformers.step_batches import Epochs, Follower, StepBatches
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments
-from evermoe.sampler import ElasticSampler
-from evermoe.train.between_steps import substitute_of
-from evermoe.train.session import Session
-from evermoe.train.session_config import SessionArguments
-from evermoe.train.step import Step
+from evermoe.session.between_steps import substitute_of
+from evermoe.session.session import Session
+from evermoe.session.session_config import SessionArguments
+from evermoe.session.step import Step
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evermoe.loss_ledger import BOOST
+from evermoe.copies.loss_ledger import BOOST
 from support.harness import FEWEST
 from support.history import check_history
 from support.placements import PlacingWorker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evermoe._native import RECORD_HEADER_BYTES
-from evermoe.replay.part import parts_of
+from evermoe.copies.replay.part import parts_of
 from evermoe.state.training_state import TrainingState
 from support.early_states import EarlyStatesWorker
 from support.harness import FEWEST

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from evermoe.persist.folder import PERSISTED, parsed_name
-from evermoe.persist.manifest import MANIFEST
+from evermoe.checkpoint.folder import PERSISTED, parsed_name
+from evermoe.checkpoint.manifest import MANIFEST
 from evermoe.state.version import step_of
 from support.harness import FEWEST, wait_until
 from support.history import check_history

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 
-from evermoe.persist.checkpoint_folder import PERSISTED
-from evermoe.persist.folder import find_persisted, folders, manifests
-from evermoe.persist.manifest import MANIFEST
+from evermoe.checkpoint.checkpoint_folder import PERSISTED
+from evermoe.checkpoint.folder import find_persisted, folders, manifests
+from evermoe.checkpoint.manifest import MANIFEST
 from evermoe.planning.save_shares import ALIGNMENT
 from support.harness import FEWEST
 from support.history import check_history

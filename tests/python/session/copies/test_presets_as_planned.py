@@ -12,7 +12,7 @@ from evermoe.cli.plan.compare import Cluster, compare
 from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
 from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning.presets import PRESET_NAMES, PRESETS
-from evermoe.train.session_config import session_config
+from evermoe.session.session_config import session_config
 from support.worker import Fault
 
 WORKERS = 3

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from evermoe import Checkpoints, ElasticSampler, Membership, Session, load_weights
+from evermoe.checkpoint import checkpoint_folder
+from evermoe.checkpoint.checkpoint_folder import find
+from evermoe.checkpoint.folder import PERSISTED, find_persisted
+from evermoe.checkpoint.plain_files import write_units
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
-from evermoe.persist import checkpoint_folder
-from evermoe.persist.checkpoint_folder import find
-from evermoe.persist.folder import PERSISTED, find_persisted
-from evermoe.persist.plain_files import write_units
 from evermoe.presets import Auto, Pec
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState

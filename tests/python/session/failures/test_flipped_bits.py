@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from evermoe.persist.folder import find_persisted, folders
+from evermoe.checkpoint.folder import find_persisted, folders
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.flips import flip_file

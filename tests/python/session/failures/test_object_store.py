@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from evermoe.persist.checkpoint_store import find
-from evermoe.persist.folder import PERSISTED
-from evermoe.persist.object_store import locate
-from evermoe.persist.partial_store import open_partial
+from evermoe.checkpoint.checkpoint_store import find
+from evermoe.checkpoint.folder import PERSISTED
+from evermoe.checkpoint.object_store import locate
+from evermoe.checkpoint.partial_store import open_partial
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.harness import FEWEST, wait_until

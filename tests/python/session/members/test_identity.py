@@ -7,18 +7,18 @@ import torch
 
 import evermoe
 from evermoe import Checkpoints, Membership, Placement
+from evermoe.checkpoint.checkpoint_folder import find
+from evermoe.checkpoint.folder import find_persisted
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.config.variables import find_membership
+from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.launch import LocalJob
-from evermoe.persist.checkpoint_folder import find
-from evermoe.persist.folder import find_persisted
 from evermoe.presets import Auto
-from evermoe.snapshot.store import SnapshotStore
+from evermoe.session.session_config import session_config
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts as Parts
 from evermoe.state.training_state import TrainingState
-from evermoe.train.session_config import session_config
 from support.harness import wait_until
 from support.history import check_history, check_recovered
 from support.worker import Fault

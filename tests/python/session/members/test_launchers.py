@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import evermoe
-from evermoe import environment
 from evermoe.comm.lighthouse import start_local_lighthouse
+from evermoe.config import environment
 from evermoe.config.variables import find_membership
 from support import launched
 from support.harness import HEARTBEAT_LIMIT, SERVER

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from evermoe.persist.checkpoint_folder import find
+from evermoe.checkpoint.checkpoint_folder import find
 from support.harness import wait_until
 from support.history import check_history
 from support.worker import Fault

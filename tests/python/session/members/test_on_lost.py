@@ -16,7 +16,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
 from evermoe.config.membership import Membership
 from evermoe.errors import LEFT_CODE
-from evermoe.train.lost_members import REMEMBERED, LostMembers
+from evermoe.session.lost_members import REMEMBERED, LostMembers
 from support.harness import FEWEST, PATIENCE, wait_until
 from support.history import check_history, check_recovered
 from support.hooks import NOTE, WAIT, calls, given, write

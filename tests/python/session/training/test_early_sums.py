@@ -9,8 +9,8 @@ from torch import nn
 
 from evermoe.comm.collectives import complete_gradients, reduce_to_owners
 from evermoe.comm.group import Group
-from evermoe.train import early_sums
-from evermoe.train.early_sums import EarlySums
+from evermoe.session import early_sums
+from evermoe.session.early_sums import EarlySums
 from support.harness import PATIENCE
 from support.history import check_history, check_recovered, committed_steps
 from support.ranks import run_ranks

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import evermoe
+from evermoe.checkpoint import weight_folder
+from evermoe.checkpoint.folder_weights import SafetensorsFiles
 from evermoe.errors import PersistFailed, UnsupportedState
-from evermoe.persist import weight_folder
-from evermoe.persist.folder_weights import SafetensorsFiles
 from evermoe.state.unit import weight_tensors
 from support.harness import FEWEST
 from support.history import check_history

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from evermoe import MoE
+from evermoe.session.gradients import NORM_ELEMENTS, SquareSum, are_finite, norms, read
 from evermoe.state.training_state import TrainingState
-from evermoe.train.gradients import NORM_ELEMENTS, SquareSum, are_finite, norms, read
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

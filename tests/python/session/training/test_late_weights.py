@@ -12,8 +12,8 @@ from evermoe import ElasticSampler, Session
 from evermoe.comm.collectives import buckets, send_from_owners
 from evermoe.comm.group import Group
 from evermoe.errors import PeerLost, UnsupportedState
-from evermoe.train import late_weights
-from evermoe.train.late_weights import LateWeights
+from evermoe.session import late_weights
+from evermoe.session.late_weights import LateWeights
 from support.harness import PATIENCE
 from support.history import check_history, check_recovered, committed_steps
 from support.ranks import run_ranks

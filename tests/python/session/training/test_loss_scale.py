@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evermoe.train.loss_scale import LossScale
+from evermoe.session.loss_scale import LossScale
 
 OPTIONS = [{}, {"growth_factor": 3.0, "backoff_factor": 0.3, "growth_interval": 2}, {"init_scale": 2.0**127}]
 

@@ -9,10 +9,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import evermoe
+from evermoe.copies.replay.calibrate import calibrate
+from evermoe.copies.replay.replicas import find_arithmetic
 from evermoe.errors import UnsupportedState
 from evermoe.profile import Profiler
-from evermoe.replay.calibrate import calibrate
-from evermoe.replay.replicas import find_arithmetic
 from support.flat_options import grouped
 from support.habits import DATA, DIES_IN, SAMPLES, STEPS, Model, adamw, cross_entropy
 from support.own_steps import changed_gradients, plain_changed_gradients, stray_hook
@@ -192,7 +192,7 @@ CODE = {
         ),
         r"optimizer.step = clip of",
     ),
-    "average": (evermoe.optim.EMA, r"post_hook\(EMA._after_step of evermoe.ema\)"),
+    "average": (evermoe.optim.EMA, r"post_hook\(EMA._after_step of evermoe.optim.ema\)"),
 }
 LATE = ["pre", "all after", "instance", "average"]
 

@@ -54,7 +54,7 @@ def test_torchrun_without_a_lighthouse_would_train_one_job_in_each_process(tmp_p
     [
         ({0: None}, "expected model to be a torch.nn.modules.module.Module, got None"),
         ({1: nn.Linear(1, 1)}, "expected optimizer to be a torch.optim.optimizer.Optimizer, got Linear"),
-        ({2: range(5)}, r"expected sampler to be a evermoe.sampler.Sampler, got range\(0, 5\)"),
+        ({2: range(5)}, r"expected sampler to be a evermoe.data.sampler.Sampler, got range\(0, 5\)"),
         (
             {2: torch.utils.data.DataLoader(range(8))},
             r"got <.*DataLoader object.*: wrap it, evermoe.ElasticLoader\(loader\)",

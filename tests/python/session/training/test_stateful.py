@@ -9,7 +9,7 @@ import torch
 
 import evermoe
 from evermoe.errors import UnsupportedState
-from evermoe.train.session_config import session_config
+from evermoe.session.session_config import session_config
 from support.flat_options import grouped
 from support.habits import DATA, Model, adamw, mean_loss, run
 from support.harness import PATIENCE, SERVER, wait_until

@@ -9,7 +9,7 @@ from torch.distributed import FileStore
 
 from evermoe import Expert, Experts
 from evermoe.errors import PeerLost, UnequalForwards
-from evermoe.train.step_calls import StepCalls
+from evermoe.session.step_calls import StepCalls
 from support.ranks import members, run_ranks
 
 LIMIT = timedelta(seconds=3)

@@ -1,0 +1,196 @@
+"""Writes one checkpoint in the background.
+
+    begin ─ read ─ [update] ─ write ─ report to rank 0 ─ published by rank 0 ─ reported to all ─ VOTE
+
+Every member writes its units to a draft in a background thread. The same threads report to rank 0 what is written; it
+then publishes the checkpoint and notifies all members. The training thread waits only until its state is read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evermoe._native import copy_units
+from evermoe.checkpoint.checkpoint_store import CheckpointStore
+from evermoe.checkpoint.manifest import Entry, manifest_text
+from evermoe.checkpoint.object_store import Location
+from evermoe.comm.background_consensus import BackgroundConsensus
+from evermoe.comm.group import Group
+from evermoe.comm.tags import CHECKPOINT
+from evermoe.comm.task import T, Task, Worker
+from evermoe.errors import PeerLost, PersistFailed
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import read_tensors
+
+THREAD = "evermoe-checkpoint"
+"""Name of the threads that write."""
+PROGRESS_CHECKS, MAX_CHECK = 16, 1.0
+"""Checks for late members per hang timeout, and the maximum number of seconds between two checks."""
+MAX_PROBLEMS = 3
+"""Ranks whose problems are named when a checkpoint cannot be written."""
+
+
+class Result(NamedTuple):
+    """A member's part of a checkpoint, or the published checkpoint; or the problem that prevented it."""
+
+    value: Any = None
+    problem: str = ""
+
+
+class CheckpointWrite:
+    """One checkpoint on its way to the store. All ranks create it with the same arguments, except for `mine`.
+
+    Args:
+        store: the one on rank 0 publishes.
+        state: this rank's units; they must not change before `wait_captured`.
+        mine: names of the units that this rank writes. Over all ranks every unit must be in exactly one `mine`.
+        version: of the state.
+        generation: of the group's members.
+        group: all members that train.
+        attempt: a word that is the same on all ranks and unique to the attempt; a member that is alone needs none.
+        worker: the thread that writes; None for a new one.
+
+    Raises:
+        PeerLost: a member is lost.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        state: TrainingState,
+        mine: Sequence[str],
+        version: int,
+        generation: int,
+        group: Group,
+        attempt: str = "",
+        worker: Worker | None = None,
+    ) -> None:
+        assert attempt or group.size == 1
+        self.version = version
+        self._store, self._state, self._mine, self._group = store, state, mine, group
+        self._council = BackgroundConsensus(group, CHECKPOINT)
+        self._draft = store.draft(version, generation, attempt or uuid.uuid4().hex[:8])
+        self._captured = threading.Event()
+        self._is_busy = True
+        """Whether it waits for this rank's disk, not for other ranks."""
+        # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be written.
+        self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
+        self._task = self._start(self._run, worker)
+
+    def wait_captured(self) -> None:
+        """Wait until the state may change: the units that this rank writes are copied."""
+        self._captured.wait()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether this rank knows the outcome."""
+        return self._task.is_over_within(0)
+
+    def wait_published(self) -> Location:
+        """Wait until the checkpoint is published; return its location.
+
+        A rank waits for its own disk without a limit, and for other ranks as long as a collective would.
+
+        Raises:
+            PersistFailed: some rank could not write its part. All ranks raise it, and no other checkpoint changed.
+            PeerLost: a member is lost or late, and this one does not know whether the checkpoint is published.
+        """
+        if self._group.size > 1:
+            self._wait_for_others()
+        if not self._task.wait():
+            raise PeerLost(self._task.lost or "")
+        assert self._task.result is not None
+        name, problem = self._task.result
+        if problem:
+            if self._council.rank == 0:
+                self._start(lambda: self._store.discard(self._draft))
+            raise PersistFailed(problem)
+        path: Location = self._store.directory / name
+        return path
+
+    def _wait_for_others(self) -> None:
+        limit, since, is_waiting = self._group.limit_seconds, time.monotonic(), False
+        while not self._task.is_over_within(min(limit / PROGRESS_CHECKS, MAX_CHECK)):
+            if is_waiting == self._is_busy:
+                is_waiting, since = not is_waiting, time.monotonic()
+                self._group.on_wait(is_waiting)
+            elif is_waiting and time.monotonic() - since >= limit:
+                self._group.timed_out = True
+                self._group.drop("a checkpoint has stopped: a member is silent, or its disk is")
+                break
+        if is_waiting:
+            self._group.on_wait(False, not self._group.broken)
+
+    def _start(self, part: Callable[[], T], worker: Worker | None = None) -> Task[T]:
+        device = next((t.device for tensors in self._tensors.values() for t in tensors if t.is_cuda), None)
+        after = None if device is None else torch.cuda.current_stream(device).record_event()
+
+        def run_in_background() -> None:
+            if device is None:
+                task.run()
+                return
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                task.run()
+
+        task = Task(part, after)
+        if worker is not None:
+            worker.submit(run_in_background)
+        else:
+            threading.Thread(target=run_in_background, name=THREAD, daemon=True).start()
+        return task
+
+    def _run(self) -> Result:
+        mine = _tried(self._write)
+        self._is_busy = False
+        return Result(*self._council.decide(mine, self._conclude))
+
+    def _write(self) -> Mapping[str, Entry]:
+        """Write this rank's units and return their entries."""
+        try:
+            copies = self._read()
+        finally:
+            self._tensors = {}
+            self._captured.set()
+        units = {name: (self._state.catalog.by_name[name], data) for name, data in copies.items()}
+        return self._store.write(self._draft, self._council.rank, units)
+
+    def _read(self) -> dict[str, Tensor]:
+        """Return copies of this rank's units, uint8 `[nbytes]`."""
+        sizes = {name: self._state.catalog.by_name[name].nbytes for name in self._mine}
+        copies = {name: torch.empty(nbytes, dtype=torch.uint8) for name, nbytes in sizes.items()}
+        contiguous = [name for name in self._mine if all(map(_is_in_one_piece, self._tensors[name]))]
+        runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors[name]] for name in contiguous]
+        copy_units(runs, [copies[name].numpy() for name in contiguous])
+        for name in copies.keys() - set(contiguous):
+            read_tensors(self._tensors[name], copies[name])
+        return copies
+
+    def _conclude(self, everyone: list[Any]) -> Result:
+        """Publish on rank 0 what all ranks have written, unless some could not."""
+        parts = [Result(*each) for each in everyone]
+        problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(parts) if each.problem]
+        if problems:
+            return Result(problem="; ".join(problems[:MAX_PROBLEMS]))
+        units = {name: entry for each in parts for name, entry in each.value.items()}
+        self._is_busy = True
+        text = manifest_text(self.version, self._state.catalog.layout, units)
+        published = _tried(lambda: str(self._store.publish(self._draft, self.version, text).name))
+        return published._replace(problem=published.problem and f"rank 0: {published.problem}")
+
+
+def _is_in_one_piece(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
+def _tried(part: Callable[[], Any]) -> Result:
+    try:
+        return Result(part())
+    except Exception as error:  # training continues after any error
+        return Result(problem=str(error) or type(error).__name__)

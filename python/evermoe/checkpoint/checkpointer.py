@@ -1,0 +1,299 @@
+"""Schedules a session's checkpoints; `evermoe.checkpoint.checkpoint_write` writes them in the background.
+
+All members see the same ballots at the same step, so they agree on whether a checkpoint is under way. The training
+thread exchanges nothing else for checkpoints while the members stay the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from evermoe.checkpoint.checkpoint_store import CheckpointStore, find, is_read_only, open_store
+from evermoe.checkpoint.checkpoint_write import THREAD, CheckpointWrite
+from evermoe.checkpoint.object_store import Location, locate
+from evermoe.checkpoint.owner import Owner
+from evermoe.checkpoint.retention import Retention
+from evermoe.checkpoint.save_place import place_to_save
+from evermoe.comm.gather import gather_json, share_json
+from evermoe.comm.membership import MembershipManager
+from evermoe.comm.task import Worker
+from evermoe.config.checkpoints import Checkpoints
+from evermoe.errors import PersistFailed
+from evermoe.events import Checkpoint, Listener
+from evermoe.process.run_claim import Run
+from evermoe.process.warn import warn
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import primary_units
+from evermoe.state.version import step_of
+
+
+def find_location(options: Checkpoints, patience: float | None = None) -> Location | None:
+    """Return the location of the checkpoints; None if the options name none.
+
+    Args:
+        options: of the session.
+        patience: seconds during which a request to a URL is retried; None for that of the options.
+
+    Raises:
+        ValueError: the URL has an unknown scheme, or contains credentials.
+        OSError: there are no credentials for the URL.
+    """
+    if options.url is None:
+        return None
+    patience = options.store_timeout if patience is None else min(patience, options.store_timeout)
+    limits = {"upload_limit": options.upload_limit, "download_limit": options.download_limit}
+    return locate(options.url, patience=patience, **limits)
+
+
+class Checkpointer:
+    """Decides when a session writes checkpoints, and which units each of its members writes.
+
+    Args:
+        options: location and schedule.
+        state: this member's units.
+        membership: the job, and the members that train.
+        emit: called with every published checkpoint.
+
+    Raises:
+        ValueError: another job runs in the folder, or its checkpoints are of another model.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self, options: Checkpoints, state: TrainingState, membership: MembershipManager, emit: Listener
+    ) -> None:
+        self._options, self._state, self._membership, self._emit = options, state, membership, emit
+        self._newest = -1
+        self._path: Location | None = None
+        """Version of the newest checkpoint."""
+        self._write: CheckpointWrite | None = None
+        """The checkpoint that is under way, on all members or on none."""
+        self._mine: list[str] | None = None
+        """Units that this member writes, as long as the members stay the same; None: not computed yet."""
+        self._attempts: Iterator[str] = iter(())
+        """Names of attempts, the same on all members."""
+        self._worker: Worker | None = None
+        """The thread that writes."""
+        self._has_warned = False
+        """Whether a warning was issued that checkpoints are skipped while one is under way."""
+        self._is_owed = False
+        """Whether the checkpoint that was under way when the members changed was given up."""
+        self._published = 0
+        """Steps taken in the newest checkpoint on disk."""
+        self._store: CheckpointStore | None = None
+        where = find_location(options)
+        if where is not None and is_read_only(where):
+            if options.interval:
+                raise ValueError(
+                    f"checkpoints: interval is {options.interval} steps, but {where} is read-only: write to a "
+                    "folder, s3://, gs:// or az://"
+                )
+        elif where is not None and membership.role == "train":
+            owner = Owner(membership.identity.job, state.catalog.layout)
+            retention = Retention(options.keep, options.keep_interval)
+            self._store = open_store(where, owner, membership.id, retention)
+            if options.interval:
+                with suppress(OSError):  # the store may answer later
+                    self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this member writes checkpoints."""
+        return self._store is not None
+
+    def newest_generation(self) -> int:
+        """Return the newest generation that wrote to the store; 0 if there is none."""
+        return 0 if self._store is None else self._store.newest_generation()
+
+    def found(self) -> Run | None:
+        """Return the run that the store belongs to."""
+        return None if self._store is None else self._store.found()
+
+    def claim_for(self, run: Run, patience: float) -> None:
+        """Claim the store of the checkpoints for a run.
+
+        Raises:
+            FolderInUse: living members of another run hold it.
+        """
+        if self._store is not None:
+            self._store.claim_for(run, patience)
+
+    def restart(self, generation: int) -> None:
+        """Resume with the members of a generation: give up the checkpoint under way; collective.
+
+        Some members may not know its outcome, so the next scheduled step writes a new one.
+        """
+        if self._membership.role != "train":
+            return
+        group = self._membership.trainer_group
+        answers = gather_json(group, (self._is_owed or self._write is not None, uuid.uuid4().hex[:8]))
+        self._is_owed = any(is_owed for is_owed, _ in answers)
+        self._attempts = (f"{answers[0][1]}{number:04x}" for number in itertools.count())
+        if self._write is not None and not self._write.is_over:
+            self._end_worker()  # a slow disk may keep it busy with a checkpoint that was given up
+        self._newest, self._write, self._mine = -1, None, None
+        if self._store is not None and group.rank == 0:  # the members do not wait for the disk
+            threading.Thread(target=self._store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
+
+    # ---- a step
+
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+        if self._write is not None:
+            self._write.wait_captured()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether a checkpoint is under way and this member knows its outcome."""
+        return self._write is not None and self._write.is_over
+
+    def begin_if_due(self, version: int) -> bool:
+        """Begin the checkpoint of the state of `version` if one is scheduled; on all members or on none.
+
+        Returns:
+            Whether it has begun; the same on all members that train.
+
+        Raises:
+            PeerLost: a member is lost.
+        """
+        every, step = self._options.interval, step_of(version)
+        is_due = self._is_owed or (bool(every) and step % every == 0)
+        if self._store is None or not is_due:
+            return False
+        if self._write is not None:
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"the checkpoint of step {step} is skipped: that of step {step_of(self._write.version)} is still "
+                    "being written, and only one is written at a time"
+                )
+            return False
+        self._is_owed = False
+        self._write = self._begin(version, self._store)
+        return True
+
+    def _begin(self, version: int, store: CheckpointStore) -> CheckpointWrite:
+        group, generation = self._membership.trainer_group, self._membership.generation
+        if self._mine is None:
+            active = self._state.active(group.size)
+            self._mine = primary_units(self._state.catalog.units, active, group.rank, group.size)
+        self._has_warned, attempt = False, next(self._attempts)
+        self._worker = self._worker or Worker(THREAD)
+        return CheckpointWrite(store, self._state, self._mine, version, generation, group, attempt, self._worker)
+
+    def advance(self) -> None:
+        """Finish the checkpoint under way, whose outcome all members know; warn if it failed.
+
+        Raises:
+            PeerLost: a member was lost before this one knew the outcome.
+        """
+        assert self._write is not None
+        version = self._write.version
+        try:
+            path = self._write.wait_published()
+        except PersistFailed as failed:
+            self._write = None
+            warn(
+                f"the checkpoint of step {step_of(version)} was not written: {failed}. Training continues, and the "
+                "next scheduled checkpoint is written as usual"
+            )
+            return
+        self._write = None
+        self._record_published(version, path)
+
+    def _record_published(self, version: int, path: Location) -> None:
+        self._newest, self._path, self._published = version, path, step_of(version)
+        self._emit(Checkpoint(step_of(version), str(path)))
+
+    def lag(self, step: int) -> dict[str, int]:
+        """Return the steps since the newest checkpoint, after `step` steps; empty if no checkpoints are scheduled."""
+        is_due = self._store is not None and self._options.interval
+        return {"checkpoint": max(0, step - self._published)} if is_due else {}
+
+    # ---- the end
+
+    def finish(self, version: int) -> None:
+        """Wait for the checkpoint under way, then write that of the current state, `version`; collective.
+
+        Raises:
+            PersistFailed: the latter could not be written. All members raise it.
+            PeerLost: a member is lost, and nothing is written.
+        """
+        while self._write is not None and self._write.version != version:
+            self.advance()
+        if self._store is None or self._newest == version:
+            return
+        path = None if self._write is not None else self._find(version, self._store)
+        if path is None:
+            self._write = write = self._write or self._begin(version, self._store)
+            try:
+                path = write.wait_published()
+            finally:
+                self._write = None
+            self._record_published(version, path)
+        self._newest, self._path = version, path
+
+    def save(self, version: int, path_or_name: str | Path | None) -> Location:
+        """Write a checkpoint of the current state, `version`, and wait for it; collective.
+
+        Raises:
+            ValueError: there is no location to write to.
+            PersistFailed: the checkpoint could not be written. All members raise it.
+            PeerLost: a member is lost, and nothing is written.
+        """
+        home, timeout = find_location(self._options), self._options.store_timeout
+        if path_or_name is not None:
+            where: Location | None = place_to_save(path_or_name, self._options.url, timeout)
+        else:
+            where = home
+        if where is None:
+            raise ValueError("session.save: this session has no place for checkpoints; give a path or a URL")
+        self.finish(version)
+        if where == home:
+            assert self._path is not None
+            return self._path
+        return self._save_elsewhere(version, where)
+
+    def _save_elsewhere(self, version: int, where: Location) -> Location:
+        """Write a checkpoint to a location other than the session's own. No checkpoint at that location is removed."""
+        owner = Owner(self._membership.identity.job, self._state.catalog.layout)
+        store, problem = None, ""
+        try:
+            store = open_store(where, owner, self._membership.id, Retention(newest=sys.maxsize))
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        try:
+            problems = gather_json(self._membership.trainer_group, problem)
+            if store is None or any(problems):
+                raise PersistFailed(next(filter(None, problems)))
+            return self._find(version, store) or self._begin(version, store).wait_published()
+        finally:
+            if store is not None:
+                store.close()
+
+    def _find(self, version: int, store: CheckpointStore) -> Location | None:
+        """Return the location of a version's checkpoint in a store, as rank 0 finds it; None: there is none."""
+        group, directory, path = self._membership.trainer_group, store.directory, None
+        if group.rank == 0:
+            with contextlib.suppress(OSError):  # then the write succeeds, or reports why it cannot
+                path = find(directory).get(version)
+        name = share_json(group, None if path is None else path.name)
+        return None if name is None else directory / name
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def release(self) -> None:
+        """Release the store for other jobs and runs."""
+        self._end_worker()
+        if self._store is not None:
+            self._store.close()

@@ -1,0 +1,88 @@
+"""Copies a checkpoint to another location: the copy is complete, or it does not exist."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from evermoe.checkpoint.attempts import Attempts, Cleaner, write_index
+from evermoe.checkpoint.checkpoint_bucket import announce_draft, put_unit
+from evermoe.checkpoint.checkpoint_folder import take_name
+from evermoe.checkpoint.checkpoint_store import find
+from evermoe.checkpoint.manifest import MANIFEST, Entry, Manifest, manifest_text, read_units
+from evermoe.checkpoint.object_store import Location, ObjectPath
+from evermoe.checkpoint.owner import Owner
+from evermoe.checkpoint.plain_files import flush, make_folder, write_tensors, write_text
+from evermoe.state.version import generation_of, step_of
+
+FILE_BYTES = 1 << 30
+"""Maximum size of a file in a folder, unless one unit is larger; the copy holds this number of bytes in memory."""
+
+
+def copy(manifest: Manifest, to: Location) -> Location | None:
+    """Copy a checkpoint and check the digest of each unit; return None if `to` already has its version.
+
+    Args:
+        manifest: of the checkpoint.
+        to: a folder or URL for checkpoints.
+
+    Raises:
+        CorruptCopy: a unit is missing, or does not match its digest; nothing is copied.
+        OSError: the copy cannot be written.
+    """
+    if manifest.version in find(to, manifest.layout):
+        return None
+    step, generation = step_of(manifest.version), generation_of(manifest.version)
+    word = uuid.uuid4().hex[:8]
+    if isinstance(to, ObjectPath):
+        return _to_bucket(manifest, to / f"step-{step:08d}.{generation:010d}-{word}")
+    return _to_folder(manifest, to / f"step-{step:08d}.writing-{generation:010d}-{word}")
+
+
+def _to_bucket(manifest: Manifest, draft: ObjectPath) -> ObjectPath:
+    announce_draft(draft, Owner("evermoe checkpoints copy", manifest.layout))
+    attempts = Attempts(draft.place)
+    try:
+        numbered = enumerate(read_units(manifest, list(manifest.units)))
+        entries = {name: put_unit(draft, f"{at:05d}", name, tensors) for at, (name, tensors) in numbered}
+        text = manifest_text(manifest.version, manifest.layout, entries)
+        if not draft.place.create((draft / MANIFEST).key, text.encode()):
+            raise FileExistsError(17, f"{draft} was given up by a job that runs at its location")
+    except BaseException:
+        if Cleaner(attempts).give_up(draft.name):
+            Cleaner(attempts).remove_files([draft.name])
+        raise
+    write_index(attempts)
+    return draft
+
+
+def _to_folder(manifest: Manifest, draft: Path) -> Path:
+    make_folder(draft)
+    entries: dict[str, Entry] = {}
+    for at, units in enumerate(_files(manifest)):
+        file = f"units-{at}.safetensors"
+        write_tensors(
+            draft / file, {f"{name}/{key}": each for name, unit in units.items() for key, each in unit.items()}
+        )
+        entries |= {name: (file, manifest.units[name][1], list(unit)) for name, unit in units.items()}
+    write_text(draft / MANIFEST, manifest_text(manifest.version, manifest.layout, entries))
+    flush(draft)
+    return take_name(draft, manifest.version)
+
+
+def _files(manifest: Manifest) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Yield the units of each file, by name."""
+    units: dict[str, dict[str, Tensor]] = {}
+    nbytes = 0
+    for name, tensors in read_units(manifest, list(manifest.units)):
+        more = sum(tensor.nbytes for tensor in tensors.values())
+        if units and nbytes + more > FILE_BYTES:
+            yield units
+            units, nbytes = {}, 0
+        units[name] = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        nbytes += more
+    if units:
+        yield units

@@ -1,0 +1,358 @@
+"""Protect the state of a job as the preset of its session says, at the lowest cost in time.
+
+    step n   forward, backward ─ reduce ─ [gradients to replicas] ─ VOTE ─ update ─ [snapshot of n + 1 begins]
+    kinds    replayed   the gradients of step n reach the replicas before the vote: a committed step is safe at once
+             snapshot   version n + 1 is captured and sent in step n + 1, complete before its vote: safe a step later
+
+`ProtectionPlan` names the rank that keeps each copy. The keepers make them: `Replicas` from gradients, `Snapshots` from
+states, `PartialCheckpoints` in a folder. The ledger says how many experts are copied at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from evermoe.checkpoint.folder import PERSISTED
+from evermoe.checkpoint.object_store import Location
+from evermoe.checkpoint.partial import PartialCheckpoints
+from evermoe.checkpoint.partial_store import open_partial
+from evermoe.comm.courier import Sent
+from evermoe.comm.gather import gather_json, share_json
+from evermoe.comm.membership import MembershipManager
+from evermoe.config.copies import CopyConfig
+from evermoe.copies.first_copies import FirstCopies
+from evermoe.copies.loss_ledger import LossLedger
+from evermoe.copies.protection_inputs import (
+    copies_are_late,
+    current_coverage,
+    gradient_bucket_bytes,
+    has_room,
+    log_plan,
+    member_info,
+    missing_bytes,
+    order_by_risk,
+    plan_copies,
+    planned_coverage,
+    unit_facts,
+    unit_infos,
+    without_copies,
+)
+from evermoe.copies.replay.calibrate import Arithmetic
+from evermoe.copies.replay.replicas import Replicas
+from evermoe.copies.selection import ExpertSelector
+from evermoe.copies.snapshot.rank_plan import COPIES
+from evermoe.copies.snapshot.snapshots import Snapshots
+from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.events import Confirm, CoverageChanged, Listener, ProtectionPlanned, Send
+from evermoe.planning.protection import ProtectionPlan, RankInfo
+from evermoe.planning.recovery import Lagging
+from evermoe.presets import Pec
+from evermoe.profile.memory import return_freed_memory_beside
+from evermoe.state.keeper import Assignment, Keeper, StateKeeper
+from evermoe.state.stored import KeptCopies, StoredUnit
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
+
+
+class Protection:
+    """Keeps copies of a session's state on other nodes.
+
+    Args:
+        state: this member's units.
+        store: this node's arenas.
+        membership: all members; replica nodes only keep copies.
+        options: the preset, with its options, and the number of copies.
+        location: of the checkpoint store; None without one.
+        arithmetic: of the optimizer, if its steps can be repeated.
+        emit: listener of the session.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        store: SnapshotStore,
+        membership: MembershipManager,
+        options: CopyConfig,
+        location: Location | None,
+        arithmetic: Arithmetic | None,
+        emit: Listener,
+    ) -> None:
+        self.state, self.store, self.options, self._emit = state, store, options, emit
+        self._membership, self.preset, self._directory = membership, options.choices, store.directory
+        self.plan = ProtectionPlan([], "no plan yet")
+        self.active: dict[str, tuple[int, ...]] = {}
+        """Ranks that train each unit, in the latest plan."""
+        lagging = self.preset.lagging
+        self.lagging: Lagging = lagging if lagging != "if needed" or options.replication else "never"
+        """Whether a recovery may take experts at older versions than the rest."""
+        self.ledger = LossLedger(state, options.preset.group(Pec), records_copies=self.lagging != "never")
+        selector = self.selector = ExpertSelector(state, options.preset, self.ledger)
+        self.snapshots = Snapshots(state, store, membership, options, emit)
+        pacer, message_bytes = self.snapshots.pacer, options.windows.copy_buffer_bytes
+        self.replicas = Replicas(state, membership, options, arithmetic, emit, pacer, message_bytes)
+        self._state_keepers: list[StateKeeper] = [self.snapshots]
+        courier = self.snapshots.courier
+        if self.preset.needs_checkpoint_dir and location is not None:
+            partial = open_partial(location / PERSISTED, state.catalog.layout, membership.identity.job)
+            interval = options.preset.group(Pec).save_interval
+            self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, interval))
+        self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
+        """All keepers of copies, in the order in which they are called."""
+        self.window_planner = self.snapshots.window_planner
+        """Plans the times at which snapshots are sent."""
+        in_memory = {
+            "load-aware": selector.select_to_snapshot,
+            "budget": lambda: selector.select_for_local_memory(self.window_planner.budgets.local),
+        }
+        self._choose = [in_memory.get(self.preset.selection), selector.select_to_save]
+        """Choice of experts by each keeper of states; None if it makes none."""
+        self.couriers = self.window_planner.couriers = self.replicas.courier, self.snapshots.courier
+        """The threads that send."""
+        self.copies_late = False  # see `Assignment`
+        self._selected: set[str] | None = None
+        """Units whose replicas follow the current step; None for all."""
+        self._followed: set[str] = set()
+        """Units that replicas follow."""
+        self._behind: set[str] = set()
+        """Units whose replicas are a step behind, as they only receive the state."""
+        self._skipped: list[tuple[str, int]] = []
+        """Units and versions of copies that were never completed, which the other members do not know yet."""
+        self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
+        """The copies with which a plan begins."""
+        self._covered: CoverageChanged | None = None
+        """Losses that the latest plan survives once its copies are complete."""
+        self._step_began = time.monotonic()
+        self.step_seconds = 0.0
+        """Duration of the last step."""
+
+    # ---- the plan
+
+    def replan(self, generation: int, member: str, copies: KeptCopies, *, waits: bool = False) -> None:
+        """Decide with all members who keeps which copies; collective. `protect_state` must follow.
+
+        Args:
+            generation: of the members.
+            member: name of this member.
+            copies: copies of the current state that members have.
+            waits: whether training must wait until the copies of the plan are complete.
+        """
+        self.settle()
+        self.first.drop_earlier_copies()  # in case the previous recovery was interrupted
+        group = self._membership.everyone
+        mine = member_info(self._membership, self.window_planner, self.options)
+        everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
+        shared = None
+        if group.rank == 0:  # a member that trains
+            shared = unit_facts(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
+        units, bucket_bytes = share_json(group, shared)
+        self.active = self.state.active(self._membership.num_trainers)
+        self.selector.replan(self.active, self._membership.num_trainers)
+        infos = unit_infos(self.state, self.active, units)
+        ranks = [RankInfo.from_json(each["member"]) for each in everyone]
+        plan = plan_copies(self.options, infos, ranks)
+        self.plan = order_by_risk(plan, infos, ranks, copies)
+        kept = self.plan.units
+        self._followed = {each.unit for each in kept if each.kind == "replayed"}
+        if self.preset.selects_by_budget:
+            self.selector.copied = {each.unit for each in kept if each.holders}
+        self._behind = self._followed - {info.name for info in infos if info.replayable}
+        self.copies_late = copies_are_late(plan, self.options)
+        assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes)
+        is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
+        waits = waits or not self.options.replication or any(each["failed"] for each in everyone)
+        in_background = self.first.begin_plan(copies, waits=waits, has_room=is_roomy)
+        assignment = replace(assignment, in_background=in_background)
+        if not in_background:
+            self.state.late.finish()  # what is retained of it is given up with the earlier copies
+        for keeper in self.keepers:
+            keeper.replan(assignment)
+        if self.snapshots.missing:
+            self.plan = without_copies(self.plan, self.snapshots.missing)
+        coverage = self._covered = planned_coverage(self.plan, self.active, ranks)
+        if group.rank == 0:
+            log_plan(self.plan, self.active, ranks, self.options, coverage)
+        sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
+        survives, locked = (coverage.survives_one, coverage.survives_two), self.snapshots.locked_bytes
+        self._emit(ProtectionPlanned(self.plan.summary, *survives, locked, sent))
+        self._emit(current_coverage(self.plan, self.active, ranks, copies))
+
+    def protect_state(self, version: int) -> bool:
+        """Make the copies of the plan that are missing as of `version`, that of the current state; collective.
+
+        They are sent while the next step computes. `finish_exchange` waits for them; earlier copies stay until its vote
+        has passed. If memory is short, or copies arrived damaged, this waits until all members have complete ones.
+
+        Returns:
+            Whether they are complete; the same on all members.
+
+        Raises:
+            PeerLost: a member was lost meanwhile.
+            CorruptCopy: copies did not match their digests several times in a row.
+        """
+        step = step_of(version)
+        in_background = self.first.may_arrive_later
+        if not in_background:
+            self.snapshots.pacer.hurry("recovery")
+            self.state.late.finish()
+            self.first.make_copies(version, self.options.replication > 0)
+            self._release(version)
+        for keeper in self.keepers:
+            keeper.restart(step)
+        if in_background:  # only now: the sending threads would delay what all members wait for
+            self.state.late.start()
+            self.first.begin_copies(version)
+        return not self.first.is_arriving
+
+    def _release(self, version: int) -> None:
+        """Drop the earlier copies: those of the plan are complete on all members, as of this version."""
+        kept = [each.unit for each in self.plan.units if each.holders]
+        if kept:
+            self.ledger.record_copies(kept, version)
+        if self.options.replication:
+            self.ledger.record_local_copies(self.snapshots.local_units, version)
+        for keeper in self.keepers:
+            keeper.release(step_of(version))
+        self.state.retained.release()
+        self.first.finish_plan()
+        return_freed_memory_beside()
+        if self._covered is not None:
+            self._emit(self._covered)
+
+    # ---- a step
+
+    def begin_step(self, step: int) -> None:
+        """Begin the step that makes `step` the number of steps taken. Replicas that cannot follow it get the state."""
+        self._step_began = time.monotonic()
+        self._selected = self._select()
+        self.replicas.begin_step(step, self._selected)
+        self.snapshots.pacer.begin_forward()
+
+    def begin_exchange(self, step: int, *, are_final: bool) -> None:
+        """Begin to send what is complete of this member's unreduced gradients, if they `are_final` then."""
+        self.replicas.on_backward(ends=True)
+        if are_final and self.replicas.is_early and not self.state.late.is_under_way:
+            self.replicas.begin_exchange(step, self._selected)
+
+    def finish_exchange(self, step: int) -> tuple[bool, int]:
+        """Send the gradients of the next step, now that all are complete; wait for what must be protected before it.
+
+        Returns:
+            Whether it is protected, as far as this member knows, and the number of units to report in `heal_copies`.
+        """
+        self._emit(Send(step))
+        is_due = self.copies_late and self.snapshots.snapshot_schedule.is_due(step)
+        if is_due or self.first.is_arriving:
+            self.snapshots.pacer.hurry()
+        with self.snapshots.pacer.busy(COPIES):
+            self.state.late.finish()
+            self.replicas.begin_exchange(step, self._selected)
+            is_complete = all([keeper.before_vote(step) for keeper in self.keepers])
+            if self.first.is_arriving:
+                is_complete = self.first.have_arrived() and is_complete
+        self._emit(Confirm(step))
+        for keeper in self._state_keepers:
+            self._skipped += keeper.take_skipped()
+        return is_complete, len(self.replicas.requests) + len(self._skipped)
+
+    def _select(self) -> set[str] | None:
+        """Return the units whose replicas follow the step that begins; None for all."""
+        if not self.preset.selects_by_budget:
+            return None
+        experts = self._followed.intersection(self.state.catalog.experts())
+        return self._followed - experts | self.selector.select_for_peers(experts, self.window_planner.budgets.remote)
+
+    def before_update(self) -> None:
+        """Finish snapshots of the state before the optimizer writes it."""
+        for keeper in self.keepers:
+            keeper.before_update()
+
+    def commit_step(self, version: int, clip: float | None) -> None:
+        """Record that the agreed step was taken: `version` is the state now. `clip` is None for a skipped update."""
+        if self.first.version is not None:  # in the vote, all members have confirmed theirs
+            self._release(self.first.version)
+        for keeper in self.keepers:
+            keeper.after_update(version, clip)
+        self.step_seconds = time.monotonic() - self._step_began
+        self.ledger.add_step(step_of(version))
+        if self._selected:  # replicas of units that cannot be repeated have the state before the step
+            self.ledger.record_copies(self._selected, version, self._behind)
+
+    def begin_copies(self, version: int) -> None:
+        """Begin to make the scheduled copies of the state, which is that of `version`."""
+        step = step_of(version)
+        for keeper in self._state_keepers:
+            keeper.make_room(step)
+        self.snapshots.pacer.begin_step()
+        if self.options.replication:
+            for keeper, choose in zip(self._state_keepers, self._choose, strict=False):
+                scheduled = keeper.scheduled_copies(step, choose)
+                if scheduled.remote is not None:
+                    self.ledger.record_copies(scheduled.remote, version)
+                if scheduled.local is not None:
+                    self.ledger.record_local_copies(scheduled.local, version)
+                keeper.begin_copies(version, scheduled)
+
+    def heal_copies(self) -> None:
+        """Gather requests for full states, which come with the next step, and copies that were never completed.
+
+        Collective; the ledgers of all members stay the same.
+        """
+        self.replicas.heal_replicas(lambda unit: self.plan.by_unit[unit].primary)
+        everyone = gather_json(self._membership.everyone, self._skipped)
+        self._skipped = []
+        skipped: dict[int, set[str]] = {}
+        for unit, version in (each for part in everyone for each in part):
+            skipped.setdefault(version, set()).add(unit)
+        for version in sorted(skipped):
+            self.ledger.drop_copies(sorted(skipped[version]), version)
+
+    def measured_seconds(self) -> tuple[float, float]:
+        """Return the seconds of a capture and of a step on this member."""
+        return sum(keeper.capture_seconds for keeper in self._state_keepers), self.step_seconds
+
+    def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
+        """Set the interval of local snapshots from the sums of `measured_seconds` over all members."""
+        self.snapshots.set_pace(capture_seconds, step_seconds)
+
+    def sent_messages(self) -> list[Sent]:
+        """Return the latest messages of this member's copies, for traces."""
+        every = [sent for courier in self.couriers for sent in list(courier.sent)]
+        return sorted(every, key=lambda sent: sent.start)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write this member's latest profiled steps, its windows and its copies for Perfetto.
+
+        Raises:
+            ValueError: no profile is complete yet.
+        """
+        Path(path).write_text(self.window_planner.trace())
+
+    # ---- after a failure
+
+    def settle(self, version: int | None = None) -> bool:
+        """Wait until nothing is in flight, which is at once in a dropped group; return whether all of it was completed.
+
+        With `version`, that of the current state, copies of it must be complete, too: no later vote waits for them.
+        """
+        others = [keeper for keeper in self.keepers if keeper is not self.snapshots]
+        return all([self.snapshots.settle(version), *(keeper.settle() for keeper in others)])
+
+    def count_losses(self, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
+        """Return the tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""
+        if self.lagging == "never" or not self.state.layers:
+            return {}
+        return self.ledger.agree_on_lost(self._membership.everyone, stale, version, before)
+
+    def stored(self) -> Iterator[tuple[StoredUnit, str]]:
+        """Yield every complete version of every unit that this member has a copy of, and the copy's kind."""
+        for keeper in self.keepers:
+            yield from keeper.stored()
+
+    def close(self) -> None:
+        """End all threads. Nothing may be in flight, or the group must be dropped."""
+        self.settle()
+        for keeper in self.keepers:
+            keeper.close()

@@ -1,0 +1,399 @@
+"""Keep replicas current in a session: the gradients of each step arrive before its vote.
+
+    replan ─ protect_all ─ wait_for_copies ─ release ─ [ begin_step ─ begin_exchange ─ before_vote ─ after_update ]
+                                                         heal_replicas, if a member has requested states
+
+As a step begins, replicas that cannot follow it receive the state from before it: the replicas of newly selected units,
+and those that have requested it. The state travels while the step computes, in idle windows of the network if these are
+known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.courier import Courier
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import MembershipManager
+from evermoe.comm.pacer import Pacer
+from evermoe.comm.task import Task
+from evermoe.config.copies import CopyConfig
+from evermoe.copies.replay.calibrate import Arithmetic, calibrate
+from evermoe.copies.replay.devices import check_device
+from evermoe.copies.replay.early_states import MESSAGE_BYTES
+from evermoe.copies.replay.exchange import ExchangeResult, ReplayExchange
+from evermoe.copies.replay.part import parts_of
+from evermoe.copies.replay.repeater import Damage
+from evermoe.copies.replay.replayable import can_replay
+from evermoe.copies.replay.step_code import foreign_code, foreign_step, refuse_foreign_code
+from evermoe.errors import NotReplayable
+from evermoe.events import Damaged, GradientsLogged, Listener
+from evermoe.optim.ema import is_averaged
+from evermoe.planning.schedule import DEFAULT_LINK
+from evermoe.presets import ReplayedCopies
+from evermoe.state.keeper import Assignment, Keeper
+from evermoe.state.stored import NO_COPIES
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of, version_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _ReplicaSet:
+    """The replicas of one plan."""
+
+    copies: ReplayExchange
+    generation: int
+    trainers: Mapping[str, Collection[str]]
+    """Members that train each unit."""
+    base: int = 0
+    """Version with which they began."""
+
+    def orphans(self, present: Collection[str]) -> set[str]:
+        """Return the units kept on this member that no present member trains."""
+        return {unit for unit in self.copies.units if not any(each in present for each in self.trainers[unit])}
+
+    def stored(self, present: Collection[str]) -> Iterator[ReplayedUnit]:
+        """Yield every copy that this member keeps for others; digests of what a present member trains are None."""
+        for unit, step, value in self.copies.stored(self.orphans(present)):
+            version = self.base if step == step_of(self.base) else version_of(self.generation, step)
+            yield ReplayedUnit(unit, version, value, self.copies)
+
+
+@dataclass(frozen=True)
+class ReplayedUnit:
+    """A version of one unit that a replica on this member has, or can be brought to."""
+
+    unit: str
+    version: int
+    digest: int | None
+    """None if its steps are still to be repeated."""
+    copies: ReplayExchange
+
+    def read(self, out: Tensor) -> int:
+        """Write the bytes to `out`, uint8 `[nbytes]`; return their number, 0 if the replica has passed the version."""
+        return len(self.copies.read(self.unit, step_of(self.version), out))
+
+    def lend(self) -> Tensor | None:
+        """Return the bytes in place, uint8 `[nbytes]`, until the unit's next step; None if they are not one piece."""
+        if self.copies.device.type != "cpu" or len(parts_of(self.copies.state.catalog.by_name[self.unit])) > 1:
+            return None
+        return self.copies.read(self.unit, step_of(self.version), lends=True)
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]`; empty if the replica has moved past the version."""
+        return self.copies.read(self.unit, step_of(self.version))
+
+
+def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
+    """Return the arithmetic that repeats the optimizer's steps; None, with a warning, if there is none.
+
+    Raises:
+        UnsupportedState: the steps could be repeated, but code of the script runs in them.
+    """
+    try:
+        if is_averaged(optimizer):
+            raise NotReplayable("an average of the weights is kept, which gradients alone cannot reproduce")
+        foreign = foreign_step(optimizer)
+        if foreign is not None:
+            raise NotReplayable(f"{foreign} is neither torch's nor evermoe's, so no trial covers all that it may do")
+        arithmetic = calibrate(optimizer)
+    except NotReplayable as error:
+        logger.warning("copies are snapshots of the state, which take several times the bytes of gradients: %s", error)
+        return None
+    refuse_foreign_code(foreign_code(optimizer))
+    return arithmetic
+
+
+class Replicas(Keeper):
+    """The replicas that follow this member's units, and those that it keeps for others.
+
+    Args:
+        state: this member's units.
+        membership: all members; replica nodes only keep copies.
+        options: bound of the log, and device of the replicas.
+        arithmetic: of the optimizer, if its steps can be repeated.
+        emit: listener of the session.
+        pacer: knows when the network is idle. Gradients, and states with which a plan begins, do not wait for that.
+        message_bytes: maximum bytes of a message of other states.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        membership: MembershipManager,
+        options: CopyConfig,
+        arithmetic: Arithmetic | None,
+        emit: Listener,
+        pacer: Pacer,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        self._state, self._membership, self._options, self._emit = state, membership, options, emit
+        self._replayed = check_device(options.preset.group(ReplayedCopies))
+        self._pacer, self._message_bytes = pacer, message_bytes
+        device = membership.device
+        self.courier = Courier(membership.transport, pacer, "evermoe-gradients", device=device, link=DEFAULT_LINK)
+        self._arithmetic = arithmetic
+        self._now: _ReplicaSet | None = None
+        self._copies = NO_COPIES
+        """Earlier copies with which replicas of the latest plan begin."""
+        self._older: _ReplicaSet | None = None
+        self._was_complete = False
+        """Whether all copies of the latest plan have been complete once."""
+        self._states: Task[ExchangeResult] | None = None
+        """Sends the states with which the replicas of a plan begin; everything else follows it."""
+        self._exchange: Task[ExchangeResult] | None = None
+        self._digests: Task[None] | None = None
+        """Reads the state of some units; the rest of the step follows it."""
+        self._early: Task[None] | None = None
+        """Sends the states from before this step; the exchange follows it."""
+        self._is_healing = False
+        """Whether a member has requested full states, which come with the next step; the same on all members."""
+        self.is_early = False
+        """True if no other rank contributes to these gradients, so they can be sent before reduction."""
+        self._copied: dict[str, int] = {}
+        """Step that its replicas have reached, by unit that this member sends."""
+        self._under_way: set[str] = set()
+        """Units among them whose gradients are sent in the current step."""
+        self._behind: set[str] = set()
+        """Units among them whose replicas receive the state from before each step, since it cannot be repeated."""
+        self.requests: set[str] = set()
+        """Units of which this member needs the full state again."""
+        self.lacks_states = False
+        """Whether a state with which a replica of the latest plan should begin did not arrive intact."""
+        self._has_warned = False
+        """Whether the first message that could not be used was reported."""
+
+    # ---- the plan
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether other members may repeat steps of this one from its gradients."""
+        return self._arithmetic is not None
+
+    def is_replayable(self, unit: str) -> bool:
+        """Whether the unit's steps can be repeated, as far as this member knows."""
+        return self._arithmetic is not None and can_replay(self._state, unit, self._arithmetic)
+
+    def replan(self, assignment: Assignment) -> None:
+        """Follow a new plan; `protect_all` and `release` must follow."""
+        kept = [each for each in assignment.plan.units if each.kind == "replayed"]
+        rank = self._membership.everyone.rank
+        if self._now is not None:
+            self._now.copies.gradients.close()
+            if self._was_complete:
+                _close(self._older, self._emit)
+                self._older = self._now
+            else:  # never complete: the copies of its predecessor are still the only complete ones
+                _close(self._now, self._emit)
+        self._was_complete, self.requests, self._is_healing = False, set(), False
+        experts = set(self._state.catalog.experts())
+        alone = {each.unit for each in kept if each.unit in experts and len(assignment.active[each.unit]) == 1}
+        self.is_early = all(each.unit in alone for each in kept if each.primary == rank)
+        copies = ReplayExchange(
+            self._state,
+            kept,
+            rank,
+            self._arithmetic,
+            log_bytes=self._replayed.replay_log_bytes,
+            keeps_previous=assignment.copies_late,
+            device=self._replayed.replica_device,
+            message_bytes=self._message_bytes,
+            alone=alone,
+            bucket_bytes=assignment.gradient_bucket_bytes,
+        )
+        members = list(self._membership.members) or [self._membership.id]
+        trainers = {each.unit: [members[rank] for rank in assignment.active[each.unit]] for each in kept}
+        self._now, self._copies = _ReplicaSet(copies, assignment.generation, trainers), assignment.copies
+        self._copied = {each.unit: 0 for each in kept if each.primary == rank and each.holders}
+        self._behind = {unit for unit in self._copied if not self.is_replayable(unit)}
+
+    def release(self, step: int) -> None:
+        """Drop the copies of the previous plan: those of the latest one are complete on all members."""
+        self._was_complete = True
+        self._copied = dict.fromkeys(self._copied, step)
+        _close(self._older, self._emit)
+        self._older = None
+
+    # ---- a step
+
+    def begin_step(self, step: int, selected: Collection[str] | None) -> None:
+        """Begin a step, in which nothing writes the state until its messages are through.
+
+        `begin_exchange` sends the gradients of these units. For units that replicas cannot follow, the states from
+        before the step are sent now.
+        """
+        self._exchange = self._early = None
+        if self._now is None:
+            return
+        copies, has_states = self._now.copies, self._is_healing or self._options.choices.selects_by_budget
+        if copies.has_peers:
+            may_send = not self._state.late.is_under_way
+            copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
+        self._digests = self.courier.submit(copies.take_digests)
+        self._is_healing = False
+        if has_states and copies.has_peers:
+            self._early = self.courier.submit(lambda: copies.early.exchange_states(self.courier, step, selected))
+
+    def on_backward(self, *, ends: bool) -> None:
+        """Called as the script begins a backward pass, or with `ends` once its gradients exist, before reduction."""
+        if self._now is not None:
+            gradients = self._now.copies.gradients
+            (gradients.end_backward if ends else gradients.begin_backward)()
+
+    def protect_all(self, version: int) -> Collection[str]:
+        """Begin to send the states of `version` to replicas that do not have them."""
+        assert self._now is not None
+        self._now.base = version
+        self.lacks_states = False
+        replicas, copies, late = self._now.copies, self._copies, self._state.late
+
+        def begin() -> ExchangeResult:
+            late.wait(late.missing)
+            return replicas.begin_with(self.courier, step_of(version), copies)
+
+        if replicas.has_peers:
+            self._states = self.courier.submit(begin)
+        return ()
+
+    def begin_exchange(self, step: int, selected: Collection[str] | None) -> None:
+        """Begin to send the gradients of the next step that were not sent early: of these units, None for all; once."""
+        assert self._now is not None
+        copies = self._now.copies
+        if self._exchange is not None or not copies.has_peers:
+            return
+        self._pacer.hurry(everything=False)  # the rest of its states, which come first
+        self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
+
+        def exchange() -> ExchangeResult:
+            exchanged = copies.exchange_step(self.courier, step, selected)
+            _report(self._emit, exchanged.damages)
+            if exchanged.held:
+                self._emit(GradientsLogged(step))
+            return exchanged
+
+        self._exchange = self.courier.submit(exchange)
+
+    def wait_for_copies(self) -> bool:
+        """Wait until all messages that were begun are through; return False if a member was `lost`."""
+        is_done, group = False, self._membership.trainer_group
+        tasks = self._tasks()
+        states: list[Task[Any] | None] = [self._states, self._early]
+        for task in states:
+            if task is not None and not self.courier.wait_for_task(task, group):
+                return False
+        group.on_wait(True)
+        try:
+            is_done = all(each is None or each.wait() for each in tasks)
+        finally:
+            group.on_wait(False, is_done)
+        for began in (self._states, self._exchange):
+            if began is not None and began.result is not None:
+                self.requests |= began.result.needs_full_state
+                if self.requests and not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "this node's copy of %s waits for its full state, which comes with the next step: %s",
+                        min(self.requests),
+                        began.result.problem,
+                    )
+                self.lacks_states |= began is self._states and bool(began.result.needs_full_state)
+        if is_done:
+            self._states = None
+        return is_done
+
+    def before_vote(self, step: int) -> bool:
+        """Wait until the gradients of the step are through."""
+        return self.wait_for_copies()
+
+    @property
+    def lost(self) -> str | None:
+        """Reason why the messages did not get through."""
+        return next((task.lost for task in self._tasks() if task is not None and task.lost), None)
+
+    def _tasks(self) -> list[Task[Any] | None]:
+        """Return the tasks of the step, and the earlier ones."""
+        gradients = [] if self._now is None else self._now.copies.gradients.tasks
+        return [self._states, self._digests, self._early, *gradients, self._exchange]
+
+    def after_update(self, version: int, clip: float | None) -> None:
+        """Let replicas take the step, with gradients multiplied by `clip`; None: they skip its update, too."""
+        assert self._now is not None
+        self._now.copies.commit_step(clip)
+        self._copied |= {unit: step_of(version) - (unit in self._behind) for unit in self._under_way}
+
+    def lag(self, step: int) -> dict[str, int]:
+        """Return the lag of the oldest `replayed` copy."""
+        return {"replayed": step - min(self._copied.values())} if self._copied else {}
+
+    def take_requests(self) -> set[str]:
+        """Return the units of which this member needs the full state; they count as requested from now on."""
+        requests, self.requests = self.requests, set()
+        return requests
+
+    def heal_replicas(self, primary: Callable[[str], int]) -> None:
+        """Gather the requests for full states, which their senders send with the next step; collective."""
+        assert self._now is not None
+        everyone = self._membership.everyone
+        found = gather_json(everyone, sorted(self.take_requests()))
+        self._is_healing = any(found)
+        for unit in {unit for units in found for unit in units}:
+            if primary(unit) == everyone.rank:
+                self._now.copies.sender.request_full_state(unit)
+
+    # ---- after a failure
+
+    def settle(self) -> bool:
+        """Wait until nothing is in flight; return whether all of it got through."""
+        self._pacer.hurry(everything=False)
+        is_complete = all([task is None or task.wait() for task in self._tasks()])
+        self._states = self._digests = self._early = self._exchange = None
+        if self._now is not None:
+            self._now.copies.gradients.tasks.clear()
+            self._now.copies.gradients.stop_sending()
+        return is_complete
+
+    def catch_up(self) -> Iterator[None]:
+        """Bring units that no member named by the Lighthouse trains to where `stored` needs them, a part at a time.
+
+        Runs in any thread, while no plan is made.
+        """
+        for replicas in filter(None, (self._now, self._older)):
+            yield from replicas.copies.catch_up(replicas.orphans(self._membership.named))
+
+    def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
+        """Yield every unit that this member keeps for others, in every version that it can be brought to.
+
+        Units that a member of the group trains are not brought to it yet: nobody may need their copies.
+        """
+        for replicas in filter(None, (self._now, self._older)):
+            for unit in replicas.stored(self._membership.members):
+                yield unit, "replayed"
+            _report(self._emit, replicas.copies.replica.take_damages())
+
+    def close(self) -> None:
+        """End all threads. Nothing may be in flight."""
+        self.courier.close()
+        _close(self._now, self._emit)
+        _close(self._older, self._emit)
+        self._now = self._older = None
+
+
+def _report(emit: Listener, damages: Iterable[Damage]) -> None:
+    for each in damages:
+        logger.warning("a copy on this node is damaged and no longer used: %s", each.reason)
+        emit(Damaged(each.unit, each.step, each.reason))
+
+
+def _close(replicas: _ReplicaSet | None, emit: Listener) -> None:
+    if replicas is not None:
+        replicas.copies.close()
+        _report(emit, replicas.copies.replica.take_damages())

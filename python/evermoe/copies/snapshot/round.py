@@ -1,0 +1,279 @@
+"""Copies one version of all bundles to the memories of their holders."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from evermoe._native import Capture
+from evermoe.comm.courier import Courier, Message, Sent
+from evermoe.comm.task import Task
+from evermoe.comm.transport import Transfer
+from evermoe.copies.snapshot.segments import Segment, Segments
+from evermoe.copies.snapshot.store import BundleArena, SnapshotStore
+from evermoe.errors import CaptureCancelled, CorruptCopy
+from evermoe.events import ChunkSent, Listener, SnapshotReceived
+from evermoe.state.stored import NO_COPIES, KeptCopies
+from evermoe.state.unit import read_tensors
+from evermoe.state.version import step_of
+
+Arriving = dict[int, deque[Transfer]]
+"""Messages still to arrive, in order, by number of a bundle that is not visible yet."""
+UNDER_WAY = ("waiting", "copying")
+"""States of a `Capture` that is not over."""
+RESERVED_AT_ONCE = 64 << 20
+"""Bytes of an arena that are reserved between two checks: tens of milliseconds."""
+
+
+class SnapshotRound:
+    """One version on its way to the memories of all holders, in the thread of a courier.
+
+    A bundle becomes visible once it is complete, and the previous version stays until then. Bundles are captured and
+    sent in the order of the plan. Each becomes visible at its holder independently, even while the holder sends others.
+    The order within a bundle does not matter: it becomes visible at once, with the digests, which are sent last.
+
+    Args:
+        store: the arenas.
+        version: of the current state.
+        courier: sends and receives.
+        bundles: numbers of the bundles to copy; None for all.
+        copies: units that members already have: holders copy these from their own memory.
+        stays: numbers of the bundles that only their primaries capture, for themselves.
+        emit: called with `ChunkSent` and `SnapshotReceived` events, in the courier's thread; see `evermoe.Session`.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        version: int,
+        courier: Courier,
+        bundles: Collection[int] | None = None,
+        emit: Listener = lambda event: None,
+        copies: KeptCopies = NO_COPIES,
+        stays: Collection[int] = (),
+    ) -> None:
+        self.version = version
+        self._emit = emit
+        self._sent_bytes = 0
+        self._read_seconds = 0.0
+        self._store, self._courier = store, courier
+        every = {kept.number for kept in (*store.own, *store.peers)}
+        scheduled = every if bundles is None else bundles
+        self._own = [kept for kept in store.own if kept.number in scheduled]
+        travels = [kept.number for kept in (*store.own, *store.peers) if kept.number not in stays]
+        travels = [number for number in travels if number in scheduled]
+        self._peers = [kept for kept in store.peers if kept.number in travels]
+        self._copies = copies
+        # Plans are for steps: the first copies of a protection plan omit units that holders have.
+        segments = (None if copies else store.segments) or self._even_segments(copies)
+        self._sends, self._receives = ([segment for segment in both if segment.bundle in travels] for both in segments)
+        self._first_step = 0
+        self._total_bytes = sum(segment.nbytes for segment in self._sends)
+        self._has_begun = threading.Event()
+        """All captures have begun, or never will."""
+        self._read = threading.Event()
+        """Bundles that the engine cannot capture; the courier reads them."""
+        self.problem = ""
+        """Why the version will not be complete though no member is lost: this host has too little memory."""
+        self._captures: list[Capture | None] = []
+        self._tensors: dict[str, list[Tensor]] = {}
+        """Tensors of units that the courier reads, as they were at the start."""
+        self.task: Task[bool]
+        """Set by `start`; its result: whether all copies that arrived match their digests."""
+
+    def _even_segments(self, copies: KeptCopies) -> Segments:
+        """Return messages for the bundles that are sent, where none are planned."""
+        return self._store.even_segments(copies)
+
+    def start(self) -> SnapshotRound:
+        """Begin to capture the current state, and continue in the courier's thread.
+
+        If optimizer state is still on its way to this member (see `LateState`), the round begins once that has arrived.
+        """
+        self._first_step = self._courier.step
+        self._store.prepare(self._own)
+        # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be read.
+        state = self._store.state
+        tensors = [state.tensors(kept.bundle.units) for kept in self._own]
+        if not state.late.missing:
+            self._capture(tensors)
+
+        def run() -> bool:
+            try:
+                if not self._has_begun.is_set():
+                    state.late.wait(state.late.missing)
+                    self._capture(tensors)
+                return self._run()
+            finally:
+                self._has_begun.set()
+                self._read.set()
+
+        self.task = self._courier.submit(run)
+        return self
+
+    def _capture(self, tensors: Sequence[list[list[Tensor]]]) -> None:
+        """Begin to capture the tensors of this member's bundles; record those that the courier must read."""
+        self._captures = [
+            self._store.capture(kept, found, self.version) for kept, found in zip(self._own, tensors, strict=True)
+        ]
+        for kept, found, capture in zip(self._own, tensors, self._captures, strict=True):
+            if capture is None:
+                self._tensors |= zip(kept.bundle.units, found, strict=True)
+        self._has_begun.set()
+
+    @property
+    def complete_steps(self) -> dict[int, int]:
+        """Steps taken in this member's own copied bundles, by number; empty until all are captured and sent."""
+        is_complete = self.task.is_over_within(0) and self.task.result
+        return {kept.number: step_of(self.version) for kept in self._own} if is_complete else {}
+
+    @property
+    def host_speed(self) -> float:
+        """Bytes per second at which this member's units were captured; 0 until all are."""
+        nbytes, seconds = sum(kept.arena.payload_bytes for kept in self._own), self.capture_seconds
+        return nbytes / seconds if self._read.is_set() and seconds else 0.0
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that this member has taken so far to capture its units."""
+        return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)
+
+    def wait_captured(self) -> None:
+        """Wait until the state may change: this version is in the arenas of its primaries.
+
+        If the state and its snapshot are on a GPU, torch's current stream waits instead.
+        """
+        self._has_begun.wait()
+        captures = [
+            capture
+            for kept, capture in zip(self._own, self._captures, strict=False)
+            if capture is not None and not self._store.sources.release(kept.number)
+        ]
+        for capture in captures:
+            capture.hurry()
+        for capture in captures:
+            with suppress(CaptureCancelled):  # the arena had no memory: `problem` says so
+                capture.wait()
+        self._read.wait()
+
+    def _run(self) -> bool:
+        try:
+            return self._reserve() and self._exchange()
+        except CaptureCancelled as cancelled:
+            self.problem = str(cancelled)
+            return False
+        finally:
+            self._tensors = {}
+
+    def _reserve(self) -> bool:
+        """Reserve the memory of arenas that have none yet, as captures do; return whether it was available."""
+        try:
+            for kept, capture in (
+                *((each, None) for each in self._peers),
+                *zip(self._own, self._captures, strict=True),
+            ):
+                # Only the buffer of this version: the other one is reserved with the next version.
+                while (capture is None or capture.state in UNDER_WAY) and not kept.arena.reserve(RESERVED_AT_ONCE):
+                    self._courier.progress += 1
+        except OSError as error:
+            self.problem = str(error)
+        return not self.problem
+
+    def _exchange(self) -> bool:
+        started = time.monotonic()
+        try:
+            for kept, capture in zip(self._own, self._captures, strict=True):
+                if capture is None:
+                    self._read_units(kept)
+        finally:
+            self._read_seconds = time.monotonic() - started
+        self._tensors = {}
+        self._read.set()
+        for kept in self._peers:
+            kept.index = kept.arena.begin(self.version)
+        arriving: Arriving = {kept.number: deque() for kept in self._peers}
+        for segment, message in zip(self._receives, self._messages(self._receives, self._peers), strict=True):
+            arriving[segment.bundle].append(self._courier.begin_receive(message))
+        for kept in self._peers:
+            self._copy_here(kept)
+        are_complete: list[bool] = []
+
+        def on_sent(sent: Sent) -> None:
+            self._note_sent(sent)
+            are_complete.extend(self._publish(arriving, waits=False))
+
+        self._courier.send_messages(self._captured(), on_sent)
+        for capture in self._captures:
+            if capture is not None:
+                capture.wait()
+        are_complete.extend(self._publish(arriving, waits=True))
+        return all(are_complete)
+
+    def _publish(self, arriving: Arriving, *, waits: bool) -> Iterator[bool]:
+        """Make arrived bundles of peers visible, or all if it `waits`; yield whether each is complete."""
+        for kept in self._peers:
+            transfers = arriving.get(kept.number)
+            while transfers and (waits or transfers[0].has_ended):
+                self._courier.wait_received(transfers.popleft())
+            if transfers is not None and not transfers:
+                del arriving[kept.number]
+                yield self._is_complete(kept)
+
+    def _copy_here(self, kept: BundleArena) -> None:
+        """Copy what this member already has; bytes that are no longer readable fail their digest check."""
+        data = torch.from_numpy(kept.arena.buffer(kept.index))
+        for name, offset, nbytes in kept.arena.units():
+            if name in self._copies.here:
+                self._copies.read(name, data[offset : offset + nbytes])
+                self._courier.progress += 1
+
+    def _note_sent(self, sent: Sent) -> None:
+        self._sent_bytes += sent.nbytes
+        self._emit(ChunkSent(step_of(self.version), self._sent_bytes, self._total_bytes, sent.when))
+
+    def _read_units(self, kept: BundleArena) -> None:
+        kept.index = kept.arena.begin(self.version)
+        data = torch.from_numpy(kept.arena.buffer(kept.index))
+        for name, offset, nbytes in kept.arena.units():
+            read_tensors(self._tensors[name], data[offset : offset + nbytes])
+            self._courier.progress += 1
+        kept.arena.commit(kept.index)
+
+    def _captured(self) -> Iterator[Message]:
+        """Yield the messages, each part as soon as it is captured; the digests when its entire bundle is."""
+        captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
+        for segment, message in zip(self._sends, self._messages(self._sends, self._own), strict=True):
+            self._make_ready(segment, captures[segment.bundle])
+            yield message
+
+    def _make_ready(self, segment: Segment, capture: Capture | None) -> None:
+        """Wait until the content of this member's message is captured."""
+        if capture is not None:
+            capture.wait(segment.offset + segment.nbytes if segment.offset else None)
+
+    def _messages(self, segments: Sequence[Segment], arenas: Sequence[BundleArena]) -> Iterator[Message]:
+        buffers = {kept.number: self._bytes_of(kept) for kept in arenas}
+        for segment in segments:
+            data = buffers[segment.bundle][segment.offset : segment.offset + segment.nbytes]
+            step = None if segment.step is None else self._first_step + segment.step
+            yield Message(data, segment.peer, segment.tag, segment.window, step)
+
+    def _bytes_of(self, kept: BundleArena) -> Tensor:
+        """Return the bytes of a bundle that are sent; its segments are parts of them."""
+        return torch.from_numpy(kept.arena.buffer(kept.index))
+
+    def _is_complete(self, kept: BundleArena) -> bool:
+        try:
+            kept.arena.commit_received(kept.index)
+        except CorruptCopy:
+            return False
+        finally:
+            self._courier.progress += 1
+        self._emit(SnapshotReceived(step_of(self.version), len(kept.bundle.units)))
+        return True

@@ -1,0 +1,349 @@
+"""Plans when snapshots travel: profile → windows → chunk plan → segments; repeated when the steps have changed.
+
+    rank 0   pacer records some steps ─ find_windows ─┐             ┌─ plans of rank 0 and of its senders ─ cuts, places
+    rank 1   pacer records some steps ─ find_windows ─┴─ all gather ┴─ plans of rank 1 and of its senders ─ cuts, places
+
+Both ends must divide a bundle the same way, so they plan from the same gathered data, at a step given by its number.
+The training thread plans between two steps; between profiles it costs nothing.
+
+The first plan is made from one step, and checked as more are recorded, if anything is sent in windows. When the members
+change, their windows stay in use, also by newcomers, until the next steps are recorded. Only complete profiles decide
+over how many steps a version is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+
+from evermoe.comm.courier import Courier
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.comm.membership import MembershipManager
+from evermoe.comm.pacer import Pacer
+from evermoe.comm.step_record import TimedStep
+from evermoe.copies.snapshot.frequency import lowered, steps_of
+from evermoe.copies.snapshot.link import measure_link
+from evermoe.copies.snapshot.rank_plan import Outgoing, RankReport, as_steps, peers_of, places_of, plan_of, segments_of
+from evermoe.copies.snapshot.segments import Segments
+from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.planning.budgets import Budgets, budgets_of
+from evermoe.planning.schedule import DEFAULT_LINK, ChunkPlan, ChunkPolicy, Link, Memory
+from evermoe.planning.trace import SentChunk, chrome_trace
+from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
+from evermoe.presets import IdleWindows
+from evermoe.profile.peers import clock_offset, connect
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 1
+"""Steps after a change of membership that are not representative."""
+FIRST_LOOKS: tuple[int, ...] = (1, 2, 4, 8, 16)
+"""Recorded steps after a change of membership after which a first plan is made, before the profile is complete."""
+RECENT = 32
+"""Minimum number of messages that measure the link: the latest half, or at least these. The first messages wait for
+memory that was never touched."""
+TOLERANCE = 0.05
+"""Part of a step by which windows may change before a new plan is made."""
+
+
+class WindowPlanner:
+    """Profiles the session's steps and plans when its snapshots travel.
+
+    Args:
+        pacer: follows the group of the training thread.
+        courier: sends the snapshots.
+        store: holds the bundles.
+        membership: the members.
+        options: sizes, and the schedule of profiles.
+        policy: plans chunks for windows; None: snapshots never wait for one.
+        fixed_steps: over which a version is sent; None for the fewest that windows need, and 1 until they are known.
+    """
+
+    def __init__(
+        self,
+        pacer: Pacer,
+        courier: Courier,
+        store: SnapshotStore,
+        membership: MembershipManager,
+        options: IdleWindows,
+        policy: ChunkPolicy | None,
+        fixed_steps: int | None = 1,
+    ) -> None:
+        self.fixed_steps = fixed_steps
+        """Steps over which a version is sent from the next change of members on; None: the fewest that windows need."""
+        self.version_steps = fixed_steps or 1
+        """Steps over which the next version is sent; the same on all members."""
+        self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
+        self._options, self._policy, self._until_vote = options, policy, False
+        self._default = DEFAULT_LINK
+        self._base, self._looks = 0, FIRST_LOOKS
+        self._reports: list[RankReport] = []
+        self._recorded: tuple[list[TimedStep], Windows | None] = [], None
+        self._is_settled = False
+        """Whether the plan is that of a complete profile of these members."""
+        self.knows_pace = False
+        """Whether the latest windows are those of a complete profile."""
+        self._latest: dict[tuple[bool, str], Windows] = {}
+        """The latest windows, also of earlier members, by `until_vote` and this member's role."""
+        self.windows: Windows | None = None
+        """Windows of this member's network, as copies use them now; None before the first profile."""
+        self.step_seconds: float | None = None
+        """Seconds of a step, from the latest profile, also one of earlier members."""
+        self.network_seconds: float | None = None
+        """Idle seconds of this member's network in a step, from the same profile."""
+        self.link: tuple[float, float] | None = None
+        """Measured latency and bytes per second of this member's link; None before enough messages were sent."""
+        self.couriers: Sequence[Courier] = [courier]
+        """Couriers whose messages measure the link, and appear in traces."""
+        self.host_speed = 0.0
+        """Bytes per second of the latest capture."""
+        self.budgets = Budgets()
+        """Bytes that copies can take in a step, by the latest profile of these members; the same on all."""
+        self.summary = ""
+        """Summary of the plan of the slowest member."""
+        self.plans = 0
+        """Number of plans so far."""
+        self.numbers: Sequence[int] = ()
+        """Per bundle, the step of a version in which it is captured and sent; empty if all are captured at once."""
+        self.optional: Collection[int] = ()
+        """Bundles that a version may omit: it is sent over the fewest steps that the others need."""
+        self._left_out: Collection[int] = ()
+        """Bundles that the latest version omits."""
+        store.chunk_bytes, courier.in_flight = options.copy_buffer_bytes, options.copy_buffers
+        courier.link = self._default
+
+    @property
+    def _group(self) -> Group:
+        """Group of all members, replica nodes included."""
+        return self._membership.everyone
+
+    def restart(self, step: int, until_vote: bool, *, is_urgent: bool = True) -> None:
+        """Discard the plan, since the members or the protection plan change from this step on. Collective.
+
+        The previous windows are used for a new plan until the next steps are recorded.
+
+        Args:
+            step: steps taken.
+            until_vote: whether each version must be complete before the vote that follows it.
+            is_urgent: whether copies wait for windows, or for room in a step; the same on all members.
+
+        Raises:
+            PeerLost: another member is lost.
+        """
+        self._until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
+        self._base, self._reports, self.windows, self._is_settled = step, [], None, False
+        self._left_out = ()
+        self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
+        self._store.segments = None
+        self._pacer.expect_windows({})
+        self._pacer.record_steps(0)
+        if self._policy is not None and self._is_used:
+            self._pacer.record_steps(self._options.profile_steps, WARM_UP)
+            self._carry_over(self._policy)
+
+    @property
+    def _is_used(self) -> bool:
+        return self._group.size > 1 and self._options.profile_steps > 0
+
+    def _carry_over(self, policy: ChunkPolicy) -> None:
+        """Plan by the previous windows of the members; a newcomer that trains uses those of another member."""
+        found = self._latest.get((self._until_vote, self._membership.role))
+        reports = self._exchange("" if found is None else found.to_json(), [0.0])
+        trainers = range(self._membership.num_trainers)
+        known = next((reports[rank].windows for rank in trainers if reports[rank].windows), "")
+        if known:
+            reports = [
+                replace(report, windows=report.windows or known) if rank in trainers else report
+                for rank, report in enumerate(reports)
+            ]
+            self._adopt(reports, policy, self._base, "; by the previous windows", paces=True)
+
+    def after(self, step: int) -> None:
+        """Begin a profile, or plan from it, if scheduled after this step, the same on all members. Collective.
+
+        Raises:
+            PeerLost: another member is lost.
+        """
+        steps, since = self._options.profile_steps, step - self._base - WARM_UP
+        if self._policy is None or not self._is_used or since < 0:
+            return
+        number, place = divmod(since, self._options.profile_interval)
+        last = steps if number == 0 else steps + 1
+        if number and not place:
+            self._pacer.record_steps(steps)
+        elif place == last or (number == 0 and place < last and place in self._looks):
+            self._consider(step, self._policy, is_complete=place == last)
+            if place == last:
+                self._pacer.record_steps(0)
+
+    def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
+        """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
+        reports = self._gather(*self._profile())
+        changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
+        if self._reports and not changed and (self._is_settled or not is_complete):
+            return
+        self._is_settled = self.knows_pace = is_complete
+        if reports[self._group.rank].windows:
+            mine = Windows.from_json(reports[self._group.rank].windows)
+            idle = [window.seconds for window in mine.windows if window.resource == "network"]
+            self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
+            self._latest[self._until_vote, self._membership.role] = mine
+        why = f"; planned again, because of {changed[0]}" if changed else ""
+        self._adopt(reports, policy, step, why, paces=is_complete)
+
+    def _adopt(self, reports: list[RankReport], policy: ChunkPolicy, step: int, why: str, *, paces: bool) -> None:
+        self._reports, self.budgets = reports, self._budgets(reports)
+        if reports[self._group.rank].windows:
+            self.windows = Windows.from_json(reports[self._group.rank].windows)
+        self._plan(policy, paces=paces)
+        if self._group.rank == 0 and any(report.outgoing for report in reports):
+            logger.info("copies in windows from step %d on: %s%s", step, self.summary, why)
+
+    def _budgets(self, reports: Sequence[RankReport]) -> Budgets:
+        trainers = [report for report in reports if report.windows]
+        seconds = max((Windows.from_json(report.windows).step_seconds for report in trainers), default=0.0)
+        links = [None if report.link == self._default else report.link[1] for report in trainers]
+        return budgets_of(seconds, links, [report.host_speed or None for report in trainers])
+
+    def _profile(self) -> tuple[list[StepProfile], list[float]]:
+        """Return the steps in which to find windows, and their start times: seconds of `time.perf_counter`."""
+        timed = self._pacer.recorded_steps()
+        self._recorded = timed, self.windows
+        return as_steps(timed, self._until_vote), [each.start / 1e9 for each in timed]
+
+    def _gather(self, steps: Sequence[StepProfile], starts: Sequence[float]) -> list[RankReport]:
+        offset = clock_offset(connect(self._group)).seconds
+        change: Change | None = None
+        if self.windows is not None:
+            change = has_changed(self.windows, steps, tolerance=TOLERANCE)
+        windows = find_windows(steps, gamma=self._options.window_share).to_json() if steps else ""
+        return self._exchange(windows, [start + offset for start in starts], "" if change is None else change.summary)
+
+    def _exchange(self, windows: str, starts: list[float], changed: str = "") -> list[RankReport]:
+        every = [each for courier in self.couriers for each in list(courier.sent)]
+        every.sort(key=lambda each: each.end)
+        link = measure_link(every[-max(RECENT, len(every) // 2) :], self._default)
+        if link != self._default:
+            self.link = link.alpha, link.beta
+        is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
+        mine = RankReport(
+            windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed, is_on_gpu
+        )
+        if self._reports and not changed and mine.outgoing:
+            bundles = (sum(each.parts[-1]) for each in mine.outgoing)
+            largest = min(self._options.copy_buffer_bytes, max(bundles))
+            mine = replace(mine, changed=mine.new_pace(self._reports[self._group.rank], largest))
+        return [RankReport.from_json(fields) for fields in gather_json(self._group, asdict(mine))]
+
+    def _outgoing(self) -> list[Outgoing]:
+        found = []
+        for kept in self._store.own:
+            peers = list(kept.bundle.holders[1:])
+            if peers:
+                starts = [*(offset for _, offset, _ in kept.arena.units()), kept.arena.payload_bytes]
+                parts = [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+                found.append(Outgoing(kept.number, peers, parts))
+        return found
+
+    def _plan(self, policy: ChunkPolicy, *, paces: bool) -> None:
+        """Plan for this rank and for those that send to it. Collective.
+
+        `paces`: whether to choose the steps of a version again, too.
+        """
+        rank, reports = self._group.rank, self._reports
+        if self.fixed_steps is None and paces:
+            alone = 1
+            if self.knows_pace and self.windows is not None:
+                needed = plan_of(rank, self._without(self.optional), policy, self._memory, None)
+                alone = steps_of(needed.reason, self.windows.step_seconds, reports[rank].pace)
+            self.version_steps = max(gather_json(self._group, alone))
+        plans = self._divide(policy)
+        for courier in self.couriers:
+            courier.link = Link(*reports[rank].link)
+        mine = [0.0, 0, ""]
+        if self.windows is not None and rank in plans:
+            self._pacer.expect_windows(places_of(self.windows))
+            reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
+            is_done = self.fixed_steps is None and self.knows_pace
+            said = lowered(reason, self.windows.step_seconds, reports[rank].pace, is_done=is_done)
+            if reports[rank].waits_for_host:
+                said += f"; messages keep pace with the copy from GPU to host, {self.host_speed / 1e6:.3g} MB/s"
+            words = f"{reason}{said}"
+            if self.numbers:
+                words = f"of {len(plans[rank])} slices, each as a version in a step, the largest: {reason}"
+            mine = [reason.delay_seconds, reason.steps_per_version, f"{words} (rank {rank})"]
+        everyone = gather_json(self._group, mine)
+        self.summary = max(everyone)[2]
+        self.plans += 1
+
+    def leave_out(self, bundles: Collection[int]) -> None:
+        """Plan the next version without some of the `optional` bundles, the same on all members."""
+        self._left_out = bundles
+        if self._reports and self._policy is not None:
+            self._divide(self._policy)
+
+    def _without(self, bundles: Collection[int]) -> list[RankReport]:
+        """Return the ranks' reports, as if they sent none of these bundles."""
+        return [
+            replace(report, outgoing=[each for each in report.outgoing if each.bundle not in bundles])
+            for report in self._reports
+        ]
+
+    @property
+    def _memory(self) -> Memory:
+        buffers = self._options.copy_buffers
+        return Memory(buffers * self._options.copy_buffer_bytes, buffers)
+
+    def _divide(self, policy: ChunkPolicy) -> dict[int, list[tuple[ChunkPlan, list[Outgoing]]]]:
+        """Divide what this rank sends and receives from now on into segments; return the plans, by sender."""
+        rank, reports = self._group.rank, self._without(self._left_out)
+        is_sender = [
+            report.windows and (s == rank or rank in peers_of(report.outgoing)) for s, report in enumerate(reports)
+        ]
+        plans = {s: self._plans_of(s, reports, policy) for s, is_one in enumerate(is_sender) if is_one}
+        segments = {
+            s: [each for plan, outgoing in some for each in segments_of(plan, outgoing, policy)]
+            for s, some in plans.items()
+        }
+        receives = [
+            segment._replace(peer=s) for s in plans if s != rank for segment in segments[s] if segment.peer == rank
+        ]
+        self._store.segments = Segments(segments.get(rank, []), receives)
+        return plans
+
+    def _plans_of(
+        self, sender: int, reports: Sequence[RankReport], policy: ChunkPolicy
+    ) -> list[tuple[ChunkPlan, list[Outgoing]]]:
+        """Return a sender's plans and what each sends: one plan for a version, or one for each step of a capture."""
+        outgoing, steps = reports[sender].outgoing, self.version_steps
+        parts = [outgoing]
+        if self.numbers:
+            by_step = ([each for each in outgoing if self.numbers[each.bundle] == step] for step in range(steps))
+            parts, steps = [part for part in by_step if part] or [outgoing], 1
+        found = []
+        for part in parts:
+            adjusted = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(reports)]
+            found.append((plan_of(sender, adjusted, policy, self._memory, steps), part))
+        return found
+
+    # ---- traces
+
+    def trace(self) -> str:
+        """Return a trace for Perfetto: the steps of the latest profile, their windows, and the messages that were sent.
+
+        Raises:
+            ValueError: no profile is complete yet.
+        """
+        timed, windows = self._recorded
+        if not timed:
+            raise ValueError("trace: no profile is complete yet")
+        steps = as_steps(timed, until_vote=False)
+        start = timed[0].start / 1e9
+        sent = [
+            SentChunk(each.start / 1e9, (each.end - each.start) / 1e9, *each[2:5])
+            for courier in self.couriers
+            for each in list(courier.sent)
+        ]
+        return chrome_trace(steps, windows, sent=sent, rank=self._group.rank, start=start)

@@ -1,0 +1,1 @@
+"""Batches: the sampler and the loader of elastic jobs."""

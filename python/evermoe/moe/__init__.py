@@ -1,0 +1,1 @@
+"""The MoE layer: its router, its experts, and the exchange of tokens."""

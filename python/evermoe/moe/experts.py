@@ -1,0 +1,372 @@
+"""Experts of an MoE layer, for any router: dispatch to replicas on any rank, stacked weights, weighted combine.
+
+Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts, e local experts, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from evermoe import ops
+from evermoe.comm.collectives import all_reduce, all_to_all
+from evermoe.comm.group import Group
+from evermoe.errors import UnsupportedState
+from evermoe.moe import fp8_exchange, graph_ops
+from evermoe.moe.checkpointing import is_recomputing
+from evermoe.moe.expert import Expert, Product
+from evermoe.moe.expert_copies import PartialExperts
+from evermoe.moe.forward_turns import Manner, Turns
+from evermoe.moe.token_counts import TokenCount
+from evermoe.moe.token_exchange import MAX_RANKS, Exchange, HostMemory, Padding, Placed
+from evermoe.planning import split_tokens
+from evermoe.planning.dispatch import SPLITS, SplitPolicy
+
+
+class Experts(PartialExperts):
+    """E feed-forward experts, of which your router chooses K for each token.
+
+    Outside a session the layer holds all experts. In an `evermoe.Session` each rank holds some, and an expert may have
+    replicas on several ranks. Tokens are sent to them and back: without a capacity limit, and without dropping any. The
+    result does not depend on the placement of the experts, except for floating-point rounding. `evermoe.MoE` combines
+    this layer with a router.
+
+        experts = evermoe.Experts(evermoe.Expert(64, 128, gated=True), num_experts=8)
+        weights_TK, ids_TK = router(x_TH).softmax(-1).topk(2)
+        y_TH = experts(x_TH, ids_TK, weights_TK)
+
+    Args:
+        expert: definition of each expert.
+        num_experts: E.
+        post_norm: a module applied to the experts' outputs, `[N, H]`, before they are weighted; all experts share it.
+            It must treat each row independently, as RMSNorm and LayerNorm do; it never sees padding, nor do its
+            gradients.
+        token_split: policy of `evermoe.planning.split_tokens`: `balanced` minimises the tokens of the busiest rank,
+            `even` gives all replicas of an expert the same number (Lazarus, Algorithm 1). None: the policy of the
+            session's preset, `even` with `lazarus`, otherwise `balanced`.
+        max_tokens: maximum number of tokens of any rank in one forward, the same on all ranks. With it, exchanges are
+            padded to the largest possible number of rows: the host waits for nothing, and no shape depends on a value,
+            so a forward can be part of a CUDA graph (after one outside a graph). Replicas of an expert then share its
+            tokens evenly. It suits small batches and fast links. Sizes are exact nonetheless if the padded rows take
+            more than 64 MiB (`token_exchange.PADDED_BYTES`), or the matrices do not suit `grouped_mm` (on a GPU:
+            bfloat16 with rows of a multiple of 16 bytes). None: exact sizes, for which the host waits once per forward;
+            a single rank does not wait.
+        fp8_dispatch: whether tokens are sent to the experts as e4m3 numbers with a float32 scale for each 128 columns
+            (`ops.quantize_rows`; DeepSeek-V3, section 3.3.2): about half the bytes of bfloat16. All experts get rounded
+            tokens, local ones too; outputs and gradients are sent in their own dtype. Inside `torch.compile` tokens are
+            rounded the same way, but sent in their own dtype.
+
+    Attributes:
+        weights: `[e, row]`, one row per local expert: its matrices and biases, flattened one after the other, then
+            padding; `expert.views(weights)` returns them by name.
+        ids: of the local experts, ascending; row i of `weights` belongs to `ids[i]`.
+        share_E: after a forward, float `[E]`: fraction of all ranks' choices that went to each expert, on the layer's
+            device.
+        count: tokens routed to each expert, summed over all ranks.
+        top_k: K of the router, or of the latest forward outside `torch.compile`; 0 before.
+        has_samples: False if this member's part of the step has weight 0. Its tokens then go to no expert, and do not
+            count in loads and balancing losses. A session sets it.
+        on_load: called after each step of a session with `load_E`; `Router.update_balance`, for example. None: nothing
+            is called. The same on all members.
+
+    Raises:
+        ValueError: a size or an option is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        expert: Expert,
+        num_experts: int,
+        *,
+        post_norm: nn.Module | None = None,
+        token_split: SplitPolicy | None = None,
+        max_tokens: int | None = None,
+        fp8_dispatch: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(expert, Expert) or num_experts < 1:
+            raise ValueError(
+                f"Experts: expected an evermoe.Expert and num_experts >= 1, got {expert!r} and {num_experts}"
+            )
+        if fp8_dispatch and expert.weighted == "inputs":
+            raise ValueError("Experts: expected fp8_dispatch=False, or an expert with weighted='outputs'")
+        if (mixing := _mixes_rows(post_norm)) is not None:
+            raise ValueError(
+                f"Experts: expected post_norm to treat each row by itself, got {mixing}, whose statistics are of all "
+                "rows that are on one rank: use RMSNorm or LayerNorm"
+            )
+        if token_split not in (None, *SPLITS):
+            raise ValueError(f"Experts: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"Experts: expected max_tokens >= 1 or None, got {max_tokens}")
+        self.expert, self.hidden, self.num_experts = expert, expert.hidden, num_experts
+        self.max_tokens, self.fp8_dispatch = max_tokens, fp8_dispatch
+        self._given_split = token_split
+        self.token_split: SplitPolicy = token_split or "balanced"
+        self.post_norm = post_norm
+        self.weights = nn.Parameter(torch.empty(num_experts, expert.row_size, device=device, dtype=dtype))
+        self.ids = list(range(num_experts))
+        self.group = Group()
+        self.turns: Turns | None = None
+        self.matrix_RE = np.ones((1, num_experts), np.int64)
+        self.share_E: Tensor = torch.zeros(num_experts, device=device)
+        self.count = TokenCount(num_experts)
+        self.top_k = 0
+        self.has_samples = True
+        self.on_load: Callable[[NDArray[np.int64]], None] | None = None
+        self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
+        self._placed: tuple[np.ndarray, torch.device, Placed] | None = None
+        self._host = HostMemory()
+        self._name = graph_ops.register(self)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the experts with `Expert.initialize`."""
+        self.expert.initialize(self.weights)
+
+    def split_as(self, default: SplitPolicy) -> None:
+        """Set the token split to the constructor's `token_split`, or to `default` if that was None."""
+        self.token_split = self._given_split or default
+
+    def extra_repr(self) -> str:
+        """Return the text that `print(layer)` shows."""
+        return f"num_experts={self.num_experts}, {self.expert.shapes}, local={self.ids}"
+
+    @property
+    def tokens_E(self) -> NDArray[np.int64]:
+        """`[E]`: tokens routed to each expert in the last forward, summed over all ranks."""
+        return self.count.last_E
+
+    @property
+    def load_E(self) -> NDArray[np.int64]:
+        """`[E]`: the same, summed over all forwards in training mode; in a session, over those of the current step."""
+        return TokenCount.totals([self.count])[0]
+
+    def settings(self) -> str:
+        """Return the settings that change the experts' result and do not show in the shapes of their parameters."""
+        return (
+            f"{self.expert.settings()}, token_split={self.token_split}"
+            + (f", max_tokens={self.max_tokens}" if self.max_tokens else "")
+            + (", fp8_dispatch" if self.fp8_dispatch else "")
+        )
+
+    def forward(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum of each token's expert outputs; collective when the layer spans several ranks.
+
+        Args:
+            x_TH: tokens `[T, H]`.
+            ids_TK: int32 or int64 `[T, K]`: experts of 0..E, or -1 for none.
+            weights_TK: `[T, K]`, float32 or the experts' dtype; differentiable.
+
+        Returns:
+            `[T, H]`, dtype of `x_TH`.
+
+        Raises:
+            ValueError: shapes do not fit, or the number of tokens exceeds `max_tokens`.
+        """
+        _check_shapes(x_TH, ids_TK, weights_TK, self.hidden)
+        if not self.has_samples:
+            ids_TK = torch.full_like(ids_TK, -1)
+        return self.run(x_TH, ids_TK, weights_TK, in_graph=torch.compiler.is_compiling())
+
+    def run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, in_graph: bool) -> Tensor:
+        """Run `forward` with the messages of a compiled (`in_graph`) or of an eager forward."""
+        counts_E = ops.expert_histogram(ids_TK, self.num_experts)
+        sent_TH = x_TH.to(_compute_dtype(self.weights, x_TH.device.type))
+        if in_graph:
+            return self._forward_in_graph(sent_TH, ids_TK, weights_TK, counts_E).to(x_TH.dtype)
+        exchange = self._plan(ids_TK, counts_E, sent_TH)
+        self.share_E, self.top_k = exchange.share_E, ids_TK.shape[1]
+        row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
+        if exchange.starts_R is not None:
+            row_ids, positions_TK = exchange.pad(positions_TK)
+        if self.fp8_dispatch:
+            rows_NH = fp8_exchange.send(sent_TH, row_ids, positions_TK, exchange, self.group)
+        else:
+            rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
+            rows_NH = exchange.by_expert(all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group))
+        if len(self.ids) == 0:
+            outputs_NH = _take_part(rows_NH, self.weights)
+        else:
+            outputs_NH = self._feed_forward(rows_NH, _product(exchange, rows_NH.dtype, self._widths), exchange.ends_e)
+        returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
+        return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
+
+    def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """Run the rest of `forward` in a form that `torch.compile` can trace: the exchanges are opaque ops."""
+        num_local = self.weights.shape[0]
+        manner = Manner.of(x_TH, ids_TK, in_graph=True)
+        share_E, send_ER, receive_Re, splits_2R = graph_ops.plan_exchange(self._name, counts_E, num_local, list(manner))
+        self.share_E = share_E
+        row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
+        if self.fp8_dispatch:
+            x_TH = fp8_exchange.rounded(x_TH)
+        rows_NH, weights_TK = self._rows(x_TH, row_ids, positions_TK, weights_TK)
+        ends_e = receive_Re.sum(0).cumsum(0).to(torch.int32)
+        product: Product = lambda rows_NC, matrices_eDC: graph_ops.multiply(rows_NC, matrices_eDC, ends_e)  # noqa: E731
+        if self.group.is_alone:
+            rows_NH = self._feed_forward(rows_NH, product, ends_e)
+        else:
+            rows_NH = graph_ops.send_rows(self._name, rows_NH, splits_2R)
+            if num_local == 0:
+                rows_NH = _take_part(rows_NH, self.weights)
+            else:
+                rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product, ends_e)
+                rows_NH = ops.regroup(rows_NH, receive_Re, inverse=True)
+            rows_NH = graph_ops.exchange_rows(self._name, rows_NH, splits_2R, row_ids.shape[0], True)
+        return ops.unpermute(rows_NH, positions_TK, weights_TK)
+
+    def _rows(self, x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows for the experts, `[N, H]`, and the weights of their outputs."""
+        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
+        if self.expert.weighted == "outputs":
+            return rows_NH, weights_TK
+        last = len(rows_NH)  # takes the weights of choices without an expert
+        places = torch.where(positions_TK < 0, last, positions_TK).long().flatten()
+        weights_N = weights_TK.new_zeros(last + 1).scatter(0, places, weights_TK.flatten())[:last]
+        return rows_NH * weights_N.to(rows_NH.dtype).unsqueeze(1), torch.ones_like(weights_TK)
+
+    def plan_exchange(self, counts_E: Tensor) -> Exchange:
+        """Gather and count the load, and plan the exchange; collective.
+
+        This is the only additional exchange of a forward, and its only wait for a GPU, since the host must know how
+        many rows it sends and receives. With `even` the GPU splits the tokens, and the host reads only the sizes. With
+        `balanced` the host plans from the counts of all ranks. That algorithm (`src/dispatch/flow.rs`) finds one
+        augmenting path after the other, each depending on the previous ones, so it does not parallelise on a GPU.
+        """
+        self.count.begun += self.group.broken is None
+        tokens_RE = self.group.all_gather(counts_E)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedState(
+                "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
+                "max_tokens, and bfloat16 experts whose matrices have rows of a multiple of 16 bytes"
+            )
+        if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
+            return self._plan_on_device(tokens_RE)
+        on_host_RE = self._host.read(tokens_RE)
+        self.group.check_nccl()  # after a failure the GPU is released without the counts
+        self.count.add(on_host_RE.sum(0), is_counted=self.training and not is_recomputing())
+        tokens_ER = np.ascontiguousarray(on_host_RE.T)
+        planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
+        return Exchange.of(tokens_RE, *planned, self.ids)
+
+    def _plan_on_device(self, tokens_RE: Tensor) -> Exchange:
+        """Let the GPU plan the exchange, from the tokens of all ranks."""
+        matrix_RE, device = self.matrix_RE, tokens_RE.device
+        if self._placed is None or self._placed[0] is not matrix_RE or self._placed[1] != device:
+            self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
+        exchange, tokens_E = Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host)
+        self.group.check_nccl()  # as above
+        self.count.add(tokens_E.copy(), is_counted=self.training and not is_recomputing())
+        return exchange
+
+    def _plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Exchange:
+        """Plan the exchange of a forward; all ranks make the same choice of a plan on the host or not. Collective.
+
+        Raises:
+            ValueError: the number of tokens exceeds `max_tokens`.
+        """
+        (tokens, top_k), dtype = ids_TK.shape, x_TH.dtype
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise ValueError(
+                f"Experts: expected at most max_tokens={self.max_tokens} tokens in a forward, got {tokens}"
+            )
+        if self.turns is not None:
+            self.turns.take(self, Manner.of(x_TH, ids_TK, in_graph=False))
+        if not graph_ops.takes_groups(counts_E.device, dtype, self._widths):
+            return self.plan_exchange(counts_E)
+        if self.group.is_alone and (self.max_tokens is not None or counts_E.device.type == "cuda"):
+            return Exchange.alone(self._gather(counts_E), tokens * top_k)
+        if self.max_tokens is not None:
+            padding = self._find_padding(self.max_tokens, top_k, counts_E.device)
+            if padding.fits(self.hidden * dtype.itemsize):
+                return Exchange.padded(self._gather(counts_E), padding, self.group.rank)
+        return self.plan_exchange(counts_E)
+
+    def _find_padding(self, max_tokens: int, top_k: int, device: torch.device) -> Padding:
+        key = self.matrix_RE, device, top_k
+        if self._padding is None or self._padding[0] is not key[0] or self._padding[1:3] != key[1:]:
+            self._padding = *key, Padding.of(self.matrix_RE, self.ids, max_tokens, top_k, device)
+        return self._padding[3]
+
+    def _gather(self, counts_E: Tensor) -> Tensor:
+        """Gather all ranks' tokens of each expert, and count them in the layer, without a wait; collective."""
+        self.count.begun += self.group.broken is None
+        tokens_RE = self.group.all_gather(counts_E)
+        self.count.add(tokens_RE.sum(0), is_counted=self.training and not is_recomputing())
+        return tokens_RE
+
+    def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
+        """Return the experts' outputs for rows ordered by local expert, in the same order."""
+        views = self.expert.views(self.weights.to(rows_NH.dtype))
+        outputs_NH = self.expert.apply(rows_NH, views, product, ends_e)
+        if self.post_norm is None:
+            return outputs_NH
+        numbers_N1 = torch.arange(len(rows_NH), device=ends_e.device).unsqueeze(1)
+        is_row_N1 = numbers_N1 < ends_e[-1]  # padding is uninitialized memory, and so are its gradients
+        # A norm without eps turns a constant row into NaN, and NaN times a gradient of zero is NaN.
+        harmless_H = (torch.arange(self.hidden, device=ends_e.device) % 2 + 1).to(outputs_NH.dtype)
+        normed_NH = self.post_norm(outputs_NH.where(is_row_N1, harmless_H))
+        return normed_NH.to(outputs_NH.dtype).where(is_row_N1, 0)
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        return self.expert.hidden, self.expert.intermediate
+
+
+def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int) -> None:
+    tokens = len(x_TH)
+    if x_TH.dim() != 2 or x_TH.shape[1] != hidden or ids_TK.dim() != 2 or len(ids_TK) != tokens:
+        raise ValueError(
+            f"Experts: expected tokens [T, {hidden}] and ids [T, K], got {list(x_TH.shape)} and {list(ids_TK.shape)}"
+        )
+    if weights_TK.shape != ids_TK.shape:
+        raise ValueError(
+            f"Experts: expected weights of the ids' shape {list(ids_TK.shape)}, got {list(weights_TK.shape)}"
+        )
+
+
+def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) -> Product:
+    """Return the product for the exchange's rows of each local expert."""
+    ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
+    if lengths_e is None or graph_ops.takes_groups(ends_e.device, dtype, widths):
+        return lambda rows_NC, matrices_eDC: graph_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
+    return lambda rows_NC, matrices_eDC: graph_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
+
+
+def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
+
+
+def _take_part(rows_NH: Tensor, weights: Tensor) -> Tensor:
+    """Connect empty rows to the graph, so that a rank without experts takes part in the backward exchange."""
+    return rows_NH + weights.sum().to(rows_NH.dtype)
+
+
+def _mixes_rows(module: nn.Module | None) -> str | None:
+    """Return the class of a torch norm over several rows that the module is or contains; None without one."""
+    parts = [] if module is None else module.modules()
+    return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
+
+
+def sum_over_members(experts: Experts, values: Tensor) -> Tensor:
+    """Sum `values` over the members that share a layer's experts. Collective and differentiable.
+
+    The backward is collective, too: it sums the gradient over the members. So the gradient is that of the sum of all
+    members' losses, whatever their weights.
+    """
+    if torch.compiler.is_compiling():
+        return graph_ops.sum_over_members(experts._name, values)
+    return all_reduce(values, experts.group)
+
+
+def expert_layers(model: nn.Module) -> dict[str, Experts]:
+    """Return the experts of a model's MoE layers by module path, in module order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}

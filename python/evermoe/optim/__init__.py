@@ -1,0 +1,272 @@
+"""Optimizers whose steps other members can repeat bit for bit: on another CPU, on a GPU, in another batch.
+
+A parameter in bfloat16 or float16 has a float32 master in its state. The step updates the master, and the parameter is
+the master rounded to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from evermoe.ops.optim import adamw_all_, adamw_step, sgd_all_, sgd_step
+from evermoe.optim.ema import EMA
+
+__all__ = ["EMA", "SGD", "AdamW"]
+
+HALF = torch.bfloat16, torch.float16
+"""Dtypes of parameters that have a master."""
+MASTER = "master_param"
+"""Name of the master in the state."""
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """Base class of the optimizers: checks their groups, and steps all parameters in one call."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own options; missing options default to the constructor's.
+
+        Raises:
+            ValueError: as the constructor; TypeError, too. The group is not added then.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._numbers(self.param_groups[-1], 1)
+            _check_parameters(self.param_groups[-1]["params"])
+        except Exception:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient; if it raises, none.
+
+        Args:
+            closure: recomputes the loss and its gradients before the step.
+
+        Returns:
+            The result of the closure.
+
+        Raises:
+            ValueError: an option was set to a value out of range.
+            RuntimeError: a gradient has another dtype or device, or is sparse; or a CUDA graph is being captured, which
+                would replay the learning rate and the step number of this step.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"evermoe.optim.{type(self).__name__}: expected no capture of a CUDA graph: the learning rate and the "
+                "number of the step are read on the host. Call step() outside of the graph"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters, gradients, rows = [], [], []
+        for group in self.param_groups:
+            numbers: dict[int, Tensor] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                t = self._next_step(parameter)
+                if t not in numbers:
+                    numbers[t] = self._numbers(group, t)
+                parameters.append(parameter)
+                gradients.append(parameter.grad)
+                rows.append(numbers[t])
+        if parameters:
+            targets = [self._target(parameter) for parameter in parameters]
+            self._step_all(parameters, targets, [_readable(gradient) for gradient in gradients], torch.stack(rows))
+            rounded = [pair for pair in zip(parameters, targets, strict=True) if pair[0] is not pair[1]]
+            if rounded:
+                torch._foreach_copy_([pair[0] for pair in rounded], [pair[1] for pair in rounded])
+        return loss
+
+    def _target(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that the step updates: the parameter, or its master, a float32 copy at first."""
+        if parameter.dtype not in HALF:
+            return parameter
+        state = self.state[parameter]
+        if MASTER not in state:
+            state[MASTER] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format)
+        master: Tensor = state[MASTER]
+        return master
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state; torch's method would round the float32 state of bfloat16 and float16 parameters."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items() if parameter.dtype in HALF else ():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+
+    def _next_step(self, parameter: Tensor) -> int:
+        """Return the number of the parameter's next step, from 1, as far as `_numbers` depends on it."""
+        raise NotImplementedError
+
+    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+        """Return the kernel's scalars for step `t` of the group."""
+        raise NotImplementedError
+
+    def _step_all(
+        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
+    ) -> None:
+        """Step all targets in one call, and count the step."""
+        raise NotImplementedError
+
+
+class AdamW(_Optimizer):
+    """`torch.optim.AdamW` with one arithmetic on CPU and CUDA (`evermoe.ops.adamw_all_`).
+
+    A drop-in replacement: it has the same arguments, state names and `state_dict`, and each class can load the other's.
+    On an x86 CPU the results equal torch's with `fused=True` bit for bit if a parameter's size is a multiple of 8.
+
+        optimizer = evermoe.optim.AdamW(model.parameters(), lr=1e-3)
+        loss.backward()
+        optimizer.step()
+
+    A parameter whose gradient is None takes no step; a gradient of zeros is a step. A step that `torch.amp.GradScaler`
+    skips changes nothing.
+
+    Args:
+        params: parameters, or groups of them: contiguous; float32, or bfloat16 or float16, which get float32 masters in
+            the state (`master_param`). Gradients may be float32, bfloat16 or float16.
+        lr: learning rate; a scheduler may change it, a tensor is read at each step.
+        betas: decay of the first and the second moment, each 0 to below 1.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        maximize: ascend rather than descend.
+
+    Raises:
+        ValueError: an option is out of range, or a parameter cannot be stepped; the message names it.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore groups and state, also those of torch's class without AMSGrad.
+
+        Raises:
+            ValueError: the groups use AMSGrad.
+        """
+        if any(group.get("amsgrad") for group in state["param_groups"]):
+            raise ValueError("amsgrad: expected False, as evermoe.optim.AdamW has no AMSGrad; use torch.optim.AdamW")
+        super().__setstate__(state)
+
+    def _next_step(self, parameter: Tensor) -> int:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device="cpu")
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+        return int(state["step"]) + 1
+
+    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+        options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
+        return adamw_step(t=t, lr=float(group["lr"]), **options)
+
+    def _step_all(
+        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
+    ) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        adamw_all_(targets, m, v, gradients, numbers)
+        for state in states:
+            state["step"] += 1
+
+
+class SGD(_Optimizer):
+    """`torch.optim.SGD` with one arithmetic on CPU and CUDA (`evermoe.ops.sgd_all_`).
+
+    A drop-in replacement: it has the same arguments, state names and `state_dict`, and each class can load the other's.
+    On an x86 CPU the results equal torch's bit for bit; with `fused=True`, if a parameter's size is a multiple of 8.
+
+        optimizer = evermoe.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    A parameter whose gradient is None takes no step; a gradient of zeros is a step. A parameter's first step fills its
+    momentum buffer with the gradient. A step that `torch.amp.GradScaler` skips changes nothing.
+
+    Args:
+        params: parameters, or groups of them: contiguous; float32, or bfloat16 or float16, which get float32 masters in
+            the state (`master_param`). Gradients may be float32, bfloat16 or float16.
+        lr: learning rate; a scheduler may change it, a tensor is read at each step.
+        momentum: factor of the momentum buffer; 0 for no buffer.
+        dampening: fraction of the gradient that is not added to the buffer.
+        weight_decay: factor of the parameters that is added to the gradient.
+        nesterov: Nesterov momentum; needs momentum > 0 and dampening 0.
+        maximize: ascend rather than descend.
+
+    Raises:
+        ValueError: an option is out of range, or a parameter cannot be stepped; the message names it.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, options | {"nesterov": nesterov, "maximize": maximize})
+
+    def _next_step(self, parameter: Tensor) -> int:
+        return 1 if self.state[parameter].get("momentum_buffer") is None else 2
+
+    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+        names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return sgd_step(is_first=t == 1, lr=float(group["lr"]), **{name: group[name] for name in names})
+
+    def _step_all(
+        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
+    ) -> None:
+        momenta = numbers[:, 4].tolist()
+        moving = [parameter for parameter, momentum in zip(parameters, momenta, strict=True) if momentum != 0]
+        buffers = [self._buffer(parameter) for parameter in moving]
+        sgd_all_(targets, buffers, gradients, numbers)
+        for parameter, buffer in zip(moving, buffers, strict=True):
+            self.state[parameter]["momentum_buffer"] = buffer
+
+    def _buffer(self, parameter: Tensor) -> Tensor:
+        """Return the parameter's momentum; before its first step, uninitialized memory for it."""
+        buffer: Tensor | None = self.state[parameter].get("momentum_buffer")
+        if buffer is None:
+            return torch.empty_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+        return buffer
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    """Return the gradient in a dtype that the ops read: float32 or bfloat16."""
+    return gradient.float() if gradient.dtype == torch.float16 else gradient
+
+
+def _check_parameters(parameters: list[Tensor]) -> None:
+    for number, parameter in enumerate(parameters):
+        is_known = parameter.dtype in (torch.float32, *HALF)
+        if not is_known or parameter.is_sparse or not parameter.is_contiguous():
+            strides = "" if parameter.is_sparse else f" with strides {parameter.stride()}"
+            raise ValueError(
+                "params: expected contiguous tensors in float32, bfloat16 or float16, got number "
+                f"{number} of the group as {parameter.dtype} of shape {tuple(parameter.shape)}, "
+                f"{parameter.layout}{strides}; train a contiguous float32 copy of it"
+            )

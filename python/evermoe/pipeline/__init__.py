@@ -1,0 +1,1 @@
+"""`PipelineSession`: stages of a pipeline, their copies and recoveries."""

@@ -1,0 +1,302 @@
+"""The driver of a pipeline's session: votes, updates, copies and the end of a job, as the commit protocol asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from evermoe.comm.membership import MembershipManager
+from evermoe.comm.vote import Ballot
+from evermoe.copies.snapshot.rank_plan import COPIES
+from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.errors import PeerLost, UnsupportedState
+from evermoe.events import Begin, Commit, Confirm, Copy, Listener, Measured, Reduce, Skipped, Update, Verified, Vote
+from evermoe.pipeline.kept_loop import KeptLoop
+from evermoe.pipeline.pipeline_config import PipelineConfig
+from evermoe.pipeline.pipeline_recovery import PipelineRecovery
+from evermoe.pipeline.pipeline_step import PipelineStep
+from evermoe.pipeline.stages import StageState
+from evermoe.process.memory_folder import BEGUN, FINISHED, mark
+from evermoe.process.seeds import seeded
+from evermoe.process.warn import warn
+from evermoe.session import gradients
+from evermoe.session.commands import Event
+from evermoe.session.loss_scale import LossScale
+from evermoe.state.version import generation_of, step_of
+
+
+class PipelineDriver(PipelineRecovery):
+    """Carry out the commands of the protocol for one rank. See `train.commands.Driver` for each.
+
+    Args:
+        options: of the pipeline.
+        optimizer: of the stage.
+        state: the stage's units.
+        loop: the training loop's own state, one of them.
+        loss_scale: of the job.
+        store: this node's arenas.
+        membership: all ranks.
+        emit: of the session.
+    """
+
+    def __init__(
+        self,
+        options: PipelineConfig,
+        optimizer: torch.optim.Optimizer,
+        state: StageState,
+        loop: KeptLoop,
+        loss_scale: LossScale,
+        store: SnapshotStore,
+        membership: MembershipManager,
+        emit: Listener,
+    ) -> None:
+        super().__init__(options, state, loop, store, membership, emit)
+        self.optimizer, self._loss_scale = optimizer, loss_scale
+        self.taken = 0
+        """Votes that have passed on this rank."""
+        self.skipped = 0
+        """Steps whose update all ranks have left out."""
+        self.asks_to_stop = False
+        """Whether this rank's script asks all ranks to end the job."""
+        self._random = ExitStack()
+        """Restores the random generators after the block of a step."""
+        self._vote_span = ExitStack()
+        self._waits = True
+        """Whether the vote waits for copies."""
+        self._since = time.monotonic()
+
+    # ---- a step
+
+    def step(self, number: int) -> None:
+        """Let the script compute a step."""
+        if not self.taken:
+            mark(BEGUN)
+
+    def begin_step(self, step: PipelineStep) -> None:
+        """Record that the script begins to compute a step."""
+        self.attempt = step
+        self.optimizer.zero_grad(set_to_none=True)
+        past = self.localised.begin_step(self._version)
+        self.pacer.begin_forward()
+        seeds = self._options.seed, self._options.data_parallel
+        step.prepare(
+            past, is_repeated=self.localised.is_repeated(step.number), scale=self._loss_scale.value, seeds=seeds
+        )
+        self._emit(Begin(step.number))
+        self._random.enter_context(seeded(*seeds, step.number, self._options.stage))
+
+    def end_step(self) -> None:
+        """Record that the block of a step has ended, with an error or without."""
+        self._random.close()
+
+    def finish_step(self, step: PipelineStep) -> Ballot:
+        """Reduce the gradients over the stage's ranks, and wait for the copies that the vote needs.
+
+        Raises:
+            PeerLost: a rank is lost. RuntimeError: of torch, for the same reason.
+            UnsupportedState: the script has run no schedule.
+        """
+        self._emit(Reduce(step.number))
+        step.end()
+        after = step.number + 1
+        self._waits = self.windows.are_used or self.snapshot_schedule.is_due(after)
+        if self._waits:
+            self.pacer.hurry()
+        self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
+        is_complete = not self._waits or self.copies.wait_sent()
+        if is_complete and self._waits:
+            self._emit(Confirm(after))
+        self._emit(Vote(step.number))
+        return self._ballot(step, is_complete)
+
+    def end_vote(self) -> None:
+        """Record that the result of the vote is known, or a rank is lost."""
+        self._vote_span.close()
+
+    def _ballot(self, step: PipelineStep, is_complete: bool) -> Ballot:
+        """This rank's vote on the step whose gradients are complete.
+
+        Args:
+            step: the attempt.
+            is_complete: whether the copies that the vote waits for are.
+        """
+        past = step.past
+        if past is not None and past.is_taken and past.ballot is not None:
+            found = past.ballot
+        else:
+            found = self._count(step)
+            if past is not None:
+                past.ballot = found
+        return found._replace(votes=float(is_complete), reported=self.lost.reported, stopping=float(self.asks_to_stop))
+
+    def _count(self, step: PipelineStep) -> Ballot:
+        on_all, alone = map(_gradients, self._state.parameters())
+        found = [*on_all, *alone]
+        own_loss, own_count, has_loss, is_counted = torch.zeros(1), torch.zeros(1), False, False
+        if step.loss is not None:
+            own_loss, has_loss, is_counted = step.loss, True, step.count is not None
+            own_count = torch.as_tensor(step.losses if step.count is None else step.count, dtype=torch.float64)
+        (loss,), (are_finite,), norms, (counted,) = gradients.read(
+            own_loss, gradients.are_finite(found), gradients.norms(found), own_count
+        )
+        self.connections.check()
+        squares = _squares(norms[: len(on_all)]) / self._options.data_parallel_size + _squares(norms[len(on_all) :])
+        return Ballot(
+            votes=0.0,
+            loss=loss,
+            squares=squares,
+            reduced_squares=squares,
+            **gradients.faults(loss, bool(are_finite), self._group.rank),
+            trainers=float(has_loss),
+            scale=self._loss_scale.value if has_loss else 0.0,
+            counting=float(is_counted),
+            counted=counted,
+        )
+
+    def tallied(self, step: int, sums: Ballot) -> None:
+        """End the job on all ranks if the step's losses are inconsistent, or a gradient is not finite.
+
+        With a loss scale above 1 the update is left out instead, since a smaller scale may help.
+
+        Raises:
+            NonFiniteLoss: names the step and the rank.
+            ValueError: some ranks gave counts, and others did not.
+            UnsupportedState: the session does not know the losses of some ranks.
+        """
+        self._leaving = int(sums.leaving)
+        self.lost.tallied(sums.reported)
+        if sums.votes != self._options.size:
+            return
+        gradients.refuse_mixed(sums)
+        if sums.trainers != self._options.data_parallel_size:
+            raise UnsupportedState(
+                f"step {step}: {sums.trainers:.0f} ranks have computed a loss that the session knows, expected "
+                f"{self._options.data_parallel_size}, the ranks of the last stage: build_schedule must give their "
+                "schedules loss_fn=session.loss_function(...)"
+            )
+        if self._options.on_nonfinite == "error" and sums.loss_scale <= 1:
+            gradients.refuse_nonfinite(_of_mean(sums), step, self._membership.nodes)
+
+    def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
+        """Apply the step that all have voted for, and begin to copy the new version."""
+        self.end_vote()
+        is_due = self.snapshot_schedule.is_due(step_of(after))
+        self.copies.wait_captured()
+        if is_due:  # all have voted: its copies are complete
+            self.copies.drop_previous()
+            if self.copies.version is not None:
+                self.localised.log.release_before(self.copies.version)
+                self.committed = max(self.committed, step_of(self.copies.version))
+        sums, self._version = _of_mean(sums), after
+        self.loss, self.grad_norm = sums.mean_loss, sums.norm
+        if sums.stopping:
+            self.stopped = step_of(after)
+        if not is_recalled:
+            self._emit(Update(step_of(before)) if sums.is_finite else Skipped(step_of(before), sums.nonfinite_rank))
+        is_repeated = self.localised.retake(after)
+        if is_repeated:
+            self._loop.restore()
+        else:
+            self._update(sums)
+        self.experts.taken(step_of(after), is_repeated=is_repeated)
+        self.windows.advance(step_of(after))
+        self.localised.log.mark_taken(after)
+        self._note_commit(before, after)
+        if is_recalled:
+            return
+        self.taken += 1
+        self.bubbles.begin_step()
+        self._copy(after, is_due)
+        self._measure(step_of(before))
+
+    def _note_commit(self, before: int, after: int) -> None:
+        """Keep the report of a step until it is committed."""
+        size, generation = self._options.size, generation_of(after)
+        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, size, generation, self.grad_norm)
+
+    def _copy(self, after: int, is_due: bool) -> None:
+        self._emit(Copy(step_of(after)))
+        if self._group.broken is not None:
+            return
+        if is_due:
+            self.copies.forget_version()
+            if self.localised.needs_copies(after):
+                self._begin_version(after)
+        elif self.windows.are_used:
+            self.copies.copy_slice(after)
+
+    def _measure(self, step: int) -> None:
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        lag = {"snapshot": self.snapshot_schedule.lag(step + 1)} if self._options.copies.replication else {}
+        sent = {"snapshot": self.courier.sent_bytes}
+        self._emit(Measured(step, seconds, 0, None, None, lag, sent))
+
+    def _update(self, sums: Ballot) -> None:
+        if sums.is_finite:
+            factor = gradients.factor_of(sums, self._options.max_grad_norm)
+            if factor != 1:
+                gradients.scale([each for some in self._state.parameters() for each in _gradients(some)], factor)
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+            self._state.expert_load.forget_step()
+        self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
+
+    def commit(self, step: int) -> None:
+        """Report a step that no failure covered by the preset can undo."""
+        self.committed = step + 1
+        self._emit(self._commit_events.pop(step))
+
+    def pace(self, step: int) -> None:
+        """Plan the next windows after the vote on a step."""
+        self.window_planner.host_speed = self.copies.host_speed or self.window_planner.host_speed
+        try:
+            self.window_planner.after(step)
+            self.windows.choice.consider(self.window_planner, self._group, self.layout)
+        except PeerLost as lost:  # the step itself is applied; the next vote notices that the group is broken
+            self._group.drop(str(lost))
+
+    def resume(self, version: int) -> None:
+        """Report the recovery, which is over; the next step begins."""
+        super().resume(version)
+        self._since = time.monotonic()
+
+    # ---- the end
+
+    def settle(self) -> Event:
+        """Complete the copies of the last step, which no vote follows or after which ranks leave."""
+        is_complete = self.finish_copies(self._version)
+        everyone = self._group.all_reduce(torch.tensor([int(is_complete)]))
+        return {"event": "settled", "is_whole": bool(everyone == self._options.size)}
+
+    def farewell(self, version: int) -> Event:
+        """Compare all copies, then wait for all ranks: none leaves while another still needs its copies."""
+        self.finish_copies(version)
+        checked, differing = self.recovery(version, established=True).verify()
+        if differing:
+            warn(f"peers or copies differ at step {step_of(version)}: {', '.join(differing[:8])}")
+        self._emit(Verified(checked, len(differing), differing))
+        self._group.all_reduce(torch.zeros(1))
+        return {"event": "parted"}
+
+    def close(self, standing: dict[str, object] | None) -> None:
+        """Notify processes that arrive too late that the job is over."""
+        mark(FINISHED)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _squares(norms: Iterable[float]) -> float:
+    return sum(norm * norm for norm in norms)
+
+
+def _of_mean(sums: Ballot) -> Ballot:
+    """Return the sums of a step whose losses are divided by counts: of tokens, or of microbatches with mean losses."""
+    return sums._replace(counting=sums.trainers)

@@ -1,0 +1,302 @@
+"""The part of a pipeline's driver that carries out recoveries: the members that take part, and the target version."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NoReturn
+
+from evermoe.comm.courier import Courier
+from evermoe.comm.group import Group
+from evermoe.comm.membership import MembershipManager
+from evermoe.comm.pacer import Pacer
+from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
+from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.errors import JobFinished, LostExperts, PeerLost
+from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
+from evermoe.pipeline.bubbles import Bubbles
+from evermoe.pipeline.chosen_experts import ChosenExperts
+from evermoe.pipeline.connections import TorchConnections
+from evermoe.pipeline.kept_loop import KeptLoop
+from evermoe.pipeline.localised import LocalisedRecovery
+from evermoe.pipeline.pipeline_config import PipelineConfig
+from evermoe.pipeline.pipeline_step import PipelineStep, refuse_unequal_runs
+from evermoe.pipeline.slice_choice import SliceChoice
+from evermoe.pipeline.sparse_windows import SparseWindows
+from evermoe.pipeline.stage_copies import StageCopies
+from evermoe.pipeline.stage_replay import StageReplay
+from evermoe.pipeline.stage_target import StageTarget
+from evermoe.pipeline.stage_windows import StageWindowPlanner
+from evermoe.pipeline.stages import StageRank, StageState
+from evermoe.process.memory_folder import FINISHED, is_marked
+from evermoe.recovery.recovery import Recovery
+from evermoe.recovery.report import Outcome, PhaseClock, RecoveryReport
+from evermoe.recovery.survey import SNAPSHOT, Standing
+from evermoe.session.commands import Driver, Event
+from evermoe.session.lost_members import LostMembers
+from evermoe.session.same_run import MemoryClaim, SameRun
+from evermoe.state.version import step_of
+
+
+class PipelineRecovery(Driver):
+    """Carry out the commands of the protocol that lead from one group to the next. See `train.commands.Driver`.
+
+    Args:
+        options: of the pipeline.
+        state: the stage's units.
+        loop: the training loop's own state, one of them.
+        store: this node's arenas.
+        membership: all ranks.
+        emit: of the session.
+    """
+
+    def __init__(
+        self,
+        options: PipelineConfig,
+        state: StageState,
+        loop: KeptLoop,
+        store: SnapshotStore,
+        membership: MembershipManager,
+        emit: Listener,
+    ) -> None:
+        self._options, self._state, self._loop, self.store = options, state, loop, store
+        self._membership, self._emit = membership, emit
+        self._group = membership.trainer_group
+        self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
+        self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
+        windows, copies, limits = options.versions, options.copies, options.membership
+        schedule = copies.choices.schedule if copies.replication else None
+        self.window_planner = StageWindowPlanner(
+            self.pacer, self.courier, store, membership, windows, schedule, windows.steps_per_version, options.stages
+        )
+        self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, windows.profile_steps, state.device)
+        every = [each for some in state.parameters() for each in some]
+        self.localised = LocalisedRecovery(
+            state, every, options.stage, is_on=options.localised, is_spread=options.expert_parallel
+        )
+        self.windows = SparseWindows(state, store, self.localised, SliceChoice(windows.slices, store))
+        self.experts = ChosenExperts(options, state, membership, self.window_planner)
+        self.replay = StageReplay(options, state, self.localised, self.window_planner)
+        chosen = self.windows, self.experts, self.replay
+        self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
+        self.lost = LostMembers(membership, limits.on_lost, options.size, emit)
+        self.run = SameRun(membership, limits.hang_timeout, [MemoryClaim(store.directory)])
+        self.connections = TorchConnections(
+            membership, (options.stage, options.stages, options.data_parallel_size), options.rank, limits, state.device
+        )
+        self.layout: list[StageRank] = []
+        """Report of each rank about itself, by rank; empty before the first recovery."""
+        self.attempt: PipelineStep | None = None
+        """The latest attempt at a step."""
+        self.reports: list[Recovered] = []
+        self.outcome = Outcome()
+        """Result of the latest recovery on this rank."""
+        self.committed = -1
+        """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
+        self.loss = math.nan
+        """Mean loss of the latest step."""
+        self.grad_norm = math.nan
+        """Norm of its gradient over all stages, before clipping."""
+        self.stopped: int | None = None
+        """Steps after which the job ends because a rank has requested it; None without a request."""
+        self._version = 0
+        """Version of this rank's state."""
+        self._leaving = 0
+        """Ranks that leave after the step."""
+        self._commit_events: dict[int, Commit] = {}
+        """Report of each step that is taken and not yet committed."""
+        self._report: RecoveryReport | None = None
+        self._clock = PhaseClock({}, emit)
+        self._before: int | None = None
+        """Version before the recovery in progress; None if this rank was not part of the running job."""
+        self._are_copies_arriving = False
+        """Whether the copies that the recovery makes are sent in the background of the next step."""
+        self._lost_units: LostExperts | None = None
+
+    # ---- membership
+
+    def agreeing(self) -> None:
+        """Begin the report of a recovery."""
+        if self._clock.phase == "agree":  # the Lighthouse is asked again, for the same agreement
+            return
+        reason = self._group.broken or "this process has started"
+        if self._group.broken is not None:
+            self._emit(ConnectionLost(step_of(self._version), reason))
+        self._report = RecoveryReport(time.time(), reason=reason)
+        self._clock = PhaseClock(self._report.seconds, self._emit)
+        self._clock.enter("agree")
+
+    def waiting(self) -> None:
+        """Call `on_lost` for lost ranks, since this rank waits for their replacements.
+
+        Raises:
+            JobFinished: the job is over.
+        """
+        if is_marked(FINISHED):
+            raise JobFinished(f"job {self._membership.identity.job} has committed all its steps")
+        self.lost.look(step_of(self._version), self._report_now().reason)
+
+    def connecting(self) -> None:
+        """Time how long it takes to connect."""
+        self._clock.enter("rebuild")
+
+    def interrupt(self) -> None:
+        """Wait for transfers in progress; in a dropped group they end at once."""
+        self.end_copies()
+
+    def end_copies(self) -> bool:
+        """Wait for transfers in progress. Return whether the copies are complete on this rank."""
+        self.pacer.hurry("recovery")
+        self.copies.wait_captured()
+        is_complete = self.copies.wait_sent()
+        self.copies.forget_version()
+        self.connections.interrupt()
+        return is_complete
+
+    def finish_copies(self, version: int) -> bool:
+        """Wait for copies of this version of the state, and make them first if they are older. Collective.
+
+        Sparse versions are not made, since no step has room for a complete one.
+
+        Returns:
+            Whether the copies are complete on this rank.
+        """
+        is_complete = self.end_copies()
+        is_older = self.snapshot_schedule.begun < step_of(version)
+        if not is_older or self._group.broken is not None or self.windows.are_used:
+            return is_complete
+        self._begin_version(version)
+        return self.end_copies()
+
+    def _begin_version(self, version: int) -> None:
+        """Begin to copy the state, which has this version. If a rank is lost, the next vote notices it."""
+        try:
+            self.copies.begin_version(version)
+        except PeerLost as lost:
+            self._group.drop(str(lost))
+            return
+        self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
+
+    # ---- a recovery
+
+    def _meet(self) -> None:
+        """Gather what each rank holds; collective."""
+        own, options, choice = self._state.own, self._options, self.windows.choice
+        mine = StageRank(
+            options.stage,
+            options.data_parallel,
+            self._membership.node,
+            own.layout,
+            own.sizes(),
+            own=self._state.alone(),
+            weights=self.windows.weights(),
+            slices=choice.report(),
+            repeated=self.replay.report(),
+            stops_at=self.stopped,
+        )
+        self.layout = _layout(self._group, mine, options.data_parallel_size, options.size)
+        ends = [rank.stops_at for rank in self.layout if rank.stops_at is not None]
+        self.stopped = min(ends, default=None)
+        self.windows.learn(self.layout)
+        self.store.check_folder()
+        if options.expert_parallel:
+            self.connections.connect_peers(self._state.layers.values())
+
+    def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
+        """Bring this rank to the newest version of which every unit of every stage is left.
+
+        Raises:
+            FolderInUse: another run of the job uses its memory folder.
+            UnequalForwards: ranks ran different numbers of schedules in the interrupted step.
+        """
+        self.run.meet()
+        self._meet()
+        report = self._report_now()
+        self._before = version if established else None
+        report.reason = self.lost.note(step_of(version), report.reason, self._leaving, 0)
+        self._leaving = 0
+        refuse_unequal_runs(self.attempt, self._group)
+        self.localised.exchange_logs(self._group, version)
+        self.windows.choose_way(self._group, version)
+        while True:
+            try:
+                report.outcome = self.outcome = self.recovery(version, established=established).run(self._clock.enter)
+                break
+            except LostExperts as lost:
+                if not self.windows.turn_back():
+                    self._lost_units = lost
+                    return {"event": "unrecoverable"}
+        is_stale = bool(self.outcome.stale)
+        if is_stale:
+            self.localised.begin_again()
+        self._loop.restore()
+        self._version = self.outcome.version
+        return {"event": "restored", "version": self.outcome.version, "is_stale": is_stale}
+
+    def _report_now(self) -> RecoveryReport:
+        if self._report is None:
+            raise RuntimeError("a recovery begins with an agreement")
+        return self._report
+
+    def count_losses(self, version: int) -> Event:
+        """Count the tokens that stale experts have lost."""
+        self.experts.count_losses(self.layout, self.outcome, self._before)
+        return {"event": "counted"}
+
+    def units_lost(self) -> NoReturn:
+        """Raise the error that the recovery found."""
+        assert self._lost_units is not None
+        raise self._lost_units
+
+    def recovery(self, version: int, *, established: bool) -> Recovery:
+        """Try once to bring all ranks to one version."""
+        stored = ((found, SNAPSHOT) for found in self.windows.stored())
+        standing = Standing(version, established, lagging=self.experts.lagging, committed=max(0, self.committed))
+        return Recovery(self._state, stored, self._group, StageTarget(self.layout, self.windows), standing)
+
+    def protect(self, version: int, generation: int, *, waits: bool) -> Event:
+        """Begin to make the copies that are missing; they are complete on return, or by the next vote."""
+        self._version = version
+        at, rank = self._membership, self._group.rank
+        self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, "train", generation, list(at.nodes)))
+        self._emit(Copy(step_of(version)))
+        is_complete = self.copies.protect(self.layout, version, generation, self.outcome.copies, waits=waits)
+        self._are_copies_arriving = not is_complete
+        self.window_planner.cut(self.windows.numbers, self.windows.steps)
+        self.snapshot_schedule.restart(step_of(version))
+        self.bubbles.restart(step_of(version))
+        return {"event": "protected", "is_whole": is_complete}
+
+    def resume(self, version: int) -> None:
+        """Report the recovery, which is over."""
+        step, report = step_of(version), self._report_now()
+        if self._are_copies_arriving:  # the next vote commits these steps
+            self._commit_events = {taken: event for taken, event in self._commit_events.items() if taken < step}
+        else:
+            self._commit_events.clear()
+            self.committed = step
+        self._clock.stop()
+        report.step, report.members = step, self._options.size
+        report.steps_lost = max(0, report.outcome.reached - step)
+        report.failure = self.lost.recovered()
+        self.reports.append(report.event())
+        self._report = None
+        self._emit(self.reports[-1])
+
+    def end(self) -> None:
+        """End the profile and all threads; let calls of `on_lost` end."""
+        self.bubbles.end()
+        self.lost.close()
+        self.courier.close()
+
+
+def _layout(group: Group, mine: StageRank, peers: int, size: int) -> list[StageRank]:
+    """Gather the reports of all ranks about themselves, by rank; collective."""
+    layout = [StageRank.from_bytes(each) for each in group.all_gather_bytes(mine.to_bytes())]
+    taken = [rank.stage * peers + rank.data_parallel for rank in layout]
+    if taken != list(range(size)):
+        raise PeerLost(
+            f"expected one process for each of the ranks 0 to {size - 1}, got the ranks {taken}. Tensor-parallel "
+            "ranks, which would share a place in the pipeline, are not supported"
+        )
+    return layout

@@ -1,0 +1,75 @@
+"""Units that each rank of a pipeline must hold after a recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from evermoe.pipeline.stages import StageRank
+from evermoe.recovery.survey import Inventory
+from evermoe.state.placement import LayerPlacements
+
+
+class Adopter(Protocol):
+    """Decide which units a recovery fetches, and take them over."""
+
+    def needed(self, units: list[str]) -> list[str]:
+        """Units that a rank fetches so that it can hold these."""
+
+    def adopt(self, version: int, fetched: dict[str, Tensor]) -> None:
+        """Take over the fetched units, which have the version of all ranks; empty `fetched`."""
+
+
+class StageTarget:
+    """Each rank holds the units of its stage, or its part of the experts; no unit ever moves.
+
+    Args:
+        layout: by rank.
+        adopter: takes the units over.
+    """
+
+    trains = True
+    checkpoints = None
+    has_late_state = False
+
+    def __init__(self, layout: Sequence[StageRank], adopter: Adopter) -> None:
+        self._layout, self._adopter = layout, adopter
+        self._version = 0
+
+    def nodes(self, size: int) -> list[str]:
+        """The node of each rank."""
+        return [stage_rank.node for stage_rank in self._layout]
+
+    def known(self, inventories: Sequence[Inventory]) -> tuple[list[list[float]], dict[str, list[list[int]]]]:
+        """Nothing: the number of a rank decides what it holds."""
+        return [], {}
+
+    def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
+        """Nothing: no layer is spread over the ranks of all stages."""
+        self._version = version
+        return {}
+
+    def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
+        """Units of the rank's stage, without the experts of its peers."""
+        mine = self._layout[rank]
+        peers = [each for each in self._layout if each.stage == mine.stage]
+        elsewhere = {unit for each in peers for unit in each.own} - {*mine.own}
+        return self._adopter.needed([name for name, _ in mine.units if name not in elsewhere])
+
+    def begin(self, placement: LayerPlacements) -> None:
+        """Do nothing: no stage is deferred."""
+
+    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
+        """Take over the fetched units."""
+        self._adopter.adopt(self._version, fetched)
+
+    def lost_message(self, lost: Sequence[str], unfit: str) -> str:
+        """Error message that names the lost units."""
+        return (
+            f"no {'usable ' if unfit else ''}copy is left of {len(lost)} units ({', '.join(lost[:8])}) in memory of "
+            f"{len(self._layout)} ranks. "
+            + (unfit or "Too many nodes failed at once: use more copies; load a checkpoint of your own to start again")
+            + "."
+        )

@@ -1,0 +1,333 @@
+"""The parts of a pipeline's state: each rank holds its stage's units, and knows the names and sizes of all others.
+
+All ranks compute the same plan of who keeps copies of which units.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evermoe.copies.snapshot.bundles import Bundle, bundles
+from evermoe.errors import UnsupportedState
+from evermoe.moe.experts import expert_layers
+from evermoe.pipeline.kept_loop import KeptLoop
+from evermoe.pipeline.kept_tokens import KeptTokens
+from evermoe.planning.holders import copy_holders, training_copy_holders
+from evermoe.planning.presets import PRESETS, PresetName
+from evermoe.state.catalog import UnitCatalog
+from evermoe.state.expert_load import ExpertLoad
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import Unit
+from evermoe.state.unit_parts import UnitPart, cut, equal_shares
+
+
+class SliceReport(NamedTuple):
+    """Knowledge of a rank about the number of slices of a version; 0 where it knows none."""
+
+    now: int = 0
+    """Number of the complete copies, on ranks that run."""
+    stored: int = 0
+    """Number of the windows in this node's memory."""
+    wanted: int = 0
+    """Number from the next copies on."""
+    changes: int = 0
+    """Changes of the number whose copies are complete."""
+
+
+NO_REPORT = SliceReport()
+
+
+@dataclass(frozen=True)
+class StageRank:
+    """Report of a rank about itself to all others."""
+
+    stage: int
+    data_parallel: int
+    node: str
+    """The machine whose memory dies with it."""
+    layout: str
+    """Layout of its units: equal on all ranks of a stage."""
+    units: list[tuple[str, int]]
+    """Name and bytes of each unit of its stage."""
+    own: list[str] = field(default_factory=list)
+    """Experts among these that this rank alone holds; all other units are on each rank of the stage."""
+    weights: list[int] = field(default_factory=list)
+    """Bytes of each unit without its optimizer state; empty unless versions are sparse."""
+    slices: SliceReport = NO_REPORT
+    """Knowledge of the number of slices, if it is chosen."""
+    repeated: list[Any] = field(default_factory=list)
+    """Units of its stage whose steps can be repeated, and their tensors: see `train.stage_replay`."""
+    stops_at: int | None = None
+    """Steps after which the job ends because a rank has asked for it; None while it knows of none."""
+
+    def to_bytes(self) -> bytes:
+        """JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StageRank:
+        """The inverse of `to_bytes`."""
+        fields = json.loads(data)
+        fields |= {"units": [(name, nbytes) for name, nbytes in fields["units"]]}
+        return cls(**fields | {"slices": SliceReport(*fields["slices"])})
+
+
+def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: int) -> list[Bundle]:
+    """Plan which rank copies which units to which ranks. Each unit of a stage is copied by one of its ranks, and the
+    ranks have equal shares of the units that all of them hold.
+
+    `baft`: to the previous `replication - 1` nodes in the rank's pipeline (the ranks of one data-parallel coordinate,
+    stage by stage), with the last node before the first; if all stages are on one node, to previous stages.
+    `moetion`: to as many ranks as the unit lacks to be on `replication` nodes, since its peers hold it anyway. Peers
+    that divide the experts do not hold each other's. Then a loss goes back by a version, of which they keep all
+    other units in their own memory.
+
+        >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
+        >>> layout = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
+        >>> [bundle.holders for bundle in stage_bundles("baft", layout, 2)]
+        [(0, 2), (1, 3), (2, 0), (3, 1)]
+        >>> layout = [StageRank(stage, 0, "ab"[stage // 2], "", units[0]) for stage in range(4)]  # two stages on a node
+        >>> [bundle.holders for bundle in stage_bundles("baft", layout, 2)]
+        [(0, 2), (1, 3), (2, 0), (3, 1)]
+        >>> layout = [StageRank(stage, 0, f"n{stage}", "", units[0]) for stage in range(4)]
+        >>> [bundle.holders for bundle in stage_bundles("baft", layout, 3)]
+        [(0, 3, 2), (1, 0, 3), (2, 1, 0), (3, 2, 1)]
+        >>> layout = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
+        >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 2)]  # the peers are enough
+        [(0,), (1,), (2,), (3,)]
+        >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 3)]
+        [(0, 2), (1, 2), (2, 0), (3, 0)]
+        >>> from dataclasses import replace
+        >>> layout = [replace(each, own=[each.units[each.data_parallel][0]]) for each in layout]  # each has an expert
+        >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 2)]
+        [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+    Args:
+        preset: `baft` or `moetion`.
+        layout: by rank; stage by stage, each with the same data-parallel coordinates in order.
+        replication: nodes that must hold each unit.
+    """
+    width = sum(stage_rank.stage == 0 for stage_rank in layout)
+    names, holders = [], []
+    before = _ranks_before(layout, width, replication)
+    kept = training_copy_holders(
+        [stage_rank.node for stage_rank in layout],
+        [stage_rank.data_parallel for stage_rank in layout],
+        [stage_rank.stage for stage_rank in layout],
+        min(max(1, replication), len(layout)),
+        zero_stage=1,
+    )
+    leaves_to_peers = not PRESETS[preset].copies_to_previous_node
+    goes_back = leaves_to_peers and any(stage_rank.own for stage_rank in layout)
+    for first in range(0, len(layout), width):
+        ranks = range(first, first + width)
+        alone = {name: rank for rank in ranks for name in layout[rank].own}
+        for name, primary in stage_primaries(layout, ranks).items():
+            if not leaves_to_peers:
+                others = before[primary]
+            elif name in alone:
+                others = kept.optimizer[primary][1:]
+            else:
+                others = [rank for rank in kept.parameters[primary] if rank not in ranks]
+            again = _peers_elsewhere(layout, ranks, primary, replication) if goes_back and name not in alone else []
+            for kept_at in ([primary, *others], *([rank] for rank in again)):
+                names.append(name)
+                holders.append(kept_at)
+    return bundles(names, holders)
+
+
+def stage_primaries(layout: Sequence[StageRank], ranks: range) -> dict[str, int]:
+    """The rank that copies each unit of a stage: equal shares of the units that all hold, and its own experts.
+
+    Args:
+        layout: by rank.
+        ranks: of the stage.
+    """
+    alone = {name: rank for rank in ranks for name in layout[rank].own}
+    shared = [(name, nbytes) for name, nbytes in layout[ranks[0]].units if name not in alone]
+    shares = equal_shares([nbytes for _, nbytes in shared], ranks)
+    return {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
+
+
+def _peers_elsewhere(layout: Sequence[StageRank], ranks: range, primary: int, replication: int) -> list[int]:
+    """Peers that keep versions of a unit in their own memory, too, so that it is on `replication` nodes."""
+    keepers = {layout[primary].node: primary}
+    for rank in ranks:
+        keepers.setdefault(layout[rank].node, rank)
+    return list(keepers.values())[1:replication]
+
+
+def _ranks_before(layout: Sequence[StageRank], width: int, replication: int) -> dict[int, list[int]]:
+    """For each rank, the ranks that keep its copies in BAFT: those of its coordinate on the previous nodes."""
+    found = {}
+    for first in range(width):
+        ranks = range(first, len(layout), width)
+        order = {node: f"{place:09}" for place, node in enumerate(dict.fromkeys(layout[rank].node for rank in ranks))}
+        keepers = copy_holders([order[layout[rank].node] for rank in ranks], max(1, replication), policy="previous")
+        found.update({rank: [ranks[each] for each in held[1:]] for rank, held in zip(ranks, keepers, strict=True)})
+    return found
+
+
+def loop_unit(stage: int) -> str:
+    """Name of the unit with the state of the training loop, which each stage has."""
+    return f"stage{stage}_loop"
+
+
+def tokens_unit(stage: int) -> str:
+    """Name of the unit with the tokens of a stage's experts."""
+    return f"stage{stage}_tokens"
+
+
+class StageState(TrainingState):
+    """A stage and its optimizer as units whose names begin with the stage's number, and the sizes of all other units.
+
+    Units are divided where the ranks of the stage share them: `stage0.linear[0:64]` is a unit of its own. One more unit
+    has the state of the training loop.
+
+    Args:
+        module: the stage.
+        optimizer: of its parameters.
+        stage: its number.
+        loop: state of the training loop, which survives with it.
+        ranks: of the stage.
+        place: number of this rank among them if they divide the experts of each MoE layer; None: all hold all experts.
+        slices: of a sparse version, whose units are not divided; 1 if versions are not sparse, None if their number is
+            chosen.
+        keeps_tokens: whether the token counts of experts are a unit, too.
+        may_cut: False to divide no unit.
+
+    Raises:
+        UnsupportedState: a layer has fewer experts than there are ranks; or as of `TrainingState`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stage: int,
+        loop: KeptLoop,
+        ranks: int,
+        place: int | None = None,
+        slices: int | None = 1,
+        keeps_tokens: bool = False,
+        *,
+        may_cut: bool = True,
+    ) -> None:
+        self.device = next(module.parameters()).device
+        """Device of the stage."""
+        model = nn.ModuleDict({f"stage{stage}": module, loop_unit(stage): loop})
+        load = ExpertLoad(expert_layers(model))
+        if keeps_tokens:
+            model[tokens_unit(stage)] = KeptTokens(load)
+        super().__init__(model, optimizer, has_session=False)
+        self.expert_load, self.has_marks = load, keeps_tokens
+        self._is_spread = place is not None
+        if place is not None:
+            self._spread(ranks, place)
+        self._tracked = [*module.parameters(), *module.buffers()]
+        alone = [unit for unit in self.catalog.units if self._is_spread and unit.layer is not None]
+        on_all = [unit for unit in self.catalog.units if unit not in alone]
+        is_cut = self._is_contiguous if slices == 1 and may_cut else lambda unit: False
+        parts_of_units = cut(on_all, ranks, is_cut) + [UnitPart(unit, 0, unit.nbytes) for unit in alone]
+        self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
+        self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
+        """The units of this stage; `catalog` has those of all stages, once they are known."""
+        if slices != 1:  # memory that was left with other slices is not this job's
+            self.own = self.catalog = UnitCatalog(self.own.units, f"{self.own.layout} in {slices or 'some'} slices")
+        self._weights_of: dict[str, str] = {}
+        """By name of a unit that consists of another one's weights, the name of that one."""
+        self.window: dict[str, Tensor] = {}
+        """Bytes that stand in for trained units while copies are made of a window that was recovered."""
+        self.is_of_version = True
+        """Whether this rank has the state of its version: not while it has only a part of it, or a newer one."""
+
+    def _is_contiguous(self, unit: Unit) -> bool:
+        return all(tensor.is_contiguous() for tensor in super()._tensors(unit))
+
+    def _tensors(self, unit: Unit) -> Iterable[Tensor]:
+        if unit.name in self.window:
+            return [self.window[unit.name]]
+        part = self._parts[self._weights_of.get(unit.name, unit.name)]
+        tensors = part.tensors(super()._tensors(part.of))
+        if unit.name not in self._weights_of:
+            return tensors
+        return [tensor for spec, tensor in zip(part.of.specs, tensors, strict=True) if not spec.is_state]
+
+    def _spread(self, ranks: int, place: int) -> None:
+        """Give up the experts of other ranks: they are divided evenly, in the order of their numbers."""
+        for path, layer in self.layers.items():
+            if layer.num_experts < ranks:
+                raise UnsupportedState(
+                    f"expert_parallel: expected an expert for each of a stage's {ranks} ranks at least, got "
+                    f"{layer.num_experts} in layer {path}"
+                )
+            ends = [layer.num_experts * rank // ranks for rank in range(ranks + 1)]
+            ids = [*range(ends[place], ends[place + 1])]
+            self._replace(layer, ids, self._restack(path, ids))
+            layer.matrix_RE = np.zeros((ranks, layer.num_experts), np.int64)
+            for rank in range(ranks):
+                layer.matrix_RE[rank, ends[rank] : ends[rank + 1]] = 1
+
+    def held(self) -> list[str]:
+        """Names of the units of this stage that this rank holds, of its version."""
+        return self.trained() if self.is_of_version else []
+
+    def trained(self) -> list[str]:
+        """Names of the units of this stage that this rank trains, in any version."""
+        return [part.unit.name for part in self._parts.values() if self._holds(part.of)]
+
+    def _holds(self, unit: Unit) -> bool:
+        return unit.layer is None or unit.expert in self.layers[unit.layer].ids
+
+    def alone(self) -> list[str]:
+        """Names of the experts of its stage that this rank alone holds."""
+        return [name for name in self.trained() if self._is_spread and self.own.by_name[name].layer is not None]
+
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters that the optimizer steps: those that all ranks of the stage hold, and the experts of this rank."""
+        alone = {id(layer.weights) for layer in self.layers.values()} if self._is_spread else set[int]()
+        found = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for p in found if id(p) not in alone], [p for p in found if id(p) in alone]
+
+    def copy(self) -> dict[str, Tensor]:
+        """Bytes of all units of this stage that this rank trains."""
+        found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.trained()}
+        for name, data in found.items():
+            self.read(name, data)
+        return found
+
+    @torch.no_grad()
+    def write(self, units: dict[str, Tensor]) -> None:
+        """The inverse of `copy`, which empties `units`. Optimizer state that is missing from `units` keeps its value.
+
+        Earlier autograd graphs stay valid, since values that go back come again before their backward.
+        """
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
+            self._take_over(self.trained(), units)
+
+    def learn(self, layout: Sequence[StageRank]) -> None:
+        """Learn the units of the other stages.
+
+        Raises:
+            ValueError: ranks of one stage differ in their model or optimizer.
+        """
+        self.catalog = self.own.merged(layout)
+
+    def name_weights(self, names: Mapping[str, str]) -> list[Unit]:
+        """Add the weights of this stage's units as units of their own, under other names, and return them.
+
+        Args:
+            names: by new name, the name of the unit.
+        """
+        self._weights_of = dict(names)
+        return [
+            Unit(name, tuple(spec for spec in self.own.by_name[unit].specs if not spec.is_state))
+            for name, unit in names.items()
+        ]

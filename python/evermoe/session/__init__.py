@@ -1,0 +1,1 @@
+"""`Session`: the training loop of a member, its steps, votes and recoveries."""

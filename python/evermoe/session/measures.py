@@ -1,0 +1,89 @@
+"""Duration and balance of a session's steps, and the lag of its copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evermoe.checkpoint.checkpointer import Checkpointer
+from evermoe.copies.protection import Protection
+from evermoe.events import Listener, Measured
+from evermoe.moe.experts import Experts
+from evermoe.planning.dispatch import imbalance
+from evermoe.state.training_state import TrainingState
+
+IMBALANCE_EVERY = 10
+"""Steps between two measurements of the imbalance, which take milliseconds with hundreds of members and experts."""
+
+
+class StepMeasures:
+    """Measures each step, and emits it as `events.Measured`.
+
+    Args:
+        state: this member's units, and the load of the experts.
+        protection: keeps the copies.
+        checkpointer: writes the checkpoints.
+        emit: of the session.
+        counts: whether this member knows the tokens of experts; False on a replica node.
+    """
+
+    def __init__(
+        self, state: TrainingState, protection: Protection, checkpointer: Checkpointer, emit: Listener, *, counts: bool
+    ) -> None:
+        self._counts = counts
+        self._state, self._protection, self._checkpointer, self._emit = state, protection, checkpointer, emit
+        self._since = time.monotonic()
+        self._imbalances: tuple[float, float] | None = None
+
+    def restart(self) -> None:
+        """Begin the next step after a recovery, in which experts may have moved."""
+        self._since, self._imbalances = time.monotonic(), None
+
+    def emit(self, step: int) -> None:
+        """Emit the measures of a step that was taken."""
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        if self._imbalances is None or step % IMBALANCE_EVERY == 0:
+            self._imbalances = imbalances(self._state.expert_load.latest_LE, self._state.layers.values())
+        imbalance, of_experts = self._imbalances or (None, None)
+        protection, lag = self._protection, self._checkpointer.lag(step + 1)
+        for keeper in protection.keepers:
+            lag |= keeper.lag(step + 1)
+        sent = dict(zip(("replayed", "snapshot"), (courier.sent_bytes for courier in protection.couriers), strict=True))
+        gpu_bytes = protection.snapshots.sources.nbytes
+        risk = protection.selector.risk() if self._counts and protection.preset.may_lose_tokens else None
+        at_risk, waiting = risk or (None, None)
+        tokens = self._count_tokens()
+        self._emit(Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting))
+
+    def _count_tokens(self) -> int:
+        """Return the tokens of the global batch: the choices in a layer, divided by the choices of each token."""
+        for load_E, layer in zip(self._state.expert_load.latest_LE, self._state.layers.values(), strict=True):
+            if layer.top_k:
+                return round(load_E.sum() / layer.top_k)
+        return 0
+
+
+def imbalances(load_LE: NDArray[np.int64], layers: Iterable[Experts]) -> tuple[float, float] | None:
+    """Return the tokens of the busiest member, and of the busiest expert, divided by the mean; each in its worst layer.
+
+    Example: expert 0 got 3 tokens and expert 1 one. If each is on its own member, the result is (1.5, 1.5). If both
+    members have both experts, it is (1.0, 1.5).
+
+    Args:
+        load_LE: `[L, E]` tokens of each expert; columns beyond a layer's number of experts are ignored.
+        layers: L layers.
+
+    Returns:
+        None if no layer got a token.
+    """
+    found = []
+    for row_E, layer in zip(load_LE, layers, strict=True):
+        load_E = row_E[: layer.num_experts]
+        if load_E.any():
+            of_members = imbalance(layer.matrix_RE, load_E, layer.token_split)
+            found.append((of_members, float(load_E.max() / load_E.mean())))
+    return (max(each for each, _ in found), max(each for _, each in found)) if found else None

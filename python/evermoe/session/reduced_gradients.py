@@ -1,0 +1,76 @@
+"""Reduced gradients of a step: a script's changes of them, and their part of a member's ballot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.group import Group
+from evermoe.comm.vote import Ballot, cast
+from evermoe.session import gradients
+from evermoe.session.session_config import SessionConfig
+from evermoe.session.step import Step
+from evermoe.session.step_gradients import StepGradients
+from evermoe.session.training_inputs import TrainingInputs
+from evermoe.state.training_state import TrainingState
+
+
+class ReducedGradients:
+    """Gradients of a step between their reduction and the vote.
+
+    Args:
+        script: whose model and optimizer they are of.
+        state: the model's units.
+        group: of the members that train.
+        config: of the session.
+    """
+
+    def __init__(self, script: TrainingInputs, state: TrainingState, group: Group, config: SessionConfig) -> None:
+        self._script, self._state, self._group, self._config = script, state, group, config
+
+    def count(self, step: Step, has_finite: Tensor) -> Ballot:
+        """Read this member's part of the step's loss and of the gradients' squares.
+
+        Args:
+            step: whose loss it is.
+            has_finite: whether its gradients were finite before they were reduced, but for experts'.
+        """
+        assert step.loss is not None
+        squares = gradients.SquareSum(self._state, self._group.rank, self._group.size)
+        counted = torch.zeros(1) if step.count is None else torch.as_tensor(step.count, dtype=torch.float64)
+        (loss,), (were_finite,), norms, (count,) = gradients.read(step.loss, has_finite, squares.norms, counted)
+        square_sum = squares.value(norms)
+        return Ballot(
+            votes=0.0,
+            loss=loss,
+            squares=square_sum,
+            reduced_squares=square_sum,
+            **gradients.faults(loss, bool(were_finite), self._group.rank),
+            trainers=1.0,
+            scale=self._script.loss_scale.value,
+            counting=float(step.count is not None),
+            counted=count,
+        )
+
+    def change(self, on_gradients: Callable[[StepGradients], object], step: Step, has_finite: Tensor) -> Ballot:
+        """Divide the reduced gradients and let the script change them, unless the step cannot count; collective.
+
+        Args:
+            on_gradients: the script's function.
+            step: whose gradients they are.
+            has_finite: as of `count`.
+
+        Returns:
+            The result of `count` before the change, and whether they were divided.
+        """
+        mine = self.count(step, has_finite)
+        sums = cast(self._group, mine)
+        if sums.is_mixed or not sums.is_finite:
+            return mine  # the vote refuses the step, or all leave it out
+        gradients.multiply(self._state, 1 / sums.divisor)
+        found = StepGradients(step.number, self._config.seed or 0, self._script.model, self._state, self._group)
+        with torch.no_grad():
+            on_gradients(found)
+        return mine._replace(divided=1.0)

@@ -1,0 +1,341 @@
+"""Commands of the commit protocol in a session: steps, updates, checkpoints and the end of a job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.vote import Ballot
+from evermoe.copies.replay.step_code import foreign_code, refuse_foreign_code
+from evermoe.errors import PeerLost, PersistFailed
+from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
+from evermoe.moe.layer import report_load
+from evermoe.process.memory_folder import BEGUN, FINISHED, mark
+from evermoe.process.seeds import seeded
+from evermoe.process.warn import warn
+from evermoe.session import gradients, step_notices
+from evermoe.session.commands import Event
+from evermoe.session.reduced_gradients import ReducedGradients
+from evermoe.session.role_request import RoleRequest
+from evermoe.session.saving import Saving, warn_unwritten
+from evermoe.session.script_guard import ScriptGuard
+from evermoe.session.session_recovery import RecoveryDriver, SessionContext
+from evermoe.session.step import Step
+from evermoe.state import loop_state, same_everywhere
+from evermoe.state.version import generation_of, step_of
+
+logger = logging.getLogger(__name__)
+
+STALE = "members have changed since the step was drawn"
+
+
+class SessionDriver(RecoveryDriver):
+    """Carries out the commands of the protocol. See `train.commands.Driver` for each.
+
+    Args:
+        parts: of the session.
+        folder: of the job on this machine, in which its role may be asked to change.
+        leave: asks to leave the job after the step.
+    """
+
+    def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
+        super().__init__(parts)
+        self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
+        self.skipped = 0
+        """Steps whose update was left out, as a loss or a gradient was not finite."""
+        self.saving = Saving(self._checkpointer, self._protection.ledger, self._group)
+        self.guard = ScriptGuard(self._script)
+        self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
+        self._random = ExitStack()
+        """Restores the random generators after the block of a step."""
+        self._version = 0
+        self.taken = 0
+        """Number of votes that this member has seen pass."""
+        if self._trains:
+            self._save_progress()
+        else:
+            self._state.release()
+
+    # ---- a step
+
+    def step(self, number: int) -> None:
+        """Let the script compute a step, unless the job was stopped before this member joined it."""
+        self.evaluations.check_goes_on(number)
+        if not self.taken:
+            mark(BEGUN)
+        self._step = number
+        self._clock.stop()
+        self._membership.failure_detector.begin_step()
+
+    def begin_step(self, step: Step) -> None:
+        """Prepare for the script's computation.
+
+        If members have changed since the step was drawn, drop the group, so that all draw it again: the shares were
+        those of the previous members.
+        """
+        self.substitute.forget()
+        if self.is_stale(step):
+            self._group.drop(STALE)
+        step_notices.send(self._membership, step.number)
+        self._script.zero_gradients()
+        self._state.expert_load.forget_step()
+        self.guard.begin_step()
+        self._calls.begin(step.number, self._membership.generation)
+        self._protection.begin_step(step.number + 1)
+        self._dense.early.begin_step()
+        self._emit(Begin(step.number))
+        if self._config.seed is not None:
+            self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
+
+    def is_stale(self, step: Step) -> bool:
+        """Return whether a recovery came after the step was drawn."""
+        return step.generation != self._membership.generation
+
+    def end_step(self) -> None:
+        """End the block of the step: restore the script's own random numbers."""
+        self._random.close()
+        self.begin_part(1.0)
+
+    def begin_part(self, weight: float) -> None:
+        """Begin a part of the share: layers leave out the tokens of a part without samples."""
+        for layer in self._state.layers.values():
+            layer.has_samples = weight > 0
+
+    def check_loss(self, loss: Tensor) -> float:
+        """Return the factor of a loss that is about to be backpropagated; check the loss of the first step.
+
+        Raises:
+            UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
+        """
+        self.guard.check_loss(loss)
+        self._dense.begin_backward()
+        self._protection.replicas.on_backward(ends=False)
+        return self._script.loss_scale.value
+
+    def end_backward(self) -> None:
+        """Record that a loss is backpropagated."""
+        self.guard.end_backward()
+
+    def finish_step(self, step: Step) -> Ballot:
+        """Reduce the gradients, and wait for all copies that must be complete before the vote.
+
+        Raises:
+            PeerLost: a member is gone, or members have changed since the step was drawn.
+            UnsupportedState: the script has code in `optimizer.step()` that replicas would not run.
+        """
+        if self.is_stale(step):
+            raise PeerLost(STALE)
+        own_code = foreign_code(self._script.optimizer)
+        if self._protection.replicas.repeats_steps:
+            refuse_foreign_code(own_code)
+        self.guard.end_step(self._group.size)
+        self.role_request.look()
+        self._calls.end()
+        self._emit(Reduce(step.number))
+        weights = [layer.weights for layer in self._state.layers.values()]
+        has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
+        self._dense.complete(weights)
+        on_gradients = self._config.on_gradients
+        self._protection.begin_exchange(step.number + 1, are_final=on_gradients is None)
+        self._dense.reduce()
+        self._reducer.reduce(gradients.of_experts(self._state), self._group)
+        changed = None if on_gradients is None else self._reduced.change(on_gradients, step, has_finite)
+        is_whole, state_requests = self._protection.finish_exchange(step.number + 1)
+        self._emit(Vote(step.number))
+        counted = self._reduced.count(step, has_finite)
+        if changed is not None:
+            counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
+        capture_seconds, step_seconds = self._protection.measured_seconds()
+        return counted._replace(
+            votes=float(is_whole and self._group.wait_for_collectives()),
+            state_requests=float(state_requests),
+            capture_seconds=capture_seconds,
+            step_seconds=step_seconds,
+            checkpoint_done=float(self._checkpointer.is_over),
+            reported=self.lost.reported,
+            role_switches=float(self.lost.is_returning),
+            stopping=float(self.asks_to_stop),
+            steps_own=float(on_gradients is not None or own_code is not None),
+        )
+
+    def follow(self, number: int) -> Ballot:
+        """Receive a step of the members that train, on a replica node."""
+        self.evaluations.check_goes_on(number)
+        if not self.taken:
+            mark(BEGUN)
+        self._step = number
+        self._clock.stop()
+        step_notices.wait(self._membership)
+        self.role_request.look()
+        self._protection.begin_step(number + 1)
+        is_whole, state_requests = self._protection.finish_exchange(number + 1)
+        self._emit(Vote(number))
+        capture_seconds, step_seconds = self._protection.measured_seconds()
+        return Ballot(
+            votes=float(is_whole),
+            state_requests=float(state_requests),
+            capture_seconds=capture_seconds,
+            step_seconds=step_seconds,
+            reported=self.lost.reported,
+            role_switches=float(self.lost.is_returning),
+        )
+
+    def tallied(self, step: int, sums: Ballot) -> None:
+        """End the job on all members if the step would be taken with a loss or gradient that is not finite.
+
+        A smaller loss scale may help where it is above 1: then the update is left out.
+
+        Raises:
+            NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
+        """
+        self._leaving, self._role_switches = int(sums.leaving), int(sums.role_switches)
+        self.lost.tallied(sums.reported)
+        if sums.votes < self._membership.everyone.size:
+            return
+        gradients.refuse_mixed(sums)
+        if self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
+            gradients.refuse_nonfinite(sums, step, self._membership.nodes)
+
+    def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
+        """Update the state, and begin to copy it."""
+        if is_recalled:
+            self._update(after, sums)
+            self._note_commit(before, after)
+            return
+        self._emit(Update(step_of(before)) if sums.is_finite else Skipped(step_of(before), sums.nonfinite_rank))
+        self._update(after, sums)
+        if self._trains and sums.is_finite and self._state.owners.units:
+            self._emit(Gather(step_of(after)))
+            self._dense.send_updated()
+        self._emit(Copy(step_of(after)))
+        self._protection.begin_copies(after)
+        self.taken += 1
+        self._note_commit(before, after)
+        self._heal_and_pace(step_of(after), sums)
+        self._measures.emit(step_of(before))
+
+    def _note_commit(self, before: int, after: int) -> None:
+        """Keep the report of a step until it is committed."""
+        members, generation = self._membership.num_trainers, generation_of(after)
+        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation, self.grad_norm)
+
+    def _update(self, version: int, sums: Ballot) -> None:
+        self.loss, self.grad_norm, self._version = sums.mean_loss, sums.norm, version
+        self._step = step_of(version)
+        if sums.stopping:
+            self.evaluations.stopped = self._step
+        self.evaluations.step_taken()
+        self._early.drop()
+        clip = gradients.factor_of(sums, self._config.max_grad_norm) if sums.is_finite else None
+        self._protection.before_update()
+        self._checkpointer.before_update()
+        self.skipped += clip is None
+        if self._trains:
+            if clip is None:
+                self._state.expert_load.forget_step()
+            else:
+                gradients.multiply(self._state, clip)
+                self.guard.allow_step()
+                self._script.optimizer.step()
+                report_load(self._state.layers.values())
+                self._state.expert_load.add_step()
+            self._script.loss_scale.update(has_overflowed=clip is None)
+            loop_state.advance(self._script.scheduler, self.loss)
+            self._script.sampler.advance()
+            self._save_progress()
+        arrived = self._protection.first.version
+        if arrived is not None:  # with this vote; members that had no part in its steps report none of them
+            self.committed = max(self.committed, step_of(arrived))
+        self._protection.commit_step(version, clip)
+
+    def _heal_and_pace(self, step: int, sums: Ballot) -> None:
+        self._protection.set_pace(sums.capture_seconds, sums.step_seconds)
+        try:
+            with self._protection.snapshots.pacer.uncounted():  # most steps have none of these
+                if sums.state_requests:
+                    self._protection.heal_copies()
+                if self._trains and same_everywhere.are_compared(step, has_own_code=sums.steps_own > 0):
+                    same_everywhere.compare_replicas(self._state, self._group)
+                if self._trains and sums.trainers == sums.checkpoint_done:
+                    self._checkpointer.advance()
+                self._protection.window_planner.after(step)
+        except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
+            self._group.drop(str(lost))
+
+    def commit(self, step: int) -> None:
+        """Report a step that no failure covered by the preset can undo."""
+        self.committed = step + 1
+        self._emit(self._commit_events.pop(step))
+
+    def _save_progress(self) -> None:
+        self._state.loop.store(loop_state.collect(self._script.loop) | {"loss": self.loss, "grad_norm": self.grad_norm})
+
+    # ---- checkpoints and the end
+
+    def settle(self) -> Event:
+        """Wait for the copies of the last step, which no vote follows or after which members leave.
+
+        A checkpoint is written first if members leave that have the only copies.
+        """
+        self.substitute.put_back()
+        everyone = self._membership.everyone
+        nodes = min(everyone.size, self._config.copies.replication)
+        if self._trains and self._leaving and self._leaving >= nodes:
+            self._save_before_leaving(everyone.size)
+        self._dense.await_weights()
+        complete = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
+        return {"event": "settled", "is_whole": bool(complete == everyone.size)}
+
+    def _save_before_leaving(self, members: int) -> None:
+        if self._checkpointer.writes:
+            try:
+                self._checkpointer.finish(self._version)
+                self._protection.ledger.record_checkpoint(self._version)
+            except (PeerLost, PersistFailed) as failed:
+                warn_unwritten(self._version, failed)
+        elif self._group.rank == 0:
+            _warn_unsaved(self._step, self._leaving, members)
+
+    def farewell(self, version: int) -> Event:
+        """Write the last checkpoint, then wait for all: no member leaves while another still needs its copies.
+
+        Raises:
+            PersistFailed: it could not be written. The state stays where a failure leaves it.
+        """
+        self.substitute.put_back()
+        if self._trains:
+            try:
+                self._checkpointer.finish(version)
+            except PersistFailed as failed:
+                raise PersistFailed(
+                    f"all steps are taken, but the last checkpoint, of step {step_of(version)}, was not written: "
+                    f"{failed}. Make room; a job with a name that is started again resumes from its shared memory"
+                ) from failed
+        checked, differing = self._recovery(version, established=True, saw_progress=True).verify()
+        if differing:
+            warn(f"replicas or copies differ at step {step_of(version)}: {', '.join(differing[:8])}")
+        self._emit(Verified(checked, len(differing), differing))
+        self._membership.everyone.all_reduce(torch.ones(1))
+        return {"event": "parted"}
+
+    def close(self, standing: dict[str, Any] | None) -> None:
+        """Notify late processes and waiting spares that the job is over."""
+        mark(FINISHED)
+        if standing is not None:
+            self._membership.announce_end(standing)
+
+
+def _warn_unsaved(step: int, leaving: int, members: int) -> None:
+    logger.warning(
+        "%d of %d members leave the job after step %d, and no checkpoint is written, as there is no folder for it: "
+        "their memory may have the only copies of some units. Session(checkpoints=...) writes a checkpoint first",
+        leaving,
+        members,
+        step,
+    )

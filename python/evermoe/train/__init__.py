@@ -1,1 +1,0 @@
-"""Training loops that survive failures: `Session` and pipelines."""
