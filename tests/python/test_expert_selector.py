@@ -29,7 +29,7 @@ class Setting:
         self.ledger = LossLedger(state, options if isinstance(options, Pec) else Pec())
         self.selector = ExpertSelector(state, options, self.ledger)
         for layer, tokens in zip(state.layers.values(), TOKENS, strict=True):
-            layer.count.forget()
+            layer.count.reset()
             layer.count.add(np.array(tokens), is_counted=True)
         self.ledger.add_step(1)
         state.expert_load.add_step()

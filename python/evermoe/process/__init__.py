@@ -1,1 +1,1 @@
-"""What one process has: random seeds, warnings, shared memory folders, claims on folders."""
+"""State of one process: random seeds, warnings, shared memory folders, claims on folders."""

@@ -68,7 +68,7 @@ def test_a_save_of_pec_that_is_read_while_averages_are_applied_has_the_weights(t
     weights = {}
     for step in session.steps(3):
         if step.number == 1:
-            saves.wait()  # the previous one would wait for the event, too
+            saves.wait_for_copies()  # the previous one would wait for the event, too
             may_read.clear()
         with step:
             step.backward(model(torch.ones(4, 4)).square().mean())
