@@ -1,4 +1,7 @@
-//! Conversion of request failures into errors of the operating system, without credentials in the text.
+//! Conversion of errors of the object store's client into errors of the operating system.
+//!
+//! Callers handle a failed request as they handle a failed file operation, by its `errno`. The text says what to do where
+//! the cause is known. It never contains credentials, since URLs may be signed and answers may repeat a key.
 
 use crate::error::Error;
 use std::io;
@@ -7,10 +10,13 @@ const LONGEST: usize = 400;
 const NO_BUCKET: [&str; 4] =
     ["NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist"];
 
-/// Name of a request that exceeds the object's size.
+/// `store` of the error for an object with fewer bytes than were requested. A retry does not help.
 pub(super) const RANGE: &str = "range";
 
 /// Whether the same request may succeed later: the service is unavailable, slow or overloaded.
+///
+/// The client has no error kind for this. A generic error is temporary, except for refusals (4xx) and wrong settings;
+/// 408 (timeout) and 429 (too many requests) are temporary, too.
 pub(super) fn is_passing(error: &object_store::Error) -> bool {
     if matches!(error, object_store::Error::Generic { store: RANGE, .. }) {
         return false;
@@ -59,7 +65,7 @@ pub(super) fn failed(what: &str, code: i32, message: &str) -> Error {
     Error::io(format!("{what}: {message}"), io::Error::from_raw_os_error(code))
 }
 
-/// Returns the text of an error that needs no advice.
+/// Returns the text of an error, without credentials and without advice.
 pub(super) fn text_of(error: &object_store::Error) -> String {
     shortened(&chain_of(error))
 }
@@ -79,7 +85,9 @@ fn chain_of(error: &object_store::Error) -> String {
     text
 }
 
-/// The text of an error without possible secrets: queries of URLs, and bodies of answers except for their messages.
+/// Returns the text of an error without possible secrets.
+///
+/// Removes the queries of URLs, which may hold signatures. Of an XML answer only code and message stay.
 fn shortened(text: &str) -> String {
     let head = text.split('<').next().unwrap_or_default();
     let mut words: Vec<String> = head.split_whitespace().map(without_query).collect();

@@ -1,4 +1,8 @@
-"""The same interface to units persisted in a folder and in an object store."""
+"""Interface of the stores to which the preset `pec` saves units, some at a time: a folder or an object store.
+
+A member saves its units of a version as a *part*: first a draft, then a durable part, which recoveries read. Members
+write their parts independently, so a version may be durable at some members and not at others.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from evermoe.checkpoint.saved import Saved
 
 
 class PartialStore(Protocol):
-    """Units that the members of a job persist, a few at a time; see `PartialFolder` and `PartialBucket`.
+    """Durable units of a job, one member's view of the store: see `PartialFolder` and `PartialBucket`.
 
-    A member's part of a version is a draft: the member writes its units, then commits it. Only then does it appear,
-    durable.
+    To save its part of a version a member calls `write`, which returns a draft, then `commit` or `discard`. Readers see
+    committed parts only.
     """
 
     @property
@@ -24,44 +28,44 @@ class PartialStore(Protocol):
 
     @property
     def first_seconds(self) -> float | None:
-        """Maximum seconds that a job waits until all units are durable for the first time; None: no limit."""
+        """Seconds that a job waits at most until all units are durable for the first time; None: no limit."""
 
     def find_units(self, *, is_patient: bool = True) -> list[PersistedUnit]:
-        """Return the durable units of all members; by unit, newest version first.
+        """Return the durable units of all members, sorted by unit, each with its newest version first.
 
         Args:
-            is_patient: whether to wait for a store that is unavailable.
+            is_patient: whether to wait for a store that is temporarily unavailable.
 
         Raises:
             OSError: the store cannot be read.
         """
 
     def prepare_for(self, member: str) -> None:
-        """Prepare the store for a member: remove what an earlier start of it left unfinished.
+        """Prepare the store for a member: remove drafts that an earlier process of this member left.
 
         Raises:
             OSError: the store cannot be read or written.
         """
 
     def newest(self, member: str) -> int | None:
-        """Return the newest version of which a member's part is durable; raises as `find_units` does."""
+        """Return the newest version with a durable part of this member, if any; raises as `find_units` does."""
 
     def write(self, saved: Saved) -> Any:
         """Write a member's part of a version.
 
         Returns:
-            The draft.
+            A draft, for `commit` or `discard`.
 
         Raises:
             OSError: the part cannot be written.
         """
 
     def commit(self, draft: Any, generation: int) -> None:
-        """Make a draft durable.
+        """Make a draft durable and visible to readers.
 
         Args:
-            draft: its units are written.
-            generation: the newest generation of members that the writer knows that it belongs to.
+            draft: returned by `write`.
+            generation: newest generation of the membership that includes the writer, as far as it knows.
 
         Raises:
             LeftBehind: members of a newer generation persist to this store; the draft is removed.
@@ -72,7 +76,11 @@ class PartialStore(Protocol):
         """Remove a draft that was not committed; raises as `prepare_for` does."""
 
     def rewind(self, version: int, generation: int) -> None:
-        """Roll back newer versions than this one, saved by members of earlier generations; 0: by any member.
+        """Remove versions newer than `version` that members of earlier generations saved.
+
+        Args:
+            version: the version from which the job resumes.
+            generation: generation of the members that resume. 0: remove newer versions of all generations.
 
         Raises:
             LeftBehind: members of a newer generation persist to this store.
@@ -80,18 +88,26 @@ class PartialStore(Protocol):
         """
 
     def prune(self, member: str, may_lag: Container[str]) -> None:
-        """Remove what no recovery needs, after a commit of a member; raises as `prepare_for` does."""
+        """Remove durable units that no recovery needs any more; called after each commit.
+
+        Args:
+            member: the member that has committed.
+            may_lag: names of units that a recovery may take from older versions: experts.
+
+        Raises:
+            OSError: the store cannot be read or written.
+        """
 
     def sweep(self, members: Collection[str], generation: int) -> None:
-        """Remove what dead or left behind processes, not among the members of a generation, left unfinished."""
+        """Remove drafts of processes that are not members of a generation: they have ended or were left behind."""
 
 
 def open_partial(where: Location, layout: str, job: str | None = None) -> PartialStore:
-    """Return the units that are persisted at a location.
+    """Open the store at a location.
 
     Args:
         where: a folder, or a location below a URL.
         layout: `UnitCatalog.layout`, which separates the files of different models.
-        job: the job that writes to it.
+        job: name of the job that writes to it. Commits to a bucket that now belongs to another job fail.
     """
     return PartialBucket(where, layout, job) if isinstance(where, ObjectPath) else PartialFolder(where, layout)

@@ -46,7 +46,7 @@ def open_copier(
         tensors: which it keeps; without overlaps, unless they are only read.
         chunk_bytes: a multiple of 4096.
         staging: transfers that may be on their way at once.
-        host: as for `evermoe.copies.snapshot.ChunkedCopy`.
+        host: as for `evermoe.copies.snapshot.chunked_copy.ChunkedCopy`.
         for_captures: with memory on the host for `staging` + 1 transfers alone, which they use in turn.
 
     Raises:

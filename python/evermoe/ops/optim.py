@@ -42,7 +42,7 @@ def adamw_step(
             (x86), "torch_cuda_fused" or "torch_cuda_foreach" (the default on CUDA).
             `evermoe.copies.replay.calibrate` finds the arithmetic of an optimizer.
         powers: `betas[0]**t` and `betas[1]**t` in float32, for "torch_cuda_fused" alone: as the trainer's GPU
-            computes them, see `evermoe.copies.replay.powers`.
+            computes them, see `evermoe.copies.replay.calibrate.powers`.
 
     Returns:
         float32 `[10]` on the CPU: arithmetic (0 to 3 in the order above), loss_scale, clip (negative to maximize),

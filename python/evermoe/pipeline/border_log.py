@@ -1,7 +1,7 @@
 """The log of a rank: activations and gradients that it sent to other stages, by step and microbatch.
 
 The log is in host memory. A GPU's tensors are copied to it once nothing on the GPU needs them any more. After a failure
-the rank sends from the log instead of computing: see `train.localised`.
+the rank sends from the log instead of computing: see `evermoe.pipeline.localised`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
                 else they take the newest version of all other units, and lost experts from their newest copies
 
 All ranks of a stage count the same tokens, since the dispatcher gathers them. The counts are a unit of the stage
-(`train.kept_tokens`), so that they are restored with its state. Survivors take their own experts: as they are if no
-rank goes back, else from their own memory, which has all experts of each version.
+(`evermoe.pipeline.kept_tokens`), so that they are restored with its state. Survivors take their own experts: as they
+are if no rank goes back, else from their own memory, which has all experts of each version.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ they answer from their logs only if all of them have the same records of the ste
 
 If the copies of the lost stage are older than the state of the other ranks, these are *ahead*. They restore the copies'
 version, since all ranks must protect the same one, and keep the newer state aside until they have sent the steps
-between again. (With sparse versions they keep their state: see `train.sparse_windows`.) The idea is MoEvement's, a
-later form of MoEtion, whose text we did not have.
+between again. (With sparse versions they keep their state: see `evermoe.pipeline.sparse_windows`.) The idea is
+MoEvement's, a later form of MoEtion, whose text we did not have.
 """
 
 from __future__ import annotations

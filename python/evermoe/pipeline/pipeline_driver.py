@@ -30,7 +30,7 @@ from evermoe.state.version import generation_of, step_of
 
 
 class PipelineDriver(PipelineRecovery):
-    """Carry out the commands of the protocol for one rank. See `train.commands.Driver` for each.
+    """Carry out the commands of the protocol for one rank. See `evermoe.session.commands.Driver` for each.
 
     Args:
         options: of the pipeline.

@@ -39,7 +39,9 @@ from evermoe.state.version import step_of
 
 
 class PipelineRecovery(Driver):
-    """Carry out the commands of the protocol that lead from one group to the next. See `train.commands.Driver`.
+    """Carry out the commands of the protocol that lead from one group to the next.
+
+    See `evermoe.session.commands.Driver`.
 
     Args:
         options: of the pipeline.

@@ -1,12 +1,13 @@
 """Sparse versions of a pipeline's stages: a slice of the state in each step, made dense by replay (MoEvement).
 
 With sparse versions, a window of n steps takes the place of a version. From version v on, step i of it captures slice i
-of each rank's units as of version v + i, and the weights of the following slices (see `snapshot.slices`). So no step
-captures all of the state. After a loss there are two ways back:
+of each rank's units as of version v + i, and the weights of the following slices (`evermoe.copies.snapshot.slices`). So
+no step captures all of the state. After a loss there are two ways back:
 
     dense     all units of one version are left: with peers of the lost ranks, or in the copies of the last recovery
     window    else from the newest complete window: the ranks of a lost stage load slice 0 and all other weights,
-              compute step v from their neighbours' logs (`train.localised`), load slice 1 as of v + 1, ...
+              compute step v from their neighbours' logs (`evermoe.pipeline.localised`), load slice 1 as of
+              v + 1, ...
 
 Each step of a replay updates all units. A unit without optimizer state gets wrong values by that, which its weights of
 the next version overwrite before any rank computes with them: the update of an element depends only on its own state

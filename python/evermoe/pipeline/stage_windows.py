@@ -48,8 +48,8 @@ class StageWindowPlanner(WindowPlanner):
     bubbles: BubbleTime | None = None
     """Bubbles of the rank that has the most, by the latest profile; the same on all ranks."""
     step_bytes: Mapping[int, int] = MappingProxyType({})
-    """Bytes of the steps of each bundle that the latest version sends as a step (see `train.repeated_round`); the same
-    on all ranks."""
+    """Bytes of the steps of each bundle that the latest version sends as a step; the same on all ranks. See
+    `evermoe.pipeline.repeated_round`."""
     _known: Sequence[_Known] = ()
     """Input of the latest plan, by rank; empty on a newcomer, the same on all others."""
 

@@ -63,7 +63,7 @@ class StageRank:
     slices: SliceReport = NO_REPORT
     """Knowledge of the number of slices, if it is chosen."""
     repeated: list[Any] = field(default_factory=list)
-    """Units of its stage whose steps can be repeated, and their tensors: see `train.stage_replay`."""
+    """Units of its stage whose steps can be repeated, and their tensors: see `evermoe.pipeline.stage_replay`."""
     stops_at: int | None = None
     """Steps after which the job ends because a rank has asked for it; None while it knows of none."""
 

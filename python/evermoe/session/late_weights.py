@@ -1,13 +1,13 @@
-"""Weights that owners send while the next step's forward computes, each bucket before the modules that need it.
+"""Owners send updated weights while the next forward computes, with `Session(shard_optimizer="overlap")`.
 
-    update ─ VOTE's step is over ──embedding──first──second──head── backward
-    thread    └ bucket 0 ─── bucket 1 ─── bucket 2 ┘
+    training thread     update │ embedding ─ first ─ second ─ head │ backward
+    background thread          └ bucket 0 ─ bucket 1 ─ bucket 2 ┘
 
-A module's forward, and its `state_dict`, wait for the buckets of its own parameters. Code that reads a weight
-in another way between an update and the next step's backward may find an older value, so this is an option.
+A module's forward and `state_dict` wait for the buckets with its own parameters, and no longer. Other code that reads a
+weight between an update and the next backward may see its previous value, so this is an option and not the default.
 
-Buckets have the parameters in the order in which the model registers them, as most forwards use them. All have come
-before the backward begins, whose sums use the same group.
+Buckets follow the order in which the model registers its parameters, because most forwards use them in that order.
+Backward waits for all buckets, since it sums gradients in the same group.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LateWeights:
     """Sends updated weights in buckets, in a background thread during the forward.
 
     Args:
-        group: of those that train, in which nothing else is exchanged meanwhile.
-        trainers: those members' group for all else.
+        group: group of the members that train. Nothing else is sent in it until all weights have arrived.
+        trainers: these members' group for all other collectives.
     """
 
     def __init__(self, group: Group, trainers: Group) -> None:
@@ -46,12 +46,12 @@ class LateWeights:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._tasks: list[Task[None]] = []
         self._waited = 0
-        """Buckets that the modules have waited for."""
+        """Number of buckets that have arrived: the modules have waited for the first ones, in order."""
         self._bucket: dict[int, int] = {}
-        """Number of each parameter's bucket, by its id, while some are under way."""
+        """Index of the bucket of each parameter, by the parameter's id; empty if no bucket is in flight."""
 
     def attach(self, model: nn.Module) -> None:
-        """Make the modules of a model wait for their parameters before they compute or return their state.
+        """Register hooks: each module of a model waits for its parameters before its forward and its `state_dict`.
 
         Raises:
             UnsupportedState: a parameter is not on the CPU, or the model is compiled.
@@ -68,10 +68,14 @@ class LateWeights:
                 self._hooks.append(module.register_load_state_dict_pre_hook(self._before_state))
 
     def begin(self, updated_R: Sequence[Sequence[Tensor]]) -> None:
-        """Begin to send the weights `[rank][n]` that each rank owns and has updated; the same on all members."""
+        """Begin to send updated weights in the background; collective.
+
+        Args:
+            updated_R: `[rank][n]`: weights that each rank owns and has updated, the same on all members.
+        """
         for number, bucket in enumerate(buckets(updated_R, BUCKET_BYTES)):
             self._bucket |= {id(parameter): number for parameters in bucket for parameter in parameters}
-            # A script may replace a parameter's data meanwhile, as `EMA.applied` does: that is not sent.
+            # Detached, since a script may replace a parameter's data before it is sent, as `EMA.applied` does.
             task = Task(partial(self._send, [[each.detach() for each in parameters] for parameters in bucket]))
             self._tasks.append(task)
             self._thread.submit(task.run)
@@ -97,10 +101,10 @@ class LateWeights:
             self._wait(1 + max((self._bucket.get(id(parameter), -1) for parameter in parameters), default=-1))
 
     def wait(self) -> None:
-        """Wait until all weights have come.
+        """Wait until all weights have arrived.
 
         Raises:
-            PeerLost: a member is gone. The weights are mixed until a recovery has sent all again.
+            PeerLost: a member is lost. Some weights are older than others until a recovery has sent all again.
         """
         self._wait(len(self._tasks))
 
@@ -119,13 +123,16 @@ class LateWeights:
             self._clear()
 
     def end(self) -> None:
-        """Wait until the thread does nothing more; where weights are under way, the group has been dropped before."""
+        """Wait until the background thread is idle. If weights are in flight, the group must have been dropped."""
         for task in self._tasks:
             task.is_over_within(threading.TIMEOUT_MAX)
         self._clear()
 
     def __deepcopy__(self, _: object) -> LateWeights:
-        """Return this object: a copy of a model shares it, and waits for nothing, since its parameters are its own."""
+        """Return this object, so that a model with its hooks can be copied.
+
+        The copy's hooks wait for nothing, since its parameters are in no bucket.
+        """
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +142,7 @@ class LateWeights:
         self._tasks, self._bucket, self._waited = [], {}, 0
 
     def close(self) -> None:
-        """End the thread, and the waits of the modules."""
+        """End the thread and remove the hooks."""
         self.end()
         self._thread.shutdown()
         for hook in self._hooks:
@@ -146,7 +153,7 @@ class LateWeights:
 def _used_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """Return the parameters that a module's own forward may read.
 
-    A module of torch may read its children's without a call of them, as `MultiheadAttention` does.
+    A module of `torch.nn` may read its children's parameters without calling them, as `MultiheadAttention` does.
     """
     is_container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
     yield from module.parameters(recurse=type(module).__module__.startswith("torch.nn.") and not is_container)

@@ -2,8 +2,8 @@
 
     vote before update:   forward, backward → reduce → send → VOTE → update
 
-The commit protocol (`train.protocol`) decides what a member does; `train.session_driver` does it. A script sees steps.
-Each is one attempt: a step that a failure interrupts is repeated with the same data.
+The commit protocol (`evermoe.session.protocol`) decides what a member does; `evermoe.session.session_driver` does it. A
+script sees steps. Each is one attempt: a step that a failure interrupts is repeated with the same data.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ STALE = "members have changed since the step was drawn"
 
 
 class SessionDriver(RecoveryDriver):
-    """Carries out the commands of the protocol. See `train.commands.Driver` for each.
+    """Carries out the commands of the protocol. See `evermoe.session.commands.Driver` for each.
 
     Args:
         parts: of the session.

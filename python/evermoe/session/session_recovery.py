@@ -63,7 +63,10 @@ class SessionContext(NamedTuple):
 
 
 class RecoveryDriver(Driver):
-    """Carries out the commands of the protocol that lead from one group to the next. See `train.commands.Driver`."""
+    """Carries out the commands of the protocol that lead from one group to the next.
+
+    See `evermoe.session.commands.Driver`.
+    """
 
     def __init__(self, parts: SessionContext) -> None:
         self._script, self._state, self._membership, self._protection, self._config, self._emit = parts

@@ -1,4 +1,4 @@
-"""Results of simulations as a table and a sentence."""
+"""The output of `evermoe simulate`: a table with a row per preset, and a sentence on the best one's lost time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.table import Table
 from evermoe.simulate import Sample, Scenario
 
 WAITS = ("detect", "agree", "rebuild", "survey", "fetch", "verify", "protect")
-"""Causes that make up a recovery."""
+"""Phases of a recovery, among the causes of lost time."""
 
 
 def show_outcomes(console: Console, scenario: Scenario, samples: Sequence[Sample]) -> None:
-    """Print the scenario, a row for each preset, and the main costs of the best one."""
+    """Print the scenario, a table with a row for each preset, and the main causes of the best one's lost time."""
     workload = scenario.workload
     seeds = len(samples[0].outcomes)
     spares = f" and {scenario.spares} spare" if scenario.spares else ""
@@ -88,7 +88,7 @@ def missing_copies(scenario: Scenario, samples: Sequence[Sample]) -> str:
 
 
 def gigabytes(nbytes: float) -> str:
-    """Format a size in gigabytes, with two digits at least.
+    """Format a size in gigabytes, with at least two significant digits.
 
     >>> gigabytes(1.55e9), gigabytes(1.2345e12)
     ('1.6 GB', '1,234 GB')
@@ -97,7 +97,7 @@ def gigabytes(nbytes: float) -> str:
 
 
 def percent(part: float, half: float) -> str:
-    """Format a share with half of its confidence interval, if there is one.
+    """Format a fraction and half the width of its confidence interval as a percentage; infinity: no interval.
 
     >>> percent(0.9876, 0.0042), percent(0.9876, float("inf"))
     ('98.8±0.4%', '98.8%')

@@ -1,4 +1,4 @@
-"""Picture of simulations: time by cause, and goodput."""
+"""The picture that `evermoe simulate` draws: time by cause, and goodput, of each preset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evermoe.simulate import Sample
 
 
 def plot_outcomes(samples: Sequence[Sample], file: IO[bytes]) -> None:
-    """Draw the time by cause, a bar for each preset, and the goodput with its interval, to a PNG."""
+    """Draw a PNG with two bars for each preset: its time, divided by cause, and its goodput with its interval."""
     names = [sample.scheme for sample in samples]
     by_cause = [sample.seconds_by_cause() for sample in samples]
     causes = list(dict.fromkeys(cause for seconds in by_cause for cause in seconds))
