@@ -67,7 +67,8 @@ def test_members_with_different_transports_get_an_error(tmp_path):
 SESSION = """
 import torch, evermoe
 layer = evermoe.MoE(8, 16, 4)
-evermoe.Session(layer, torch.optim.SGD(layer.parameters(), lr=0.1), evermoe.ElasticSampler(64, 8), transport="ucx")
+evermoe.Session(layer, torch.optim.SGD(layer.parameters(), lr=0.1), evermoe.ElasticSampler(64, 8),
+                membership=evermoe.Membership(transport="ucx"))
 """
 
 

@@ -77,7 +77,7 @@ def test_newcomers_that_are_more_than_the_members_wait_for_them(start_job):
     workers[0].wait_for("gate", step=6)
     workers += job.start_all({}, "bcd", steps=60)
     for each in workers[1:]:
-        wait_until(lambda each=each: "this one in between two steps" in each.log(), "it waits to be taken in")
+        wait_until(lambda each=each: "admit this one between two steps" in each.log(), "it waits to be taken in")
     job.open_gate(60)
     assert [each.join() for each in workers] == [0, 0, 0, 0]
     check_history(workers)
@@ -188,7 +188,7 @@ def test_units_of_a_member_that_is_stopped_are_waited_for_longer(start_job):
     ("other", "message"),
     [
         ({"optimizer": "sgd"}, "this worker's model or optimizer differs from that of a-"),
-        ({"session": {"expert_slots": 5}}, ": slots is 5 here, None on the other worker. Start"),
+        ({"session": {"expert_slots": 5}}, ": placement.expert_slots is 5 here, None on the other worker. Start"),
         ({"batch_size": 8}, ": batch_size is 8 here, 12 on the other worker. Start"),
         ({"shuffle": False}, ": shuffle is False here, True on the other worker. Start"),
         (
