@@ -177,9 +177,10 @@ def promote(address, job, limit, **environment):
 def test_workers_with_one_and_with_two_lighthouses_do_not_train_together(start_job, two):
     job = start_job(lighthouse=addresses(two), members=2)
     workers = [job.start("a"), job.start("b", lighthouse=two[0].address)]
-    codes = sorted(each.join() for each in workers)
-    assert codes != [0, 0]
-    assert any("lighthouses is" in each.events("failed")[0]["message"] for each in workers if each.events("failed"))
+    wait_until(lambda: any(each.events("failed") for each in workers), "one is refused")
+    (failed,) = [event for each in workers for event in each.events("failed")]
+    assert "lighthouses is" in failed["message"]
+    assert not any(each.events("commit") for each in workers)
 
 
 @pytest.mark.parametrize("wrong", ["", "http://a:1,", "http://a:1,b", "http://a:1,http://a:1/", "http://a,http://b:1"])
