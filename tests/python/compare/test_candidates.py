@@ -17,6 +17,9 @@ from support.commands import call
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 32, "experts": 4, "top_k": 2, "sequence": 32}
 FLAGS = {**SIZES, "batch": 12, "seed": 3, "held_out": 24, "limit": 100}
+LIMIT = 300
+"""Seconds: each candidate starts its processes, one after the other."""
+pytestmark = pytest.mark.timeout(LIMIT + 60)
 TOLERANCE = 2e-3
 """Sums in another order; a kill changes that order from its step on."""
 
@@ -27,7 +30,7 @@ def compare(folder, *flags, code=0):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     sizes = [part for name, value in FLAGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     keep = ["--json", "out.json", "--keep", "kept"]
-    done = call(main, *sizes, "--data", str(text), *keep, *flags, folder=folder)
+    done = call(main, *sizes, "--data", str(text), *keep, *flags, folder=folder, limit=LIMIT)
     assert done.returncode == code, done.stdout + done.stderr
     return json.loads((folder / "out.json").read_text())["candidates"]
 
