@@ -850,7 +850,7 @@ class ReplayLog:
         """Log a record; return (code, unit, message, digest).
 
         After code "state", install the payload and call `installed`. With `hold` a step counts only after
-        `release`, and `discard` removes it.
+        `release`; until then a later record of the same step replaces it.
         """
     def hold_all(
         self, records: NDArray[np.uint8], sizes: list[int]

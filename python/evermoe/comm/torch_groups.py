@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm.group import has_nccl_error
-from evermoe.comm.task import Task
+from evermoe.comm.task import Task, run_in_thread
 from evermoe.comm.waits import end_waits
 from evermoe.errors import PeerLost
 
@@ -93,7 +93,7 @@ def _in_thread(work: Callable[[], T], limit: float, lost: threading.Event | None
         PeerLost: `lost` was set, or the limit has passed.
     """
     task = Task(work)
-    threading.Thread(target=task.run, name="evermoe-torch-groups", daemon=True).start()
+    run_in_thread(task, "evermoe-torch-groups", ())
     deadline = time.monotonic() + limit
     while not task.is_over_within(_MAX_PAUSE):
         if lost is not None and lost.is_set():
