@@ -203,8 +203,8 @@ class Moetion(LocalSnapshots, ReplayedCopies, IdleWindows):
     name = "moetion"
 
     remote_bytes_per_step: int | None = option(None, shared=True, least=0)
-    """Bytes that all members together send to peers in a step. Default: bandwidth × time of a step, as measured; before
-    the first profile an eighth of the experts' state."""
+    """Bytes that all members together send to peers in a step. Default: bandwidth × time of a step, as measured; until
+    a link is measured an eighth of the experts' state."""
     local_bytes_per_step: int | None = option(None, shared=True, least=0)
     """Bytes that all members together copy to the experts' own nodes in a step. Default: as `remote_bytes_per_step`,
     with the bandwidth of memory."""
@@ -269,7 +269,7 @@ class PipelineMoetion(PipelineVersions):
     `sparse`."""
     remote_bytes_per_step: int | None = option(None, shared=True, least=0)
     """Bytes of experts that all ranks together send in a step with `budget`. Default: bandwidth × time of a step, as
-    measured, less the bytes of other units; before the first profile an eighth of the experts' state."""
+    measured, less the bytes of other units; until a link is measured an eighth of the experts' state."""
     replay: bool = option(False, shared=True)
     """Whether a version is sent as the optimizer's step that leads to it, if the holder has the previous version: the
     gradients with which the holder repeats the step (Algorithm 3). Steps that cannot be repeated to the bit are sent
