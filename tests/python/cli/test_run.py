@@ -44,7 +44,9 @@ class Command:
     """A running `evermoe run` with its own process group, as in a terminal, and what it has written."""
 
     def __init__(self, *arguments: str, folder: Path, **environment: str) -> None:
-        surroundings = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        # Unbuffered workers write a line in several pieces, between which others write.
+        without = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+        surroundings = {name: value for name, value in os.environ.items() if name not in without}
         self.process = subprocess.Popen(
             # What a shell starts in the background ignores this signal, and all that it starts; tests, too.
             ["env", "--default-signal=INT", sys.executable, "-m", "evermoe", "run", *arguments],
@@ -197,11 +199,7 @@ def test_worker_is_added_by_the_command_that_is_printed(start, tmp_path):
 
 @pytest.mark.long
 def test_processors_are_divided_among_workers(start, tmp_path):
-    told = (
-        "import os, pathlib, sys, time\n"
-        "sys.stdout.write(f'threads {os.environ[\"OMP_NUM_THREADS\"]}\\n')  # in one piece\n"
-        "sys.stdout.flush()\n"
-    )
+    told = "import os, pathlib, time\nprint('threads', os.environ['OMP_NUM_THREADS'], flush=True)\n"
     (tmp_path / "train.py").write_text(told)
     mark = "mark = pathlib.Path('told')\nif os.environ['EVERMOE_ROLE'] == 'replica': mark.touch()\n"
     both = told + mark + "while not mark.exists(): time.sleep(0.01)\n"  # the replica is ended with the last worker
@@ -239,7 +237,7 @@ def test_job_outlives_the_machine_of_its_first_lighthouse(start, tmp_path):
 
 
 SPARED = """
-import os, sys, torch, evermoe
+import os, torch, evermoe
 
 torch.manual_seed(0)
 layer = evermoe.MoE(8, 16, 4, top_k=1)
@@ -250,7 +248,7 @@ for step in session.steps(10**6):
     with step:
         step.backward(layer(data[step.indices]).square().mean())
     if step.number % 20 == 0:
-        sys.stdout.write(f"worker {os.environ['LOCAL_RANK']} of {session.group.size} at {session.step}\\n")
+        print("worker", os.environ["LOCAL_RANK"], "of", session.group.size, "at", session.step, flush=True)
 """
 
 
@@ -260,6 +258,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the
     (tmp_path / "spared.py").write_text(SPARED)
     command = start("--workers", "2", "--spare", "1", "--restarts", "1", "spared.py")
     command.wait_for("this worker is a spare: it waits until one of the 2 that train is missing")
+    command.wait_for("worker . of 2 at")  # in a job that has not begun a spare waits for longer
     kill_worker(command.process.pid, 1)
     command.wait_for("worker 2 of 2 at")
     while sum("this worker is a spare" in line for line in command.lines) < 2:
@@ -318,6 +317,7 @@ def test_a_spare_of_another_machine_takes_the_place(start, tmp_path):
     ]
     spare = start(*alone, "spared.py", EVERMOE_NODE="elsewhere")
     spare.wait_for("this worker is a spare: it waits until one of the 2 that train is missing")
+    command.wait_for("worker . of 2 at")  # else the command ends, as the job cannot begin with one worker
     kill_worker(command.process.pid, 1)
     spare.wait_for("worker 0 of 2 at")
     for each in (command, spare):
