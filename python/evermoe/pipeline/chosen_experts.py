@@ -5,8 +5,8 @@
     failure     all units of one version are left: all ranks go back to it, and lose nothing
                 else they take the newest version of all other units, and lost experts from their newest copies
 
-All ranks of a stage count the same tokens, since the dispatcher gathers them. The counts are a unit of the stage
-(`evermoe.pipeline.kept_tokens`), so that they are restored with its state. Survivors take their own experts: as they
+All ranks of a stage count the same tokens, since the dispatcher gathers them. The counts are part of the unit with the
+training loop's state, so that they are restored with it. Survivors take their own experts: as they
 are if no rank goes back, else from their own memory, which has all experts of each version.
 """
 

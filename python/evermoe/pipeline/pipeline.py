@@ -26,7 +26,6 @@ from evermoe.errors import UnsupportedState
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.observe.listeners import combined, from_environment
 from evermoe.pipeline.border_log import Forwards
-from evermoe.pipeline.kept_loop import KeptLoop
 from evermoe.pipeline.pipeline_config import PipelineConfig, pipeline_config
 from evermoe.pipeline.pipeline_driver import PipelineDriver
 from evermoe.pipeline.pipeline_loop import PipelineLoop
@@ -43,6 +42,7 @@ from evermoe.session.training_inputs import (
     refuse_tensor_parallel,
     versions,
 )
+from evermoe.state.loop_state import LoopParts
 from evermoe.state.lr_schedule import class_name
 
 logger = logging.getLogger(__name__)
@@ -148,12 +148,11 @@ class PipelineSession:
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
-        loop = KeptLoop(optimizer, scheduler, self._loss_scale)
+        loop = LoopParts(None, optimizer, scheduler, self._loss_scale)
         self._state = StageState(
             stage_module,
             optimizer,
             stage,
-            loop,
             config.data_parallel_size,
             config.place,
             config.versions.slices,

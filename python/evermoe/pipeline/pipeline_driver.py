@@ -15,7 +15,6 @@ from evermoe.copies.snapshot.rank_plan import COPIES
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.events import Begin, Commit, Confirm, Copy, Listener, Measured, Reduce, Skipped, Update, Verified, Vote
-from evermoe.pipeline.kept_loop import KeptLoop
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.pipeline_recovery import PipelineRecovery
 from evermoe.pipeline.pipeline_step import PipelineStep
@@ -26,6 +25,8 @@ from evermoe.process.warn import warn
 from evermoe.session import gradients
 from evermoe.session.commands import Event
 from evermoe.session.loss_scale import LossScale
+from evermoe.state import loop_state
+from evermoe.state.loop_state import LoopParts
 from evermoe.state.version import generation_of, step_of
 
 
@@ -36,7 +37,7 @@ class PipelineDriver(PipelineRecovery):
         options: of the pipeline.
         optimizer: of the stage.
         state: the stage's units.
-        loop: the training loop's own state, one of them.
+        loop: the parts of the training loop that have state.
         loss_scale: of the job.
         store: this node's arenas.
         membership: all ranks.
@@ -48,7 +49,7 @@ class PipelineDriver(PipelineRecovery):
         options: PipelineConfig,
         optimizer: torch.optim.Optimizer,
         state: StageState,
-        loop: KeptLoop,
+        loop: LoopParts,
         loss_scale: LossScale,
         store: SnapshotStore,
         membership: MembershipManager,
@@ -199,7 +200,7 @@ class PipelineDriver(PipelineRecovery):
             self._emit(Update(step_of(before)) if sums.is_finite else Skipped(step_of(before), sums.nonfinite_rank))
         is_repeated = self.localised.retake(after)
         if is_repeated:
-            self._loop.restore()
+            self._restore_loop()
         else:
             self._update(sums)
         self.experts.taken(step_of(after), is_repeated=is_repeated)
@@ -245,7 +246,9 @@ class PipelineDriver(PipelineRecovery):
         else:
             self.skipped += 1
             self._state.expert_load.forget_step()
-        self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
+        self._loss_scale.update(has_overflowed=not sums.is_finite)
+        loop_state.advance(self._loop.scheduler, self.loss)
+        self._state.loop.store(loop_state.collect(self._loop))
 
     def commit(self, step: int) -> None:
         """Report a step that no failure covered by the preset can undo."""

@@ -17,7 +17,6 @@ from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recov
 from evermoe.pipeline.bubbles import Bubbles
 from evermoe.pipeline.chosen_experts import ChosenExperts
 from evermoe.pipeline.connections import TorchConnections
-from evermoe.pipeline.kept_loop import KeptLoop
 from evermoe.pipeline.localised import LocalisedRecovery
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.pipeline_step import PipelineStep, refuse_unequal_runs
@@ -35,6 +34,8 @@ from evermoe.recovery.survey import SNAPSHOT, Standing
 from evermoe.session.commands import Driver, Event
 from evermoe.session.lost_members import LostMembers
 from evermoe.session.same_run import MemoryClaim, SameRun
+from evermoe.state import loop_state
+from evermoe.state.loop_state import LoopParts
 from evermoe.state.version import step_of
 
 
@@ -46,7 +47,7 @@ class PipelineRecovery(Driver):
     Args:
         options: of the pipeline.
         state: the stage's units.
-        loop: the training loop's own state, one of them.
+        loop: the parts of the training loop that have state.
         store: this node's arenas.
         membership: all ranks.
         emit: of the session.
@@ -56,12 +57,13 @@ class PipelineRecovery(Driver):
         self,
         options: PipelineConfig,
         state: StageState,
-        loop: KeptLoop,
+        loop: LoopParts,
         store: SnapshotStore,
         membership: MembershipManager,
         emit: Listener,
     ) -> None:
         self._options, self._state, self._loop, self.store = options, state, loop, store
+        state.loop.store(loop_state.collect(loop))
         self._membership, self._emit = membership, emit
         self._group = membership.trainer_group
         self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
@@ -231,9 +233,13 @@ class PipelineRecovery(Driver):
         is_stale = bool(self.outcome.stale)
         if is_stale:
             self.localised.begin_again()
-        self._loop.restore()
+        self._restore_loop()
         self._version = self.outcome.version
         return {"event": "restored", "version": self.outcome.version, "is_stale": is_stale}
+
+    def _restore_loop(self) -> None:
+        """Restore the optimizer's settings, the scheduler and the loss scale from the state, which has changed."""
+        loop_state.restore(self._state.loop.load(), self._loop)
 
     def _report_now(self) -> RecoveryReport:
         if self._report is None:

@@ -147,7 +147,7 @@ class SparseWindows:
         self._places, self.numbers = slice_places(layout, self.steps), []
         names = {weights_of(unit, step): unit for unit, n in self._places.items() for step in range(n)}
         own = self._state.own.by_name
-        mine = self._state.name_weights({name: unit for name, unit in names.items() if unit in own})
+        mine = self._state.views.name_weights({name: unit for name, unit in names.items() if unit in own}, own)
         known = {unit.name: unit for unit in mine}
         sizes = {
             name: w for stage_rank in layout for (name, _), w in zip(stage_rank.units, stage_rank.weights, strict=False)
@@ -183,7 +183,7 @@ class SparseWindows:
 
     def protected(self) -> None:
         """Return to the trained units, since the copies of the recovery are complete."""
-        self._state.window, self._is_window = {}, False
+        self._state.views.stand_ins, self._is_window = {}, False
 
     # ---- the way back
 
@@ -194,7 +194,8 @@ class SparseWindows:
             group: all ranks.
             version: of this rank's state.
         """
-        window, self._state.window, self._is_window = self._state.window, {}, False
+        views = self._state.views
+        window, views.stand_ins, self._is_window = views.stand_ins, {}, False
         if not self.are_used:
             return
         steps = self._steps()
@@ -254,7 +255,7 @@ class SparseWindows:
         if not stays:
             self._begun, self._coming = step_of(version), dict(fetched)
             self._load(0)
-        self._state.window, self._window_at = fetched, version
+        self._state.views.stand_ins, self._window_at = fetched, version
 
     def advance(self, step: int) -> None:
         """Load the next slice after a step of a replayed window. `step`: steps taken."""

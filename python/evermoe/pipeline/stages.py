@@ -6,7 +6,7 @@ All ranks compute the same plan of who keeps copies of which units.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,13 +16,9 @@ from torch import Tensor, nn
 
 from evermoe.copies.snapshot.bundles import Bundle, bundles
 from evermoe.errors import UnsupportedState
-from evermoe.moe.experts import expert_layers
-from evermoe.pipeline.kept_loop import KeptLoop
-from evermoe.pipeline.kept_tokens import KeptTokens
 from evermoe.planning.holders import copy_holders, training_copy_holders
 from evermoe.planning.presets import PRESETS, PresetName
 from evermoe.state.catalog import UnitCatalog
-from evermoe.state.expert_load import ExpertLoad
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 from evermoe.state.unit_parts import UnitPart, cut, equal_shares
@@ -176,31 +172,24 @@ def _ranks_before(layout: Sequence[StageRank], width: int, replication: int) -> 
 
 
 def loop_unit(stage: int) -> str:
-    """Name of the unit with the state of the training loop, which each stage has."""
+    """Name of the unit with the state of the training loop and the load of experts, which each stage has."""
     return f"stage{stage}_loop"
-
-
-def tokens_unit(stage: int) -> str:
-    """Name of the unit with the tokens of a stage's experts."""
-    return f"stage{stage}_tokens"
 
 
 class StageState(TrainingState):
     """A stage and its optimizer as units whose names begin with the stage's number, and the sizes of all other units.
 
-    Units are divided where the ranks of the stage share them: `stage0.linear[0:64]` is a unit of its own. One more unit
-    has the state of the training loop.
+    Units are divided where the ranks of the stage share them: `stage0.linear[0:64]` is a unit of its own.
 
     Args:
         module: the stage.
         optimizer: of its parameters.
         stage: its number.
-        loop: state of the training loop, which survives with it.
         ranks: of the stage.
         place: number of this rank among them if they divide the experts of each MoE layer; None: all hold all experts.
         slices: of a sparse version, whose units are not divided; 1 if versions are not sparse, None if their number is
             chosen.
-        keeps_tokens: whether the token counts of experts are a unit, too.
+        keeps_tokens: whether what is known of the copies of experts is part of the state.
         may_cut: False to divide no unit.
 
     Raises:
@@ -212,7 +201,6 @@ class StageState(TrainingState):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         stage: int,
-        loop: KeptLoop,
         ranks: int,
         place: int | None = None,
         slices: int | None = 1,
@@ -222,12 +210,8 @@ class StageState(TrainingState):
     ) -> None:
         self.device = next(module.parameters()).device
         """Device of the stage."""
-        model = nn.ModuleDict({f"stage{stage}": module, loop_unit(stage): loop})
-        load = ExpertLoad(expert_layers(model))
-        if keeps_tokens:
-            model[tokens_unit(stage)] = KeptTokens(load)
-        super().__init__(model, optimizer, has_session=False)
-        self.expert_load, self.has_marks = load, keeps_tokens
+        model = nn.ModuleDict({f"stage{stage}": module})
+        super().__init__(model, optimizer, session=loop_unit(stage), has_marks=keeps_tokens)
         self._is_spread = place is not None
         if place is not None:
             self._spread(ranks, place)
@@ -236,29 +220,16 @@ class StageState(TrainingState):
         on_all = [unit for unit in self.catalog.units if unit not in alone]
         is_cut = self._is_contiguous if slices == 1 and may_cut else lambda unit: False
         parts_of_units = cut(on_all, ranks, is_cut) + [UnitPart(unit, 0, unit.nbytes) for unit in alone]
-        self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
+        self._parts = self.views.parts = {part.unit.name: part for part in parts_of_units}
         self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""
         if slices != 1:  # memory that was left with other slices is not this job's
             self.own = self.catalog = UnitCatalog(self.own.units, f"{self.own.layout} in {slices or 'some'} slices")
-        self._weights_of: dict[str, str] = {}
-        """By name of a unit that consists of another one's weights, the name of that one."""
-        self.window: dict[str, Tensor] = {}
-        """Bytes that stand in for trained units while copies are made of a window that was recovered."""
         self.is_of_version = True
         """Whether this rank has the state of its version: not while it has only a part of it, or a newer one."""
 
     def _is_contiguous(self, unit: Unit) -> bool:
-        return all(tensor.is_contiguous() for tensor in super()._tensors(unit))
-
-    def _tensors(self, unit: Unit) -> Iterable[Tensor]:
-        if unit.name in self.window:
-            return [self.window[unit.name]]
-        part = self._parts[self._weights_of.get(unit.name, unit.name)]
-        tensors = part.tensors(super()._tensors(part.of))
-        if unit.name not in self._weights_of:
-            return tensors
-        return [tensor for spec, tensor in zip(part.of.specs, tensors, strict=True) if not spec.is_state]
+        return all(tensor.is_contiguous() for tensor in self.tensors([unit.name])[0])
 
     def _spread(self, ranks: int, place: int) -> None:
         """Give up the experts of other ranks: they are divided evenly, in the order of their numbers."""
@@ -319,15 +290,3 @@ class StageState(TrainingState):
             ValueError: ranks of one stage differ in their model or optimizer.
         """
         self.catalog = self.own.merged(layout)
-
-    def name_weights(self, names: Mapping[str, str]) -> list[Unit]:
-        """Add the weights of this stage's units as units of their own, under other names, and return them.
-
-        Args:
-            names: by new name, the name of the unit.
-        """
-        self._weights_of = dict(names)
-        return [
-            Unit(name, tuple(spec for spec in self.own.by_name[unit].specs if not spec.is_state))
-            for name, unit in names.items()
-        ]

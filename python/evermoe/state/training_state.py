@@ -21,6 +21,7 @@ from evermoe.state.sharded import DenseOwners
 from evermoe.state.stack_memory import StackMemories
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import MARKS, SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit, read_tensors
+from evermoe.state.unit_parts import UnitViews
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -38,10 +39,10 @@ class TrainingState:
     Args:
         model: holds all experts of its MoE layers at first.
         optimizer: over the model's parameters.
-        has_session: whether there is the unit `session`, with the loop's state and the experts' load.
+        session: name of the unit with the loop's state and the experts' load; None for no such unit.
         deferral: of a model that has no values yet: until `begin` or `adopt`, nothing is held.
         is_sharded: whether what is not an expert has owners; see `evermoe.state.sharded`.
-        has_marks: whether `session` has what is known of the experts' copies, too; see `evermoe.state.copy_marks`.
+        has_marks: whether that unit has what is known of the experts' copies, too; see `evermoe.state.copy_marks`.
 
     Raises:
         ValueError: the optimizer is of another model.
@@ -53,7 +54,7 @@ class TrainingState:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        has_session: bool = True,
+        session: str | None = SESSION,
         deferral: Deferral | None = None,
         is_sharded: bool = False,
         has_marks: bool = False,
@@ -67,6 +68,8 @@ class TrainingState:
         self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
         if deferral is None and any(parameter.is_meta for parameter in model.parameters()):
             raise UnsupportedState("expected a model with values, got parameters on meta: only a Session makes them")
+        self.views = UnitViews()
+        """Units that are parts of others, and bytes that stand in for units."""
         self._memories = StackMemories()
         self._masters = create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
@@ -75,7 +78,7 @@ class TrainingState:
         """Whether a crash of all processes leaves what is known of the experts' copies."""
         if has_marks:
             own[MARKS] = self.expert_load.marks.state
-        self._dense = ({SESSION: own} if has_session else {}) | dense_tensors(model)
+        self._dense = ({session: own} if session is not None else {}) | dense_tensors(model)
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""
         self.catalog = UnitCatalog(self._list_units())
@@ -153,6 +156,10 @@ class TrainingState:
         return [unit for unit in found if unit not in self.late.missing]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
+        return self.views.tensors(unit, self._stored)
+
+    def _stored(self, unit: Unit) -> list[Tensor]:
+        """Tensors of a unit of the model, which is no view."""
         if unit.layer is None:  # looked up each time, as optimizers may rebind their state
             dense = self._dense[unit.name].items()
             return [t for key, tensor in dense for t in (tensor, *self._optimizer_tensors(key, tensor).values())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,50 @@ class UnitPart(NamedTuple):
             if first < last:
                 yield spec, first, last
             at += spec.nbytes
+
+
+class UnitViews:
+    """Units that are parts of a rank's units or their weights alone, and bytes that stand in for units.
+
+    Without any of them, each unit has its own tensors.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, UnitPart] = {}
+        """Parts by name."""
+        self.stand_ins: dict[str, Tensor] = {}
+        """Bytes that stand in for units, by name."""
+        self._weights_of: dict[str, str] = {}
+        """By name of a unit that consists of another one's weights, the name of that one."""
+
+    def name_weights(self, names: Mapping[str, str], units: Mapping[str, Unit]) -> list[Unit]:
+        """Add the weights of units as units of their own, in place of the previous ones, and return them.
+
+        Args:
+            names: by new name, the name of the unit.
+            units: by name.
+        """
+        self._weights_of = dict(names)
+        return [
+            Unit(name, tuple(spec for spec in units[unit].specs if not spec.is_state)) for name, unit in names.items()
+        ]
+
+    def tensors(self, unit: Unit, stored: Callable[[Unit], list[Tensor]]) -> list[Tensor]:
+        """Return the tensors of a unit.
+
+        Args:
+            unit: any unit.
+            stored: returns the tensors of a unit of the model.
+        """
+        if unit.name in self.stand_ins:
+            return [self.stand_ins[unit.name]]
+        part = self.parts.get(self._weights_of.get(unit.name, unit.name))
+        if part is None:
+            return stored(unit)
+        tensors = part.tensors(stored(part.of))
+        if unit.name not in self._weights_of:
+            return tensors
+        return [tensor for spec, tensor in zip(part.of.specs, tensors, strict=True) if not spec.is_state]
 
 
 def cut(units: Sequence[Unit], ranks: int, may_cut: Callable[[Unit], bool]) -> list[UnitPart]:

@@ -14,7 +14,7 @@ COPIES = {"preset": "moetion", "replication": 2, "expert_parallel": True}
 COMMON = {"attempts": "means", "steps": STEPS, "rate": 1e-3, "experts": EXPERTS, "tells_experts": True}
 FEW = COMMON | {"copies": COPIES | {"remote_bytes_per_step": 3 * EXPERT_BYTES}}
 ALL = COMMON | {"copies": COPIES | {"remote_bytes_per_step": RANKS * EXPERTS * EXPERT_BYTES}}
-TOKENS = "_tokens"
+TOKENS = "_loop"
 """In the names of units that count tokens and name the versions of copies, which are others after a recovery."""
 
 

@@ -9,12 +9,10 @@ from torch import nn
 
 from evermoe.copies.snapshot.bundles import Bundle
 from evermoe.copies.snapshot.store import SnapshotStore
-from evermoe.pipeline.kept_loop import KeptLoop
 from evermoe.pipeline.localised import LocalisedRecovery
 from evermoe.pipeline.slice_choice import SliceChoice
 from evermoe.pipeline.sparse_windows import SparseWindows
 from evermoe.pipeline.stages import StageRank, StageState
-from evermoe.session.loss_scale import LossScale
 from evermoe.state.version import version_of
 from support.ranks import run_ranks
 
@@ -27,7 +25,7 @@ def make(folder):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    state = StageState(module, optimizer, 0, KeptLoop(optimizer, None, LossScale(None)), 1, slices=SLICES)
+    state = StageState(module, optimizer, 0, 1, slices=SLICES)
     store = SnapshotStore(Path(folder) / "arenas", state)
     localised = LocalisedRecovery(state, [*module.parameters()], 0, is_on=True, is_spread=False)
     windows = SparseWindows(state, store, localised, SliceChoice(SLICES, store))

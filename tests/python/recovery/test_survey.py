@@ -148,7 +148,7 @@ class Replayed:
 @pytest.fixture
 def state():
     model = nn.Linear(4, 2)
-    return TrainingState(model, torch.optim.SGD(model.parameters()), has_session=False)
+    return TrainingState(model, torch.optim.SGD(model.parameters()), session=None)
 
 
 def survey_of(state, *copies):

@@ -28,7 +28,7 @@ class Training:
     def __init__(self, folder, device, name):
         self.layer = MoE(8, 8, 3, top_k=1, device=device)
         self.optimizer = OPTIMIZERS[name](self.layer.parameters())
-        self.state = TrainingState(self.layer, self.optimizer, has_session=False)
+        self.state = TrainingState(self.layer, self.optimizer, session=None)
         units = self.state.held()
         sizes = [(unit, self.state.catalog.by_name[unit].nbytes) for unit in units]
         self.arena, self.engine = Arena.create(str(folder / "arena"), "", sizes), CopyEngine()
