@@ -16,7 +16,6 @@ from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Listener
 from evermoe.pipeline.chosen_experts import ChosenExperts
 from evermoe.pipeline.pipeline_config import PipelineConfig
-from evermoe.pipeline.repeated_round import RepeatedRound
 from evermoe.pipeline.sparse_windows import SparseWindows
 from evermoe.pipeline.stage_replay import StageReplay
 from evermoe.pipeline.stages import StageRank, stage_bundles
@@ -151,9 +150,9 @@ class StageCopies:
         if self.version is None:
             return
         due = self._windows.due(version - self.version)
-        sent = self._replay.begin(version, self._stays)
-        self._round = RepeatedRound(
-            self._store, version, self._courier, due, self._emit, stays=self._stays, sent=sent
+        contents = self._replay.begin(version, self._stays)
+        self._round = SnapshotRound(
+            self._store, version, self._courier, due, self._emit, stays=self._stays, contents=contents
         ).start()
 
     def wait_sent(self) -> bool:

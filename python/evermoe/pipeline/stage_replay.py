@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,41 +22,17 @@ from evermoe.copies.replay.replayable import is_repeatable
 from evermoe.copies.replay.replicas import find_arithmetic
 from evermoe.copies.replay.step_bytes import step_bytes
 from evermoe.copies.replay.step_code import foreign_code, refuse_foreign_code
-from evermoe.copies.replay.step_notes import StepNotes, UnitSteps
+from evermoe.copies.replay.step_notes import StepNotes
 from evermoe.copies.snapshot.bundles import Bundle
 from evermoe.pipeline.localised import LocalisedRecovery
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.stage_windows import StageWindowPlanner
 from evermoe.pipeline.stages import StageRank, StageState
+from evermoe.pipeline.step_contents import Repeated, StepContents
 from evermoe.state.unit import TensorSpec, Unit
 from evermoe.state.version import step_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A bundle that is sent as a step."""
-
-    base: int
-    """The version before the step, which its holders have."""
-    units: Sequence[Unit]
-    """Its units with their tensors, in its order."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the step."""
-        return sum(map(step_bytes, self.units))
-
-
-@dataclass(frozen=True)
-class SentSteps:
-    """Bundles of a version that are sent as a step."""
-
-    bundles: Mapping[int, Repeated]
-    """Bundles by number."""
-    steps: UnitSteps
-    """The step of this rank's units."""
 
 
 class StageReplay:
@@ -157,7 +132,7 @@ class StageReplay:
             rows = {unit: rows_of(self._state, unit) for unit in mine}
             self._notes = StepNotes(self._state.optimizer, self._arithmetic, rows)
 
-    def begin(self, version: int, stays: Collection[int]) -> SentSteps:
+    def begin(self, version: int, stays: Collection[int]) -> StepContents:
         """Choose the bundles of a version, which begins now, that are sent as a step.
 
         Args:
@@ -174,7 +149,7 @@ class StageReplay:
         }
         self._bases |= dict.fromkeys(travels, version)
         self._planner.send_steps({number: each.nbytes for number, each in found.items()})
-        return SentSteps(found, steps)
+        return StepContents(found, steps)
 
     def end(self) -> None:
         """Leave the optimizer to the script."""

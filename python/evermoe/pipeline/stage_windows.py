@@ -49,7 +49,7 @@ class StageWindowPlanner(WindowPlanner):
     """Bubbles of the rank that has the most, by the latest profile; the same on all ranks."""
     step_bytes: Mapping[int, int] = MappingProxyType({})
     """Bytes of the steps of each bundle that the latest version sends as a step; the same on all ranks. See
-    `evermoe.pipeline.repeated_round`."""
+    `evermoe.pipeline.step_contents`."""
     _known: Sequence[_Known] = ()
     """Input of the latest plan, by rank; empty on a newcomer, the same on all others."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from evermoe.copies.replay.early_gradients import EarlyGradients
-from evermoe.pipeline.repeated_round import RepeatedRound
+from evermoe.pipeline.step_contents import StepContents
 from evermoe.state.version import step_of
 
 FAULT = "EVERMOE_TEST_FAULT"
@@ -28,10 +28,10 @@ def _flip(data) -> None:
 
 def _befall(version: int, where: str) -> None:
     """In the keeper's memory of the previous version, or in the step's message: a bit of it, or all of its head."""
-    repeat = RepeatedRound._repeat
+    repeat = StepContents._repeat
 
-    def repeat_damaged(self, kept, known):
-        if step_of(self.version) == version:
+    def repeat_damaged(self, sent, kept, known):
+        if step_of(sent.version) == version:
             if where == "memory":
                 for index, _ in kept.arena.versions():
                     _flip(kept.arena.buffer(index))
@@ -40,9 +40,9 @@ def _befall(version: int, where: str) -> None:
             else:
                 first = kept.arena.units()[0][1]
                 self._data[kept.number][first : first + 64] = 77
-        return repeat(self, kept, known)
+        return repeat(self, sent, kept, known)
 
-    RepeatedRound._repeat = repeat_damaged
+    StepContents._repeat = repeat_damaged
 
 
 def _train_by_amsgrad() -> None:

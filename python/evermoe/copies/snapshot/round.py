@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -31,6 +31,38 @@ RESERVED_AT_ONCE = 64 << 20
 """Bytes of an arena that are reserved between two checks: tens of milliseconds."""
 
 
+class Contents:
+    """Content of a round's messages: the state of each bundle, as its arena has it."""
+
+    def even_segments(self, sent: SnapshotRound, copies: KeptCopies) -> Segments:
+        """Return messages for the bundles of a round, where none are planned; omit units that the holders have."""
+        return sent.store.even_segments(copies)
+
+    def data(self, sent: SnapshotRound, kept: BundleArena) -> Tensor:
+        """Return the bytes of a bundle that are sent; its segments are parts of them."""
+        return torch.from_numpy(kept.arena.buffer(kept.index))
+
+    def make_ready(self, segment: Segment, wait: Callable[[int | None], object]) -> None:
+        """Complete the content of this member's message before it is sent.
+
+        Args:
+            segment: the message.
+            wait: waits until the bundle is captured up to this end; to its own end for None.
+        """
+        wait(segment.offset + segment.nbytes if segment.offset else None)
+
+    def accept(self, sent: SnapshotRound, kept: BundleArena) -> bool:
+        """Make a bundle visible all of whose messages have arrived. Return whether it matches its digests."""
+        return sent.commit(kept)
+
+    def finish(self, sent: SnapshotRound) -> bool:
+        """Exchange what is missing once all messages have arrived. Return whether all bundles are complete now."""
+        return True
+
+
+STATES = Contents()
+
+
 class SnapshotRound:
     """One version on its way to the memories of all holders, in the thread of a courier.
 
@@ -45,6 +77,7 @@ class SnapshotRound:
         bundles: numbers of the bundles to copy; None for all.
         copies: units that members already have: holders copy these from their own memory.
         stays: numbers of the bundles that only their primaries capture, for themselves.
+        contents: what is sent of each bundle.
         emit: called with `ChunkSent` and `SnapshotReceived` events, in the courier's thread; see `evermoe.Session`.
     """
 
@@ -57,24 +90,26 @@ class SnapshotRound:
         emit: Listener = lambda event: None,
         copies: KeptCopies = NO_COPIES,
         stays: Collection[int] = (),
+        contents: Contents = STATES,
     ) -> None:
-        self.version = version
-        self._emit = emit
+        self.version, self.store, self.courier, self.emit = version, store, courier, emit
+        self._contents = contents
         self._sent_bytes = 0
         self._read_seconds = 0.0
-        self._store, self._courier = store, courier
         every = {kept.number for kept in (*store.own, *store.peers)}
         scheduled = every if bundles is None else bundles
-        self._own = [kept for kept in store.own if kept.number in scheduled]
+        self.own = [kept for kept in store.own if kept.number in scheduled]
+        """Bundles of the version that this member captures."""
         travels = [kept.number for kept in (*store.own, *store.peers) if kept.number not in stays]
         travels = [number for number in travels if number in scheduled]
-        self._peers = [kept for kept in store.peers if kept.number in travels]
+        self.peers = [kept for kept in store.peers if kept.number in travels]
+        """Bundles of the version that it receives."""
         self._copies = copies
         # Plans are for steps: the first copies of a protection plan omit units that holders have.
-        segments = (None if copies else store.segments) or self._even_segments(copies)
-        self._sends, self._receives = ([segment for segment in both if segment.bundle in travels] for both in segments)
+        segments = (None if copies else store.segments) or contents.even_segments(self, copies)
+        self._segments = Segments(*([segment for segment in both if segment.bundle in travels] for both in segments))
         self._first_step = 0
-        self._total_bytes = sum(segment.nbytes for segment in self._sends)
+        self._total_bytes = sum(segment.nbytes for segment in self._segments.sends)
         self._has_begun = threading.Event()
         """All captures have begun, or never will."""
         self._read = threading.Event()
@@ -87,20 +122,16 @@ class SnapshotRound:
         self.task: Task[bool]
         """Set by `start`; its result: whether all copies that arrived match their digests."""
 
-    def _even_segments(self, copies: KeptCopies) -> Segments:
-        """Return messages for the bundles that are sent, where none are planned."""
-        return self._store.even_segments(copies)
-
     def start(self) -> SnapshotRound:
         """Begin to capture the current state, and continue in the courier's thread.
 
         If optimizer state is still on its way to this member (see `LateState`), the round begins once that has arrived.
         """
-        self._first_step = self._courier.step
-        self._store.prepare(self._own)
+        self._first_step = self.courier.step
+        self.store.prepare(self.own)
         # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be read.
-        state = self._store.state
-        tensors = [state.tensors(kept.bundle.units) for kept in self._own]
+        state = self.store.state
+        tensors = [state.tensors(kept.bundle.units) for kept in self.own]
         if not state.late.missing:
             self._capture(tensors)
 
@@ -114,15 +145,15 @@ class SnapshotRound:
                 self._has_begun.set()
                 self._read.set()
 
-        self.task = self._courier.submit(run)
+        self.task = self.courier.submit(run)
         return self
 
     def _capture(self, tensors: Sequence[list[list[Tensor]]]) -> None:
         """Begin to capture the tensors of this member's bundles; record those that the courier must read."""
         self._captures = [
-            self._store.capture(kept, found, self.version) for kept, found in zip(self._own, tensors, strict=True)
+            self.store.capture(kept, found, self.version) for kept, found in zip(self.own, tensors, strict=True)
         ]
-        for kept, found, capture in zip(self._own, tensors, self._captures, strict=True):
+        for kept, found, capture in zip(self.own, tensors, self._captures, strict=True):
             if capture is None:
                 self._tensors |= zip(kept.bundle.units, found, strict=True)
         self._has_begun.set()
@@ -131,12 +162,12 @@ class SnapshotRound:
     def complete_steps(self) -> dict[int, int]:
         """Steps taken in this member's own copied bundles, by number; empty until all are captured and sent."""
         is_complete = self.task.is_over_within(0) and self.task.result
-        return {kept.number: step_of(self.version) for kept in self._own} if is_complete else {}
+        return {kept.number: step_of(self.version) for kept in self.own} if is_complete else {}
 
     @property
     def host_speed(self) -> float:
         """Bytes per second at which this member's units were captured; 0 until all are."""
-        nbytes, seconds = sum(kept.arena.payload_bytes for kept in self._own), self.capture_seconds
+        nbytes, seconds = sum(kept.arena.payload_bytes for kept in self.own), self.capture_seconds
         return nbytes / seconds if self._read.is_set() and seconds else 0.0
 
     @property
@@ -152,8 +183,8 @@ class SnapshotRound:
         self._has_begun.wait()
         captures = [
             capture
-            for kept, capture in zip(self._own, self._captures, strict=False)
-            if capture is not None and not self._store.sources.release(kept.number)
+            for kept, capture in zip(self.own, self._captures, strict=False)
+            if capture is not None and not self.store.sources.release(kept.number)
         ]
         for capture in captures:
             capture.hurry()
@@ -175,12 +206,12 @@ class SnapshotRound:
         """Reserve the memory of arenas that have none yet, as captures do; return whether it was available."""
         try:
             for kept, capture in (
-                *((each, None) for each in self._peers),
-                *zip(self._own, self._captures, strict=True),
+                *((each, None) for each in self.peers),
+                *zip(self.own, self._captures, strict=True),
             ):
                 # Only the buffer of this version: the other one is reserved with the next version.
                 while (capture is None or capture.state in UNDER_WAY) and not kept.arena.reserve(RESERVED_AT_ONCE):
-                    self._courier.progress += 1
+                    self.courier.progress += 1
         except OSError as error:
             self.problem = str(error)
         return not self.problem
@@ -188,19 +219,21 @@ class SnapshotRound:
     def _exchange(self) -> bool:
         started = time.monotonic()
         try:
-            for kept, capture in zip(self._own, self._captures, strict=True):
+            for kept, capture in zip(self.own, self._captures, strict=True):
                 if capture is None:
                     self._read_units(kept)
         finally:
             self._read_seconds = time.monotonic() - started
         self._tensors = {}
         self._read.set()
-        for kept in self._peers:
+        for kept in self.peers:
             kept.index = kept.arena.begin(self.version)
-        arriving: Arriving = {kept.number: deque() for kept in self._peers}
-        for segment, message in zip(self._receives, self._messages(self._receives, self._peers), strict=True):
-            arriving[segment.bundle].append(self._courier.begin_receive(message))
-        for kept in self._peers:
+        arriving: Arriving = {kept.number: deque() for kept in self.peers}
+        for segment, message in zip(
+            self._segments.receives, self._messages(self._segments.receives, self.peers), strict=True
+        ):
+            arriving[segment.bundle].append(self.courier.begin_receive(message))
+        for kept in self.peers:
             self._copy_here(kept)
         are_complete: list[bool] = []
 
@@ -208,22 +241,22 @@ class SnapshotRound:
             self._note_sent(sent)
             are_complete.extend(self._publish(arriving, waits=False))
 
-        self._courier.send_messages(self._captured(), on_sent)
+        self.courier.send_messages(self._captured(), on_sent)
         for capture in self._captures:
             if capture is not None:
                 capture.wait()
         are_complete.extend(self._publish(arriving, waits=True))
-        return all(are_complete)
+        return self._contents.finish(self) and all(are_complete)
 
     def _publish(self, arriving: Arriving, *, waits: bool) -> Iterator[bool]:
         """Make arrived bundles of peers visible, or all if it `waits`; yield whether each is complete."""
-        for kept in self._peers:
+        for kept in self.peers:
             transfers = arriving.get(kept.number)
             while transfers and (waits or transfers[0].has_ended):
-                self._courier.wait_received(transfers.popleft())
+                self.courier.wait_received(transfers.popleft())
             if transfers is not None and not transfers:
                 del arriving[kept.number]
-                yield self._is_complete(kept)
+                yield self._contents.accept(self, kept)
 
     def _copy_here(self, kept: BundleArena) -> None:
         """Copy what this member already has; bytes that are no longer readable fail their digest check."""
@@ -231,49 +264,47 @@ class SnapshotRound:
         for name, offset, nbytes in kept.arena.units():
             if name in self._copies.here:
                 self._copies.read(name, data[offset : offset + nbytes])
-                self._courier.progress += 1
+                self.courier.progress += 1
 
     def _note_sent(self, sent: Sent) -> None:
         self._sent_bytes += sent.nbytes
-        self._emit(ChunkSent(step_of(self.version), self._sent_bytes, self._total_bytes, sent.when))
+        self.emit(ChunkSent(step_of(self.version), self._sent_bytes, self._total_bytes, sent.when))
 
     def _read_units(self, kept: BundleArena) -> None:
         kept.index = kept.arena.begin(self.version)
         data = torch.from_numpy(kept.arena.buffer(kept.index))
         for name, offset, nbytes in kept.arena.units():
             read_tensors(self._tensors[name], data[offset : offset + nbytes])
-            self._courier.progress += 1
+            self.courier.progress += 1
         kept.arena.commit(kept.index)
 
     def _captured(self) -> Iterator[Message]:
         """Yield the messages, each part as soon as it is captured; the digests when its entire bundle is."""
-        captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
-        for segment, message in zip(self._sends, self._messages(self._sends, self._own), strict=True):
-            self._make_ready(segment, captures[segment.bundle])
+        captures = {kept.number: capture for kept, capture in zip(self.own, self._captures, strict=True)}
+        for segment, message in zip(self._segments.sends, self._messages(self._segments.sends, self.own), strict=True):
+            capture = captures[segment.bundle]
+            self._contents.make_ready(segment, (lambda end: None) if capture is None else capture.wait)
             yield message
 
-    def _make_ready(self, segment: Segment, capture: Capture | None) -> None:
-        """Wait until the content of this member's message is captured."""
-        if capture is not None:
-            capture.wait(segment.offset + segment.nbytes if segment.offset else None)
-
     def _messages(self, segments: Sequence[Segment], arenas: Sequence[BundleArena]) -> Iterator[Message]:
-        buffers = {kept.number: self._bytes_of(kept) for kept in arenas}
+        buffers = {kept.number: self._contents.data(self, kept) for kept in arenas}
         for segment in segments:
             data = buffers[segment.bundle][segment.offset : segment.offset + segment.nbytes]
             step = None if segment.step is None else self._first_step + segment.step
             yield Message(data, segment.peer, segment.tag, segment.window, step)
 
-    def _bytes_of(self, kept: BundleArena) -> Tensor:
-        """Return the bytes of a bundle that are sent; its segments are parts of them."""
-        return torch.from_numpy(kept.arena.buffer(kept.index))
+    def send_more(self, messages: Iterable[Message], nbytes: int) -> None:
+        """Send messages that are not among the segments, of this number of bytes."""
+        self._total_bytes += nbytes
+        self.courier.send_messages(messages, self._note_sent)
 
-    def _is_complete(self, kept: BundleArena) -> bool:
+    def commit(self, kept: BundleArena) -> bool:
+        """Make a received bundle visible. Return False if its state does not match its digests."""
         try:
             kept.arena.commit_received(kept.index)
         except CorruptCopy:
             return False
         finally:
-            self._courier.progress += 1
-        self._emit(SnapshotReceived(step_of(self.version), len(kept.bundle.units)))
+            self.courier.progress += 1
+        self.emit(SnapshotReceived(step_of(self.version), len(kept.bundle.units)))
         return True
