@@ -194,7 +194,7 @@ class LossLedger:
         """
         mine = None if before is None else [before, self.marks.pending]
         known = [(found, -rank) for rank, found in enumerate(gather_json(group, mine)) if found is not None]
-        if not known and not self._state.has_marks:
+        if not known and not self.marks.are_kept:
             return {}
         source = -max(known)[1] if known else 0  # any member that trains has the state of the version
         report = None
@@ -275,13 +275,13 @@ class LossLedger:
         """Return the JSON of the counts that are not part of the state, for members that join."""
         ledgers = [None if ledger is None else ledger.to_json() for ledger in (self.selection, self.local)]
         return json.dumps(
-            {"marks": self.marks.to_fields(with_table=not self._state.has_marks), "ledgers": ledgers}
+            {"marks": self.marks.to_fields(with_table=not self.marks.are_kept), "ledgers": ledgers}
         ).encode()
 
     def load_bytes(self, data: bytes) -> None:
         """Replace these counts by those of another member, from its `to_bytes`."""
         fields = json.loads(data)
-        self.marks.take_fields(fields["marks"], with_table=not self._state.has_marks)
+        self.marks.take_fields(fields["marks"], with_table=not self.marks.are_kept)
         self.selection, self.local = (text and TokenLedger.from_json(text) for text in fields["ledgers"])
 
 

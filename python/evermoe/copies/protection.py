@@ -328,7 +328,7 @@ class Protection:
         Raises:
             ValueError: no profile is complete yet.
         """
-        Path(path).write_text(self.window_planner.trace())
+        self.window_planner.write_trace(path)
 
     # ---- after a failure
 

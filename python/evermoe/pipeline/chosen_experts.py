@@ -142,7 +142,6 @@ class ChosenExperts:
             chosen = most_at_risk(at_risk, budget, self._expert_bytes)
         self._note(chosen, version)
         stays = frozenset(number for unit, number in self._numbers.items() if unit not in chosen)
-        self._planner.leave_out(stays)
         return stays
 
     def protected(self, version: int) -> None:

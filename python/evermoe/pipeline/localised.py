@@ -49,7 +49,9 @@ class LocalisedRecovery:
         self, state: StageState, parameters: Sequence[nn.Parameter], stage: int, *, is_on: bool, is_spread: bool
     ) -> None:
         self._state, self._stage, self._is_on, self._is_spread = state, stage, is_on, is_spread
-        self.log = BorderLog(parameters, [layer.count for layer in state.layers.values()] if state.has_marks else [])
+        self.log = BorderLog(
+            parameters, [layer.count for layer in state.layers.values()] if state.expert_load.marks.are_kept else []
+        )
         self._logs: list[dict[str, Any]] = []
         """Contents of each rank's log, by rank."""
         self._newer: dict[str, Tensor] = {}

@@ -338,7 +338,7 @@ class PipelineSession:
         Raises:
             ValueError: no step is over since the last recovery.
         """
-        self._driver.bubbles.write_trace(path, list(self._driver.courier.sent))
+        self._driver.window_planner.write_trace(path)
 
     def close(self) -> None:
         """Leave the job and remove this rank's shared memory.

@@ -12,6 +12,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import JobFinished, LostExperts, PeerLost
 from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
 from evermoe.pipeline.bubbles import Bubbles
@@ -25,7 +26,6 @@ from evermoe.pipeline.sparse_windows import SparseWindows
 from evermoe.pipeline.stage_copies import StageCopies
 from evermoe.pipeline.stage_replay import StageReplay
 from evermoe.pipeline.stage_target import StageTarget
-from evermoe.pipeline.stage_windows import StageWindowPlanner
 from evermoe.pipeline.stages import StageRank, StageState
 from evermoe.process.memory_folder import FINISHED, is_marked
 from evermoe.recovery.recovery import Recovery
@@ -70,19 +70,19 @@ class PipelineRecovery(Driver):
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
         windows, copies, limits = options.versions, options.copies, options.membership
         schedule = copies.choices.schedule if copies.replication else None
-        self.window_planner = StageWindowPlanner(
-            self.pacer, self.courier, store, membership, windows, schedule, windows.steps_per_version, options.stages
+        self.bubbles = Bubbles(self.pacer, options.rank, options.stages, windows.profile_steps, state.device)
+        self.window_planner = WindowPlanner(
+            self.bubbles, self.courier, store, membership, windows, schedule, windows.steps_per_version
         )
-        self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, windows.profile_steps, state.device)
         every = [each for some in state.parameters() for each in some]
         self.localised = LocalisedRecovery(
             state, every, options.stage, is_on=options.localised, is_spread=options.expert_parallel
         )
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(windows.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
-        self.replay = StageReplay(options, state, self.localised, self.window_planner)
+        self.replay = StageReplay(options, state, self.localised)
         chosen = self.windows, self.experts, self.replay
-        self.copies = StageCopies(options, store, membership, *chosen, self.courier, emit)
+        self.copies = StageCopies(options, store, membership, *chosen, self.window_planner, self.courier, emit)
         self.lost = LostMembers(membership, limits.on_lost, options.size, emit)
         self.run = SameRun(membership, limits.hang_timeout, [MemoryClaim(store.directory)])
         self.connections = TorchConnections(
@@ -270,9 +270,9 @@ class PipelineRecovery(Driver):
         self._emit(Copy(step_of(version)))
         is_complete = self.copies.protect(self.layout, version, generation, self.outcome.copies, waits=waits)
         self._are_copies_arriving = not is_complete
-        self.window_planner.cut(self.windows.numbers, self.windows.steps)
+        self.window_planner.divide_versions(self.windows.numbers, self.windows.steps)
         self.snapshot_schedule.restart(step_of(version))
-        self.bubbles.restart(step_of(version))
+        self.bubbles.restart(self.window_planner, step_of(version))
         return {"event": "protected", "is_whole": is_complete}
 
     def resume(self, version: int) -> None:

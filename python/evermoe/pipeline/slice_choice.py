@@ -9,7 +9,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.copies.snapshot.slices import UnitBytes, slices_needed, slices_of
 from evermoe.copies.snapshot.store import SnapshotStore
-from evermoe.pipeline.stage_windows import StageWindowPlanner
+from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.pipeline.stages import SliceReport, StageRank, loop_unit, stage_primaries
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class SliceChoice:
         if self._before:
             self._before, self._changes = 0, self._changes + 1
 
-    def consider(self, planner: StageWindowPlanner, group: Group, layout: Sequence[StageRank]) -> None:
+    def consider(self, planner: WindowPlanner, group: Group, layout: Sequence[StageRank]) -> None:
         """Choose again after a complete profile, and drop the group if the number changes. Collective.
 
         Args:
@@ -112,8 +112,8 @@ class SliceChoice:
             logger.info("%s; all ranks meet for this as after a loss", reason)
         group.drop(reason)
 
-    def _needed(self, planner: StageWindowPlanner, layout: Sequence[StageRank], rank: int) -> int:
+    def _needed(self, planner: WindowPlanner, layout: Sequence[StageRank], rank: int) -> int:
         peers = max((len(kept.bundle.holders) - 1 for kept in self._store.own), default=0)
         if not peers:
             return 1
-        return slices_needed([*units_to_slice(layout, rank).values()], planner.bubble_bytes // peers)
+        return slices_needed([*units_to_slice(layout, rank).values()], planner.bytes_per_step // peers)

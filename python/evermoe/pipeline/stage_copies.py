@@ -12,6 +12,7 @@ from evermoe.copies.snapshot.gpu_sources import GpuSources
 from evermoe.copies.snapshot.page_locks import PageLocks
 from evermoe.copies.snapshot.round import SnapshotRound
 from evermoe.copies.snapshot.store import MAX_TRIES, SnapshotStore
+from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Listener
 from evermoe.pipeline.chosen_experts import ChosenExperts
@@ -33,6 +34,7 @@ class StageCopies:
         windows: of sparse versions.
         experts: chooses those that are copied.
         replay: chooses the bundles that are sent as steps.
+        planner: plans when they are sent.
         courier: sends and receives.
         emit: of the session.
     """
@@ -45,12 +47,12 @@ class StageCopies:
         windows: SparseWindows,
         experts: ChosenExperts,
         replay: StageReplay,
+        planner: WindowPlanner,
         courier: Courier,
         emit: Listener,
     ) -> None:
         self._options, self._store, self._membership, self._windows = options, store, membership, windows
-        self._experts, self._replay, self._courier, self._emit = experts, replay, courier, emit
-        self._group = membership.trainer_group
+        self._experts, self._replay, self._planner, self._courier, self._emit = experts, replay, planner, courier, emit
         store.sources = GpuSources(options.versions.snapshot_memory)
         self._page_locks = PageLocks()
         self._round: SnapshotRound | None = None
@@ -89,14 +91,16 @@ class StageCopies:
         planned = stage_bundles(self._options.copies.name, layout, self._options.copies.replication)
         bundles = self._windows.arrange(self._replay.arrange(self._experts.arrange(planned), layout))
         must_wait = waits or self._windows.are_used or self._failed
-        is_background = not self._group.all_reduce(torch.tensor([int(must_wait)]))
+        is_background = not self._membership.trainer_group.all_reduce(torch.tensor([int(must_wait)]))
         self._before = copies, generation, version
         is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
         reserves = is_on_gpu or not is_background  # the driver page-locks existing memory
         kept = self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
         self._experts.keep(kept)
-        self._replay.keep(kept, self._group.rank, version)
-        self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
+        self._replay.keep(kept, self._membership.trainer_group.rank, version)
+        self._page_locks.lock(
+            self._store, share_of_host_bytes(self._membership.nodes, self._membership.trainer_group.rank)
+        )
         if is_background and copies:
             self.version, self._stays = version, ()
             self._round = SnapshotRound(self._store, version, self._courier, None, self._emit, copies).start()
@@ -127,10 +131,10 @@ class StageCopies:
     def _make(self, version: int, due: Collection[int] | None, copies: KeptCopies) -> None:
         for _ in range(MAX_TRIES):
             self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, copies).start()
-            if not self._courier.wait_for_task(self._round.task, self._group):
+            if not self._courier.wait_for_task(self._round.task, self._membership.trainer_group):
                 raise PeerLost(self._round.task.lost or "the group was dropped")
             is_complete = float(bool(self._round.task.result))
-            if float(self._group.all_reduce(torch.tensor([is_complete]))) == self._options.size:
+            if float(self._membership.trainer_group.all_reduce(torch.tensor([is_complete]))) == self._options.size:
                 return
             copies.forget()  # the existing copies may be damaged
         raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
@@ -151,6 +155,7 @@ class StageCopies:
             return
         due = self._windows.due(version - self.version)
         contents = self._replay.begin(version, self._stays)
+        self._planner.prepare_version(self._stays, contents.nbytes)
         self._round = SnapshotRound(
             self._store, version, self._courier, due, self._emit, stays=self._stays, contents=contents
         ).start()
@@ -159,7 +164,7 @@ class StageCopies:
         """Wait for the version that is being sent. Return whether it is complete on this rank."""
         if self._round is None:
             return not self._failed
-        is_done = self._courier.wait_for_task(self._round.task, self._group)
+        is_done = self._courier.wait_for_task(self._round.task, self._membership.trainer_group)
         self._failed = is_done and not self._round.task.result
         return is_done and bool(self._round.task.result)
 

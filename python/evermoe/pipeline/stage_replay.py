@@ -26,7 +26,6 @@ from evermoe.copies.replay.step_notes import StepNotes
 from evermoe.copies.snapshot.bundles import Bundle
 from evermoe.pipeline.localised import LocalisedRecovery
 from evermoe.pipeline.pipeline_config import PipelineConfig
-from evermoe.pipeline.stage_windows import StageWindowPlanner
 from evermoe.pipeline.stages import StageRank, StageState
 from evermoe.pipeline.step_contents import Repeated, StepContents
 from evermoe.state.unit import TensorSpec, Unit
@@ -42,13 +41,10 @@ class StageReplay:
         options: of the pipeline.
         state: of the stage.
         localised: knows steps that are only sent again.
-        planner: plans for the bytes that are sent.
     """
 
-    def __init__(
-        self, options: PipelineConfig, state: StageState, localised: LocalisedRecovery, planner: StageWindowPlanner
-    ) -> None:
-        self._state, self._localised, self._planner = state, localised, planner
+    def __init__(self, options: PipelineConfig, state: StageState, localised: LocalisedRecovery) -> None:
+        self._state, self._localised = state, localised
         self._arithmetic = find_arithmetic(state.optimizer) if options.replay else None
         self._units: dict[str, Unit] = {}
         """Units of all stages whose steps can be repeated."""
@@ -125,7 +121,6 @@ class StageReplay:
             if sum(map(step_bytes, units)) < sum(unit.nbytes for unit in units)
         }
         self._bases = dict.fromkeys(self._bundles, version)
-        self._planner.step_bytes = {}
         mine = [unit.name for n, units in self._bundles.items() if kept[n].holders[0] == rank for unit in units]
         self._notes = None
         if mine and self._arithmetic is not None:
@@ -148,7 +143,6 @@ class StageReplay:
             if step_of(self._bases[number]) == before and not self._localised.was_retaken(version)
         }
         self._bases |= dict.fromkeys(travels, version)
-        self._planner.send_steps({number: each.nbytes for number, each in found.items()})
         return StepContents(found, steps)
 
     def end(self) -> None:

@@ -62,6 +62,8 @@ class StepContents(Contents):
     """
 
     def __init__(self, repeated: Mapping[int, Repeated], steps: UnitSteps) -> None:
+        self.nbytes = {number: each.nbytes for number, each in repeated.items()}
+        """Bytes of the step of each bundle, by number."""
         self._repeated, self._steps = repeated, dict(steps)
         self._data: dict[int, Tensor] = {}
         """Table of digests and step of each bundle, by its number."""

@@ -59,6 +59,8 @@ class CopyMarks:
         """[2] experts of each layer that are copied at a time, saved and locally; 0 before losses have changed it."""
         self.table = self.state[2:].view(shape)
         """[level, mark, L, E, 2] version and tokens, the newest first; version 0 is none."""
+        self.are_kept = False
+        """Whether a crash of all processes leaves them."""
         self._noted: list[_Noted] = []
         self._gone: list[_Noted] = []
         """Copies that were never completed."""

@@ -74,8 +74,7 @@ class TrainingState:
         self._masters = create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
-        self.has_marks = has_marks
-        """Whether a crash of all processes leaves what is known of the experts' copies."""
+        self.expert_load.marks.are_kept = has_marks
         if has_marks:
             own[MARKS] = self.expert_load.marks.state
         self._dense = ({session: own} if session is not None else {}) | dense_tensors(model)

@@ -371,7 +371,7 @@ def poisoned(loss: torch.Tensor, model: nn.Module, kind: str | None) -> torch.Te
 
 def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
     pacing, path = session._protection.window_planner, Path(options.folder) / options.name
-    path.with_suffix(".session.json").write_text(pacing.trace())
+    pacing.write_trace(path.with_suffix(".session.json"))
     profiler.rank = session.group.rank
     profiler.write_trace(
         path.with_suffix(".user.json"), windows=pacing.windows, sent=session._protection.sent_messages()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from evermoe.comm.pacer import ANY_TIME
@@ -175,6 +175,27 @@ def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPoli
         window = ANY_TIME if chunk.window is None and during_compute else chunk.window
         segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, window, step))
     return segments
+
+
+def sent_reports(
+    reports: Sequence[RankReport], left_out: Collection[int], other_bytes: Mapping[int, int]
+) -> list[RankReport]:
+    """Return the ranks' reports, with what they send of a version.
+
+    Args:
+        reports: by rank.
+        left_out: bundles that the version omits.
+        other_bytes: bytes of the bundles that it sends in another form than their state.
+    """
+
+    def as_sent(bundle: Outgoing) -> Outgoing:
+        nbytes = other_bytes.get(bundle.bundle)
+        return bundle if nbytes is None else bundle._replace(parts=[(bundle.parts[0][0], nbytes)])
+
+    return [
+        replace(report, outgoing=[as_sent(each) for each in report.outgoing if each.bundle not in left_out])
+        for report in reports
+    ]
 
 
 def peers_of(outgoing: Sequence[Outgoing]) -> set[int]:

@@ -18,6 +18,7 @@ from evermoe.copies.snapshot.page_locks import PageLocks
 from evermoe.copies.snapshot.previous_epoch import PreviousEpochSnapshots
 from evermoe.copies.snapshot.round import SnapshotRound
 from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
+from evermoe.copies.snapshot.step_source import StepSource
 from evermoe.copies.snapshot.store import SnapshotStore, SnapshotUnit
 from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.events import Listener
@@ -87,7 +88,7 @@ class Snapshots(StateKeeper):
         if self._follower is not None:
             self.pacer.on_idle = store.pace
         self.window_planner = WindowPlanner(
-            self.pacer, self.courier, store, membership, options.windows, policy, options.steps_per_version
+            StepSource(self.pacer), self.courier, store, membership, options.windows, policy, options.steps_per_version
         )
         self.snapshot_schedule = SnapshotSchedule()
         """Schedule of versions, where the copies of a step are made during the next one."""

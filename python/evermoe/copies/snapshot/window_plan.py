@@ -14,23 +14,30 @@ over how many steps a version is sent.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.pacer import Pacer
-from evermoe.comm.step_record import TimedStep
 from evermoe.copies.snapshot.frequency import lowered, steps_of
 from evermoe.copies.snapshot.link import measure_link
-from evermoe.copies.snapshot.rank_plan import Outgoing, RankReport, as_steps, peers_of, places_of, plan_of, segments_of
+from evermoe.copies.snapshot.rank_plan import (
+    Outgoing,
+    RankReport,
+    peers_of,
+    places_of,
+    plan_of,
+    segments_of,
+    sent_reports,
+)
 from evermoe.copies.snapshot.segments import Segments
+from evermoe.copies.snapshot.step_source import StepSource
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.planning.budgets import Budgets, budgets_of
 from evermoe.planning.schedule import DEFAULT_LINK, ChunkPlan, ChunkPolicy, Link, Memory
-from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
 from evermoe.presets import IdleWindows
 from evermoe.profile.peers import clock_offset, connect
@@ -52,7 +59,7 @@ class WindowPlanner:
     """Profiles the session's steps and plans when its snapshots travel.
 
     Args:
-        pacer: follows the group of the training thread.
+        steps: the steps in which windows are found, and their pacer.
         courier: sends the snapshots.
         store: holds the bundles.
         membership: the members.
@@ -63,7 +70,7 @@ class WindowPlanner:
 
     def __init__(
         self,
-        pacer: Pacer,
+        steps: StepSource,
         courier: Courier,
         store: SnapshotStore,
         membership: MembershipManager,
@@ -75,18 +82,15 @@ class WindowPlanner:
         """Steps over which a version is sent from the next change of members on; None: the fewest that windows need."""
         self.version_steps = fixed_steps or 1
         """Steps over which the next version is sent; the same on all members."""
-        self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
+        self._steps, self._pacer, self._store, self._membership = steps, steps.pacer, store, membership
         self._options, self._policy, self._until_vote = options, policy, False
         self._default = DEFAULT_LINK
         self._base, self._looks = 0, FIRST_LOOKS
         self._reports: list[RankReport] = []
-        self._recorded: tuple[list[TimedStep], Windows | None] = [], None
         self._is_settled = False
         """Whether the plan is that of a complete profile of these members."""
         self.knows_pace = False
         """Whether the latest windows are those of a complete profile."""
-        self._latest: dict[tuple[bool, str], Windows] = {}
-        """The latest windows, also of earlier members, by `until_vote` and this member's role."""
         self.windows: Windows | None = None
         """Windows of this member's network, as copies use them now; None before the first profile."""
         self.step_seconds: float | None = None
@@ -111,6 +115,8 @@ class WindowPlanner:
         """Bundles that a version may omit: it is sent over the fewest steps that the others need."""
         self._left_out: Collection[int] = ()
         """Bundles that the latest version omits."""
+        self._other_bytes: Mapping[int, int] = {}
+        """Bytes of the bundles that the latest version sends in another form than their state."""
         store.chunk_bytes, courier.in_flight = options.copy_buffer_bytes, options.copy_buffers
         courier.link = self._default
 
@@ -134,7 +140,7 @@ class WindowPlanner:
         """
         self._until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
         self._base, self._reports, self.windows, self._is_settled = step, [], None, False
-        self._left_out = ()
+        self._left_out, self._other_bytes = (), {}
         self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
         self._store.segments = None
         self._pacer.expect_windows({})
@@ -148,16 +154,15 @@ class WindowPlanner:
         return self._group.size > 1 and self._options.profile_steps > 0
 
     def _carry_over(self, policy: ChunkPolicy) -> None:
-        """Plan by the previous windows of the members; a newcomer that trains uses those of another member."""
-        found = self._latest.get((self._until_vote, self._membership.role))
-        reports = self._exchange("" if found is None else found.to_json(), [0.0])
-        trainers = range(self._membership.num_trainers)
-        known = next((reports[rank].windows for rank in trainers if reports[rank].windows), "")
-        if known:
-            reports = [
-                replace(report, windows=report.windows or known) if rank in trainers else report
-                for rank, report in enumerate(reports)
-            ]
+        """Plan by the previous windows of the members; newcomers get windows as `StepSource.inherit` says."""
+        mine = self._steps.known(self._group.rank, self._membership.role, until_vote=self._until_vote)
+        reports, self.knows_pace = self._steps.inherit(
+            self._group,
+            self._exchange(mine.windows, [mine.lead]),
+            self._membership.num_trainers,
+            knows_pace=self.knows_pace,
+        )
+        if any(report.windows for report in reports):
             self._adopt(reports, policy, self._base, "; by the previous windows", paces=True)
 
     def after(self, step: int) -> None:
@@ -180,21 +185,22 @@ class WindowPlanner:
 
     def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
         """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
-        reports = self._gather(*self._profile())
-        changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
-        if self._reports and not changed and (self._is_settled or not is_complete):
-            return
-        self._is_settled = self.knows_pace = is_complete
-        if reports[self._group.rank].windows:
-            mine = Windows.from_json(reports[self._group.rank].windows)
-            idle = [window.seconds for window in mine.windows if window.resource == "network"]
-            self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
-            self._latest[self._until_vote, self._membership.role] = mine
-        why = f"; planned again, because of {changed[0]}" if changed else ""
-        self._adopt(reports, policy, step, why, paces=is_complete)
+        with self._steps.unseen():
+            reports = self._gather(*self._steps.profile(self._group, until_vote=self._until_vote, windows=self.windows))
+            changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
+            if self._reports and not changed and (self._is_settled or not is_complete):
+                return
+            self._is_settled = self.knows_pace = is_complete
+            if reports[self._group.rank].windows:
+                mine = Windows.from_json(reports[self._group.rank].windows)
+                idle = [window.seconds for window in mine.windows if window.resource == "network"]
+                self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
+            why = f"; planned again, because of {changed[0]}" if changed else ""
+            self._adopt(reports, policy, step, why, paces=is_complete)
 
     def _adopt(self, reports: list[RankReport], policy: ChunkPolicy, step: int, why: str, *, paces: bool) -> None:
         self._reports, self.budgets = reports, self._budgets(reports)
+        self._steps.remember(reports, self._group.rank, self._membership.role, until_vote=self._until_vote)
         if reports[self._group.rank].windows:
             self.windows = Windows.from_json(reports[self._group.rank].windows)
         self._plan(policy, paces=paces)
@@ -206,12 +212,6 @@ class WindowPlanner:
         seconds = max((Windows.from_json(report.windows).step_seconds for report in trainers), default=0.0)
         links = [None if report.link == self._default else report.link[1] for report in trainers]
         return budgets_of(seconds, links, [report.host_speed or None for report in trainers])
-
-    def _profile(self) -> tuple[list[StepProfile], list[float]]:
-        """Return the steps in which to find windows, and their start times: seconds of `time.perf_counter`."""
-        timed = self._pacer.recorded_steps()
-        self._recorded = timed, self.windows
-        return as_steps(timed, self._until_vote), [each.start / 1e9 for each in timed]
 
     def _gather(self, steps: Sequence[StepProfile], starts: Sequence[float]) -> list[RankReport]:
         offset = clock_offset(connect(self._group)).seconds
@@ -256,7 +256,9 @@ class WindowPlanner:
         if self.fixed_steps is None and paces:
             alone = 1
             if self.knows_pace and self.windows is not None:
-                needed = plan_of(rank, self._without(self.optional), policy, self._memory, None)
+                needed = plan_of(
+                    rank, sent_reports(self._reports, self.optional, self._other_bytes), policy, self._memory, None
+                )
                 alone = steps_of(needed.reason, self.windows.step_seconds, reports[rank].pace)
             self.version_steps = max(gather_json(self._group, alone))
         plans = self._divide(policy)
@@ -275,21 +277,40 @@ class WindowPlanner:
                 words = f"of {len(plans[rank])} slices, each as a version in a step, the largest: {reason}"
             mine = [reason.delay_seconds, reason.steps_per_version, f"{words} (rank {rank})"]
         everyone = gather_json(self._group, mine)
-        self.summary = max(everyone)[2]
+        self.summary = max(everyone)[2] + self._steps.summary
         self.plans += 1
 
-    def leave_out(self, bundles: Collection[int]) -> None:
-        """Plan the next version without some of the `optional` bundles, the same on all members."""
-        self._left_out = bundles
-        if self._reports and self._policy is not None:
-            self._divide(self._policy)
+    def prepare_version(self, left_out: Collection[int], other_bytes: Mapping[int, int]) -> None:
+        """Plan the next version, the same on all members.
 
-    def _without(self, bundles: Collection[int]) -> list[RankReport]:
-        """Return the ranks' reports, as if they sent none of these bundles."""
-        return [
-            replace(report, outgoing=[each for each in report.outgoing if each.bundle not in bundles])
-            for report in self._reports
-        ]
+        Args:
+            left_out: some of the `optional` bundles, which the version omits.
+            other_bytes: bytes of the bundles that it sends in another form than their state.
+        """
+        if (left_out, other_bytes) != (self._left_out, self._other_bytes):
+            self._left_out, self._other_bytes = left_out, other_bytes
+            if self._reports and self._policy is not None:
+                self._divide(self._policy)
+
+    def divide_versions(self, numbers: Sequence[int], steps: int) -> None:
+        """Capture and send each version over some steps, from the next `restart` on.
+
+        Args:
+            numbers: as the attribute.
+            steps: of a version.
+        """
+        if numbers or self.numbers:
+            self.fixed_steps = steps if numbers else None
+        self.numbers = numbers
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of a version's bundles that this rank can send in the windows of one step."""
+        rank = self._group.rank
+        if self._policy is None or not self._reports or not self._reports[rank].windows:
+            return 0
+        plan = plan_of(rank, self._reports, self._policy, self._memory, 1)
+        return sum(chunk.bytes for chunk in plan.chunks if chunk.window is not None)
 
     @property
     def _memory(self) -> Memory:
@@ -298,7 +319,7 @@ class WindowPlanner:
 
     def _divide(self, policy: ChunkPolicy) -> dict[int, list[tuple[ChunkPlan, list[Outgoing]]]]:
         """Divide what this rank sends and receives from now on into segments; return the plans, by sender."""
-        rank, reports = self._group.rank, self._without(self._left_out)
+        rank, reports = self._group.rank, sent_reports(self._reports, self._left_out, self._other_bytes)
         is_sender = [
             report.windows and (s == rank or rank in peers_of(report.outgoing)) for s, report in enumerate(reports)
         ]
@@ -328,22 +349,7 @@ class WindowPlanner:
             found.append((plan_of(sender, adjusted, policy, self._memory, steps), part))
         return found
 
-    # ---- traces
-
-    def trace(self) -> str:
-        """Return a trace for Perfetto: the steps of the latest profile, their windows, and the messages that were sent.
-
-        Raises:
-            ValueError: no profile is complete yet.
-        """
-        timed, windows = self._recorded
-        if not timed:
-            raise ValueError("trace: no profile is complete yet")
-        steps = as_steps(timed, until_vote=False)
-        start = timed[0].start / 1e9
-        sent = [
-            SentChunk(each.start / 1e9, (each.end - each.start) / 1e9, *each[2:5])
-            for courier in self.couriers
-            for each in list(courier.sent)
-        ]
-        return chrome_trace(steps, windows, sent=sent, rank=self._group.rank, start=start)
+    def write_trace(self, path: str | Path) -> None:
+        """Write this member's latest profiled steps, its windows and its copies: see `StepSource.write_trace`."""
+        sent = [each for courier in self.couriers for each in list(courier.sent)]
+        self._steps.write_trace(path, self.windows, sent, self._group.rank)
