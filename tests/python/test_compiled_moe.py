@@ -75,6 +75,7 @@ def test_same_bits_as_eager(dtype, fp8_dispatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_inductor_rounds_as_closely_as_eager(dtype):
     model = make(dtype)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)

@@ -12,6 +12,8 @@ from evermoe import ops
 from evermoe.ops.dispatch import expert_histograms, permute_out, regroup_out, unpermute_out
 from support.tokens import make_ids
 
+SLOW = [pytest.mark.long, pytest.mark.timeout(600)]
+"""Of tests that compile C++: two minutes on a busy machine."""
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 # tokens, choices, experts, columns, ranks: nothing, one, primes, one expert for all, rows past a block
 SHAPES = [
@@ -204,7 +206,7 @@ def test_opcheck(name, device):
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
 def test_compiles_to_one_graph_with_dynamic_shapes(device, backend):
     def layer(x, ids, weights):
         counts = ops.expert_histogram(ids, 5)
@@ -227,7 +229,7 @@ def test_compiles_to_one_graph_with_dynamic_shapes(device, backend):
             torch.testing.assert_close(eager, traced)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
 def test_compiled_out_variant(device, backend):
     def fill(x, row_ids, positions, out):
         permute_out(x, row_ids, positions, out)
