@@ -23,7 +23,7 @@ from evermoe.comm.messages import Identity
 from evermoe.config.membership import Membership
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import UnsupportedState
-from evermoe.events import Listener, Protocol, Recovered
+from evermoe.events import Listener, Protocol
 from evermoe.observe.listeners import combined, from_environment
 from evermoe.pipeline.border_log import Forwards
 from evermoe.pipeline.pipeline_config import PipelineConfig, pipeline_config
@@ -33,6 +33,7 @@ from evermoe.pipeline.pipeline_step import LossFunction, PipelineStep
 from evermoe.pipeline.stages import StageState
 from evermoe.presets import PipelineVersions
 from evermoe.process.memory_folder import DEFAULT, job_folder, node_name
+from evermoe.session.base_session import BaseSession
 from evermoe.session.loss_scale import LossScale
 from evermoe.session.training_inputs import (
     check_types,
@@ -48,7 +49,7 @@ from evermoe.state.lr_schedule import class_name
 logger = logging.getLogger(__name__)
 
 
-class PipelineSession:
+class PipelineSession(BaseSession):
     """Trains a pipeline with all its ranks; when a rank dies, another process takes its place.
 
         def build_schedule(session):                  # at the start, and again after each failure
@@ -99,6 +100,8 @@ class PipelineSession:
         UnsupportedState: the optimizer keeps state that cannot be divided into units; parameters are divided among
             tensor-parallel or other ranks; or parameters are in float16 and there is a scaler.
     """
+
+    _driver: PipelineDriver
 
     def __init__(
         self,
@@ -175,6 +178,7 @@ class PipelineSession:
             lambda: build_schedule(self),
             lambda said, commands: emit(Protocol(said, commands)),
         )
+        self._protocol = self._loop.protocol
 
     @property
     def has_left(self) -> bool:
@@ -182,57 +186,14 @@ class PipelineSession:
         return self._loop.has_left
 
     @property
-    def step(self) -> int:
-        """Steps that the state has taken."""
-        return self._loop.protocol.step
-
-    @property
-    def version(self) -> int:
-        """Version of the state: see `evermoe.state.version`."""
-        return self._loop.protocol.version
-
-    @property
-    def generation(self) -> int:
-        """Number of the membership: it grows when ranks are replaced."""
-        return self._membership.generation
-
-    @property
     def is_main(self) -> bool:
         """Whether this rank is rank 0: the one that logs for all."""
         return self.rank == 0
 
     @property
-    def loss(self) -> float:
-        """Mean loss of the latest step over all microbatches and data-parallel ranks, the same on all ranks.
-
-        NaN before the first step of this process.
-        """
-        return self._driver.loss
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the latest step's gradient over all stages, before clipping; NaN before the first step."""
-        return self._driver.grad_norm
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the optimizer's first group, for the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    @property
     def loss_scale(self) -> float:
         """Factor of the losses in the next step; 1 without a scaler."""
         return self._loss_scale.value
-
-    @property
-    def skipped(self) -> int:
-        """Steps whose update all ranks have left out, since this process began; see `on_nonfinite`."""
-        return self._driver.skipped
-
-    @property
-    def reports(self) -> list[Recovered]:
-        """Recoveries so far, as this rank saw them."""
-        return self._driver.reports
 
     @property
     def forwards(self) -> Forwards:

@@ -14,20 +14,19 @@ from evermoe.comm.vote import Ballot
 from evermoe.copies.snapshot.rank_plan import COPIES
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import PeerLost, UnsupportedState
-from evermoe.events import Begin, Commit, Confirm, Copy, Listener, Measured, Reduce, Skipped, Update, Verified, Vote
+from evermoe.events import Begin, Confirm, Copy, Listener, Measured, Reduce, Skipped, Update, Vote
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.pipeline_recovery import PipelineRecovery
 from evermoe.pipeline.pipeline_step import PipelineStep
 from evermoe.pipeline.stages import StageState
-from evermoe.process.memory_folder import BEGUN, FINISHED, mark
+from evermoe.process.memory_folder import FINISHED, mark
 from evermoe.process.seeds import seeded
-from evermoe.process.warn import warn
 from evermoe.session import gradients
 from evermoe.session.commands import Event
 from evermoe.session.loss_scale import LossScale
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts
-from evermoe.state.version import generation_of, step_of
+from evermoe.state.version import step_of
 
 
 class PipelineDriver(PipelineRecovery):
@@ -57,25 +56,12 @@ class PipelineDriver(PipelineRecovery):
     ) -> None:
         super().__init__(options, state, loop, store, membership, emit)
         self.optimizer, self._loss_scale = optimizer, loss_scale
-        self.taken = 0
-        """Votes that have passed on this rank."""
-        self.skipped = 0
-        """Steps whose update all ranks have left out."""
-        self.asks_to_stop = False
-        """Whether this rank's script asks all ranks to end the job."""
-        self._random = ExitStack()
-        """Restores the random generators after the block of a step."""
         self._vote_span = ExitStack()
         self._waits = True
         """Whether the vote waits for copies."""
         self._since = time.monotonic()
 
     # ---- a step
-
-    def step(self, number: int) -> None:
-        """Let the script compute a step."""
-        if not self.taken:
-            mark(BEGUN)
 
     def begin_step(self, step: PipelineStep) -> None:
         """Record that the script begins to compute a step."""
@@ -89,10 +75,6 @@ class PipelineDriver(PipelineRecovery):
         )
         self._emit(Begin(step.number))
         self._random.enter_context(seeded(*seeds, step.number, self._options.stage))
-
-    def end_step(self) -> None:
-        """Record that the block of a step has ended, with an error or without."""
-        self._random.close()
 
     def finish_step(self, step: PipelineStep) -> Ballot:
         """Reduce the gradients over the stage's ranks, and wait for the copies that the vote needs.
@@ -168,11 +150,8 @@ class PipelineDriver(PipelineRecovery):
             ValueError: some ranks gave counts, and others did not.
             UnsupportedState: the session does not know the losses of some ranks.
         """
-        self._leaving = int(sums.leaving)
-        self.lost.tallied(sums.reported)
-        if sums.votes != self._options.size:
+        if not self.is_taken(sums, self._options.size):
             return
-        gradients.refuse_mixed(sums)
         if sums.trainers != self._options.data_parallel_size:
             raise UnsupportedState(
                 f"step {step}: {sums.trainers:.0f} ranks have computed a loss that the session knows, expected "
@@ -191,7 +170,7 @@ class PipelineDriver(PipelineRecovery):
             self.copies.drop_previous()
             if self.copies.version is not None:
                 self.localised.log.release_before(self.copies.version)
-                self.committed = max(self.committed, step_of(self.copies.version))
+                self.history.committed = max(self.history.committed, step_of(self.copies.version))
         sums, self._version = _of_mean(sums), after
         self.loss, self.grad_norm = sums.mean_loss, sums.norm
         if sums.stopping:
@@ -206,18 +185,13 @@ class PipelineDriver(PipelineRecovery):
         self.experts.taken(step_of(after), is_repeated=is_repeated)
         self.windows.advance(step_of(after))
         self.localised.log.mark_taken(after)
-        self._note_commit(before, after)
+        self.note_commit(before, after, self._options.size)
         if is_recalled:
             return
         self.taken += 1
         self.bubbles.begin_step()
         self._copy(after, is_due)
         self._measure(step_of(before))
-
-    def _note_commit(self, before: int, after: int) -> None:
-        """Keep the report of a step until it is committed."""
-        size, generation = self._options.size, generation_of(after)
-        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, size, generation, self.grad_norm)
 
     def _copy(self, after: int, is_due: bool) -> None:
         self._emit(Copy(step_of(after)))
@@ -250,11 +224,6 @@ class PipelineDriver(PipelineRecovery):
         loop_state.advance(self._loop.scheduler, self.loss)
         self._state.loop.store(loop_state.collect(self._loop))
 
-    def commit(self, step: int) -> None:
-        """Report a step that no failure covered by the preset can undo."""
-        self.committed = step + 1
-        self._emit(self._commit_events.pop(step))
-
     def pace(self, step: int) -> None:
         """Plan the next windows after the vote on a step."""
         self.window_planner.host_speed = self.copies.host_speed or self.window_planner.host_speed
@@ -280,10 +249,7 @@ class PipelineDriver(PipelineRecovery):
     def farewell(self, version: int) -> Event:
         """Compare all copies, then wait for all ranks: none leaves while another still needs its copies."""
         self.finish_copies(version)
-        checked, differing = self.recovery(version, established=True).verify()
-        if differing:
-            warn(f"peers or copies differ at step {step_of(version)}: {', '.join(differing[:8])}")
-        self._emit(Verified(checked, len(differing), differing))
+        self.compare_copies(self.recovery(version, established=True), "peers or copies")
         self._group.all_reduce(torch.zeros(1))
         return {"event": "parted"}
 

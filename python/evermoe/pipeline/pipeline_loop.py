@@ -55,7 +55,7 @@ class PipelineLoop:
         self.has_left = False
         """Whether this rank has left its job."""
         limit = options.membership.drain_timeout
-        self._preemption = PreemptionHandler(self.leave, limit, lambda: bool(driver.reports))
+        self._preemption = PreemptionHandler(self.leave, limit, lambda: bool(driver.history.reports))
         self._guard = driver.optimizer.register_step_pre_hook(self._refuse_step)
 
     def steps(self, until: int) -> Iterator[PipelineStep]:
@@ -85,7 +85,7 @@ class PipelineLoop:
             )
         self._membership.steps = until
         while not self.protocol.has_left:
-            if self._group.broken is not None or not self._driver.reports:
+            if self._group.broken is not None or not self._driver.history.reports:
                 self._end_attempt()
             stopped = self._driver.stopped
             self.protocol.look(until if stopped is None else min(until, stopped))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-from typing import NoReturn
-
 from evermoe.comm.courier import Courier
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
@@ -13,8 +9,8 @@ from evermoe.comm.pacer import Pacer
 from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
-from evermoe.errors import JobFinished, LostExperts, PeerLost
-from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
+from evermoe.errors import LostExperts, PeerLost
+from evermoe.events import Copy, Joined, Listener
 from evermoe.pipeline.bubbles import Bubbles
 from evermoe.pipeline.chosen_experts import ChosenExperts
 from evermoe.pipeline.connections import TorchConnections
@@ -27,19 +23,18 @@ from evermoe.pipeline.stage_copies import StageCopies
 from evermoe.pipeline.stage_replay import StageReplay
 from evermoe.pipeline.stage_target import StageTarget
 from evermoe.pipeline.stages import StageRank, StageState
-from evermoe.process.memory_folder import FINISHED, is_marked
 from evermoe.recovery.recovery import Recovery
-from evermoe.recovery.report import Outcome, PhaseClock, RecoveryReport
+from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
-from evermoe.session.commands import Driver, Event
-from evermoe.session.lost_members import LostMembers
-from evermoe.session.same_run import MemoryClaim, SameRun
+from evermoe.session.commands import Event
+from evermoe.session.same_run import MemoryClaim
+from evermoe.session.training_driver import TrainingDriver
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts
 from evermoe.state.version import step_of
 
 
-class PipelineRecovery(Driver):
+class PipelineRecovery(TrainingDriver):
     """Carry out the commands of the protocol that lead from one group to the next.
 
     See `evermoe.session.commands.Driver`.
@@ -62,10 +57,9 @@ class PipelineRecovery(Driver):
         membership: MembershipManager,
         emit: Listener,
     ) -> None:
+        super().__init__(membership, options.membership, options.size, [MemoryClaim(store.directory)], emit)
         self._options, self._state, self._loop, self.store = options, state, loop, store
         state.loop.store(loop_state.collect(loop))
-        self._membership, self._emit = membership, emit
-        self._group = membership.trainer_group
         self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
         windows, copies, limits = options.versions, options.copies, options.membership
@@ -83,8 +77,6 @@ class PipelineRecovery(Driver):
         self.replay = StageReplay(options, state, self.localised)
         chosen = self.windows, self.experts, self.replay
         self.copies = StageCopies(options, store, membership, *chosen, self.window_planner, self.courier, emit)
-        self.lost = LostMembers(membership, limits.on_lost, options.size, emit)
-        self.run = SameRun(membership, limits.hang_timeout, [MemoryClaim(store.directory)])
         self.connections = TorchConnections(
             membership, (options.stage, options.stages, options.data_parallel_size), options.rank, limits, state.device
         )
@@ -92,43 +84,14 @@ class PipelineRecovery(Driver):
         """Report of each rank about itself, by rank; empty before the first recovery."""
         self.attempt: PipelineStep | None = None
         """The latest attempt at a step."""
-        self.reports: list[Recovered] = []
         self.outcome = Outcome()
         """Result of the latest recovery on this rank."""
-        self.committed = -1
-        """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
-        self.loss = math.nan
-        """Mean loss of the latest step."""
-        self.grad_norm = math.nan
-        """Norm of its gradient over all stages, before clipping."""
         self.stopped: int | None = None
         """Steps after which the job ends because a rank has requested it; None without a request."""
-        self._version = 0
-        """Version of this rank's state."""
-        self._leaving = 0
-        """Ranks that leave after the step."""
-        self._commit_events: dict[int, Commit] = {}
-        """Report of each step that is taken and not yet committed."""
-        self._report: RecoveryReport | None = None
-        self._clock = PhaseClock({}, emit)
-        self._before: int | None = None
-        """Version before the recovery in progress; None if this rank was not part of the running job."""
         self._are_copies_arriving = False
         """Whether the copies that the recovery makes are sent in the background of the next step."""
-        self._lost_units: LostExperts | None = None
 
     # ---- membership
-
-    def agreeing(self) -> None:
-        """Begin the report of a recovery."""
-        if self._clock.phase == "agree":  # the Lighthouse is asked again, for the same agreement
-            return
-        reason = self._group.broken or "this process has started"
-        if self._group.broken is not None:
-            self._emit(ConnectionLost(step_of(self._version), reason))
-        self._report = RecoveryReport(time.time(), reason=reason)
-        self._clock = PhaseClock(self._report.seconds, self._emit)
-        self._clock.enter("agree")
 
     def waiting(self) -> None:
         """Call `on_lost` for lost ranks, since this rank waits for their replacements.
@@ -136,13 +99,8 @@ class PipelineRecovery(Driver):
         Raises:
             JobFinished: the job is over.
         """
-        if is_marked(FINISHED):
-            raise JobFinished(f"job {self._membership.identity.job} has committed all its steps")
-        self.lost.look(step_of(self._version), self._report_now().reason)
-
-    def connecting(self) -> None:
-        """Time how long it takes to connect."""
-        self._clock.enter("rebuild")
+        super().waiting()
+        self.lost.look(self._step, self.history.current.reason)
 
     def interrupt(self) -> None:
         """Wait for transfers in progress; in a dropped group they end at once."""
@@ -215,8 +173,8 @@ class PipelineRecovery(Driver):
         """
         self.run.meet()
         self._meet()
-        report = self._report_now()
-        self._before = version if established else None
+        report = self.history.current
+        self.history.before = version if established else None
         report.reason = self.lost.note(step_of(version), report.reason, self._leaving, 0)
         self._leaving = 0
         refuse_unequal_runs(self.attempt, self._group)
@@ -224,11 +182,13 @@ class PipelineRecovery(Driver):
         self.windows.choose_way(self._group, version)
         while True:
             try:
-                report.outcome = self.outcome = self.recovery(version, established=established).run(self._clock.enter)
+                report.outcome = self.outcome = self.recovery(version, established=established).run(
+                    self.history.clock.enter
+                )
                 break
             except LostExperts as lost:
                 if not self.windows.turn_back():
-                    self._lost_units = lost
+                    self._unrecoverable = lost
                     return {"event": "unrecoverable"}
         is_stale = bool(self.outcome.stale)
         if is_stale:
@@ -241,25 +201,17 @@ class PipelineRecovery(Driver):
         """Restore the optimizer's settings, the scheduler and the loss scale from the state, which has changed."""
         loop_state.restore(self._state.loop.load(), self._loop)
 
-    def _report_now(self) -> RecoveryReport:
-        if self._report is None:
-            raise RuntimeError("a recovery begins with an agreement")
-        return self._report
-
     def count_losses(self, version: int) -> Event:
         """Count the tokens that stale experts have lost."""
-        self.experts.count_losses(self.layout, self.outcome, self._before)
+        self.experts.count_losses(self.layout, self.outcome, self.history.before)
         return {"event": "counted"}
-
-    def units_lost(self) -> NoReturn:
-        """Raise the error that the recovery found."""
-        assert self._lost_units is not None
-        raise self._lost_units
 
     def recovery(self, version: int, *, established: bool) -> Recovery:
         """Try once to bring all ranks to one version."""
         stored = ((found, SNAPSHOT) for found in self.windows.stored())
-        standing = Standing(version, established, lagging=self.experts.lagging, committed=max(0, self.committed))
+        standing = Standing(
+            version, established, lagging=self.experts.lagging, committed=max(0, self.history.committed)
+        )
         return Recovery(self._state, stored, self._group, StageTarget(self.layout, self.windows), standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
@@ -277,19 +229,8 @@ class PipelineRecovery(Driver):
 
     def resume(self, version: int) -> None:
         """Report the recovery, which is over."""
-        step, report = step_of(version), self._report_now()
-        if self._are_copies_arriving:  # the next vote commits these steps
-            self._commit_events = {taken: event for taken, event in self._commit_events.items() if taken < step}
-        else:
-            self._commit_events.clear()
-            self.committed = step
-        self._clock.stop()
-        report.step, report.members = step, self._options.size
-        report.steps_lost = max(0, report.outcome.reached - step)
-        report.failure = self.lost.recovered()
-        self.reports.append(report.event())
-        self._report = None
-        self._emit(self.reports[-1])
+        failure, is_arriving = self.lost.recovered(), self._are_copies_arriving
+        self.history.end_recovery(step_of(version), self._options.size, failure, is_arriving=is_arriving)
 
     def end(self) -> None:
         """End the profile and all threads; let calls of `on_lost` end."""

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from evermoe.checkpoint import full_state
 from evermoe.comm.group import Group
-from evermoe.comm.membership import MembershipManager
+from evermoe.session.base_session import BaseSession
 from evermoe.session.evaluation_data import add_up, own_batches, sum_over
-from evermoe.session.protocol import CommitProtocol
 from evermoe.session.session_config import SessionConfig
 from evermoe.session.session_driver import SessionDriver
 from evermoe.session.substitute_weights import SubstituteWeights
 
 
-class BetweenSteps:
+class BetweenSteps(BaseSession):
     """The part of `evermoe.Session` for work between steps."""
 
     model: nn.Module
@@ -27,8 +26,6 @@ class BetweenSteps:
     _config: SessionConfig
     has_left: bool
     _driver: SessionDriver
-    _protocol: CommitProtocol
-    _membership: MembershipManager
 
     @property
     def is_main(self) -> bool:
@@ -229,11 +226,6 @@ class BetweenSteps:
         full_state.write(full_state.pieces(self.model), Path(folder), self.group)
         return {}
 
-    @property
-    def step(self) -> int:
-        """Steps that the state has taken."""
-        return self._protocol.step
-
     def _recover(self) -> None:
         self._driver.substitute.put_back()
         self._protocol.look(self._membership.steps, holds=True)
@@ -246,7 +238,7 @@ class BetweenSteps:
     def _stop_if_asked(self) -> None:
         """End the job between two steps if all members ask for that; if only some do, the next vote ends it."""
         driver = self._driver
-        if not driver.asks_to_stop or driver.evaluations.stopped is not None or not driver.reports:
+        if not driver.asks_to_stop or driver.evaluations.stopped is not None or not driver.history.reports:
             return
         if self._config.membership.trains and driver.evaluations.agree_to_stop():
             driver.evaluations.stopped = self.step
@@ -286,7 +278,7 @@ def check_trains(session: BetweenSteps) -> None:
 
 def _check_has_weights(session: BetweenSteps) -> None:
     check_open(session)
-    if not session._driver.reports:
+    if not session._driver.history.reports:
         raise RuntimeError("this session has no weights yet: its members meet in `for step in session.steps(n)`")
     session._driver.await_weights()
 

@@ -32,7 +32,7 @@ from evermoe.copies.replay.replicas import find_arithmetic
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.data.sampler import Sampler
 from evermoe.errors import JobFinished, PeerLost
-from evermoe.events import Listener, Protocol, Recovered
+from evermoe.events import Listener, Protocol
 from evermoe.observe.listeners import combined, from_environment
 from evermoe.planning.presets import PresetName
 from evermoe.planning.windows import Windows
@@ -193,48 +193,15 @@ class Session(BetweenSteps):
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        self._preemption = PreemptionHandler(self.leave, joining.drain_timeout, lambda: bool(self._driver.reports))
+        self._preemption = PreemptionHandler(
+            self.leave, joining.drain_timeout, lambda: bool(self._driver.history.reports)
+        )
         self.has_left = False
-
-    @property
-    def version(self) -> int:
-        """Version of the state: see `evermoe.state.version`."""
-        return self._protocol.version
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the latest step's global batch, also right after a resume; NaN before the first step."""
-        return self._driver.loss
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the latest step's gradient over all parameters, before changes and clipping; NaN before a step."""
-        return self._driver.grad_norm
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next step, of the optimizer's first group of parameters."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    @property
-    def skipped(self) -> int:
-        """Steps whose update all members have left out, since this process began; see `on_nonfinite`."""
-        return self._driver.skipped
 
     @property
     def copied_step(self) -> int:
         """Steps that no failure which the preset covers can undo; -1 before the first copies."""
-        return self._driver.committed if self._config.copies.replication else -1
-
-    @property
-    def reports(self) -> list[Recovered]:
-        """Recoveries so far, as this member saw them."""
-        return self._driver.reports
-
-    @property
-    def generation(self) -> int:
-        """Number of the membership: it grows when members change."""
-        return self._membership.generation
+        return self._driver.history.committed if self._config.copies.replication else -1
 
     @property
     def windows(self) -> Windows | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch import Tensor
 from evermoe.comm.vote import Ballot
 from evermoe.copies.replay.step_code import foreign_code, refuse_foreign_code
 from evermoe.errors import PeerLost, PersistFailed
-from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
+from evermoe.events import Begin, Copy, Gather, Reduce, Skipped, Update, Vote
 from evermoe.moe.layer import report_load
-from evermoe.process.memory_folder import BEGUN, FINISHED, mark
+from evermoe.process.memory_folder import FINISHED, mark
 from evermoe.process.seeds import seeded
-from evermoe.process.warn import warn
 from evermoe.session import gradients, step_notices
 from evermoe.session.commands import Event
 from evermoe.session.reduced_gradients import ReducedGradients
@@ -28,7 +26,7 @@ from evermoe.session.script_guard import ScriptGuard
 from evermoe.session.session_recovery import RecoveryDriver, SessionContext
 from evermoe.session.step import Step
 from evermoe.state import loop_state, same_everywhere
-from evermoe.state.version import generation_of, step_of
+from evermoe.state.version import step_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +45,9 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
-        self.skipped = 0
-        """Steps whose update was left out, as a loss or a gradient was not finite."""
         self.saving = Saving(self._checkpointer, self._protection.ledger, self._group)
         self.guard = ScriptGuard(self._script)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
-        self._random = ExitStack()
-        """Restores the random generators after the block of a step."""
-        self._version = 0
-        self.taken = 0
-        """Number of votes that this member has seen pass."""
         if self._trains:
             self._save_progress()
         else:
@@ -67,10 +58,8 @@ class SessionDriver(RecoveryDriver):
     def step(self, number: int) -> None:
         """Let the script compute a step, unless the job was stopped before this member joined it."""
         self.evaluations.check_goes_on(number)
-        if not self.taken:
-            mark(BEGUN)
-        self._step = number
-        self._clock.stop()
+        super().step(number)
+        self.history.clock.stop()
         self._membership.failure_detector.begin_step()
 
     def begin_step(self, step: Step) -> None:
@@ -98,8 +87,8 @@ class SessionDriver(RecoveryDriver):
         return step.generation != self._membership.generation
 
     def end_step(self) -> None:
-        """End the block of the step: restore the script's own random numbers."""
-        self._random.close()
+        """End the block of the step."""
+        super().end_step()
         self.begin_part(1.0)
 
     def begin_part(self, weight: float) -> None:
@@ -167,10 +156,8 @@ class SessionDriver(RecoveryDriver):
     def follow(self, number: int) -> Ballot:
         """Receive a step of the members that train, on a replica node."""
         self.evaluations.check_goes_on(number)
-        if not self.taken:
-            mark(BEGUN)
-        self._step = number
-        self._clock.stop()
+        super().step(number)
+        self.history.clock.stop()
         step_notices.wait(self._membership)
         self.role_request.look()
         self._protection.begin_step(number + 1)
@@ -194,19 +181,16 @@ class SessionDriver(RecoveryDriver):
         Raises:
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
         """
-        self._leaving, self._role_switches = int(sums.leaving), int(sums.role_switches)
-        self.lost.tallied(sums.reported)
-        if sums.votes < self._membership.everyone.size:
-            return
-        gradients.refuse_mixed(sums)
-        if self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
+        self._role_switches = int(sums.role_switches)
+        is_taken = self.is_taken(sums, self._membership.everyone.size)
+        if is_taken and self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Update the state, and begin to copy it."""
         if is_recalled:
             self._update(after, sums)
-            self._note_commit(before, after)
+            self.note_commit(before, after, self._membership.num_trainers)
             return
         self._emit(Update(step_of(before)) if sums.is_finite else Skipped(step_of(before), sums.nonfinite_rank))
         self._update(after, sums)
@@ -216,18 +200,12 @@ class SessionDriver(RecoveryDriver):
         self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
         self.taken += 1
-        self._note_commit(before, after)
+        self.note_commit(before, after, self._membership.num_trainers)
         self._heal_and_pace(step_of(after), sums)
         self._measures.emit(step_of(before))
 
-    def _note_commit(self, before: int, after: int) -> None:
-        """Keep the report of a step until it is committed."""
-        members, generation = self._membership.num_trainers, generation_of(after)
-        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation, self.grad_norm)
-
     def _update(self, version: int, sums: Ballot) -> None:
         self.loss, self.grad_norm, self._version = sums.mean_loss, sums.norm, version
-        self._step = step_of(version)
         if sums.stopping:
             self.evaluations.stopped = self._step
         self.evaluations.step_taken()
@@ -251,7 +229,7 @@ class SessionDriver(RecoveryDriver):
             self._save_progress()
         arrived = self._protection.first.version
         if arrived is not None:  # with this vote; members that had no part in its steps report none of them
-            self.committed = max(self.committed, step_of(arrived))
+            self.history.committed = max(self.history.committed, step_of(arrived))
         self._protection.commit_step(version, clip)
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
@@ -267,11 +245,6 @@ class SessionDriver(RecoveryDriver):
                 self._protection.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._group.drop(str(lost))
-
-    def commit(self, step: int) -> None:
-        """Report a step that no failure covered by the preset can undo."""
-        self.committed = step + 1
-        self._emit(self._commit_events.pop(step))
 
     def _save_progress(self) -> None:
         self._state.loop.store(loop_state.collect(self._script.loop) | {"loss": self.loss, "grad_norm": self.grad_norm})
@@ -317,10 +290,8 @@ class SessionDriver(RecoveryDriver):
                     f"all steps are taken, but the last checkpoint, of step {step_of(version)}, was not written: "
                     f"{failed}. Make room; a job with a name that is started again resumes from its shared memory"
                 ) from failed
-        checked, differing = self._recovery(version, established=True, saw_progress=True).verify()
-        if differing:
-            warn(f"replicas or copies differ at step {step_of(version)}: {', '.join(differing[:8])}")
-        self._emit(Verified(checked, len(differing), differing))
+        recovery = self._recovery(version, established=True, saw_progress=True)
+        self.compare_copies(recovery, "replicas or copies")
         self._membership.everyone.all_reduce(torch.ones(1))
         return {"event": "parted"}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,30 +13,28 @@ from evermoe.checkpoint.checkpointer import Checkpointer, find_location
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
-from evermoe.errors import JobFinished, LostExperts, UnitsMissing
-from evermoe.events import Commit, ConnectionLost, Copy, Joined, Listener, Recovered
+from evermoe.errors import LostExperts, UnitsMissing
+from evermoe.events import Copy, Joined, Listener
 from evermoe.observe.recovery_log import log_recovery
 from evermoe.planning.placement import spread_over
-from evermoe.process.memory_folder import FINISHED, is_marked
 from evermoe.profile.memory import return_freed_memory, return_freed_memory_beside
 from evermoe.recovery.early_survey import EarlySurvey
 from evermoe.recovery.recovery import Recovery
-from evermoe.recovery.report import PhaseClock, RecoveryReport
 from evermoe.recovery.survey import Standing
 from evermoe.recovery.target import ExpertTarget
-from evermoe.session.commands import Driver, Event
+from evermoe.session.commands import Event
 from evermoe.session.evaluations import Evaluations
 from evermoe.session.loop_restore import LoopRestore
-from evermoe.session.lost_members import LostMembers
 from evermoe.session.measures import StepMeasures
 from evermoe.session.missing_units import MissingUnits
 from evermoe.session.owners import DenseExchange
 from evermoe.session.purposes import Meeting, waiting_ranks
-from evermoe.session.same_run import MemoryClaim, SameRun
+from evermoe.session.same_run import MemoryClaim
 from evermoe.session.session_config import SessionConfig
 from evermoe.session.standby import Standby
 from evermoe.session.step_calls import StepCalls
 from evermoe.session.substitute_weights import SubstituteWeights
+from evermoe.session.training_driver import TrainingDriver
 from evermoe.session.training_inputs import TrainingInputs
 from evermoe.state.placement import should_rebalance
 from evermoe.state.training_state import TrainingState
@@ -62,15 +59,18 @@ class SessionContext(NamedTuple):
     """Called with the session's events."""
 
 
-class RecoveryDriver(Driver):
+class RecoveryDriver(TrainingDriver):
     """Carries out the commands of the protocol that lead from one group to the next.
 
     See `evermoe.session.commands.Driver`.
     """
 
     def __init__(self, parts: SessionContext) -> None:
-        self._script, self._state, self._membership, self._protection, self._config, self._emit = parts
-        self._group = self._membership.trainer_group
+        self._script, self._state, membership, self._protection, self._config, emit = parts
+        joining, store = self._config.membership, self._protection.store
+        self._checkpointer = Checkpointer(self._config.checkpoints, self._state, membership, emit)
+        claims = MemoryClaim(store.directory), self._checkpointer
+        super().__init__(membership, joining, joining.members or 1, claims, emit)
         self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
         self._trains = self._config.membership.trains
         self._loop = LoopRestore(
@@ -88,10 +88,6 @@ class RecoveryDriver(Driver):
             Meeting(self._group, lambda: waiting_ranks(self._membership)),
             self.substitute,
         )
-        self._checkpointer = Checkpointer(self._config.checkpoints, self._state, self._membership, self._emit)
-        store = self._protection.store
-        places = MemoryClaim(store.directory), self._checkpointer
-        self._run = SameRun(self._membership, self._config.membership.hang_timeout, places)
         self._measures = StepMeasures(
             self._state, self._protection, self._checkpointer, self._emit, counts=self._trains
         )
@@ -104,36 +100,13 @@ class RecoveryDriver(Driver):
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
         is_replayable = self._protection.replicas.is_replayable
         self._standby = Standby(self._membership, self._state, store, self._config, is_replayable, self._emit)
-        self.reports: list[Recovered] = []
-        self.loss = math.nan
-        """Mean loss of the global batch of the state's latest step."""
-        self.grad_norm = math.nan
-        """Norm of that step's gradient, before anything has changed or clipped it."""
-        self.asks_to_stop = False
-        """Whether this member's script asks all members to end the job."""
-        self.committed = -1
-        """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
-        self._commit_events: dict[int, Commit] = {}
-        """Report of each step, until it is committed."""
-        joining = self._config.membership
-        self.lost = LostMembers(self._membership, joining.on_lost, joining.members or 1, self._emit)
-        """Lost members, and the callers that ask for replacements."""
-        self._leaving = 0
-        """Members that leave after the step."""
         self._role_switches = 0
-        """Of these, members that come back in their other role."""
-        self._report: RecoveryReport | None = None
-        """The recovery that is under way, from the question to the Lighthouse on."""
-        self._clock = PhaseClock({}, self._emit)
-        self._step = 0
-        self._before: int | None = None
-        """Version before the recovery that is under way; None if that was of no running job."""
+        """Members that leave after the step and come back in their other role."""
         self._was_established = False
         self._missing = MissingUnits(self._membership, joining)
         """The wait for units that are in no member's memory."""
         self._is_paused = False
         """Whether members agree again because of missing units."""
-        self._unrecoverable: LostExperts | None = None
 
     def saved_generation(self) -> int:
         """Return the newest generation that wrote to the checkpoint folder; 0 if there is none."""
@@ -144,7 +117,7 @@ class RecoveryDriver(Driver):
         self._standby.end()
         self._early.drop()
         self._dense.close()
-        self._run.leave()
+        self.run.leave()
         self.lost.close()
 
     def await_weights(self) -> None:
@@ -168,28 +141,19 @@ class RecoveryDriver(Driver):
 
     # ---- membership
 
-    def agreeing(self) -> None:
-        """Begin the report of a recovery, which the answer may turn out to need."""
-        if self._clock.phase != "agree":  # otherwise it asks again in the same agreement
-            is_member = self._membership.established
-            self._begin_report(self._group.broken or ("new members" if is_member else "this process has started"))
-
-    def _begin_report(self, reason: str) -> None:
+    def begin_report(self, reason: str) -> None:
+        """Begin the report of a recovery, and the survey of this member's state after a loss."""
         if self._missing.are_awaited and self._is_paused:  # the same loss, and the same recovery
             self._is_paused = False
-            self._clock.enter("agree")
+            self.history.clock.enter("agree")
             return
-        self._report = RecoveryReport(time.time(), reason=reason)
-        self._clock = PhaseClock(self._report.seconds, self._emit)
+        super().begin_report(reason)
         if self._group.broken:
-            self._emit(ConnectionLost(self._step, reason))
             self._early.begin()
-        self._clock.enter("agree")
 
     def waiting(self) -> None:
         """Stop a process that arrived after the end of its job; prepare a spare."""
-        if is_marked(FINISHED):
-            raise JobFinished(f"job {self._config.membership.job} has committed all its steps")
+        super().waiting()
         self._standby.go_on()
 
     def interrupt(self) -> None:
@@ -200,7 +164,7 @@ class RecoveryDriver(Driver):
 
     def connecting(self) -> None:
         """Time the connection, and survey this member's state meanwhile."""
-        self._clock.enter("rebuild")
+        super().connecting()
         self._standby.end()
         self._early.agreed(begins=self._trains)
 
@@ -211,7 +175,7 @@ class RecoveryDriver(Driver):
         mine = self._trains and should_rebalance(self._state, nodes, self._config.placement, boosts, spread)
         should_move = float(self._membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
         if should_move:
-            self._begin_report("the load has shifted")
+            self.begin_report("the load has shifted")
         return {"event": "weighed", "should_move": should_move}
 
     # ---- a recovery
@@ -223,21 +187,21 @@ class RecoveryDriver(Driver):
             UnequalForwards: members' scripts differ in what they do in a step, or between steps.
             FolderInUse: another run of the job uses its memory folder or checkpoint folder.
         """
-        self._run.meet()
+        self.run.meet()
         self._calls.check(self._membership.everyone)
         self.evaluations.agree(self._membership.everyone, trains=self._trains)
         self._checkpointer.before_update()
-        report = self._report_now()
+        report = self.history.current
         report.reason = self.lost.note(step_of(version), report.reason, self._leaving, self._role_switches)
         self._leaving = self._role_switches = 0
-        self._before = version if established and self._trains else None
+        self.history.before = version if established and self._trains else None
         self._was_established = established
         known = self._early.take()
         self._missing.look()
         recovery = self._recovery(version, established=established, saw_progress=saw_progress, known=known)
         self._forget_step()
         try:
-            report.outcome = recovery.run(self._clock.enter)
+            report.outcome = recovery.run(self.history.clock.enter)
         except UnitsMissing:
             self._missing.found()
             return {"event": "missing"}
@@ -248,7 +212,7 @@ class RecoveryDriver(Driver):
             progress: dict[str, Any] = self._state.loop.load()
             self.loss, self.grad_norm = (progress.pop(name, math.nan) for name in ("loss", "grad_norm"))
             reached = report.outcome.version
-            continues = self._before == reached
+            continues = self.history.before == reached
             self._loop.restore(progress, step_of(reached), is_new=not established, continues=continues)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
@@ -265,16 +229,6 @@ class RecoveryDriver(Driver):
             self._script.zero_gradients()
         return_freed_memory_beside()
 
-    def _report_now(self) -> RecoveryReport:
-        if self._report is None:
-            raise RuntimeError("a recovery begins with an agreement")
-        return self._report
-
-    def units_lost(self) -> NoReturn:
-        """Raise the recovery's error."""
-        assert self._unrecoverable is not None
-        raise self._unrecoverable
-
     def pause(self) -> None:
         """Wait a little before members agree again: nothing else shows that a holder has come back."""
         self.waiting()
@@ -283,8 +237,8 @@ class RecoveryDriver(Driver):
 
     def count_losses(self, version: int) -> Event:
         """Count the tokens that stale experts have lost."""
-        found = self._report_now().outcome  # of the copies' version: the state may have got another one since
-        found.lost_tokens = self._protection.count_losses(found.stale, found.version, self._before)
+        found = self.history.current.outcome  # of the copies' version: the state may have got another one since
+        found.lost_tokens = self._protection.count_losses(found.stale, found.version, self.history.before)
         found.plt = self._protection.ledger.plt
         found.mtl = found.plt * len(self._state.layers)  # the sum of what PLT averages (MoEtion, Eq. 6)
         return {"event": "counted"}
@@ -294,14 +248,14 @@ class RecoveryDriver(Driver):
 
         If nobody `waits`, they are made while the next step computes, and are complete at its vote.
         """
-        self._step = step_of(version)
+        self._version = version
         return_freed_memory()  # received units have been adopted
         at, rank = self._membership, self._membership.everyone.rank
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, at.role, generation, list(at.nodes)))
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
-        copies = self._report_now().outcome.copies
+        copies = self.history.current.outcome.copies
         self._protection.replan(generation, self._membership.id, copies, waits=waits)
         self._emit(Copy(self._step))
         is_whole = self._protection.protect_state(version)
@@ -309,26 +263,14 @@ class RecoveryDriver(Driver):
 
     def resume(self, version: int) -> None:
         """End a recovery: report it, and finish an evaluation that a loss has interrupted."""
-        report = self._report_now()
         self._missing.over()
-        step = step_of(version)
-        if self._protection.first.is_arriving:  # the next vote says that these steps are committed
-            self._commit_events = {taken: event for taken, event in self._commit_events.items() if taken < step}
-        else:
-            self._commit_events.clear()
-            self.committed = step
-        self._clock.stop()
-        report.step, report.members = step, self._membership.num_trainers
+        step, is_arriving = step_of(version), self._protection.first.is_arriving
         if step and not self._was_established and self._group.rank == 0:
             logger.warning("job %s continues from step %d", self._membership.identity.job, step)
-        report.steps_lost = max(0, report.outcome.reached - step)
-        failure = self.lost.recovered()
-        report.failure = "storage" if report.outcome.lost_units else failure
-        self.reports.append(report.event())
-        self._report = None
-        self._emit(self.reports[-1])
+        members, failure = self._membership.num_trainers, self.lost.recovered()
+        report = self.history.end_recovery(step, members, failure, is_arriving=is_arriving)
         if self._was_established and self._group.rank == 0:
-            log_recovery(self.reports[-1])
+            log_recovery(report)
         self._measures.restart()
         if self._trains:
             self.evaluations.resume(self._membership.generation, step)
@@ -345,7 +287,7 @@ class RecoveryDriver(Driver):
             awaits_living=self._missing.live,
             boosts=self._protection.ledger.boost_factors(),
             lagging=self._protection.lagging,
-            committed=max(0, self.committed),
+            committed=max(0, self.history.committed),
         )
         nodes, spread = _places(self._membership, self._config.copies.replication)
         where = find_location(self._config.checkpoints)

@@ -1,0 +1,62 @@
+"""What a session and a pipeline's session report of their job."""
+
+from __future__ import annotations
+
+import torch
+
+from evermoe.comm.membership import MembershipManager
+from evermoe.events import Recovered
+from evermoe.session.protocol import CommitProtocol
+from evermoe.session.training_driver import TrainingDriver
+
+
+class BaseSession:
+    """The part of `evermoe.Session` and `evermoe.PipelineSession` that reports the state of training."""
+
+    optimizer: torch.optim.Optimizer
+    _driver: TrainingDriver
+    _protocol: CommitProtocol
+    _membership: MembershipManager
+
+    @property
+    def step(self) -> int:
+        """Steps that the state has taken."""
+        return self._protocol.step
+
+    @property
+    def version(self) -> int:
+        """Version of the state: see `evermoe.state.version`."""
+        return self._protocol.version
+
+    @property
+    def generation(self) -> int:
+        """Number of the membership: it grows when members change."""
+        return self._membership.generation
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the latest step's global batch, the same on all members; NaN before the first step.
+
+        In a `Session` also right after a resume.
+        """
+        return self._driver.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the latest step's gradient over all parameters, before changes and clipping; NaN before a step."""
+        return self._driver.grad_norm
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step, of the optimizer's first group of parameters."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose update all members have left out, since this process began; see `on_nonfinite`."""
+        return self._driver.skipped
+
+    @property
+    def reports(self) -> list[Recovered]:
+        """Recoveries so far, as this member saw them."""
+        return self._driver.history.reports

@@ -1,0 +1,215 @@
+"""The part of a driver that a session and a pipeline's session share: reports of recoveries and of steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NoReturn
+
+from evermoe.comm.membership import MembershipManager
+from evermoe.comm.vote import Ballot
+from evermoe.config.membership import Membership
+from evermoe.errors import JobFinished, LostExperts
+from evermoe.events import Commit, ConnectionLost, Listener, Recovered, Verified
+from evermoe.process.memory_folder import BEGUN, FINISHED, is_marked, mark
+from evermoe.process.warn import warn
+from evermoe.recovery.recovery import Recovery
+from evermoe.recovery.report import PhaseClock, RecoveryReport
+from evermoe.session import gradients
+from evermoe.session.commands import Driver
+from evermoe.session.lost_members import LostMembers
+from evermoe.session.same_run import Claimed, SameRun
+from evermoe.state.version import generation_of, step_of
+
+
+class JobHistory:
+    """Recoveries of a member, and the steps that it has taken.
+
+    Args:
+        emit: listener of the session.
+    """
+
+    def __init__(self, emit: Listener) -> None:
+        self.reports: list[Recovered] = []
+        self.committed = -1
+        """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
+        self.before: int | None = None
+        """Version before the recovery in progress; None if that was of no running job."""
+        self.clock = PhaseClock({}, emit)
+        self._emit = emit
+        self._current: RecoveryReport | None = None
+        self._taken: dict[int, Commit] = {}
+        """Report of each step, until it is committed."""
+
+    @property
+    def current(self) -> RecoveryReport:
+        """The recovery in progress, from the question to the Lighthouse on."""
+        if self._current is None:
+            raise RuntimeError("a recovery begins with an agreement")
+        return self._current
+
+    def begin_recovery(self, reason: str) -> None:
+        """Begin the report of a recovery."""
+        self._current = RecoveryReport(time.time(), reason=reason)
+        self.clock = PhaseClock(self._current.seconds, self._emit)
+
+    def end_recovery(self, step: int, members: int, failure: str, *, is_arriving: bool) -> Recovered:
+        """End the report of a recovery, and emit it.
+
+        Args:
+            step: steps taken in the state from which all members resume.
+            members: members that train.
+            failure: kind of the failure.
+            is_arriving: whether copies of the state are still in flight; the next vote commits its steps then.
+        """
+        if is_arriving:
+            self._taken = {taken: event for taken, event in self._taken.items() if taken < step}
+        else:
+            self._taken.clear()
+            self.committed = step
+        self.clock.stop()
+        report = self.current
+        report.step, report.members = step, members
+        report.steps_lost = max(0, report.outcome.reached - step)
+        report.failure = "storage" if report.outcome.lost_units else failure
+        self.reports.append(report.event())
+        self._current = None
+        self._emit(self.reports[-1])
+        return self.reports[-1]
+
+    def note_step(self, taken: Commit) -> None:
+        """Keep the report of a step until it is committed."""
+        self._taken[taken.step] = taken
+
+    def commit(self, step: int) -> None:
+        """Report a step that no failure covered by the preset can undo."""
+        self.committed = step + 1
+        self._emit(self._taken.pop(step))
+
+
+class TrainingDriver(Driver):
+    """Carry out the commands of the protocol that need nothing but the members.
+
+    Args:
+        membership: all members.
+        joining: options of the membership.
+        members: members that the job was to have.
+        claims: places that other runs of the job may not use.
+        emit: listener of the session.
+    """
+
+    def __init__(
+        self,
+        membership: MembershipManager,
+        joining: Membership,
+        members: int,
+        claims: Sequence[Claimed],
+        emit: Listener,
+    ) -> None:
+        self._membership, self._emit, self._group = membership, emit, membership.trainer_group
+        self.history = JobHistory(emit)
+        self.lost = LostMembers(membership, joining.on_lost, members, emit)
+        """Lost members, and the callers that ask for replacements."""
+        self.run = SameRun(membership, joining.hang_timeout, claims)
+        self.loss = math.nan
+        """Mean loss of the global batch of the state's latest step."""
+        self.grad_norm = math.nan
+        """Norm of that step's gradient, before anything has changed or clipped it."""
+        self.taken = 0
+        """Number of votes that this member has seen pass."""
+        self.skipped = 0
+        """Steps whose update was left out, as a loss or a gradient was not finite."""
+        self.asks_to_stop = False
+        """Whether this member's script asks all members to end the job."""
+        self._version = 0
+        """Version of this member's state."""
+        self._leaving = 0
+        """Members that leave after the step."""
+        self._random = ExitStack()
+        """Restores the random generators after the block of a step."""
+        self._unrecoverable: LostExperts | None = None
+
+    @property
+    def _step(self) -> int:
+        """Steps that the state has taken."""
+        return step_of(self._version)
+
+    # ---- membership
+
+    def agreeing(self) -> None:
+        """Begin the report of a recovery, which the answer may turn out to need."""
+        if self.history.clock.phase != "agree":  # otherwise it asks again in the same agreement
+            is_member = self._membership.established
+            self.begin_report(self._group.broken or ("new members" if is_member else "this process has started"))
+
+    def begin_report(self, reason: str) -> None:
+        """Begin the report of a recovery; emit `ConnectionLost` if the group is dropped."""
+        self.history.begin_recovery(reason)
+        if self._group.broken:
+            self._emit(ConnectionLost(self._step, reason))
+        self.history.clock.enter("agree")
+
+    def waiting(self) -> None:
+        """Stop a process that arrived after the end of its job."""
+        if is_marked(FINISHED):
+            raise JobFinished(f"job {self._membership.identity.job} has committed all its steps")
+
+    def connecting(self) -> None:
+        """Time the connection."""
+        self.history.clock.enter("rebuild")
+
+    def units_lost(self) -> NoReturn:
+        """Raise the recovery's error."""
+        assert self._unrecoverable is not None
+        raise self._unrecoverable
+
+    # ---- a step
+
+    def step(self, number: int) -> None:
+        """Let the script compute a step."""
+        if not self.taken:
+            mark(BEGUN)
+
+    def end_step(self) -> None:
+        """End the block of the step: restore the script's own random numbers."""
+        self._random.close()
+
+    def is_taken(self, sums: Ballot, voters: int) -> bool:
+        """Record a vote. Return whether its step will be taken.
+
+        Args:
+            sums: of the vote.
+            voters: members that must agree.
+
+        Raises:
+            ValueError: some members gave counts, and others did not.
+        """
+        self._leaving = int(sums.leaving)
+        self.lost.tallied(sums.reported)
+        if sums.votes < voters:
+            return False
+        gradients.refuse_mixed(sums)
+        return True
+
+    def note_commit(self, before: int, after: int, members: int) -> None:
+        """Keep the report of a step until it is committed."""
+        step, generation = step_of(before), generation_of(after)
+        self.history.note_step(Commit(step, self.loss, members, generation, self.grad_norm))
+
+    def commit(self, step: int) -> None:
+        """Report a step that no failure covered by the preset can undo."""
+        self.history.commit(step)
+
+    def compare_copies(self, recovery: Recovery, what: str) -> None:
+        """Compare all units and copies by digest; collective.
+
+        Args:
+            recovery: of the state's version.
+            what: name of what is compared, for a warning.
+        """
+        checked, differing = recovery.verify()
+        if differing:
+            warn(f"{what} differ at step {self._step}: {', '.join(differing[:8])}")
+        self._emit(Verified(checked, len(differing), differing))
