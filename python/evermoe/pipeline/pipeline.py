@@ -20,18 +20,20 @@ from torch import Tensor, nn
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
+from evermoe.config.copies import CopyConfig
 from evermoe.config.membership import Membership
+from evermoe.config.variables import find_membership
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import UnsupportedState
 from evermoe.events import Listener, Protocol
 from evermoe.observe.listeners import combined, from_environment
 from evermoe.pipeline.border_log import Forwards
-from evermoe.pipeline.pipeline_config import PipelineConfig, pipeline_config
+from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.pipeline_driver import PipelineDriver
 from evermoe.pipeline.pipeline_loop import PipelineLoop
 from evermoe.pipeline.pipeline_step import LossFunction, PipelineStep
 from evermoe.pipeline.stages import StageState
-from evermoe.presets import PipelineVersions
+from evermoe.presets import PipelineVersions, pipeline_preset_options
 from evermoe.process.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.session.base_session import BaseSession
 from evermoe.session.loss_scale import LossScale
@@ -126,14 +128,15 @@ class PipelineSession(BaseSession):
         on_event: Listener | Sequence[Listener] = (),
     ) -> None:
         emit = combined(on_event, from_environment())
-        config = pipeline_config(
+        chosen = pipeline_preset_options(preset)
+        config = PipelineConfig(
             stage=stage,
             stages=stages,
             data_parallel=data_parallel,
             data_parallel_size=data_parallel_size,
-            preset=preset,
-            replication=replication,
-            membership=membership,
+            versions=chosen,
+            copies=CopyConfig(preset=chosen, replication=replication),
+            membership=find_membership(membership),
             expert_parallel=expert_parallel,
             localised=localised,
             max_grad_norm=max_grad_norm,

@@ -7,9 +7,8 @@ from typing import Literal
 
 from evermoe.config.copies import CopyConfig
 from evermoe.config.membership import Membership
-from evermoe.config.variables import find_membership
 from evermoe.options import Options, option
-from evermoe.presets import PipelineMoetion, PipelineVersions, PresetOptions, pipeline_preset_options
+from evermoe.presets import PipelineMoetion, PipelineVersions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,40 +98,3 @@ class PipelineConfig(Options):
     def size(self) -> int:
         """Number of ranks in the pipeline."""
         return self.stages * self.data_parallel_size
-
-
-def pipeline_config(
-    *,
-    stage: int,
-    stages: int,
-    data_parallel: int = 0,
-    data_parallel_size: int = 1,
-    preset: str | PresetOptions = "baft",
-    replication: int = 2,
-    membership: Membership | None = None,
-    expert_parallel: bool = False,
-    localised: bool = True,
-    max_grad_norm: float | None = None,
-    on_nonfinite: Literal["error", "skip"] = "error",
-    seed: int = 0,
-) -> PipelineConfig:
-    """Return the checked arguments of a pipeline's session; see `PipelineSession`.
-
-    Raises:
-        ValueError: an argument is wrong, or a combination of them.
-    """
-    versions = pipeline_preset_options(preset)
-    return PipelineConfig(
-        stage=stage,
-        stages=stages,
-        data_parallel=data_parallel,
-        data_parallel_size=data_parallel_size,
-        versions=versions,
-        copies=CopyConfig(preset=versions, replication=replication),
-        membership=find_membership(membership),
-        expert_parallel=expert_parallel,
-        localised=localised,
-        max_grad_norm=max_grad_norm,
-        on_nonfinite=on_nonfinite,
-        seed=seed,
-    )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evermoe.pipeline.stages import StageRank
 from evermoe.recovery.survey import Inventory
+from evermoe.recovery.target import Target, no_copy_left
 from evermoe.state.placement import LayerPlacements
 
 
@@ -22,17 +23,13 @@ class Adopter(Protocol):
         """Take over the fetched units, which have the version of all ranks; empty `fetched`."""
 
 
-class StageTarget:
+class StageTarget(Target):
     """Each rank holds the units of its stage, or its part of the experts; no unit ever moves.
 
     Args:
         layout: by rank.
         adopter: takes the units over.
     """
-
-    trains = True
-    checkpoints = None
-    has_late_state = False
 
     def __init__(self, layout: Sequence[StageRank], adopter: Adopter) -> None:
         self._layout, self._adopter = layout, adopter
@@ -41,10 +38,6 @@ class StageTarget:
     def nodes(self, size: int) -> list[str]:
         """The node of each rank."""
         return [stage_rank.node for stage_rank in self._layout]
-
-    def known(self, inventories: Sequence[Inventory]) -> tuple[list[list[float]], dict[str, list[list[int]]]]:
-        """Nothing: the number of a rank decides what it holds."""
-        return [], {}
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """Nothing: no layer is spread over the ranks of all stages."""
@@ -58,18 +51,11 @@ class StageTarget:
         elsewhere = {unit for each in peers for unit in each.own} - {*mine.own}
         return self._adopter.needed([name for name, _ in mine.units if name not in elsewhere])
 
-    def begin(self, placement: LayerPlacements) -> None:
-        """Do nothing: no stage is deferred."""
-
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
         """Take over the fetched units."""
         self._adopter.adopt(self._version, fetched)
 
     def lost_message(self, lost: Sequence[str], unfit: str) -> str:
         """Error message that names the lost units."""
-        return (
-            f"no {'usable ' if unfit else ''}copy is left of {len(lost)} units ({', '.join(lost[:8])}) in memory of "
-            f"{len(self._layout)} ranks. "
-            + (unfit or "Too many nodes failed at once: use more copies; load a checkpoint of your own to start again")
-            + "."
-        )
+        advice = "Too many nodes failed at once: use more copies; load a checkpoint of your own to start again"
+        return no_copy_left(lost, f"{len(self._layout)} ranks", unfit, advice)

@@ -26,19 +26,25 @@ OWNERS = "(owners)"
 
 
 class Target(Protocol):
-    """Holdings of the members after a recovery; the same on all of them, but for `trains`."""
+    """Holdings of the members after a recovery; the same on all of them, but for `trains`.
+
+    The defaults are for a job of which each rank always holds the same units.
+    """
 
     @property
     def trains(self) -> bool:
         """Whether this member is to hold anything actively; False on a replica node."""
+        return True
 
     @property
     def checkpoints(self) -> Location | None:
         """Where the checkpoints are that count where no member has a unit in memory."""
+        return None
 
     @property
     def has_late_state(self) -> bool:
         """Whether members wait in their votes for optimizer state that `TrainingState.late` brings."""
+        return False
 
     def nodes(self, size: int) -> list[str]:
         """Return the node of each rank."""
@@ -49,6 +55,7 @@ class Target(Protocol):
         Args:
             inventories: of all members, by rank.
         """
+        return [], {}
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """Compute the new placement for the state of a version; all members get the same.
@@ -57,12 +64,14 @@ class Target(Protocol):
             version: that all members are to have.
             inventories: of all members, by rank.
         """
+        return {}
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
         """Names of the units that a rank is to hold under a placement."""
 
     def begin(self, placement: LayerPlacements) -> None:
         """Makes the first values of a deferred model under a placement: a job begins."""
+        return
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
         """Takes over a placement, and the bytes of the units that were fetched for it.
@@ -215,18 +224,25 @@ class ExpertTarget:
 
     def lost_message(self, lost: Sequence[str], unfit: str) -> str:
         """Names the units, and whether there are checkpoints."""
-        shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
         where = (
             f"no checkpoint in {self.checkpoints} is readable by all members"
             if self.checkpoints
             else "no checkpoint directory was given"
         )
-        return (
-            f"no {'usable ' if unfit else ''}copy is left of {count(len(lost), 'unit')} ({shown}) in the memory of "
-            f"{count(self._group.size, 'member')}, and {where}. "
-            + (
-                unfit
-                or "Too many nodes failed at once for the number of copies; use a higher replication or set checkpoints"
-            )
-            + "."
-        )
+        members = f"{count(self._group.size, 'member')}, and {where}"
+        advice = "Too many nodes failed at once for the number of copies; use a higher replication or set checkpoints"
+        return no_copy_left(lost, members, unfit, advice)
+
+
+def no_copy_left(lost: Sequence[str], members: str, unfit: str, advice: str) -> str:
+    """Return the message that names lost units.
+
+    Args:
+        lost: units of which no copy is left.
+        members: the members in whose memory a copy could be.
+        unfit: why copies of them are not usable; empty if there are none.
+        advice: what to do if there are none.
+    """
+    shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+    which = "usable copy" if unfit else "copy"
+    return f"no {which} is left of {count(len(lost), 'unit')} ({shown}) in the memory of {members}. {unfit or advice}."
