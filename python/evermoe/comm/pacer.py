@@ -110,13 +110,16 @@ class Pacer:
         self._seen: dict[str, int] = {}
         self.places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
         """The windows of a step, as set by `expect_windows`; empty while they are unknown."""
-        self._window: int | None = None
+        self._window: tuple[int, float] | None = None
+        """Number of the open window, and the time at which it closes."""
+        self._is_closed = False
+        """Whether a transfer has closed the window, and none has opened since."""
         self._reached = -1
-        self._closes = 0.0
         self._record = StepRecord()
         self._follower: Follower | None = None
         self.on_idle: Callable[[bool], None] = _ignore
-        """Callback: False when a collective begins; True when none runs any more, or training waits for copies."""
+        """Callback: False when a collective begins, or a transfer closes a window. True when no collective runs and the
+        next window opens, or training waits for copies."""
         self._is_idle, self._is_waiting = True, False
 
     def attach_group(self, group: Group, follower: Follower | None = None) -> None:
@@ -137,7 +140,7 @@ class Pacer:
         """Set the windows of a step: (collective, number of times it has ended in the step) → (number, seconds)."""
         with self._change:
             self.places = dict(places)
-            self._window = None
+            self._window, self._is_closed = None, False
             self._change.notify_all()
 
     # ---- the training thread
@@ -154,6 +157,7 @@ class Pacer:
             self.step += 1
             self._record.begin_step(now)
             self._seen, self._reached, self._hurry, self._awaits_some = {}, -1, None, False
+            self._is_closed = False
             self._open((None, 0), now)
             self._notify()
 
@@ -206,7 +210,8 @@ class Pacer:
         For concurrent transfers, such as those of a pipeline, in place of an attached group.
         """
         with self._change:
-            self._window = None
+            self._window, self._is_closed = None, bool(self.places)
+            self._notify()
 
     def transfer_ends(self, name: str, at: int) -> None:
         """Record that such a transfer ended at `at`, of `time.perf_counter_ns`, and open the window after it, if any.
@@ -241,17 +246,17 @@ class Pacer:
             self._notify()
 
     def _notify(self) -> None:
-        is_idle = self._hurry is not None or self._is_waiting or not self._running
+        is_idle = self._hurry is not None or self._is_waiting or not (self._running or self._is_closed)
         if is_idle != self._is_idle:
             self._is_idle = is_idle
             self.on_idle(is_idle)
         self._change.notify_all()
 
     def _open(self, place: tuple[str | None, int], now: int) -> None:
-        self._window, seconds = self.places.get(place, (None, 0.0))
-        if self._window is not None:
-            self._reached = max(self._reached, self._window)
-            self._closes = now + seconds * 1e9
+        number, seconds = self.places.get(place, (None, 0.0))
+        self._window = None if number is None else (number, now + seconds * 1e9)
+        if number is not None:
+            self._reached, self._is_closed = max(self._reached, number), False
 
     # ---- profiles
 
@@ -288,8 +293,8 @@ class Pacer:
                 return Opening(self._hurry or "vote", None, now)
             if window == ANY_TIME:
                 return Opening("background", None, now)
-            window = self._window if self._is_open(seconds, now) else None
-            return Opening("idle" if window is None else "window", window, now)
+            opened = self._window if self._is_open(seconds, now) else None
+            return Opening("idle", None, now) if opened is None else Opening("window", opened[0], now)
 
     def may_begin(self, window: int | None, seconds: float, step: int | None = None, *, for_vote: bool = False) -> bool:
         """Return whether `wait_for_window` would return at once."""
@@ -309,4 +314,4 @@ class Pacer:
         return is_reached and self._is_open(seconds, now)
 
     def _is_open(self, seconds: float, now: int) -> bool:
-        return self._window is not None and now + seconds * 1e9 <= self._closes
+        return self._window is not None and now + seconds * 1e9 <= self._window[1]

@@ -61,6 +61,8 @@ class PipelineRecovery(TrainingDriver):
         self._options, self._state, self._loop, self.store = options, state, loop, store
         state.loop.store(loop_state.collect(loop))
         self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
+        if state.device.type == "cuda":  # captures take the same bubbles as messages
+            self.pacer.on_idle = store.pace
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
         windows, copies, limits = options.versions, options.copies, options.membership
         schedule = copies.choices.schedule if copies.replication else None

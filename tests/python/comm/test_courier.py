@@ -191,6 +191,26 @@ def test_a_transfer_that_ended_before_the_step_does_not_count_for_it():
     assert pacer.may_begin(1, 3.0)
 
 
+def test_captures_pause_from_a_transfer_until_the_next_window_opens():
+    clock, pacer = paced()
+    said = []
+    pacer.on_idle = said.append
+    pacer.transfer_begins()
+    assert said == [False]
+    clock.pass_seconds(1.0)
+    pacer.transfer_ends("reduce", clock.now)
+    assert said == [False, True]
+    pacer.transfer_begins()
+    pacer.transfer_ends("a transfer without a window", clock.now)
+    assert said == [False, True, False]
+    pacer.hurry()
+    assert said[2:] == [False, True], "training waits for copies"
+    pacer.begin_step()
+    pacer.expect_windows({})
+    pacer.transfer_begins()
+    assert said[2:] == [False, True], "no window is known"
+
+
 def test_after_hurry_all_messages_begin_until_the_next_step():
     clock, pacer = paced()
     collective(pacer, clock)
