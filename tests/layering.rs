@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PLANNERS: [&str; 12] = [
+const PLANNERS: [&str; 13] = [
     "dispatch",
+    "engine",
     "persist",
     "placement",
     "protection",
@@ -41,7 +42,7 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 22] = [
+const LAYERS: [(&str, &[&str]); 23] = [
     ("error", &[]),
     ("background", &[]),
     ("random", &[]),
@@ -57,6 +58,10 @@ const LAYERS: [(&str, &[&str]); 22] = [
     ("protection", &["error", "dispatch", "placement", "recovery", "schedule"]),
     ("selection", &["error"]),
     (
+        "engine",
+        &["error", "dispatch", "placement", "protocol", "recovery", "schedule", "protection", "selection"],
+    ),
+    (
         "simulate",
         &[
             "error",
@@ -65,9 +70,10 @@ const LAYERS: [(&str, &[&str]); 22] = [
             "placement",
             "protocol",
             "recovery",
-            "schedule",
             "protection",
+            "schedule",
             "selection",
+            "engine",
         ],
     ),
     ("cpu", &["error"]),

@@ -65,7 +65,8 @@ impl Job<'_> {
 
     /// Waits until there are enough nodes for all experts; false if the simulated time ends first.
     fn await_enough(&mut self) -> Result<bool> {
-        let fewest = self.scenario.session.most_slots.map_or(1, |most| self.units.experts.div_ceil(most));
+        let fewest =
+            self.scenario.session.most_slots.map_or(1, |most| self.engine.units().experts.div_ceil(most));
         while self.world.up.len().min(self.scenario.cluster.nodes) < fewest {
             if self.world.await_change(Cause::Wait)? == Flow::Over {
                 return Ok(false);

@@ -1,20 +1,20 @@
 //! A job of one of the product's presets: executes the protocol's commands in simulated time.
 
 use super::account::{Cause, nanoseconds};
-use super::copies::{Copies, Line};
 use super::failures::{Change, step_losses};
-use super::in_turn::Turns;
 use super::load::Loads;
 use super::member::Members;
 use super::outcome::{Happened, MAX_HAPPENED, Outcome, OutcomeInputs, Tally};
 use super::pace::Pace;
 use super::planners::Planners;
 use super::scenario::Scenario;
-use super::units::{RankUnits, Units};
+use super::units::{RankUnits, units_of};
 use super::world::{Flow, Progress, World};
+use crate::engine::{Engine, Options};
 use crate::error::Result;
-use crate::protection::{Preset, Selecting};
+use crate::protection::Preset;
 use crate::protocol::{Command, Event, Passed, step_of};
+use crate::selection::TokenLedger;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Maximum number of steps that are remembered in order to be undone.
@@ -25,7 +25,7 @@ pub(super) struct Job<'a> {
     pub(super) scenario: &'a Scenario,
     pub(super) preset: &'static Preset,
     pub(super) planners: &'a dyn Planners,
-    pub(super) units: Units,
+    pub(super) engine: Engine,
     pub(super) world: World<'a>,
     pub(super) loads: Loads<'a>,
     pub(super) members: Members,
@@ -35,12 +35,9 @@ pub(super) struct Job<'a> {
     pub(super) vacated: Vec<RankUnits>,
     /// Nodes of the next group, by rank.
     pub(super) agreed: Vec<usize>,
-    pub(super) copies: Option<Copies>,
-    /// The previous copies, until the first of the new ones are complete.
-    pub(super) former: Option<Copies>,
-    pub(super) line: Line,
     pub(super) pace: Pace,
-    pub(super) turns: Option<Turns>,
+    /// The time at which the save of a few experts that is in progress is complete.
+    pub(super) saving_until: Option<u64>,
     /// The newest checkpoint in the store.
     pub(super) stored: Option<u64>,
     /// The checkpoint in progress, and the time at which it is complete.
@@ -69,10 +66,18 @@ impl<'a> Job<'a> {
         progress: &'a mut Progress<'a>,
     ) -> Result<Self> {
         let nodes = scenario.cluster.nodes + scenario.cluster.spares;
-        let units = Units::new(scenario);
-        let turns = match preset.selection {
-            Selecting::All => None,
-            selection => Some(Turns::new(scenario, selection, &units)?),
+        let session = &scenario.session;
+        let options = Options {
+            preset,
+            replication: session.copies,
+            copy_budget: session.copy_budget,
+            snapshot_interval: session.snapshot_interval,
+            experts_per_snapshot: None,
+            experts_per_save: session.experts_per_save,
+            save_interval: session.save_interval,
+            is_sequential: false,
+            max_lost_token_fraction: session.max_lost_token_fraction,
+            remote_bytes_per_step: session.remote_bytes_per_step,
         };
         let mut world = World::new(changes, present, nodes, scenario.seconds, progress);
         world.step_losses = step_losses(&scenario.failures);
@@ -86,11 +91,8 @@ impl<'a> Job<'a> {
             rank_units: Vec::new(),
             vacated: Vec::new(),
             agreed: Vec::new(),
-            copies: None,
-            former: None,
-            line: Line::default(),
             pace: Pace::default(),
-            turns,
+            saving_until: None,
             stored: None,
             writing: None,
             stale: Vec::new(),
@@ -100,7 +102,7 @@ impl<'a> Job<'a> {
             substitutes: BTreeMap::new(),
             lost_at: None,
             tally: Tally::default(),
-            units,
+            engine: Engine::new(options, units_of(scenario))?,
         })
     }
 
@@ -200,10 +202,7 @@ impl<'a> Job<'a> {
 
     fn resume(&mut self, version: u64) -> Result<()> {
         self.members.settle()?;
-        self.line.note(version);
-        if let (Some(turns), Some(copies)) = (&mut self.turns, &self.copies) {
-            turns.all_copied(copies, version, &self.units)?;
-        }
+        self.engine.resume(version)?;
         if let Some(lost) = self.lost_at.take() {
             self.tally.recovery_nanoseconds.push(self.world.now - lost);
         }
@@ -223,13 +222,11 @@ impl<'a> Job<'a> {
 
     /// Takes a step.
     fn take(&mut self, vote: &Passed) -> Result<()> {
-        self.line.note(vote.after);
         self.surveying_since = None;
         self.taken.push_back((step_of(vote.before), std::mem::take(&mut self.pace.computing)));
         if self.taken.len() > MAX_STEPS {
             self.taken.pop_front();
         }
-        self.former = None;
         self.tally.steps += 1;
         self.taken_step(vote.after)
     }
@@ -268,8 +265,7 @@ impl<'a> Job<'a> {
         self.members = Members::new(&self.scenario.session, generation);
         self.rank_units.clear();
         self.vacated.clear();
-        (self.copies, self.former) = (None, None);
-        self.line = Line::default();
+        self.engine.forget();
         self.writing = None;
     }
 
@@ -284,13 +280,13 @@ impl<'a> Job<'a> {
             now: world.now,
             member_time: world.member_time,
             losses: world.losses,
-            plt: self.turns.as_ref().map(Turns::plt),
+            plt: self.engine.ledger().map(TokenLedger::plt),
         })
     }
 
     pub(super) fn log(&mut self, what: &'static str) {
         if self.tally.happened.len() < MAX_HAPPENED {
-            let step = step_of(self.line.newest);
+            let step = step_of(self.engine.history().newest);
             let (members, at) = (self.rank_units.len(), self.world.now);
             self.tally.happened.push(Happened { at, what, step, members });
         }

@@ -55,6 +55,11 @@ impl<'a> Loads<'a> {
         std::mem::take(&mut self.has_changed)
     }
 
+    /// Shares of the experts of all classes.
+    pub(super) fn shares(&self) -> &[f64] {
+        &self.shares
+    }
+
     /// Shares of the experts of a class.
     pub(super) fn of_class(&self, class: usize) -> &[f64] {
         &self.shares[class * self.experts..][..self.experts]

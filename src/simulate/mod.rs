@@ -14,10 +14,8 @@
 
 mod account;
 mod asking;
-mod copies;
 mod costs;
 mod failures;
-mod in_turn;
 mod job;
 mod load;
 mod member;
@@ -29,7 +27,6 @@ mod ranges;
 mod rearrange;
 mod restart;
 mod restore;
-mod room;
 mod scenario;
 mod steps;
 mod trace;

@@ -7,7 +7,7 @@ pub(super) struct Pace {
     pub(super) imbalance: f64,
     /// Seconds by which copies delay each step.
     pub(super) copy_seconds: f64,
-    /// The part of that delay that the planner of copies expects.
+    /// The delay that the planner of copies expects.
     pub(super) chosen_delay: f64,
     /// Bytes sent to peers in each step.
     pub(super) copy_bytes: u64,

@@ -3,10 +3,8 @@
 use crate::dispatch;
 use crate::error::Result;
 use crate::placement::{self, Placement};
-use crate::protection::{self, ProtectionPlan, ProtectionRequest};
 use crate::recovery::{self, Holding, Plan};
-use crate::schedule;
-use crate::selection::{self, Selection, TokenLedger};
+use crate::selection;
 
 /// Maximum number of (node, expert) pairs for which the best split of tokens is computed.
 const MAX_BALANCED: usize = 1 << 14;
@@ -77,30 +75,6 @@ pub trait Planners {
         dispatch::imbalance(matrix, load, nodes, policy)
     }
 
-    /// Holders of the copies: [`protection::plan_protection`].
-    ///
-    /// # Errors
-    /// Those of the planner.
-    fn plan_protection(&self, request: &ProtectionRequest<'_>) -> Result<ProtectionPlan> {
-        protection::plan_protection(request)
-    }
-
-    /// Times at which copies are sent: [`schedule::plan_chunks`].
-    ///
-    /// # Errors
-    /// Those of the planner.
-    fn plan_chunks(&self, request: &schedule::Request<'_>) -> Result<schedule::ChunkPlan> {
-        schedule::plan_chunks(request)
-    }
-
-    /// Number of steps over which a version is copied: [`schedule::version_steps`].
-    ///
-    /// # Errors
-    /// Those of the planner.
-    fn version_steps(&self, request: &schedule::Request<'_>, most: usize) -> Result<usize> {
-        schedule::version_steps(request, most)
-    }
-
     /// The version from which all continue: [`recovery::plan_lagging`].
     ///
     /// # Errors
@@ -113,23 +87,6 @@ pub trait Planners {
         may_lag: &[usize],
     ) -> Result<Plan> {
         recovery::plan_lagging(bytes, holdings, needs, may_lag)
-    }
-
-    /// Experts that `pec` saves next: [`selection::load_aware`].
-    ///
-    /// # Errors
-    /// Those of the planner.
-    fn load_aware(&self, ledger: &TokenLedger, ranks: &[i64]) -> Result<Selection> {
-        let (tokens, waiting, each) = (ledger.at_risk(), ledger.waiting(), ledger.experts_per_layer());
-        selection::load_aware(tokens, Some(waiting), Some(ranks), ledger.shape(), each, ledger.checkpoint())
-    }
-
-    /// Experts that `moetion` copies next: [`selection::budget`].
-    ///
-    /// # Errors
-    /// Those of the planner.
-    fn budget(&self, tokens: &[i64], shape: [usize; 2], capacity: u64) -> Result<Selection> {
-        selection::budget(tokens, shape, capacity)
     }
 }
 

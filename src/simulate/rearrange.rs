@@ -34,12 +34,12 @@ impl Job<'_> {
         version: u64,
         in_memory: &[Vec<usize>],
     ) -> Result<()> {
-        let owned = self.units.owned();
+        let owned = self.engine.units().owned();
         if owned.is_empty() {
             return Ok(());
         }
         let (mut active, mut copies) = (vec![Vec::new(); owned.len()], vec![Vec::new(); owned.len()]);
-        for (rank, own_units) in old.iter().enumerate().filter(|_| version == self.line.newest) {
+        for (rank, own_units) in old.iter().enumerate().filter(|_| version == self.engine.history().newest) {
             let units = own_units.iter().flat_map(|own_units| &own_units.owned);
             units.for_each(|&unit| active[unit - owned.start].push(rank));
         }
@@ -47,10 +47,16 @@ impl Job<'_> {
             let units = units.iter().filter(|unit| owned.contains(unit));
             units.for_each(|&unit| copies[unit - owned.start].push(rank));
         }
-        let loads: Vec<u64> =
-            rank_units.iter().map(|own_units| self.units.sum(own_units.units(self.units.experts))).collect();
-        let owners =
-            self.planners.place_owners(&self.units.bytes[owned.clone()], &active, &copies, &loads)?;
+        let loads: Vec<u64> = rank_units
+            .iter()
+            .map(|own_units| self.engine.units().sum(own_units.units(self.engine.units().experts)))
+            .collect();
+        let owners = self.planners.place_owners(
+            &self.engine.units().bytes[owned.clone()],
+            &active,
+            &copies,
+            &loads,
+        )?;
         owned.zip(owners).for_each(|(unit, owner)| rank_units[owner].owned.push(unit));
         Ok(())
     }
@@ -69,11 +75,11 @@ impl Job<'_> {
             substitutes.insert(taken.node, node);
             rank_units.push(RankUnits { node, ..taken.clone() });
         }
-        let mut has = vec![false; self.units.bytes.len()];
-        self.units.everywhere().for_each(|unit| has[unit] = true);
+        let mut has = vec![false; self.engine.units().bytes.len()];
+        self.engine.units().everywhere().for_each(|unit| has[unit] = true);
         rank_units
             .iter()
-            .flat_map(|own_units| own_units.units(self.units.experts))
+            .flat_map(|own_units| own_units.units(self.engine.units().experts))
             .for_each(|unit| has[unit] = true);
         if !has.into_iter().all(|has| has) {
             return None;
@@ -89,7 +95,7 @@ impl Job<'_> {
         old: &[Option<&RankUnits>],
         in_memory: Option<&[Vec<usize>]>,
     ) -> Result<(Vec<Rows>, Vec<f64>)> {
-        let (experts, session) = (self.units.experts, &self.scenario.session);
+        let (experts, session) = (self.engine.units().experts, &self.scenario.session);
         let replicas = self.active_replicas();
         let slots = session_slots(experts, &vec![1; nodes.len()], session.slots, replicas)?;
         let slots =
@@ -97,7 +103,7 @@ impl Job<'_> {
         let domains = self.domains(nodes);
         let fail_together = domains.len() < nodes.len();
         let (mut found, mut imbalances) = (Vec::new(), Vec::new());
-        for class in 0..self.units.classes {
+        for class in 0..self.engine.units().classes {
             let load = self.loads.of_class(class);
             let previous = matrix(old, class, experts);
             let mut now = vec![0; experts];
@@ -123,7 +129,7 @@ impl Job<'_> {
                     let own = units.iter().filter(|&&unit| unit / experts == class);
                     own.for_each(|&unit| row[unit % experts] = 1);
                 }
-                let sizes = self.units.of_class(class);
+                let sizes = self.engine.units().of_class(class);
                 let ranks = self.planners.ranks_in_place(&held, &placement.matrix, &sizes, &domains)?;
                 let mut kept = vec![Vec::new(); rows.len()];
                 rows.into_iter().zip(ranks).for_each(|(row, rank)| kept[rank] = row);
@@ -148,13 +154,11 @@ impl Job<'_> {
     /// Units of which each agreed node has a copy of this version, by rank.
     fn in_memory(&self, version: u64) -> Vec<Vec<usize>> {
         let mut found = vec![Vec::new(); self.agreed.len()];
-        let Some(copies) = self.former.as_ref().or(self.copies.as_ref()) else { return found };
+        let Some(copies) = self.engine.copies() else { return found };
         for (unit, each) in copies.units.iter().enumerate() {
             let is_copied = !matches!(each.kind, CopyKind::Active | CopyKind::Uncovered);
-            if is_copied && copies.version(unit, &self.line) == version {
-                let own = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
-                let ranks =
-                    each.holders.iter().chain(own).filter_map(|node| self.agreed.binary_search(node).ok());
+            if is_copied && copies.version(unit, self.engine.history()) == version {
+                let ranks = each.keepers().filter_map(|node| self.agreed.binary_search(&node).ok());
                 ranks.for_each(|rank| found[rank].push(unit));
             }
         }
@@ -190,7 +194,8 @@ impl Job<'_> {
         let (_, planned) = self.plan_rows(&nodes, &old, None)?;
         let (mut is_worth, mut worst) = (false, 1.0_f64);
         for (class, then) in planned.into_iter().enumerate() {
-            let now = self.imbalance(&matrix(&old, class, self.units.experts), class, nodes.len())?;
+            let now =
+                self.imbalance(&matrix(&old, class, self.engine.units().experts), class, nodes.len())?;
             is_worth |= is_worth_moving(now, then);
             worst = worst.max(now);
         }

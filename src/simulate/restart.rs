@@ -8,8 +8,9 @@ use super::failures::{Change, step_losses};
 use super::load::Loads;
 use super::outcome::{Happened, MAX_HAPPENED, Outcome, OutcomeInputs, Tally};
 use super::scenario::{RestartChoices, Scenario};
-use super::units::Units;
+use super::units::units_of;
 use super::world::{Flow, Progress, World};
+use crate::engine::Units;
 use crate::error::Result;
 use std::collections::{BTreeSet, VecDeque};
 
@@ -57,7 +58,7 @@ impl<'a> Restarts<'a> {
         Self {
             scenario,
             choices,
-            units: Units::new(scenario),
+            units: units_of(scenario),
             world,
             loads: Loads::new(&scenario.load, &scenario.model, seed),
             used: Vec::new(),

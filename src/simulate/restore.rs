@@ -1,12 +1,11 @@
 //! A recovery: the surviving state, the version to continue from, and the costs.
 
 use super::account::{Cause, nanoseconds, seconds};
-use super::copies::Copies;
 use super::job::Job;
 use super::units::RankUnits;
 use super::world::Flow;
 use crate::error::Result;
-use crate::protection::{CopyKind, Lagging};
+use crate::protection::Lagging;
 use crate::protocol::{Event, step_of};
 use crate::recovery::{Holding, Kind, Plan};
 use std::collections::{BTreeMap, BTreeSet};
@@ -77,7 +76,7 @@ impl Job<'_> {
         let holdings = self.survey(old, usize::from(self.is_whole(old)));
         let nothing = vec![Vec::new(); old.len()];
         let plan = |may_lag: &[usize]| -> Result<Plan> {
-            self.planners.plan_recovery(&self.units.bytes, &holdings, &nothing, may_lag)
+            self.planners.plan_recovery(&self.engine.units().bytes, &holdings, &nothing, may_lag)
         };
         let found = |plan: Plan, may_lag| Found { version: plan.version, may_lag, stale: plan.stale };
         if self.preset.lagging != Lagging::Always {
@@ -93,15 +92,15 @@ impl Job<'_> {
     }
 
     fn experts(&self) -> Vec<usize> {
-        (0..self.units.num_experts()).collect()
+        (0..self.engine.units().num_experts()).collect()
     }
 
     /// Whether every unit is trained by one of those that are left.
     fn is_whole(&self, old: &[Option<RankUnits>]) -> bool {
-        let mut has = vec![false; self.units.bytes.len()];
-        self.units.everywhere().for_each(|unit| has[unit] = true);
+        let mut has = vec![false; self.engine.units().bytes.len()];
+        self.engine.units().everywhere().for_each(|unit| has[unit] = true);
         for own_units in old.iter().flatten() {
-            own_units.units(self.units.experts).for_each(|unit| has[unit] = true);
+            own_units.units(self.engine.units().experts).for_each(|unit| has[unit] = true);
         }
         has.into_iter().all(|has| has) && old.iter().any(Option::is_some)
     }
@@ -109,67 +108,40 @@ impl Job<'_> {
     /// Holdings of each member, by rank. If `most` is above 0, only that number of each unit's active holders is
     /// listed: they are equivalent, and no plan with fewer transfers uses more.
     fn survey(&self, old: &[Option<RankUnits>], most: usize) -> Vec<Vec<Holding>> {
-        let mut holdings = vec![Vec::new(); old.len()];
-        if self.rank_units.is_empty() {
-            if let Some(first) = holdings.first_mut() {
-                *first = (0..self.units.bytes.len()).map(|unit| holding(unit, 0, Kind::Active)).collect();
+        let (engine, mut holdings) = (&self.engine, vec![Vec::new(); old.len()]);
+        if let Some(first) = holdings.first_mut() {
+            // the first member lists what every process can make, and the experts that are saved one by one
+            if self.rank_units.is_empty() {
+                first.extend((0..engine.units().bytes.len()).map(|unit| holding(unit, 0, Kind::Active)));
             }
-            self.survey_store(&mut holdings);
-            return holdings;
+            first.extend(engine.saved().map(|(unit, version)| holding(unit, version, Kind::Persisted)));
         }
-        let newest = self.line.newest;
         let most = if most == 0 { usize::MAX } else { most };
-        let mut counted = vec![0; self.units.bytes.len()];
+        let mut counted = vec![0; engine.units().bytes.len()];
         for (rank, own_units) in old.iter().enumerate() {
             let Some(own_units) = own_units else { continue };
-            for unit in own_units.units(self.units.experts).chain(self.units.everywhere()) {
+            for unit in own_units.units(engine.units().experts).chain(engine.units().everywhere()) {
                 counted[unit] += 1;
                 if counted[unit] <= most {
-                    holdings[rank].push(holding(unit, newest, Kind::Active));
+                    holdings[rank].push(holding(unit, engine.history().newest, Kind::Active));
                 }
             }
         }
-        if let Some(copies) = self.former.as_ref().or(self.copies.as_ref()) {
-            self.survey_copies(copies, old, &mut holdings);
-        }
-        self.survey_store(&mut holdings);
-        holdings
-    }
-
-    /// Copies in memory. If some copies are one step late, the members that train the other units have snapshots of
-    /// that version, too, and replicas can be brought to it.
-    fn survey_copies(&self, copies: &Copies, old: &[Option<RankUnits>], holdings: &mut [Vec<Holding>]) {
         let rank_of = |node: usize| self.agreed.binary_search(&node).ok().filter(|&rank| old[rank].is_some());
-        let late = copies.late(&self.line);
-        for (unit, each) in copies.units.iter().enumerate() {
-            if let Some(late) = late {
-                let own = each.own.iter().copied().filter_map(rank_of);
-                own.for_each(|rank| holdings[rank].push(holding(unit, late, Kind::Snapshot)));
-            }
-            let kind = match each.kind {
-                CopyKind::Active | CopyKind::Uncovered => continue,
-                CopyKind::Replayed => Kind::Replayed,
-                CopyKind::Snapshot { .. } => Kind::Snapshot,
-            };
-            let own = (kind == Kind::Snapshot).then_some(each.primary);
-            for rank in each.holders.iter().copied().chain(own).filter_map(rank_of) {
-                holdings[rank].push(holding(unit, copies.version(unit, &self.line), kind));
-                if let Some(late) = late.filter(|_| kind == Kind::Replayed) {
-                    holdings[rank].push(holding(unit, late, kind));
-                }
+        for (unit, node, version, kind) in
+            engine.copies().into_iter().flat_map(|copies| copies.held(engine.history()))
+        {
+            if let Some(rank) = rank_of(node) {
+                holdings[rank].push(holding(unit, version, kind));
             }
         }
-    }
-
-    /// The first member lists the experts that are saved one by one.
-    fn survey_store(&self, holdings: &mut [Vec<Holding>]) {
-        let (Some(turns), Some(first)) = (&self.turns, holdings.first_mut()) else { return };
-        first.extend(turns.saved().map(|(unit, version)| holding(unit, version, Kind::Persisted)));
+        holdings
     }
 
     fn fetch(&mut self, before: u64, found: Found, old: &[Option<RankUnits>]) -> Result<Event> {
         let Found { version: Some(version), may_lag, .. } = found else { return Ok(Event::Unrecoverable) };
-        let is_newest = version == self.line.newest && !self.rank_units.is_empty() && found.stale.is_empty();
+        let is_newest =
+            version == self.engine.history().newest && !self.rank_units.is_empty() && found.stale.is_empty();
         let rank_units = self.place(old, version)?;
         if version == 0 && self.rank_units.is_empty() {
             self.undo(0);
@@ -182,7 +154,7 @@ impl Job<'_> {
         let wanted: usize = needs.iter().map(Vec::len).sum();
         let holdings = self.survey(old, if is_newest { wanted.max(1) } else { 0 });
         let may_lag = if may_lag { self.experts() } else { Vec::new() };
-        let plan = self.planners.plan_recovery(&self.units.bytes, &holdings, &needs, &may_lag)?;
+        let plan = self.planners.plan_recovery(&self.engine.units().bytes, &holdings, &needs, &may_lag)?;
         let traffic = self.traffic(&plan);
         if !self.spend_traffic(&traffic)? {
             return self.lost();
@@ -199,9 +171,9 @@ impl Job<'_> {
         if old.is_some_and(|old| old.held == own_units.held && old.owned == own_units.owned) {
             return Vec::new();
         }
-        let everywhere = self.units.everywhere().filter(|_| old.is_none());
-        let has = |unit: usize| old.is_some_and(|old| old.has(unit, &self.units));
-        own_units.units(self.units.experts).filter(|&unit| !has(unit)).chain(everywhere).collect()
+        let everywhere = self.engine.units().everywhere().filter(|_| old.is_none());
+        let has = |unit: usize| old.is_some_and(|old| old.has(unit, self.engine.units()));
+        own_units.units(self.engine.units().experts).filter(|&unit| !has(unit)).chain(everywhere).collect()
     }
 
     fn traffic(&self, plan: &Plan) -> Traffic {
@@ -213,7 +185,7 @@ impl Job<'_> {
             .map(|each| each.unit)
             .collect();
         for transfer in &plan.transfers {
-            let mut bytes = self.units.bytes[transfer.unit];
+            let mut bytes = self.engine.units().bytes[transfer.unit];
             let is_away = transfer.source != transfer.destination;
             if is_away && plan.stale.is_empty() && !goes_whole.contains(&transfer.unit) {
                 let late = bytes - self.weights(transfer.unit);
@@ -241,25 +213,29 @@ impl Job<'_> {
         let model = &self.scenario.model;
         let dense: u64 = model.dense_modules.iter().sum();
         if dense == 0 {
-            return self.units.bytes[unit];
+            return self.engine.units().bytes[unit];
         }
-        (u128::from(self.units.bytes[unit]) * u128::from(model.dense_weight_bytes) / u128::from(dense)) as u64
+        (u128::from(self.engine.units().bytes[unit]) * u128::from(model.dense_weight_bytes)
+            / u128::from(dense)) as u64
     }
 
     /// Bytes of a unit that one process of a node digests: each digests all units that every node has, and a part of
     /// the rest.
     fn verified(&self, unit: usize) -> u64 {
-        let parts =
-            if self.units.everywhere().contains(&unit) { 1 } else { self.scenario.cluster.devices as u64 };
-        self.units.bytes[unit].div_ceil(parts)
+        let parts = if self.engine.units().everywhere().contains(&unit) {
+            1
+        } else {
+            self.scenario.cluster.devices as u64
+        };
+        self.engine.units().bytes[unit].div_ceil(parts)
     }
 
     /// Seconds in which all processes compute digests of their units, from when they notice a loss, or connect.
     fn survey_digests(&self) -> f64 {
-        let everywhere = self.units.everywhere();
+        let everywhere = self.engine.units().everywhere();
         let of = |own_units: &RankUnits| -> u64 {
             own_units
-                .units(self.units.experts)
+                .units(self.engine.units().experts)
                 .chain(everywhere.clone())
                 .map(|unit| self.verified(unit))
                 .sum()
@@ -304,7 +280,7 @@ impl Job<'_> {
         let mut traffic = Traffic::default();
         for (rank, own_units) in rank_units.iter().enumerate() {
             let needs = self.needs(own_units, None);
-            traffic.read.insert(rank, self.units.sum(needs.iter().copied()));
+            traffic.read.insert(rank, self.engine.units().sum(needs.iter().copied()));
             traffic.verified.insert(rank, needs.iter().map(|&unit| self.verified(unit)).sum());
         }
         if !self.spend_traffic(&traffic)? {
@@ -318,12 +294,9 @@ impl Job<'_> {
 
     fn adopt(&mut self, version: u64, rank_units: Vec<RankUnits>) -> Event {
         self.missing_since = None;
-        if let Some(copies) = self.former.take().or(self.copies.take()) {
-            self.former = Some(copies.frozen(&self.line));
-        }
+        self.engine.restore(version);
         self.rank_units = rank_units;
         self.vacated.clear();
-        self.line.note(version);
         self.tally.recoveries += 1;
         self.tally.fewest_members = self.tally.fewest_members.min(self.rank_units.len());
         Event::Restored { version, is_stale: !self.stale.is_empty() }
@@ -332,17 +305,15 @@ impl Job<'_> {
     /// Counts the tokens lost by experts that returned to older copies.
     pub(super) fn count_losses(&mut self) -> Result<()> {
         let stale = std::mem::take(&mut self.stale);
-        let step = step_of(self.line.newest);
-        match &mut self.turns {
-            Some(turns) => self.tally.lost_tokens += turns.lose(&stale, &self.units)?,
-            None => {
-                let tokens = self.scenario.model.tokens_per_step as f64;
-                for (unit, at) in stale {
-                    let (class, expert) = (unit / self.units.experts, unit % self.units.experts);
-                    let steps = step.saturating_sub(step_of(at)) as f64;
-                    self.tally.lost_tokens += steps * tokens * self.loads.of_class(class)[expert];
-                }
-            }
+        let step = step_of(self.engine.history().newest);
+        if let Some(lost) = self.engine.lose(&stale)? {
+            self.tally.lost_tokens += lost;
+            return Ok(());
+        }
+        let (tokens, experts) = (self.scenario.model.tokens_per_step as f64, self.engine.units().experts);
+        for (unit, at) in stale {
+            let steps = step.saturating_sub(step_of(at)) as f64;
+            self.tally.lost_tokens += steps * tokens * self.loads.of_class(unit / experts)[unit % experts];
         }
         Ok(())
     }

@@ -1,7 +1,6 @@
 //! A step: its duration, its delays, and the saves during it.
 
 use super::account::{Cause, nanoseconds, seconds};
-use super::in_turn::Saved;
 use super::job::Job;
 use super::world::Flow;
 use crate::error::Result;
@@ -20,9 +19,7 @@ impl Job<'_> {
     /// Computes a step and everything that must be safe before the vote.
     pub(super) fn step(&mut self, number: u64) -> Result<Event> {
         self.loads.advance(number);
-        if let Some(turns) = &mut self.turns {
-            turns.begin_step(self.planners, self.copies.as_ref())?;
-        }
+        self.engine.begin_step()?;
         let compute = nanoseconds(self.step_seconds());
         let (began, slower) = (self.world.now, self.world.slowness() - 1.0);
         let flow = self.world.spend_step(Cause::Train, compute, number)?;
@@ -89,8 +86,8 @@ impl Job<'_> {
         let write = costs.write(bytes, self.rank_units.len());
         let capture = nanoseconds(bytes / costs.capture_bytes_per_second);
         let stall = capture.saturating_sub(compute) + nanoseconds(costs.persist_seconds);
-        self.writing = Some((self.line.newest, self.world.now + stall + nanoseconds(write)));
-        self.tally.store_bytes += u128::from(self.units.bytes.iter().sum::<u64>());
+        self.writing = Some((self.engine.history().newest, self.world.now + stall + nanoseconds(write)));
+        self.tally.store_bytes += u128::from(self.engine.units().bytes.iter().sum::<u64>());
         Ok(stall)
     }
 
@@ -98,8 +95,15 @@ impl Job<'_> {
     pub(super) fn abandon_writing(&mut self) {
         self.finish_writing();
         self.writing = None;
-        if let Some(turns) = &mut self.turns {
-            turns.abandon(self.world.now);
+        self.finish_save();
+        self.saving_until = None;
+        self.engine.end_save(false);
+    }
+
+    /// Ends the save of a few experts if it is complete by now.
+    fn finish_save(&mut self) {
+        if self.saving_until.take_if(|until| *until <= self.world.now).is_some() {
+            self.engine.end_save(true);
         }
     }
 
@@ -112,25 +116,21 @@ impl Job<'_> {
 
     /// Bytes of the complete state per node: each unit is written by one of its holders.
     fn bytes_per_node(&self) -> f64 {
-        self.units.bytes.iter().sum::<u64>() as f64 / self.rank_units.len().max(1) as f64
+        self.engine.units().bytes.iter().sum::<u64>() as f64 / self.rank_units.len().max(1) as f64
     }
 
     /// Copies experts in turn after a step.
     pub(super) fn taken_step(&mut self, version: u64) -> Result<()> {
-        if self.turns.is_none() {
-            return Ok(());
-        }
-        let nodes = self.rank_units.len().max(1);
-        let Some(turns) = &mut self.turns else { return Ok(()) };
-        turns.advance(self.world.now);
-        let saved = turns.taken(&self.loads, self.planners, version, &mut self.copies, &self.units)?;
-        let Some(Saved { store_bytes, peer_bytes }) = saved else { return Ok(()) };
-        self.tally.store_bytes += u128::from(store_bytes);
-        self.tally.copy_bytes += u128::from(peer_bytes);
-        let bytes = store_bytes as f64 / nodes as f64;
-        let write = self.scenario.costs.write(bytes, nodes);
-        if let Some(turns) = self.turns.as_mut().filter(|_| store_bytes > 0) {
-            turns.busy_until(self.world.now + nanoseconds(write));
+        self.finish_save();
+        let (loads, tokens) = (&self.loads, self.scenario.model.tokens_per_step as f64);
+        let counts = || loads.shares().iter().map(|share| (share * tokens).round() as i64).collect();
+        let made = self.engine.take_step(version, counts)?;
+        self.tally.store_bytes += u128::from(made.store_bytes);
+        self.tally.copy_bytes += u128::from(made.peer_bytes);
+        if made.store_bytes > 0 {
+            let nodes = self.rank_units.len().max(1);
+            let write = self.scenario.costs.write(made.store_bytes as f64 / nodes as f64, nodes);
+            self.saving_until = Some(self.world.now + nanoseconds(write));
             self.pace.persisting = self.scenario.costs.persist_seconds;
         }
         Ok(())

@@ -1,81 +1,39 @@
 //! The units of a model and their assignment to nodes.
 
 use super::scenario::{Dense, Model, Scenario};
+use crate::engine::Units;
 use crate::placement::matrix_of;
 
 /// Maximum number of units that are no experts, and of (node, unit) pairs of them.
 const MAX_DENSE: usize = 64;
 const MAX_ACTIVE: usize = 1 << 16;
 
-/// Sizes of all units: the experts of each class, whose layers count as one, then all other state.
-#[derive(Clone, Debug)]
-pub(super) struct Units {
-    pub(super) experts: usize,
-    pub(super) classes: usize,
-    /// Bytes of each unit.
-    pub(super) bytes: Vec<u64>,
-    pub(super) gradients: Vec<u64>,
-    /// Whether state that is no expert has owners; if not, every node trains it.
-    is_sharded: bool,
-}
-
-impl Units {
-    pub(super) fn new(scenario: &Scenario) -> Self {
-        let (model, nodes) = (&scenario.model, scenario.cluster.nodes);
-        let &Model { layers, classes, experts, .. } = model;
-        let layers_of = |class: usize| (layers / classes + usize::from(class < layers % classes)) as u64;
-        let each = |size: u64| -> Vec<u64> {
-            (0..classes).flat_map(|class| std::iter::repeat_n(size * layers_of(class), experts)).collect()
+/// Sizes of all units of a scenario's model.
+pub(super) fn units_of(scenario: &Scenario) -> Units {
+    let (model, nodes) = (&scenario.model, scenario.cluster.nodes);
+    let &Model { layers, classes, experts, .. } = model;
+    let layers_of = |class: usize| (layers / classes + usize::from(class < layers % classes)) as u64;
+    let each = |size: u64| -> Vec<u64> {
+        (0..classes).flat_map(|class| std::iter::repeat_n(size * layers_of(class), experts)).collect()
+    };
+    let (mut bytes, mut gradients) = (each(model.expert_state_bytes), each(model.expert_gradient_bytes));
+    let have_owners = scenario.session.dense == Dense::Sharded;
+    let has_bytes = |size: &u64| *size > 0;
+    if have_owners {
+        let gradient = |size: &u64| {
+            let share = u128::from(*size) * u128::from(model.expert_gradient_bytes);
+            (share / u128::from(model.expert_state_bytes.max(1))) as u64
         };
-        let (mut bytes, mut gradients) = (each(model.expert_state_bytes), each(model.expert_gradient_bytes));
-        let is_sharded = scenario.session.dense == Dense::Sharded;
-        let has_bytes = |size: &u64| *size > 0;
-        if is_sharded {
-            let gradient = |size: &u64| {
-                let share = u128::from(*size) * u128::from(model.expert_gradient_bytes);
-                (share / u128::from(model.expert_state_bytes.max(1))) as u64
-            };
-            bytes.extend(model.dense_modules.iter().copied().filter(has_bytes));
-            gradients.extend(model.dense_modules.iter().filter(|size| has_bytes(size)).map(gradient));
-        } else {
-            let parts = nodes.clamp(1, MAX_DENSE).min((MAX_ACTIVE / nodes).max(1)) as u64;
-            let dense: u64 = model.dense_modules.iter().sum();
-            let end = |part: u64| (u128::from(dense) * u128::from(part) / u128::from(parts)) as u64;
-            bytes.extend((0..parts).map(|part| end(part + 1) - end(part)).filter(has_bytes));
-            gradients.resize(bytes.len(), 0); // every node reduces these
-        }
-        Self { experts, classes, bytes, gradients, is_sharded }
+        bytes.extend(model.dense_modules.iter().copied().filter(has_bytes));
+        gradients.extend(model.dense_modules.iter().filter(|size| has_bytes(size)).map(gradient));
+    } else {
+        let parts = nodes.clamp(1, MAX_DENSE).min((MAX_ACTIVE / nodes).max(1)) as u64;
+        let dense: u64 = model.dense_modules.iter().sum();
+        let end = |part: u64| (u128::from(dense) * u128::from(part) / u128::from(parts)) as u64;
+        bytes.extend((0..parts).map(|part| end(part + 1) - end(part)).filter(has_bytes));
+        gradients.resize(bytes.len(), 0); // every node reduces these
     }
-
-    /// Number of experts of all classes; they are the first units.
-    pub(super) fn num_experts(&self) -> usize {
-        self.classes * self.experts
-    }
-
-    /// Units that are no expert.
-    pub(super) fn dense(&self) -> std::ops::Range<usize> {
-        self.num_experts()..self.bytes.len()
-    }
-
-    /// Units that every node has.
-    pub(super) fn everywhere(&self) -> std::ops::Range<usize> {
-        if self.is_sharded { 0..0 } else { self.dense() }
-    }
-
-    /// Units with an owner that are no experts.
-    pub(super) fn owned(&self) -> std::ops::Range<usize> {
-        if self.is_sharded { self.dense() } else { 0..0 }
-    }
-
-    /// Total bytes of these units.
-    pub(super) fn sum(&self, units: impl Iterator<Item = usize>) -> u64 {
-        units.map(|unit| self.bytes[unit]).sum()
-    }
-
-    /// Bytes of the experts of a class.
-    pub(super) fn of_class(&self, class: usize) -> Vec<i64> {
-        self.bytes[class * self.experts..][..self.experts].iter().map(|&bytes| bytes as i64).collect()
-    }
+    Units { experts, classes, bytes, gradients, have_owners }
 }
 
 /// The units of a member: its node, the experts of each class that it trains with their replica counts, and the other

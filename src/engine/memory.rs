@@ -1,4 +1,4 @@
-//! Room for copies in the nodes' host memory. As in a session, copies that do not fit are missing.
+//! Memory of copies in the nodes' host memory. Copies that do not fit are missing.
 
 use super::copies::{Copies, UnitCopies};
 use super::units::Units;
@@ -15,13 +15,29 @@ struct Bundle {
     is_own: bool,
 }
 
+/// Bytes of the log of a unit's gradients on each node that repeats its steps, at most.
+pub fn log_bytes(gradient_bytes: u64) -> u64 {
+    LOG_STEPS * gradient_bytes
+}
+
 /// Host memory of the copies of a unit on each of its holders.
-fn holder_bytes(unit: usize, kind: CopyKind, units: &Units) -> u64 {
+///
+/// ```
+/// use evermoe::{engine::unit_memory, protection::CopyKind};
+/// assert_eq!(unit_memory(CopyKind::Snapshot { period: 1 }, 100, 10), 200); // the newest and the one in progress
+/// assert_eq!(unit_memory(CopyKind::Replayed, 100, 10), 100 + 12 * 10); // its state and the log of its gradients
+/// assert_eq!(unit_memory(CopyKind::Active, 100, 10), 0);
+/// ```
+pub fn unit_memory(kind: CopyKind, state_bytes: u64, gradient_bytes: u64) -> u64 {
     match kind {
-        CopyKind::Snapshot { .. } => OWN_VERSIONS * units.bytes[unit],
-        CopyKind::Replayed => units.bytes[unit] + LOG_STEPS * units.gradients[unit],
+        CopyKind::Snapshot { .. } => OWN_VERSIONS * state_bytes,
+        CopyKind::Replayed => state_bytes + log_bytes(gradient_bytes),
         CopyKind::Active | CopyKind::Uncovered => 0,
     }
+}
+
+fn holder_bytes(unit: usize, kind: CopyKind, units: &Units) -> u64 {
+    unit_memory(kind, units.bytes[unit], units.gradients[unit])
 }
 
 /// Whether the sender captures a snapshot in its own memory.
@@ -31,7 +47,7 @@ fn is_captured(each: &UnitCopies) -> bool {
 
 impl Copies {
     /// Bytes that the copies take in the host memory of each node.
-    pub(super) fn host_bytes(&self, units: &Units) -> BTreeMap<usize, u64> {
+    pub fn host_bytes(&self, units: &Units) -> BTreeMap<usize, u64> {
         let mut by_node = BTreeMap::new();
         for (unit, each) in self.units.iter().enumerate() {
             let bytes = holder_bytes(unit, each.kind, units);
@@ -44,13 +60,14 @@ impl Copies {
         by_node
     }
 
-    /// Removes the copies that do not fit into `room` bytes of each node; returns their bytes.
+    /// Removes the copies that do not fit into the `room` of their node; returns their bytes.
     ///
     /// A node first makes room for the snapshots that it captures, then for copies that others send. A snapshot without
     /// room on its sender has no copies.
-    pub(super) fn fit(&mut self, room: u64, units: &Units, are_separate: bool) -> u64 {
+    pub(super) fn fit(&mut self, room: &BTreeMap<usize, u64>, units: &Units, are_separate: bool) -> u64 {
         let wanted = self.host_bytes(units);
-        if wanted.values().all(|&bytes| bytes <= room) {
+        let room = |node: usize| room.get(&node).copied().unwrap_or(0);
+        if wanted.iter().all(|(&node, &bytes)| bytes <= room(node)) {
             return 0;
         }
         let mut bundles = self.bundles(units, are_separate);
@@ -62,7 +79,7 @@ impl Copies {
                 let (first, others) = bundle.nodes.split_at(usize::from(bundle.is_own));
                 for &node in if is_first { first } else { others } {
                     let used = used.entry(node).or_default();
-                    if used.saturating_add(bundle.bytes) <= room {
+                    if used.saturating_add(bundle.bytes) <= room(node) {
                         *used += bundle.bytes;
                     } else {
                         refused.push((node, is_first, bundle.units.clone()));

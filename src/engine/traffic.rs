@@ -1,0 +1,134 @@
+//! Bytes that copies send, and the time by which they delay a step.
+
+use super::copies::{Copies, History};
+use super::units::Units;
+use crate::error::Result;
+use crate::protection::FAILURE;
+use crate::schedule::{
+    CopyItem, Link, Policy, Receiver, Request, forecast_memory, plan_chunks, synthetic_windows, version_steps,
+};
+use std::collections::BTreeMap;
+
+/// Maximum number of steps over which a version may be copied.
+const MAX_VERSION_STEPS: usize = 64;
+
+/// Bytes from a node to another.
+pub type Sends = BTreeMap<(usize, usize), u64>;
+
+/// A node's network in a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Network {
+    /// Link between two nodes.
+    pub link: Link,
+    /// MoE layers, whose collectives alternate with compute.
+    pub layers: usize,
+    /// Seconds of a step.
+    pub step_seconds: f64,
+    /// Share of a step in which the network is idle.
+    pub idle: f64,
+}
+
+/// Cost of copies in each step of a plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pace {
+    /// Seconds by which they delay a step.
+    pub delay_seconds: f64,
+    /// Steps over which a version of all snapshots is copied.
+    pub version_steps: u64,
+    /// Bytes to peers, without those of experts that take turns.
+    pub bytes: u64,
+}
+
+/// Bytes of the node that sends or receives the most.
+pub fn busiest(sends: &Sends) -> u64 {
+    let (mut sent, mut received) = (BTreeMap::new(), BTreeMap::new());
+    for (&(sender, receiver), &bytes) in sends {
+        *sent.entry(sender).or_insert(0) += bytes;
+        *received.entry(receiver).or_insert(0) += bytes;
+    }
+    sent.into_values().chain(received.into_values()).max().unwrap_or(0)
+}
+
+impl Copies {
+    /// Bytes of copies that `former` copies lack.
+    pub(super) fn first_sends(&self, former: Option<&Self>, history: &History, units: &Units) -> Sends {
+        let mut sends = Sends::new();
+        let has = |unit: usize, node: usize| {
+            let Some(former) = former else { return false };
+            former.units[unit].holders.contains(&node) && former.version(unit, history) == self.begun
+        };
+        for (unit, each) in self.units.iter().enumerate() {
+            for &holder in each.holders.iter().filter(|&&holder| !has(unit, holder)) {
+                *sends.entry((each.primary, holder)).or_default() += units.bytes[unit];
+            }
+        }
+        sends
+    }
+
+    /// Bytes of a version from node to node, of which experts send the share `part`.
+    pub(super) fn version_sends(&self, part: f64, units: &Units) -> Sends {
+        let mut sends = Sends::new();
+        for (unit, each) in self.units.iter().enumerate() {
+            let bytes = self.version_bytes(unit, units);
+            let part = if unit < units.num_experts() { part } else { 1.0 };
+            for &holder in each.holders.iter().filter(|_| bytes > 0) {
+                *sends.entry((each.primary, holder)).or_default() += (bytes as f64 * part) as u64;
+            }
+        }
+        sends
+    }
+}
+
+/// Seconds by which the chunks of the busiest node delay a step, and the number of steps over which they send a version:
+/// `wanted`, or if that is none, as many as the windows need, or those that lose the least time.
+pub(super) fn chunk_delay(
+    sends: &Sends,
+    policy: Policy,
+    wanted: Option<usize>,
+    network: &Network,
+) -> Result<(f64, u64)> {
+    let mut traffic: BTreeMap<usize, u64> = BTreeMap::new();
+    for (&(sender, receiver), &bytes) in sends {
+        *traffic.entry(sender).or_default() += bytes;
+        *traffic.entry(receiver).or_default() += bytes;
+    }
+    let busiest = traffic.iter().max_by_key(|(node, bytes)| (**bytes, std::cmp::Reverse(**node)));
+    let Some((&node, &bytes)) = busiest else { return Ok((0.0, 1)) };
+    let own = |(&(sender, receiver), &bytes): (&(usize, usize), &u64)| {
+        let peer = if sender == node { receiver } else { sender };
+        let name = format!("{sender} to {receiver}");
+        (sender == node || receiver == node).then(|| CopyItem { unit: name, bytes, destinations: vec![peer] })
+    };
+    let pieces: Vec<CopyItem> = sends.iter().filter_map(own).collect();
+    let windows = synthetic_windows(network.layers, network.step_seconds, network.idle)?;
+    let mut peers: Vec<usize> = pieces.iter().flat_map(|piece| piece.destinations.clone()).collect();
+    peers.sort_unstable();
+    peers.dedup();
+    let receiver = |rank| Receiver { rank, windows: windows.clone(), clock_offset: 0.0 };
+    let receivers: Vec<Receiver> = peers.into_iter().map(receiver).collect();
+    let request = Request {
+        pieces: &pieces,
+        windows: &windows,
+        receivers: &receivers,
+        link: network.link,
+        memory: forecast_memory(bytes),
+        policy,
+        max_steps: MAX_VERSION_STEPS,
+        version_steps: 1,
+    };
+    let steps = match wanted {
+        Some(steps) => steps,
+        None => least_lost_time(&request)?,
+    };
+    let plan = plan_chunks(&Request { version_steps: steps, ..request })?;
+    Ok((plan.reason.delay_seconds, steps as u64))
+}
+
+/// Number of steps over which a version is sent: the minimum that the windows need, or the one that loses the least time
+/// (Gemini, Eq. 1).
+fn least_lost_time(request: &Request<'_>) -> Result<usize> {
+    let steps = version_steps(request, MAX_VERSION_STEPS)?;
+    let found = plan_chunks(&Request { version_steps: steps, ..*request })?.reason;
+    let pace = found.pace(request.windows.step_seconds, request.link, FAILURE, MAX_VERSION_STEPS)?;
+    Ok(pace.map_or(steps, |period| period.steps))
+}
