@@ -64,7 +64,7 @@ MANY_ATTRIBUTES = {
     "RecoveryDriver": 20,
     "Replicas": 25,
     "SnapshotRound": 19,
-    "Snapshots": 29,
+    "Snapshots": 25,
     "TorchConnections": 19,
     "WindowPlanner": 28,
 }

@@ -12,7 +12,7 @@ from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.store import MAX_TRIES
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Confirm, Listener
-from evermoe.state.keeper import Keeper
+from evermoe.state.keeper import CopyMaker
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of
 
@@ -22,22 +22,22 @@ class FirstCopies:
 
     Args:
         keepers: in the order in which they are called.
-        replicas: the keeper among them that repeats steps.
         membership: all members.
         ledger: records copies that exist at once.
         emit: listener of the session.
+        replicas: the keeper among them that repeats steps; None without one.
     """
 
     def __init__(
         self,
-        keepers: Sequence[Keeper],
-        replicas: Replicas,
+        keepers: Sequence[CopyMaker],
         membership: MembershipManager,
         ledger: LossLedger,
         emit: Listener,
+        replicas: Replicas | None = None,
     ) -> None:
-        self._keepers, self._replicas, self._membership = keepers, replicas, membership
-        self._ledger, self._emit = ledger, emit
+        self._keepers, self._membership, self._ledger = keepers, membership, ledger
+        self._emit, self._replicas = emit, replicas
         self._copies = NO_COPIES
         """Earlier copies, which need not be sent."""
         self._in_background = False
@@ -92,7 +92,8 @@ class FirstCopies:
 
     def have_arrived(self) -> bool:
         """Wait for the copies that were begun; return whether they are complete, as far as this member knows."""
-        is_complete = all([keeper.wait_for_copies() for keeper in self._keepers]) and not self._replicas.lacks_states
+        is_complete = all([keeper.wait_for_copies() for keeper in self._keepers])
+        is_complete = is_complete and not (self._replicas is not None and self._replicas.lacks_states)
         is_lost = self._membership.trainer_group.broken is not None or any(keeper.lost for keeper in self._keepers)
         self.failed = any(keeper.problem for keeper in self._keepers) or (not is_complete and not is_lost)
         return is_complete
@@ -125,7 +126,8 @@ class FirstCopies:
         lost = next(filter(None, (keeper.lost for keeper in self._keepers)), None)
         if lost is not None:
             raise PeerLost(lost)
-        return not self._replicas.take_requests() and is_complete
+        lacks_some = self._replicas is not None and bool(self._replicas.take_requests())
+        return is_complete and not lacks_some
 
     def finish_plan(self) -> None:
         """End the plan's first copies: they are complete on all members."""

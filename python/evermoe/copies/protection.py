@@ -120,7 +120,7 @@ class Protection:
         """Units whose replicas are a step behind, as they only receive the state."""
         self._skipped: list[tuple[str, int]] = []
         """Units and versions of copies that were never completed, which the other members do not know yet."""
-        self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
+        self.first = FirstCopies(self.keepers, membership, self.ledger, emit, self.replicas)
         """The copies with which a plan begins."""
         self._covered: CoverageChanged | None = None
         """Losses that the latest plan survives once its copies are complete."""
@@ -175,7 +175,7 @@ class Protection:
         if group.rank == 0:
             log_plan(self.plan, self.active, ranks, self.options, coverage)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
-        survives, locked = (coverage.survives_one, coverage.survives_two), self.snapshots.locked_bytes
+        survives, locked = (coverage.survives_one, coverage.survives_two), self.snapshots.rounds.locked_bytes
         self._emit(ProtectionPlanned(self.plan.summary, *survives, locked, sent))
         self._emit(current_coverage(self.plan, self.active, ranks, copies))
 

@@ -70,7 +70,7 @@ class ChosenExperts:
     ) -> None:
         self._options, self._state, self._membership, self._planner = options, state, membership, planner
         self._are_chosen = options.chooses_experts
-        self._ledger = LossLedger(state, Pec(), records_copies=self._are_chosen)
+        self.ledger = LossLedger(state, Pec(), records_copies=self._are_chosen)
         self._numbers: dict[str, int] = {}
         """By expert of all stages that others keep copies of, the number of its bundle."""
         self._expert_bytes = self._all_bytes = self._other_bytes = 0
@@ -115,9 +115,9 @@ class ChosenExperts:
         if not self._are_chosen:
             return
         if not is_repeated:
-            self._ledger.add_step(step)
+            self.ledger.add_step(step)
         elif self._state.is_of_version:
-            self._ledger.record_recovery(step, {}, is_new=True)
+            self.ledger.record_recovery(step, {}, is_new=True)
 
     def choose(self, version: int) -> Collection[int]:
         """Choose the bundles that stay with their primaries in a version, which begins now. Collective.
@@ -130,7 +130,7 @@ class ChosenExperts:
         """
         if not self._numbers:
             return ()
-        ledger, layers = self._ledger.selection, self._state.layers
+        ledger, layers = self.ledger.selection, self._state.layers
         rows = [] if ledger is None else ledger.at_risk.tolist()
         mine = {path: row[: layer.num_experts] for row, (path, layer) in zip(rows, layers.items(), strict=True)}
         at_risk: dict[str, list[int]] = {}
@@ -151,8 +151,8 @@ class ChosenExperts:
 
     def _note(self, units: Collection[str], version: int) -> None:
         mine = self._state.own.experts()
-        self._ledger.record_copies([unit for unit in mine if unit in units], version)
-        self._ledger.record_local_copies(mine, version)
+        self.ledger.record_copies([unit for unit in mine if unit in units], version)
+        self.ledger.record_local_copies(mine, version)
 
     def _budget(self) -> int:
         """Bytes that experts may take in a version: bandwidth × time of its steps (MoEtion, Algorithm 1).
@@ -180,7 +180,7 @@ class ChosenExperts:
         """
         if not self._are_chosen:
             return
-        ledger, lost = self._ledger, dict[str, int]()
+        ledger, lost = self.ledger, dict[str, int]()
         if self._state.layers:
             stale = {unit: at for unit, at in outcome.stale.items() if unit in self._state.own.by_name}
             lost = ledger.agree_on_lost(self._membership.side_group, stale, outcome.version, before)

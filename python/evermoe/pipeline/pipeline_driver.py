@@ -90,7 +90,7 @@ class PipelineDriver(PipelineRecovery):
         if self._waits:
             self.pacer.hurry()
         self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
-        is_complete = not self._waits or self.copies.wait_sent()
+        is_complete = not self._waits or self.copies.before_vote(after)
         if is_complete and self._waits:
             self._emit(Confirm(after))
         self._emit(Vote(step.number))
@@ -165,7 +165,7 @@ class PipelineDriver(PipelineRecovery):
         """Apply the step that all have voted for, and begin to copy the new version."""
         self.end_vote()
         is_due = self.snapshot_schedule.is_due(step_of(after))
-        self.copies.wait_captured()
+        self.copies.before_update()
         if is_due:  # all have voted: its copies are complete
             self.copies.drop_previous()
             if self.copies.version is not None:
@@ -226,7 +226,6 @@ class PipelineDriver(PipelineRecovery):
 
     def pace(self, step: int) -> None:
         """Plan the next windows after the vote on a step."""
-        self.window_planner.host_speed = self.copies.host_speed or self.window_planner.host_speed
         try:
             self.window_planner.after(step)
             self.windows.choice.consider(self.window_planner, self._group, self.layout)

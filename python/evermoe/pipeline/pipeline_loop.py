@@ -189,7 +189,7 @@ class PipelineLoop:
         end_torch_groups()
         self._connections.leave()
         self._guard.remove()
-        self._driver.replay.end()
+        self._driver.copies.close()
         self._membership.close()
         self._driver.end()
         self._driver.run.leave()

@@ -6,6 +6,7 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
+from evermoe.copies.snapshot.rounds import Rounds
 from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
@@ -25,7 +26,7 @@ from evermoe.pipeline.stage_target import StageTarget
 from evermoe.pipeline.stages import StageRank, StageState
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
-from evermoe.recovery.survey import SNAPSHOT, Standing
+from evermoe.recovery.survey import Standing
 from evermoe.session.commands import Event
 from evermoe.session.same_run import MemoryClaim
 from evermoe.session.training_driver import TrainingDriver
@@ -78,7 +79,9 @@ class PipelineRecovery(TrainingDriver):
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
         self.replay = StageReplay(options, state, self.localised)
         chosen = self.windows, self.experts, self.replay
-        self.copies = StageCopies(options, store, membership, *chosen, self.window_planner, self.courier, emit)
+        memory = options.versions.snapshot_memory
+        rounds = Rounds(store, membership, self.courier, self.window_planner, memory, emit)
+        self.copies = StageCopies(options, store, membership, *chosen, self.window_planner, rounds, emit)
         self.connections = TorchConnections(
             membership, (options.stage, options.stages, options.data_parallel_size), options.rank, limits, state.device
         )
@@ -111,9 +114,7 @@ class PipelineRecovery(TrainingDriver):
     def end_copies(self) -> bool:
         """Wait for transfers in progress. Return whether the copies are complete on this rank."""
         self.pacer.hurry("recovery")
-        self.copies.wait_captured()
-        is_complete = self.copies.wait_sent()
-        self.copies.forget_version()
+        is_complete = self.copies.settle()
         self.connections.interrupt()
         return is_complete
 
@@ -210,11 +211,12 @@ class PipelineRecovery(TrainingDriver):
 
     def recovery(self, version: int, *, established: bool) -> Recovery:
         """Try once to bring all ranks to one version."""
-        stored = ((found, SNAPSHOT) for found in self.windows.stored())
         standing = Standing(
             version, established, lagging=self.experts.lagging, committed=max(0, self.history.committed)
         )
-        return Recovery(self._state, stored, self._group, StageTarget(self.layout, self.windows), standing)
+        return Recovery(
+            self._state, self.copies.stored(), self._group, StageTarget(self.layout, self.windows), standing
+        )
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
         """Begin to make the copies that are missing; they are complete on return, or by the next vote."""

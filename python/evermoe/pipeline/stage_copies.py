@@ -1,31 +1,28 @@
-"""Copies of a pipeline's stages on other ranks: one version at a time is sent."""
+"""Keeper of a pipeline's stages: one version at a time is sent to other ranks, or a slice of one in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 
-import torch
-
-from evermoe.comm.courier import Courier
 from evermoe.comm.membership import MembershipManager
-from evermoe.copies.snapshot.gpu_sources import GpuSources
-from evermoe.copies.snapshot.page_locks import PageLocks
-from evermoe.copies.snapshot.round import SnapshotRound
-from evermoe.copies.snapshot.store import MAX_TRIES, SnapshotStore
+from evermoe.copies.first_copies import FirstCopies
+from evermoe.copies.snapshot.rounds import Rounds
+from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
-from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Listener
 from evermoe.pipeline.chosen_experts import ChosenExperts
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.sparse_windows import SparseWindows
 from evermoe.pipeline.stage_replay import StageReplay
 from evermoe.pipeline.stages import StageRank, stage_bundles
-from evermoe.profile.memory import share_of_host_bytes
-from evermoe.state.stored import KeptCopies
+from evermoe.recovery.survey import SNAPSHOT
+from evermoe.state.keeper import CopyMaker
+from evermoe.state.stored import NO_COPIES, KeptCopies, StoredUnit
 
 
-class StageCopies:
-    """Makes copies, in the courier's thread.
+class StageCopies(CopyMaker):
+    """Makes copies of a stage.
 
     Args:
         options: of the pipeline.
@@ -35,7 +32,7 @@ class StageCopies:
         experts: chooses those that are copied.
         replay: chooses the bundles that are sent as steps.
         planner: plans when they are sent.
-        courier: sends and receives.
+        rounds: copies versions.
         emit: of the session.
     """
 
@@ -48,22 +45,23 @@ class StageCopies:
         experts: ChosenExperts,
         replay: StageReplay,
         planner: WindowPlanner,
-        courier: Courier,
+        rounds: Rounds,
         emit: Listener,
     ) -> None:
         self._options, self._store, self._membership, self._windows = options, store, membership, windows
-        self._experts, self._replay, self._planner, self._courier, self._emit = experts, replay, planner, courier, emit
-        store.sources = GpuSources(options.versions.snapshot_memory)
-        self._page_locks = PageLocks()
-        self._round: SnapshotRound | None = None
+        self._experts, self._replay, self._planner, self._rounds = experts, replay, planner, rounds
+        self.first = FirstCopies([self], membership, experts.ledger, emit)
+        """The copies that a recovery makes."""
         self.version: int | None = None
         """The version that is being sent, or was sent last; of a sparse one the version of its first slice."""
-        self._before: tuple[KeptCopies, int, int] | None = None
-        """Copies from before a recovery until its own are complete; generation and version of the latter."""
-        self._failed = False
-        """Whether copies arrived damaged or found no room, and have not been complete since."""
+        self._copies, self._generation, self._protected = NO_COPIES, 0, 0
+        """Copies from before a recovery; generation and version of its own."""
+        self._left: deque[tuple[int, Collection[int] | None]] = deque()
+        """Versions that are still to be copied of those that the recovery copies, with their bundles."""
         self._stays: Collection[int] = ()
         """Numbers of the bundles that stay with their primaries in that version."""
+
+    # ---- first copies
 
     def protect(
         self, layout: Sequence[StageRank], version: int, generation: int, copies: KeptCopies, *, waits: bool
@@ -86,58 +84,61 @@ class StageCopies:
             PeerLost: a rank was lost meanwhile.
             CorruptCopy: copies did not match their digests several times in a row.
         """
-        self._drop_held()
+        self.first.drop_earlier_copies()
         self._windows.apply_choice(layout)
         planned = stage_bundles(self._options.copies.name, layout, self._options.copies.replication)
         bundles = self._windows.arrange(self._replay.arrange(self._experts.arrange(planned), layout))
-        must_wait = waits or self._windows.are_used or self._failed
-        is_background = not self._membership.trainer_group.all_reduce(torch.tensor([int(must_wait)]))
-        self._before = copies, generation, version
-        is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
-        reserves = is_on_gpu or not is_background  # the driver page-locks existing memory
-        kept = self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
-        self._experts.keep(kept)
-        self._replay.keep(kept, self._membership.trainer_group.rank, version)
-        self._page_locks.lock(
-            self._store, share_of_host_bytes(self._membership.nodes, self._membership.trainer_group.rank)
+        self._copies, self._generation, self._protected = copies, generation, version
+        in_background = self.first.begin_plan(
+            copies, waits=waits or self._windows.are_used, has_room=not self.first.failed
         )
-        if is_background and copies:
+        kept = self._rounds.replace_arenas(bundles, generation, copies, in_background=in_background)
+        self._experts.keep(kept)
+        self._replay.keep(kept, self._membership.everyone.rank, version)
+        if self.first.may_arrive_later:
             self.version, self._stays = version, ()
-            self._round = SnapshotRound(self._store, version, self._courier, None, self._emit, copies).start()
+            self.first.begin_copies(version)
             return False
-        for at, due in self._windows.first_copies(version):
-            self._make(at, due, copies)
+        self.first.make_copies(version, makes_any=True)
         self.forget_version()
         self._windows.protected()
         self.drop_previous()
         return True
 
+    def protect_all(self, version: int) -> Collection[str]:
+        """Begin to make the copies of a recovery; those of a window's slices are made one after the other."""
+        self._left = deque(self._windows.first_copies(version))
+        self._rounds.begin(*self._left.popleft(), self._copies)
+        return ()
+
+    def wait_for_copies(self) -> bool:
+        """Wait for the version that is being sent. Return whether it is complete on this rank."""
+        is_complete = self._rounds.wait_complete()
+        while is_complete and self._left:
+            self._rounds.begin(*self._left.popleft(), self._copies)
+            is_complete = self._rounds.wait_complete()
+        return is_complete
+
+    @property
+    def problem(self) -> str:  # type: ignore[override]
+        """Why copies are incomplete although no rank is lost: this host has too little memory."""
+        return self._rounds.problem
+
+    @property
+    def lost(self) -> str | None:
+        """Why the version that is being sent will not be complete: a rank is lost."""
+        return self._rounds.lost
+
     def drop_previous(self) -> None:
         """Drop the copies from before the recovery: all ranks have reported that the new ones are complete."""
-        self._failed = False
-        if self._before is not None:
-            _, generation, version = self._before
-            self._experts.protected(version)
+        self.first.finish_plan()
+        if self._generation:
+            self._experts.protected(self._protected)
             self._windows.choice.settle()
-            self._drop_held()
-            self._store.prune(generation)
+            self._store.prune(self._generation)
+            self._copies, self._generation = NO_COPIES, 0
 
-    def _drop_held(self) -> None:
-        """Drop the copies that holders had already; their memory is free once the previous arenas are deleted."""
-        if self._before is not None:
-            self._before[0].forget()
-            self._before = None
-
-    def _make(self, version: int, due: Collection[int] | None, copies: KeptCopies) -> None:
-        for _ in range(MAX_TRIES):
-            self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, copies).start()
-            if not self._courier.wait_for_task(self._round.task, self._membership.trainer_group):
-                raise PeerLost(self._round.task.lost or "the group was dropped")
-            is_complete = float(bool(self._round.task.result))
-            if float(self._membership.trainer_group.all_reduce(torch.tensor([is_complete]))) == self._options.size:
-                return
-            copies.forget()  # the existing copies may be damaged
-        raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+    # ---- versions
 
     def begin_version(self, version: int) -> None:
         """Begin to copy the state, which has this version; of a sparse version the first slice. Collective.
@@ -153,31 +154,34 @@ class StageCopies:
         """Begin to copy the next slice of the state, which has this version after one more step."""
         if self.version is None:
             return
-        due = self._windows.due(version - self.version)
         contents = self._replay.begin(version, self._stays)
         self._planner.prepare_version(self._stays, contents.nbytes)
-        self._round = SnapshotRound(
-            self._store, version, self._courier, due, self._emit, stays=self._stays, contents=contents
-        ).start()
+        due = self._windows.due(version - self.version)
+        self._rounds.begin(version, due, stays=self._stays, contents=contents)
 
-    def wait_sent(self) -> bool:
+    def before_vote(self, step: int) -> bool:
         """Wait for the version that is being sent. Return whether it is complete on this rank."""
-        if self._round is None:
-            return not self._failed
-        is_done = self._courier.wait_for_task(self._round.task, self._membership.trainer_group)
-        self._failed = is_done and not self._round.task.result
-        return is_done and bool(self._round.task.result)
+        return not self.first.failed if self._rounds.current is None else self.first.have_arrived()
 
-    @property
-    def host_speed(self) -> float:
-        """Bytes per second at which the latest version, or slice of one, was captured; 0 before the first."""
-        return 0.0 if self._round is None else self._round.host_speed
-
-    def wait_captured(self) -> None:
+    def before_update(self) -> None:
         """Wait until the version is captured, so that the state may change."""
-        if self._round is not None:
-            self._round.wait_captured()
+        self._rounds.wait_captured()
 
     def forget_version(self) -> None:
         """Forget the version that was sent."""
-        self._round = self.version = None
+        self._rounds.current = self.version = None
+
+    def settle(self) -> bool:
+        """Wait until nothing is in flight. Return whether the version that was being sent is complete on this rank."""
+        self.before_update()
+        is_complete = self.before_vote(0)
+        self.forget_version()
+        return is_complete
+
+    def stored(self) -> Iterator[tuple[StoredUnit, str]]:
+        """Yield every version of every unit in this node's memory, as the recovery in progress uses it."""
+        return ((found, SNAPSHOT) for found in self._windows.stored())
+
+    def close(self) -> None:
+        """Leave the optimizer to the script. Nothing may be in flight."""
+        self._replay.end()

@@ -1,4 +1,4 @@
-"""What a session and a pipeline's session report of their job."""
+"""State of training, as a session and a pipeline's session report it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class StepMeasures:
         for keeper in protection.keepers:
             lag |= keeper.lag(step + 1)
         sent = dict(zip(("replayed", "snapshot"), (courier.sent_bytes for courier in protection.couriers), strict=True))
-        gpu_bytes = protection.snapshots.sources.nbytes
+        gpu_bytes = protection.snapshots.rounds.sources.nbytes
         risk = protection.selector.risk() if self._counts and protection.preset.may_lose_tokens else None
         at_risk, waiting = risk or (None, None)
         tokens = self._count_tokens()

@@ -40,14 +40,11 @@ class Assignment:
     """Whether missing copies are made concurrently with training, which then does not wait for memory either."""
 
 
-class Keeper(Protocol):
-    """Keeps copies of some units. A keeper that has nothing to do at some point inherits a method that does nothing."""
+class CopyMaker(Protocol):
+    """Makes the first copies of a plan."""
 
     problem: str = ""
     """Why copies are incomplete although no member is lost: this host has too little memory."""
-
-    def replan(self, assignment: Assignment) -> None:
-        """Follow a new plan; `protect_all`, `release` and `restart` must follow."""
 
     def protect_all(self, version: int) -> Collection[str]:
         """Begin to make the missing copies of its units, as of `version`; `wait_for_copies` must follow. Collective.
@@ -62,6 +59,13 @@ class Keeper(Protocol):
     @property
     def lost(self) -> str | None:
         """Reason why copies that were begun will not be completed: a member is gone."""
+
+
+class Keeper(CopyMaker, Protocol):
+    """Keeps copies of some units. A keeper that has nothing to do at some point inherits a method that does nothing."""
+
+    def replan(self, assignment: Assignment) -> None:
+        """Follow a new plan; `protect_all`, `release` and `restart` must follow."""
 
     def release(self, step: int) -> None:
         """Drop earlier copies: those of the latest plan are complete on all members, after this number of steps."""

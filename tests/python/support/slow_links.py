@@ -63,10 +63,10 @@ class SlowLinkWorker(Worker):
             return found
 
         def start_and_report(snapshots: Snapshots, *args: Any) -> None:
-            before = snapshots._round
+            before = snapshots.rounds.current
             start(snapshots, *args)
-            if before is not None and snapshots._round is not before:
-                nbytes = sum(kept.arena.payload_bytes for kept in before._own)
+            if before is not None and snapshots.rounds.current is not before:
+                nbytes = sum(kept.arena.payload_bytes for kept in before.own)
                 write("captured", nbytes=nbytes, seconds=before.capture_seconds)
 
         def budgets_of_and_report(planner: WindowPlanner, reports: Sequence[RankReport]) -> Budgets:

@@ -13,10 +13,8 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.config.copies import CopyConfig
 from evermoe.copies.snapshot.bundles import Bundle, bundles
-from evermoe.copies.snapshot.gpu_sources import GpuSources
-from evermoe.copies.snapshot.page_locks import PageLocks
 from evermoe.copies.snapshot.previous_epoch import PreviousEpochSnapshots
-from evermoe.copies.snapshot.round import SnapshotRound
+from evermoe.copies.snapshot.rounds import Rounds
 from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.copies.snapshot.step_source import StepSource
 from evermoe.copies.snapshot.store import SnapshotStore, SnapshotUnit
@@ -24,7 +22,6 @@ from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.events import Listener
 from evermoe.presets import Gemini, LocalSnapshots, Pec
 from evermoe.profile.follower import StreamFollower
-from evermoe.profile.memory import share_of_host_bytes
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.keeper import Assignment, ScheduledCopies, StateKeeper
 from evermoe.state.stored import NO_COPIES
@@ -76,9 +73,7 @@ class Snapshots(StateKeeper):
         emit: Listener,
     ) -> None:
         self._state, self._store, self._membership = state, store, membership
-        self._options, self._emit = options, emit
-        self.sources = store.sources = GpuSources(options.preset.snapshot_memory)
-        """Used by captures from a GPU."""
+        self._options = options
         self.pacer = Pacer()
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
         self._blocks = options.preset.group(Gemini).copy_pacing == "blocking"
@@ -90,11 +85,11 @@ class Snapshots(StateKeeper):
         self.window_planner = WindowPlanner(
             StepSource(self.pacer), self.courier, store, membership, options.windows, policy, options.steps_per_version
         )
+        self.rounds = Rounds(store, membership, self.courier, self.window_planner, options.preset.snapshot_memory, emit)
         self.snapshot_schedule = SnapshotSchedule()
         """Schedule of versions, where the copies of a step are made during the next one."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
-        self._round: SnapshotRound | None = None
         self._is_settled = False
         """Whether nothing is sent until `restart`, since the members change."""
         self._local: dict[int, tuple[str, ...]] = {}
@@ -103,11 +98,8 @@ class Snapshots(StateKeeper):
         """Units and period of the bundles that other ranks keep, too."""
         self.missing: dict[str, set[int]] = {}
         """Per unit, the ranks that should keep a snapshot of it and have no room; empty if all have."""
-        self.locked_bytes = 0
-        """Bytes of this member's arenas that are page-locked, so that its GPU writes to them directly."""
         self._complete: dict[int, int] = {}
         """Steps taken in the newest complete version of this member's own bundles, by number."""
-        self._page_locks = PageLocks()
         local, in_turns = options.preset.group(LocalSnapshots), options.preset.group(Pec)
         self._copy_budget = local.copy_budget
         self._fixed_steps = in_turns.snapshot_interval if options.choices.takes_turns else local.snapshot_interval
@@ -131,8 +123,7 @@ class Snapshots(StateKeeper):
         Raises:
             OSError: a job starts, and the shared memory is too small.
         """
-        had_room, self.problem = not self.problem, ""
-        self.missing, self.locked_bytes = {}, 0
+        had_room, self.missing = not self.problem, {}
         self._former.reset()
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self.snapshot_schedule.is_used = self.copies_late
@@ -144,17 +135,10 @@ class Snapshots(StateKeeper):
             return
         found, local = planned_bundles(assignment, self._options)
         by_unit, planned = assignment.plan.by_unit, [*found, *local]
-        share = share_of_host_bytes(self._membership.nodes, self._membership.everyone.rank)
-        is_on_gpu = self._membership.device.type == "cuda"  # its driver page-locks the arenas
-        kept = self._store.replace_arenas(
-            planned,
-            assignment.generation,
-            self._membership,
-            assignment.copies,
-            reserves=is_on_gpu or not assignment.in_background,
+        kept = self.rounds.replace_arenas(
+            planned, assignment.generation, assignment.copies, in_background=assignment.in_background
         )
         self._is_local_later &= bool(assignment.copies)  # otherwise the previous ones were removed to make room
-        self.locked_bytes = self._page_locks.lock(self._store, share)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
         self._sent = {n: (units, by_unit[units[0]].period) for n, units in left.items() if n < len(found)}
@@ -180,7 +164,7 @@ class Snapshots(StateKeeper):
         """
         due = set(self._sent) if self._is_local_later else None
         if self._sent or (self._local and not self._is_local_later):
-            self._round = SnapshotRound(self._store, version, self.courier, due, self._emit, self._copies).start()
+            self.rounds.begin(version, due, self._copies)
         return ()
 
     def release(self, step: int) -> None:
@@ -206,41 +190,38 @@ class Snapshots(StateKeeper):
         is_due = (
             self.snapshot_schedule.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
         )
-        if self._round is not None and is_due:
+        if self.rounds.current is not None and is_due:
             self.pacer.hurry()
             self.wait_for_copies()
 
     def before_vote(self, step: int) -> bool:
         """Wait for the copies that must be complete before the vote; return whether they are."""
-        if self._round is not None and self.copies_late:
+        if self.rounds.current is not None and self.copies_late:
             return not self.snapshot_schedule.is_due(step) or self.wait_for_copies()
-        if self._round is not None and self._former.are_replaced:
+        if self.rounds.current is not None and self._former.are_replaced:
             self.pacer.hurry()
             return self._former.report_complete(self.wait_for_copies())
-        if self._round is not None and not self._sent:  # does not wait for a peer
-            self._round.task.wait()
+        if self.rounds.current is not None and not self._sent:  # does not wait for a peer
+            self.rounds.current.task.wait()
         return True
 
     def wait_for_copies(self) -> bool:
         """Wait for the version under way, but not for a silent peer; return whether it is complete on this member."""
-        if self._round is None:
-            return True
-        task, group = self._round.task, self._membership.trainer_group
-        is_done = self.courier.wait_for_task(task, group)
-        self.problem = self._round.problem
-        if self.problem:
-            group.drop(f"no memory for copies: {self.problem}")  # the others wait for messages that are not sent
-        return is_done and bool(task.result)
+        return self.rounds.wait_complete()
+
+    @property
+    def problem(self) -> str:  # type: ignore[override]
+        """Why copies are incomplete although no member is lost: this host has too little memory."""
+        return self.rounds.problem
 
     @property
     def lost(self) -> str | None:
         """Why the version under way will not be complete: a peer is lost."""
-        return None if self._round is None else self._round.task.lost
+        return self.rounds.lost
 
     def before_update(self) -> None:
         """Wait until the state may change."""
-        if self._round is not None:
-            self._round.wait_captured()
+        self.rounds.wait_captured()
 
     def settle(self, version: int | None = None) -> bool:
         """Wait until nothing is under way, and begin nothing more; return whether all copies are complete.
@@ -251,8 +232,8 @@ class Snapshots(StateKeeper):
         self._is_settled = True
         self.before_update()
         is_complete = self.wait_for_copies()
-        self._round = None
-        self.sources.clear()
+        self.rounds.current = None
+        self.rounds.sources.clear()
         if version is not None and self.copies_late and self.snapshot_schedule.begun < step_of(version):
             self._is_settled = False
             self.begin_copies(version, ScheduledCopies(bundles=None))
@@ -262,7 +243,7 @@ class Snapshots(StateKeeper):
     @property
     def capture_seconds(self) -> float:
         """Seconds that the latest capture took."""
-        return 0.0 if self._round is None else self._round.capture_seconds
+        return self.rounds.capture_seconds
 
     def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
         """Set the interval at which local snapshots stay within the budget, from the sums over all members."""
@@ -280,7 +261,7 @@ class Snapshots(StateKeeper):
         if not self._sent and not self._local:
             return ScheduledCopies()
         sent = self._due_for_peers(step)
-        if not sent and self._round is not None and not self._round.task.is_over_within(0):
+        if not sent and self.rounds.current is not None and not self.rounds.current.task.is_over_within(0):
             return ScheduledCopies()  # the round takes several steps; local snapshots can wait for it
         local = set(self._local) if step >= self._newest_local + self._local_steps else set()
         if self._options.choices.takes_turns and not local:
@@ -308,10 +289,9 @@ class Snapshots(StateKeeper):
         if bundles is not None and bundles & self._local.keys():
             self._former.replace()
         if not self._is_settled:  # while the members change, no peer would receive it
-            if self._round is not None:
-                self._complete |= self._round.complete_steps
-                self.window_planner.host_speed = self._round.host_speed or self.window_planner.host_speed
-            self._round = SnapshotRound(self._store, version, self.courier, bundles, self._emit).start()
+            if self.rounds.current is not None:
+                self._complete |= self.rounds.current.complete_steps
+            self.rounds.begin(version, bundles)
             self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
             if self._blocks:
                 self.pacer.hurry()
@@ -319,8 +299,8 @@ class Snapshots(StateKeeper):
 
     def lag(self, step: int) -> dict[str, int]:
         """Return the lag of the oldest complete `snapshot` on other nodes and of the oldest `local` one."""
-        if self._round is not None:
-            self._complete |= self._round.complete_steps
+        if self.rounds.current is not None:
+            self._complete |= self.rounds.current.complete_steps
         kinds: dict[str, Mapping[int, object]] = {"snapshot": self._sent, "local": self._local}
         found = {kind: [at for number, at in self._complete.items() if number in some] for kind, some in kinds.items()}
         return {kind: step - min(steps) for kind, steps in found.items() if steps}
