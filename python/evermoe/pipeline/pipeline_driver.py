@@ -118,27 +118,16 @@ class PipelineDriver(PipelineRecovery):
 
     def _count(self, step: PipelineStep) -> Ballot:
         on_all, alone = map(_gradients, self._state.parameters())
-        found = [*on_all, *alone]
-        own_loss, own_count, has_loss, is_counted = torch.zeros(1), torch.zeros(1), False, False
-        if step.loss is not None:
-            own_loss, has_loss, is_counted = step.loss, True, step.count is not None
-            own_count = torch.as_tensor(step.losses if step.count is None else step.count, dtype=torch.float64)
-        (loss,), (are_finite,), norms, (counted,) = gradients.read(
-            own_loss, gradients.are_finite(found), gradients.norms(found), own_count
-        )
+        found, peers = [*on_all, *alone], self._options.data_parallel_size
+
+        def square_sum(norms: list[float]) -> float:
+            return _squares(norms[: len(on_all)]) / peers + _squares(norms[len(on_all) :])
+
+        has_finite, norms, scale = gradients.are_finite(found), gradients.norms(found), self._loss_scale.value
+        mine = gradients.ballot_of(step.loss, step.count, has_finite, norms, square_sum, self._group.rank, scale)
         self.connections.check()
-        squares = _squares(norms[: len(on_all)]) / self._options.data_parallel_size + _squares(norms[len(on_all) :])
-        return Ballot(
-            votes=0.0,
-            loss=loss,
-            squares=squares,
-            reduced_squares=squares,
-            **gradients.faults(loss, bool(are_finite), self._group.rank),
-            trainers=float(has_loss),
-            scale=self._loss_scale.value if has_loss else 0.0,
-            counting=float(is_counted),
-            counted=counted,
-        )
+        has_means = step.loss is not None and step.count is None
+        return mine._replace(counted=float(step.losses)) if has_means else mine
 
     def tallied(self, step: int, sums: Ballot) -> None:
         """End the job on all ranks if the step's losses are inconsistent, or a gradient is not finite.
@@ -213,9 +202,7 @@ class PipelineDriver(PipelineRecovery):
 
     def _update(self, sums: Ballot) -> None:
         if sums.is_finite:
-            factor = gradients.factor_of(sums, self._options.max_grad_norm)
-            if factor != 1:
-                gradients.scale([each for some in self._state.parameters() for each in _gradients(some)], factor)
+            gradients.multiply(self._state, gradients.factor_of(sums, self._options.max_grad_norm))
             self.optimizer.step()
         else:
             self.skipped += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -134,6 +134,43 @@ def faults(loss: float, are_finite: bool, rank: int) -> dict[str, float]:
         "nonfinite_losses": float(not has_loss),
         "nonfinite_loss_ranks": 0.0 if has_loss else float(rank),
     }
+
+
+def ballot_of(
+    loss: Tensor | None,
+    count: float | Tensor | None,
+    has_finite: Tensor,
+    norms: Tensor,
+    square_sum: Callable[[list[float]], float],
+    rank: int,
+    scale: float,
+) -> Ballot:
+    """Read a member's part of a step's loss and of the gradients' squares.
+
+    Args:
+        loss: of this member; None if it computes none.
+        count: of this member; None for a loss that is a mean.
+        has_finite: whether its gradients are finite.
+        norms: of its gradients.
+        square_sum: returns its part of the square of the global norm, for these norms as the host has read them.
+        rank: of this member.
+        scale: factor of the losses.
+    """
+    has_loss, own_loss = loss is not None, torch.zeros(1) if loss is None else loss
+    counted = torch.zeros(1) if count is None else torch.as_tensor(count, dtype=torch.float64)
+    (value,), (are_finite,), found, (terms,) = read(own_loss, has_finite, norms, counted)
+    squares = square_sum(found)
+    return Ballot(
+        votes=0.0,
+        loss=value,
+        squares=squares,
+        reduced_squares=squares,
+        **faults(value, bool(are_finite), rank),
+        trainers=float(has_loss),
+        scale=scale if has_loss else 0.0,
+        counting=float(count is not None),
+        counted=terms,
+    )
 
 
 def refuse_nonfinite(sums: Ballot, step: int, nodes: Sequence[str]) -> None:

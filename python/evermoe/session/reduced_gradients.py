@@ -39,20 +39,8 @@ class ReducedGradients:
         """
         assert step.loss is not None
         squares = gradients.SquareSum(self._state, self._group.rank, self._group.size)
-        counted = torch.zeros(1) if step.count is None else torch.as_tensor(step.count, dtype=torch.float64)
-        (loss,), (were_finite,), norms, (count,) = gradients.read(step.loss, has_finite, squares.norms, counted)
-        square_sum = squares.value(norms)
-        return Ballot(
-            votes=0.0,
-            loss=loss,
-            squares=square_sum,
-            reduced_squares=square_sum,
-            **gradients.faults(loss, bool(were_finite), self._group.rank),
-            trainers=1.0,
-            scale=self._script.loss_scale.value,
-            counting=float(step.count is not None),
-            counted=count,
-        )
+        rank, scale = self._group.rank, self._script.loss_scale.value
+        return gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
 
     def change(self, on_gradients: Callable[[StepGradients], object], step: Step, has_finite: Tensor) -> Ballot:
         """Divide the reduced gradients and let the script change them, unless the step cannot count; collective.
