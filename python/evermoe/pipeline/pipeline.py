@@ -25,12 +25,13 @@ from evermoe.config.membership import Membership
 from evermoe.config.variables import find_membership
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import UnsupportedState
-from evermoe.events import Listener, Protocol
+from evermoe.events import Listener
 from evermoe.observe.listeners import combined, from_environment
 from evermoe.pipeline.border_log import Forwards
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.pipeline_driver import PipelineDriver
 from evermoe.pipeline.pipeline_loop import PipelineLoop
+from evermoe.pipeline.pipeline_recovery import PipelineContext
 from evermoe.pipeline.pipeline_step import LossFunction, PipelineStep
 from evermoe.pipeline.stages import StageState
 from evermoe.presets import PipelineVersions, pipeline_preset_options
@@ -41,7 +42,6 @@ from evermoe.session.training_inputs import (
     check_types,
     refuse_balanced,
     refuse_divided,
-    refuse_scaled,
     refuse_tensor_parallel,
     versions,
 )
@@ -154,7 +154,6 @@ class PipelineSession(BaseSession):
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
-        loop = LoopParts(None, optimizer, scheduler, self._loss_scale)
         self._state = StageState(
             stage_module,
             optimizer,
@@ -165,22 +164,15 @@ class PipelineSession(BaseSession):
             config.chooses_experts,
             may_cut=not config.replay,
         )
-        self._has_seen_loss = False
         self._membership = _new_membership(config, self._loss_scale, scheduler)
         folder = job_folder(config.membership.memory_dir or DEFAULT, self._membership.identity.job)
         store = SnapshotStore(folder / self._membership.node, self._state, config.copies.name)
-        self._driver = PipelineDriver(
-            config, optimizer, self._state, loop, self._loss_scale, store, self._membership, emit
+        loop = LoopParts(None, optimizer, scheduler, self._loss_scale)
+        parts = PipelineContext(
+            config, stage_module, loop, self._loss_scale, self._state, store, self._membership, emit
         )
-        self._loop = PipelineLoop(
-            config,
-            self._state,
-            self._driver,
-            self._membership,
-            store.newest_generation(),
-            lambda: build_schedule(self),
-            lambda said, commands: emit(Protocol(said, commands)),
-        )
+        self._driver = PipelineDriver(parts)
+        self._loop = PipelineLoop(parts, self._driver, lambda: build_schedule(self))
         self._protocol = self._loop.protocol
 
     @property
@@ -278,9 +270,8 @@ class PipelineSession(BaseSession):
 
         def checked(output: Any, target: Any) -> Tensor:
             loss = compute(output, target)
-            if not self._has_seen_loss and isinstance(loss, Tensor):
-                self._has_seen_loss = True
-                refuse_scaled(loss)
+            if isinstance(loss, Tensor):
+                self._driver.guard.check_loss(loss)
             return loss
 
         return weighed

@@ -9,53 +9,28 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from evermoe.comm.membership import MembershipManager
 from evermoe.comm.vote import Ballot
 from evermoe.copies.snapshot.rank_plan import COPIES
-from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import PeerLost, UnsupportedState
-from evermoe.events import Begin, Confirm, Copy, Listener, Measured, Reduce, Skipped, Update, Vote
-from evermoe.pipeline.pipeline_config import PipelineConfig
-from evermoe.pipeline.pipeline_recovery import PipelineRecovery
+from evermoe.events import Begin, Confirm, Copy, Measured, Reduce, Skipped, Update, Vote
+from evermoe.pipeline.pipeline_recovery import PipelineContext, PipelineRecovery
 from evermoe.pipeline.pipeline_step import PipelineStep
-from evermoe.pipeline.stages import StageState
 from evermoe.process.memory_folder import FINISHED, mark
 from evermoe.process.seeds import seeded
 from evermoe.session import gradients
 from evermoe.session.commands import Event
-from evermoe.session.loss_scale import LossScale
+from evermoe.session.script_guard import ScriptGuard
 from evermoe.state import loop_state
-from evermoe.state.loop_state import LoopParts
 from evermoe.state.version import step_of
 
 
 class PipelineDriver(PipelineRecovery):
-    """Carry out the commands of the protocol for one rank. See `evermoe.session.commands.Driver` for each.
+    """Carry out the commands of the protocol for one rank. See `evermoe.session.commands.Driver` for each."""
 
-    Args:
-        options: of the pipeline.
-        optimizer: of the stage.
-        state: the stage's units.
-        loop: the parts of the training loop that have state.
-        loss_scale: of the job.
-        store: this node's arenas.
-        membership: all ranks.
-        emit: of the session.
-    """
-
-    def __init__(
-        self,
-        options: PipelineConfig,
-        optimizer: torch.optim.Optimizer,
-        state: StageState,
-        loop: LoopParts,
-        loss_scale: LossScale,
-        store: SnapshotStore,
-        membership: MembershipManager,
-        emit: Listener,
-    ) -> None:
-        super().__init__(options, state, loop, store, membership, emit)
-        self.optimizer, self._loss_scale = optimizer, loss_scale
+    def __init__(self, parts: PipelineContext) -> None:
+        super().__init__(parts)
+        self.optimizer, self._loss_scale = parts.loop.optimizer, parts.loss_scale
+        self.guard = ScriptGuard(parts.module, self.optimizer)
         self._vote_span = ExitStack()
         self._waits = True
         """Whether the vote waits for copies."""
@@ -66,6 +41,7 @@ class PipelineDriver(PipelineRecovery):
     def begin_step(self, step: PipelineStep) -> None:
         """Record that the script begins to compute a step."""
         self.attempt = step
+        self.guard.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
         past = self.localised.begin_step(self._version)
         self.pacer.begin_forward()
@@ -84,6 +60,7 @@ class PipelineDriver(PipelineRecovery):
             UnsupportedState: the script has run no schedule.
         """
         self._emit(Reduce(step.number))
+        self.guard.allow_step()
         step.end()
         after = step.number + 1
         self._waits = self.windows.are_used or self.snapshot_schedule.is_due(after)

@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from evermoe.comm.membership import MembershipManager
 from evermoe.comm.torch_groups import end_torch_groups
-from evermoe.errors import JobFinished, PeerLost, UnsupportedState
-from evermoe.pipeline.pipeline_config import PipelineConfig
+from evermoe.errors import JobFinished, PeerLost
+from evermoe.events import Protocol
 from evermoe.pipeline.pipeline_driver import PipelineDriver
+from evermoe.pipeline.pipeline_recovery import PipelineContext
 from evermoe.pipeline.pipeline_step import PipelineStep
-from evermoe.pipeline.stages import StageState
 from evermoe.session.preemption import PreemptionHandler
-from evermoe.session.protocol import CommitProtocol, Recorder
+from evermoe.session.protocol import CommitProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -23,30 +22,22 @@ class PipelineLoop:
     """Yields attempts at steps, makes torch's groups for them, and absorbs the failures that a lost rank explains.
 
     Args:
-        options: of the pipeline.
-        state: the stage's units.
+        parts: of the session.
         driver: carries out the protocol's commands.
-        membership: all ranks.
-        generation: newest generation that this node's memory names.
         build_schedule: makes the schedule once torch's groups are connected.
-        on_record: is called with each event of the protocol.
     """
 
-    def __init__(
-        self,
-        options: PipelineConfig,
-        state: StageState,
-        driver: PipelineDriver,
-        membership: MembershipManager,
-        generation: int,
-        build_schedule: Callable[[], Any],
-        on_record: Recorder,
-    ) -> None:
-        self._state, self._driver, self._membership = state, driver, membership
-        self._connections, self._group = driver.connections, membership.trainer_group
+    def __init__(self, parts: PipelineContext, driver: PipelineDriver, build_schedule: Callable[[], Any]) -> None:
+        self._state, self._driver, self._membership = parts.state, driver, parts.membership
+        self._connections, self._group = driver.connections, parts.membership.trainer_group
         self._build_schedule = build_schedule
         self.protocol = CommitProtocol(
-            driver, membership, members=options.size, is_fixed=True, generation=generation, on_record=on_record
+            driver,
+            parts.membership,
+            members=parts.config.size,
+            is_fixed=True,
+            generation=parts.store.newest_generation(),
+            on_record=lambda said, commands: parts.emit(Protocol(said, commands)),
         )
         self.schedule: Any = None
         """Schedule of the connected groups; None while there are none."""
@@ -54,9 +45,8 @@ class PipelineLoop:
         """The latest attempt at a step."""
         self.has_left = False
         """Whether this rank has left its job."""
-        limit = options.membership.drain_timeout
+        limit = parts.config.membership.drain_timeout
         self._preemption = PreemptionHandler(self.leave, limit, lambda: bool(driver.history.reports))
-        self._guard = driver.optimizer.register_step_pre_hook(self._refuse_step)
 
     def steps(self, until: int) -> Iterator[PipelineStep]:
         """Yield the steps; see `PipelineSession.steps`."""
@@ -151,20 +141,13 @@ class PipelineLoop:
 
     def fail_step(self, step: PipelineStep, error: BaseException) -> bool:
         """Handle the failure of a step. Return whether a lost rank explains it; `steps` then recovers."""
+        self._driver.guard.allow_step()
         self._driver.end_step()
         if self._connections.is_connection_loss(error):
             self._group.drop(str(error))
             return True
         self._give_up(error)
         return False
-
-    def _refuse_step(self, *_: object) -> None:
-        if self.current is not None and self.current.is_open:
-            raise UnsupportedState(
-                "optimizer.step() was called inside `with step:`, but the session steps the optimizer itself, once all "
-                "ranks have voted: leave the call out. A torch.amp.GradScaler, whose step() calls it, goes to the "
-                "session: PipelineSession(scaler=...)"
-            )
 
     def leave(self) -> None:
         """Leave the job; see `PipelineSession.leave`."""
@@ -188,7 +171,7 @@ class PipelineLoop:
         self._driver.end_copies()
         end_torch_groups()
         self._connections.leave()
-        self._guard.remove()
+        self._driver.guard.remove()
         self._driver.copies.close()
         self._membership.close()
         self._driver.end()

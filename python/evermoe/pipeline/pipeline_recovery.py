@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from torch import nn
+
 from evermoe.comm.courier import Courier
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
@@ -28,6 +32,7 @@ from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import Standing
 from evermoe.session.commands import Event
+from evermoe.session.loss_scale import LossScale
 from evermoe.session.same_run import MemoryClaim
 from evermoe.session.training_driver import TrainingDriver
 from evermoe.state import loop_state
@@ -35,29 +40,34 @@ from evermoe.state.loop_state import LoopParts
 from evermoe.state.version import step_of
 
 
+class PipelineContext(NamedTuple):
+    """Components of a pipeline's session."""
+
+    config: PipelineConfig
+    module: nn.Module
+    """The stage."""
+    loop: LoopParts
+    """The parts of the training loop that have state."""
+    loss_scale: LossScale
+    """One of them."""
+    state: StageState
+    """The stage's units."""
+    store: SnapshotStore
+    """This node's arenas."""
+    membership: MembershipManager
+    """All ranks."""
+    emit: Listener
+    """Called with the session's events."""
+
+
 class PipelineRecovery(TrainingDriver):
     """Carry out the commands of the protocol that lead from one group to the next.
 
     See `evermoe.session.commands.Driver`.
-
-    Args:
-        options: of the pipeline.
-        state: the stage's units.
-        loop: the parts of the training loop that have state.
-        store: this node's arenas.
-        membership: all ranks.
-        emit: of the session.
     """
 
-    def __init__(
-        self,
-        options: PipelineConfig,
-        state: StageState,
-        loop: LoopParts,
-        store: SnapshotStore,
-        membership: MembershipManager,
-        emit: Listener,
-    ) -> None:
+    def __init__(self, parts: PipelineContext) -> None:
+        options, _, loop, _, state, store, membership, emit = parts
         super().__init__(membership, options.membership, options.size, [MemoryClaim(store.directory)], emit)
         self._options, self._state, self._loop, self.store = options, state, loop, store
         state.loop.store(loop_state.collect(loop))

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
 from evermoe.session.gradient_edits import GradientEdits
-from evermoe.session.training_inputs import TrainingInputs, refuse_scaled
+from evermoe.session.training_inputs import refuse_scaled
 
 
 class ScriptGuard:
     """Watches the script while it computes a step.
 
     Args:
-        script: whose optimizer must not step then.
+        model: of the script.
+        optimizer: of the script; it must not step then.
     """
 
-    def __init__(self, script: TrainingInputs) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._is_open = True
         """Whether the optimizer may step."""
-        self._hook = script.optimizer.register_step_pre_hook(self._refuse_step)
+        self._hook = optimizer.register_step_pre_hook(self._refuse_step)
         self._has_seen_loss = False
-        self._edits = GradientEdits(script.model)
+        self._edits = GradientEdits(model)
 
     def begin_step(self) -> None:
         """Begin to watch a block, which has no gradients yet."""
@@ -60,5 +62,5 @@ class ScriptGuard:
             raise UnsupportedState(
                 "optimizer.step() was called inside `with step:`, but the session steps the optimizer itself, once all "
                 "members have voted: leave the call out. A torch.amp.GradScaler, whose step() calls it, goes to the "
-                "session: Session(scaler=...)."
+                "session, as its argument scaler."
             )

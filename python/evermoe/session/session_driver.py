@@ -46,7 +46,7 @@ class SessionDriver(RecoveryDriver):
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
         self.saving = Saving(self._checkpointer, self._protection.ledger, self._group)
-        self.guard = ScriptGuard(self._script)
+        self.guard = ScriptGuard(self._script.model, self._script.optimizer)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         if self._trains:
             self._save_progress()
