@@ -59,7 +59,7 @@ MANY_ATTRIBUTES = {
     "MembershipManager": 37,
     "Pacer": 21,
     "Persister": 19,
-    "PipelineRecovery": 20,
+    "PipelineRecovery": 19,
     "PipelineStep": 20,
     "RecoveryDriver": 20,
     "Replicas": 25,

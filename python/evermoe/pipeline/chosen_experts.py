@@ -12,7 +12,6 @@ are if no rank goes back, else from their own memory, which has all experts of e
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -23,34 +22,12 @@ from evermoe.copies.loss_ledger import LossLedger
 from evermoe.copies.selection import most_at_risk
 from evermoe.copies.snapshot.bundles import Bundle
 from evermoe.copies.snapshot.window_plan import WindowPlanner
-from evermoe.options import count
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.stages import StageRank, StageState
 from evermoe.planning import budgets
 from evermoe.planning.recovery import Lagging
 from evermoe.presets import Pec
 from evermoe.recovery.report import Outcome
-
-logger = logging.getLogger(__name__)
-
-
-def one_by_one(planned: Sequence[Bundle], experts: Collection[str]) -> list[Bundle]:
-    """Give each expert a bundle of its own, after a bundle of all other units with the same holders. None is empty.
-
-        >>> [bundle.units for bundle in one_by_one([Bundle((0, 1), ("a", "e.0", "e.1")), Bundle((1, 0), ("e.2",))],
-        ...                                        {"e.0", "e.1", "e.2"})]
-        [('a',), ('e.0',), ('e.1',), ('e.2',)]
-
-    Args:
-        planned: bundles.
-        experts: units.
-    """
-    found = []
-    for bundle in planned:
-        rest = tuple(unit for unit in bundle.units if unit not in experts)
-        alone = [(unit,) for unit in bundle.units if unit in experts]
-        found += [Bundle(bundle.holders, units) for units in (rest, *alone) if units]
-    return found
 
 
 class ChosenExperts:
@@ -83,7 +60,17 @@ class ChosenExperts:
 
     def arrange(self, planned: Sequence[Bundle]) -> list[Bundle]:
         """Divide the bundles of a plan, one for each expert; without a choice the plan stays."""
-        return one_by_one(planned, self._state.catalog.experts()) if self._are_chosen else list(planned)
+        if not self._are_chosen:
+            return list(planned)
+        experts = {*self._state.catalog.experts()}
+        return [
+            part
+            for bundle in planned
+            for part in bundle.divided(
+                [unit for unit in bundle.units if unit not in experts],
+                *([unit] for unit in bundle.units if unit in experts),
+            )
+        ]
 
     def keep(self, kept: Sequence[Bundle]) -> None:
         """Choose from now on among the experts that have room on other nodes.
@@ -192,10 +179,3 @@ class ChosenExperts:
         portions = [portion for _, found in of_stages for portion in found]
         outcome.mtl = float(sum(portions))
         outcome.plt = outcome.mtl / max(1, len(portions))
-        if outcome.stale and self._membership.trainer_group.rank == 0:
-            logger.warning(
-                "%s went back to older copies, and lost %s; of the run so far %.3g %% of the tokens are lost",
-                count(len(outcome.stale), "expert"),
-                count(sum(outcome.lost_tokens.values()), "token"),
-                100 * outcome.plt,
-            )

@@ -103,8 +103,6 @@ class PipelineRecovery(TrainingDriver):
         """Result of the latest recovery on this rank."""
         self.stopped: int | None = None
         """Steps after which the job ends because a rank has requested it; None without a request."""
-        self._are_copies_arriving = False
-        """Whether the copies that the recovery makes are sent in the background of the next step."""
 
     # ---- membership
 
@@ -235,7 +233,6 @@ class PipelineRecovery(TrainingDriver):
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, "train", generation, list(at.nodes)))
         self._emit(Copy(step_of(version)))
         is_complete = self.copies.protect(self.layout, version, generation, self.outcome.copies, waits=waits)
-        self._are_copies_arriving = not is_complete
         self.window_planner.divide_versions(self.windows.numbers, self.windows.steps)
         self.snapshot_schedule.restart(step_of(version))
         self.bubbles.restart(self.window_planner, step_of(version))
@@ -243,8 +240,7 @@ class PipelineRecovery(TrainingDriver):
 
     def resume(self, version: int) -> None:
         """Report the recovery, which is over."""
-        failure, is_arriving = self.lost.recovered(), self._are_copies_arriving
-        self.history.end_recovery(step_of(version), self._options.size, failure, is_arriving=is_arriving)
+        self.end_recovery(version, self._options.size, is_arriving=self.copies.first.is_arriving)
 
     def end(self) -> None:
         """End the profile and all threads; let calls of `on_lost` end."""

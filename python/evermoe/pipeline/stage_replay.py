@@ -97,9 +97,8 @@ class StageReplay:
         }
         found = []
         for bundle in planned:
-            repeated = tuple(unit for unit in bundle.units if unit in self._units and len(bundle.holders) > 1)
-            rest = tuple(unit for unit in bundle.units if unit not in repeated)
-            found += [Bundle(bundle.holders, units) for units in (rest, repeated) if units]
+            repeated = [unit for unit in bundle.units if unit in self._units and len(bundle.holders) > 1]
+            found += bundle.divided([unit for unit in bundle.units if unit not in repeated], repeated)
         return found
 
     def keep(self, kept: Sequence[Bundle], rank: int, version: int) -> None:

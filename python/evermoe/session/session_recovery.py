@@ -15,7 +15,6 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
 from evermoe.errors import LostExperts, UnitsMissing
 from evermoe.events import Copy, Joined, Listener
-from evermoe.observe.recovery_log import log_recovery
 from evermoe.planning.placement import spread_over
 from evermoe.profile.memory import return_freed_memory, return_freed_memory_beside
 from evermoe.recovery.early_survey import EarlySurvey
@@ -264,13 +263,11 @@ class RecoveryDriver(TrainingDriver):
     def resume(self, version: int) -> None:
         """End a recovery: report it, and finish an evaluation that a loss has interrupted."""
         self._missing.over()
-        step, is_arriving = step_of(version), self._protection.first.is_arriving
+        step = step_of(version)
         if step and not self._was_established and self._group.rank == 0:
             logger.warning("job %s continues from step %d", self._membership.identity.job, step)
-        members, failure = self._membership.num_trainers, self.lost.recovered()
-        report = self.history.end_recovery(step, members, failure, is_arriving=is_arriving)
-        if self._was_established and self._group.rank == 0:
-            log_recovery(report)
+        is_arriving = self._protection.first.is_arriving
+        self.end_recovery(version, self._membership.num_trainers, is_arriving=is_arriving)
         self._measures.restart()
         if self._trains:
             self.evaluations.resume(self._membership.generation, step)

@@ -13,6 +13,7 @@ from evermoe.comm.vote import Ballot
 from evermoe.config.membership import Membership
 from evermoe.errors import JobFinished, LostExperts
 from evermoe.events import Commit, ConnectionLost, Listener, Recovered, Verified
+from evermoe.observe.recovery_log import log_recovery
 from evermoe.process.memory_folder import BEGUN, FINISHED, is_marked, mark
 from evermoe.process.warn import warn
 from evermoe.recovery.recovery import Recovery
@@ -159,6 +160,19 @@ class TrainingDriver(Driver):
     def connecting(self) -> None:
         """Time the connection."""
         self.history.clock.enter("rebuild")
+
+    def end_recovery(self, version: int, members: int, *, is_arriving: bool) -> None:
+        """Report a recovery, which is over.
+
+        Args:
+            version: from which all members resume.
+            members: members that train.
+            is_arriving: whether copies of the state are still in flight.
+        """
+        failure = self.lost.recovered()
+        report = self.history.end_recovery(step_of(version), members, failure, is_arriving=is_arriving)
+        if self.history.before is not None and self._group.rank == 0:
+            log_recovery(report)
 
     def units_lost(self) -> NoReturn:
         """Raise the recovery's error."""

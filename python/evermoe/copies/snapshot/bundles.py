@@ -23,6 +23,14 @@ class Bundle:
     holders: tuple[int, ...]
     units: tuple[str, ...]
 
+    def divided(self, *groups: Sequence[str]) -> list[Bundle]:
+        """Return a bundle for each group of these units; none is empty.
+
+        >>> [each.units for each in Bundle((0, 1), ("a", "b", "c")).divided(["b"], [], ["a", "c"])]
+        [('b',), ('a', 'c')]
+        """
+        return [Bundle(self.holders, tuple(units)) for units in groups if units]
+
     def without(self, ranks: Collection[int]) -> Bundle:
         """Return the bundle without these ranks; without any holder if one of them is the primary."""
         if not self.holders or self.holders[0] in ranks:

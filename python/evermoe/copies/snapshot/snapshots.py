@@ -49,7 +49,7 @@ def planned_bundles(assignment: Assignment, options: CopyConfig) -> tuple[list[B
     own = [(kept.unit, rank) for kept in assignment.plan.units for rank in kept.own]
     local = bundles([unit for unit, _ in own], [[rank] for _, rank in own])
     if options.choices.per_expert_versions:
-        local = [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
+        local = [part for bundle in local for part in bundle.divided(*([unit] for unit in bundle.units))]
     return found, local
 
 
