@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import NamedTuple
 
 from torch import nn
 
 from evermoe.comm.courier import Courier
+from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
@@ -251,7 +253,7 @@ class PipelineRecovery(TrainingDriver):
 
 def _layout(group: Group, mine: StageRank, peers: int, size: int) -> list[StageRank]:
     """Gather the reports of all ranks about themselves, by rank; collective."""
-    layout = [StageRank.from_bytes(each) for each in group.all_gather_bytes(mine.to_bytes())]
+    layout = [StageRank.from_json(each) for each in gather_json(group, asdict(mine))]
     taken = [rank.stage * peers + rank.data_parallel for rank in layout]
     if taken != list(range(size)):
         raise PeerLost(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 
-from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
-from evermoe.errors import UnequalForwards, UnsupportedState
+from evermoe.errors import UnsupportedState
 from evermoe.options import checked
 from evermoe.pipeline.border_log import LoggedStep, Loss
 from evermoe.pipeline.host_borders import through_host
@@ -20,6 +18,7 @@ from evermoe.pipeline.logged_stages import OtherData, compare, digest_of, logged
 from evermoe.pipeline.peer_sums import sum_again, sum_over
 from evermoe.process.seeds import seed_all
 from evermoe.session.step import check_count, check_loss, detached
+from evermoe.session.step_calls import Attempt, compare_attempts
 
 if TYPE_CHECKING:
     from evermoe.pipeline.connections import TorchConnections
@@ -293,7 +292,7 @@ class PipelineStep:
         if past is not None:
             past.is_reduced = True
 
-    def attempt(self) -> dict[str, Any]:
+    def attempt(self) -> Attempt:
         """Return a summary of the runs that this rank has begun in the step."""
         return {
             "step": self.number,
@@ -311,13 +310,14 @@ def refuse_unequal_runs(mine: PipelineStep | None, group: Group) -> None:
     Raises:
         UnequalForwards: names the ranks, and what they have run.
     """
-    found = gather_json(group, None if mine is None else mine.attempt())
-    by_rank = [(rank, attempt) for rank, attempt in enumerate(found) if attempt is not None]
-    for (rank, ended), (other, more) in itertools.permutations(by_rank, 2):
-        is_same = all(ended[name] == more[name] for name in ("step", "generation"))
-        if is_same and ended["has_ended"] and more["runs"] > ended["runs"]:
-            raise UnequalForwards(
-                f"step {ended['step']}: rank {other} of the pipeline ran {more['runs']} schedules, rank {rank} ran "
-                f"{ended['runs']}. Stages exchange in each run, so all ranks must run as many in each step: "
-                "`for part in step.micro_batches(n)` with the same n"
-            )
+
+    def difference(ended: Attempt, other: Attempt) -> str | None:
+        if other["runs"] <= ended["runs"]:
+            return None
+        return (
+            f"rank {other['rank']} of the pipeline ran {other['runs']} schedules, rank {ended['rank']} ran "
+            f"{ended['runs']}. Stages exchange in each run, so all ranks must run as many in each step: "
+            "`for part in step.micro_batches(n)` with the same n"
+        )
+
+    compare_attempts(None if mine is None else mine.attempt() | {"rank": group.rank}, group, difference)

@@ -5,9 +5,8 @@ All ranks compute the same plan of who keeps copies of which units.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,16 +62,11 @@ class StageRank:
     stops_at: int | None = None
     """Steps after which the job ends because a rank has asked for it; None while it knows of none."""
 
-    def to_bytes(self) -> bytes:
-        """JSON."""
-        return json.dumps(asdict(self)).encode()
-
     @classmethod
-    def from_bytes(cls, data: bytes) -> StageRank:
-        """The inverse of `to_bytes`."""
-        fields = json.loads(data)
-        fields |= {"units": [(name, nbytes) for name, nbytes in fields["units"]]}
-        return cls(**fields | {"slices": SliceReport(*fields["slices"])})
+    def from_json(cls, fields: dict[str, Any]) -> StageRank:
+        """Return the report of fields from JSON, which has only lists."""
+        units = [(name, nbytes) for name, nbytes in fields["units"]]
+        return cls(**fields | {"units": units, "slices": SliceReport(*fields["slices"])})
 
 
 def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: int) -> list[Bundle]:

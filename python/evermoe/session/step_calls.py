@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Begun, Group
 from evermoe.errors import UnequalForwards
 from evermoe.moe.experts import Experts
+
+Attempt = dict[str, Any]
+"""Report of a member about its attempt at a step, for JSON."""
 
 
 class StepCalls:
@@ -54,15 +57,31 @@ class StepCalls:
         mine = None
         if self._attempt is not None:
             mine = self._attempt | (self._end or self._counts()) | {"has_ended": self._end is not None}
-        found = [each for each in gather_json(everyone, mine) if each is not None]
-        for ended, other in itertools.permutations(found, 2):
-            is_same_attempt = all(ended[name] == other[name] for name in ("step", "generation"))
-            problem = _difference(ended, other) if is_same_attempt and ended["has_ended"] else None
-            if problem:
-                raise UnequalForwards(f"step {ended['step']}: {problem}")
+        compare_attempts(mine, everyone, _difference)
 
 
-def _difference(ended: dict[str, Any], other: dict[str, Any]) -> str | None:
+def compare_attempts(
+    mine: Attempt | None, everyone: Group, difference: Callable[[Attempt, Attempt], str | None]
+) -> None:
+    """Compare the attempts of all members at a step that was interrupted; collective.
+
+    Args:
+        mine: `step`, `generation` and whether it `has_ended`, and what `difference` needs; None without an attempt.
+        everyone: all members.
+        difference: returns what another member has done beyond one that has ended its step; None if nothing.
+
+    Raises:
+        UnequalForwards: there is a difference between two attempts at the same step.
+    """
+    found = [each for each in gather_json(everyone, mine) if each is not None]
+    for ended, other in itertools.permutations(found, 2):
+        is_same_attempt = all(ended[name] == other[name] for name in ("step", "generation"))
+        problem = difference(ended, other) if is_same_attempt and ended["has_ended"] else None
+        if problem:
+            raise UnequalForwards(f"step {ended['step']}: {problem}")
+
+
+def _difference(ended: Attempt, other: Attempt) -> str | None:
     """Return the difference if a member has begun more calls than one that has ended its step."""
     who, fewer = (f"rank {each['rank']} on {each['node']}" for each in (other, ended))
     for path, count in other["forwards"].items():
