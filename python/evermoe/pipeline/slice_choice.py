@@ -10,7 +10,7 @@ from evermoe.comm.group import Group
 from evermoe.copies.snapshot.slices import UnitBytes, slices_needed, slices_of
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
-from evermoe.pipeline.stages import SliceReport, StageRank, loop_unit, stage_primaries
+from evermoe.pipeline.stages import SliceReport, StageRank, stage_primaries
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,7 @@ def units_to_slice(layout: Sequence[StageRank], rank: int) -> dict[str, UnitByte
     weights = stage_rank.weights or [nbytes for _, nbytes in stage_rank.units]
     sizes = {name: UnitBytes(w, nbytes - w) for (name, nbytes), w in zip(stage_rank.units, weights, strict=True)}
     primaries = stage_primaries(layout, range(first, first + width))
-    mine = [name for name, primary in primaries.items() if primary == rank]
-    mine.sort(key=lambda name: not name.startswith(loop_unit(stage_rank.stage)))
-    return {name: sizes[name] for name in mine}
+    return {name: sizes[name] for name, primary in primaries.items() if primary == rank}
 
 
 class SliceChoice:
