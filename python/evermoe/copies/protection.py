@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from evermoe.checkpoint.folder import PERSISTED
 from evermoe.checkpoint.object_store import Location
@@ -321,14 +320,6 @@ class Protection:
         """Return the latest messages of this member's copies, for traces."""
         every = [sent for courier in self.couriers for sent in list(courier.sent)]
         return sorted(every, key=lambda sent: sent.start)
-
-    def write_trace(self, path: str | Path) -> None:
-        """Write this member's latest profiled steps, its windows and its copies for Perfetto.
-
-        Raises:
-            ValueError: no profile is complete yet.
-        """
-        self.window_planner.write_trace(path)
 
     # ---- after a failure
 

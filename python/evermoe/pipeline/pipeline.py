@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -172,7 +171,7 @@ class PipelineSession(BaseSession):
             config, stage_module, loop, self._loss_scale, self._state, store, self._membership, emit
         )
         self._driver = PipelineDriver(parts)
-        self._loop = PipelineLoop(parts, self._driver, lambda: build_schedule(self))
+        self._loop = PipelineLoop(parts, self._driver, lambda: build_schedule(self), self.leave)
         self._protocol = self._loop.protocol
 
     @property
@@ -238,14 +237,6 @@ class PipelineSession(BaseSession):
         """
         return self._loop.steps(until)
 
-    def leave(self) -> None:
-        """Leave the job after the step in progress: the loop of `steps` ends on this rank.
-
-        No step has to be repeated, but the others wait until another process has this rank's place. Does nothing in
-        the last step. Any thread may call it, and a signal handler.
-        """
-        self._loop.leave()
-
     def stop(self) -> None:
         """End the job on all ranks after the step in progress, as if that were the last one of `steps`.
 
@@ -286,14 +277,6 @@ class PipelineSession(BaseSession):
         """
         self._driver.finish_copies(self.version)
         return self._driver.recovery(self.version, established=True).verify()
-
-    def write_trace(self, path: str | Path) -> None:
-        """Write this rank's latest steps, its windows and its copies for Perfetto; `evermoe trace` merges the ranks'.
-
-        Raises:
-            ValueError: no step is over since the last recovery.
-        """
-        self._driver.window_planner.write_trace(path)
 
     def close(self) -> None:
         """Leave the job and remove this rank's shared memory.

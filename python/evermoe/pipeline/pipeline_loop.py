@@ -25,9 +25,16 @@ class PipelineLoop:
         parts: of the session.
         driver: carries out the protocol's commands.
         build_schedule: makes the schedule once torch's groups are connected.
+        leave: asks to leave the job after the step.
     """
 
-    def __init__(self, parts: PipelineContext, driver: PipelineDriver, build_schedule: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        parts: PipelineContext,
+        driver: PipelineDriver,
+        build_schedule: Callable[[], Any],
+        leave: Callable[[], None],
+    ) -> None:
         self._state, self._driver, self._membership = parts.state, driver, parts.membership
         self._connections, self._group = driver.connections, parts.membership.trainer_group
         self._build_schedule = build_schedule
@@ -46,7 +53,7 @@ class PipelineLoop:
         self.has_left = False
         """Whether this rank has left its job."""
         limit = parts.config.membership.drain_timeout
-        self._preemption = PreemptionHandler(self.leave, limit, lambda: bool(driver.history.reports))
+        self._preemption = PreemptionHandler(leave, limit, lambda: bool(driver.history.reports))
 
     def steps(self, until: int) -> Iterator[PipelineStep]:
         """Yield the steps; see `PipelineSession.steps`."""
@@ -148,11 +155,6 @@ class PipelineLoop:
             return True
         self._give_up(error)
         return False
-
-    def leave(self) -> None:
-        """Leave the job; see `PipelineSession.leave`."""
-        self._driver.lost.is_leaving = True
-        self.protocol.leave()
 
     def _give_up(self, failure: BaseException) -> None:
         """Leave the job, so that no rank waits for this one. Its memory stays for the next process."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from evermoe.comm.membership import MembershipManager
@@ -60,3 +62,24 @@ class BaseSession:
     def reports(self) -> list[Recovered]:
         """Recoveries so far, as this member saw them."""
         return self._driver.history.reports
+
+    def leave(self) -> None:
+        """Leave the job after the step in progress: the loop of `steps` ends on this member.
+
+        No step has to be repeated. The other members of a `Session` continue without this one; those of a
+        `PipelineSession` wait until another process has its place. State without a copy on the others of a `Session` is
+        written to a checkpoint first, if it has `checkpoints`. No-op in the last step. Any thread may call it, and a
+        signal handler.
+        """
+        self._driver.lost.is_leaving = True
+        self._protocol.leave()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write this member's latest profiled steps, its windows and its copies for Perfetto.
+
+        `evermoe trace` merges the traces of several members.
+
+        Raises:
+            ValueError: no step was profiled yet.
+        """
+        self._driver.window_planner.write_trace(path)

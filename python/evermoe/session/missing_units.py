@@ -50,6 +50,7 @@ class MissingUnits:
         self._connected: dict[str, float] = {}
         """Time of the latest connection to the probe server of each absent member, by id."""
         self._has_said = False
+        self._is_paused = False
 
     @property
     def are_awaited(self) -> bool:
@@ -98,8 +99,14 @@ class MissingUnits:
 
     def wait(self) -> None:
         """Wait before the members agree again."""
+        self._is_paused = True
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, LAST_PAUSE)
+
+    def continues(self) -> bool:
+        """Whether members agree again because of missing units: the same loss, and the same recovery."""
+        was_paused, self._is_paused = self._is_paused, False
+        return self.are_awaited and was_paused
 
     def over(self) -> None:
         """End the wait: the members have all units, and train."""

@@ -206,7 +206,7 @@ class Session(BetweenSteps):
     @property
     def windows(self) -> Windows | None:
         """Idle windows of this member's network, as the latest profiled steps had them; None before those."""
-        return self._protection.window_planner.windows
+        return self._driver.window_planner.windows
 
     def sent(self) -> list[Sent]:
         """Return the latest transfers of copies, for `Profiler.write_trace`."""
@@ -266,15 +266,6 @@ class Session(BetweenSteps):
                 if not step.is_entered and not self._driver.is_stale(step):
                     self._check_stops()
 
-    def leave(self) -> None:
-        """Leave the job after the step that is under way: the loop of `steps` ends, and the others continue without it.
-
-        The others repeat no step. State without a copy on them is written to a checkpoint first, if the session has
-        `checkpoints`. No-op in the last step. Any thread may call it, and a signal handler.
-        """
-        self._driver.lost.is_leaving = True
-        self._protocol.leave()
-
     def _commit(self, step: Step) -> bool:
         """Reduce, vote and update at the end of a step. Return whether it was taken."""
         before = self._driver.taken
@@ -292,14 +283,6 @@ class Session(BetweenSteps):
         """Leave the job after an error, so that no member waits; the memory stays for the next process."""
         self.group.drop(f"a member failed: {type(failure).__name__}")
         _leave_job(self)
-
-    def write_trace(self, path: str | Path) -> None:
-        """Write a trace for Perfetto of this member's latest profiled steps, windows and copies.
-
-        Raises:
-            ValueError: no step was profiled yet.
-        """
-        self._protection.write_trace(path)
 
     def close(self) -> None:
         """Leave the job and remove this member's shared memory.

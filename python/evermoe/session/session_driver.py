@@ -242,7 +242,7 @@ class SessionDriver(RecoveryDriver):
                     same_everywhere.compare_replicas(self._state, self._group)
                 if self._trains and sums.trainers == sums.checkpoint_done:
                     self._checkpointer.advance()
-                self._protection.window_planner.after(step)
+                self.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._group.drop(str(lost))
 

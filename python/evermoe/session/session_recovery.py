@@ -71,6 +71,7 @@ class RecoveryDriver(TrainingDriver):
         claims = MemoryClaim(store.directory), self._checkpointer
         super().__init__(membership, joining, joining.members or 1, claims, emit)
         self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
+        self.window_planner = self._protection.window_planner
         self._trains = self._config.membership.trains
         self._loop = LoopRestore(
             self._script.loop,
@@ -104,8 +105,6 @@ class RecoveryDriver(TrainingDriver):
         self._was_established = False
         self._missing = MissingUnits(self._membership, joining)
         """The wait for units that are in no member's memory."""
-        self._is_paused = False
-        """Whether members agree again because of missing units."""
 
     def saved_generation(self) -> int:
         """Return the newest generation that wrote to the checkpoint folder; 0 if there is none."""
@@ -142,8 +141,7 @@ class RecoveryDriver(TrainingDriver):
 
     def begin_report(self, reason: str) -> None:
         """Begin the report of a recovery, and the survey of this member's state after a loss."""
-        if self._missing.are_awaited and self._is_paused:  # the same loss, and the same recovery
-            self._is_paused = False
+        if self._missing.continues():
             self.history.clock.enter("agree")
             return
         super().begin_report(reason)
@@ -231,7 +229,6 @@ class RecoveryDriver(TrainingDriver):
     def pause(self) -> None:
         """Wait a little before members agree again: nothing else shows that a holder has come back."""
         self.waiting()
-        self._is_paused = True
         self._missing.wait()
 
     def count_losses(self, version: int) -> Event:

@@ -11,6 +11,7 @@ from typing import NoReturn
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.vote import Ballot
 from evermoe.config.membership import Membership
+from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import JobFinished, LostExperts
 from evermoe.events import Commit, ConnectionLost, Listener, Recovered, Verified
 from evermoe.observe.recovery_log import log_recovery
@@ -100,6 +101,9 @@ class TrainingDriver(Driver):
         claims: places that other runs of the job may not use.
         emit: listener of the session.
     """
+
+    window_planner: WindowPlanner
+    """Plans when copies are sent."""
 
     def __init__(
         self,
