@@ -31,7 +31,6 @@ from evermoe.pipeline.stage_replay import StageReplay
 from evermoe.pipeline.stage_target import StageTarget
 from evermoe.pipeline.stages import StageRank, StageState
 from evermoe.recovery.recovery import Recovery
-from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import Standing
 from evermoe.session.commands import Event
 from evermoe.session.loss_scale import LossScale
@@ -101,8 +100,6 @@ class PipelineRecovery(TrainingDriver):
         """Report of each rank about itself, by rank; empty before the first recovery."""
         self.attempt: PipelineStep | None = None
         """The latest attempt at a step."""
-        self.outcome = Outcome()
-        """Result of the latest recovery on this rank."""
         self.stopped: int | None = None
         """Steps after which the job ends because a rank has requested it; None without a request."""
 
@@ -115,7 +112,7 @@ class PipelineRecovery(TrainingDriver):
             JobFinished: the job is over.
         """
         super().waiting()
-        self.lost.look(self._step, self.history.current.reason)
+        self.lost.look(self._step, self.history.reason)
 
     def interrupt(self) -> None:
         """Wait for transfers in progress; in a dropped group they end at once."""
@@ -186,29 +183,27 @@ class PipelineRecovery(TrainingDriver):
         """
         self.run.meet()
         self._meet()
-        report = self.history.current
-        self.history.before = version if established else None
-        report.reason = self.lost.note(step_of(version), report.reason, self._leaving, 0)
+        history = self.history
+        history.before = version if established else None
+        history.reason = self.lost.note(step_of(version), history.reason, self._leaving, 0)
         self._leaving = 0
         refuse_unequal_runs(self.attempt, self._group)
         self.localised.exchange_logs(self._group, version)
         self.windows.choose_way(self._group, version)
         while True:
             try:
-                report.outcome = self.outcome = self.recovery(version, established=established).run(
-                    self.history.clock.enter
-                )
+                history.outcome = self.recovery(version, established=established).run(history.clock.enter)
                 break
             except LostExperts as lost:
                 if not self.windows.turn_back():
                     self._unrecoverable = lost
                     return {"event": "unrecoverable"}
-        is_stale = bool(self.outcome.stale)
+        is_stale = bool(history.outcome.stale)
         if is_stale:
             self.localised.begin_again()
         self._restore_loop()
-        self._version = self.outcome.version
-        return {"event": "restored", "version": self.outcome.version, "is_stale": is_stale}
+        self._version = history.outcome.version
+        return {"event": "restored", "version": history.outcome.version, "is_stale": is_stale}
 
     def _restore_loop(self) -> None:
         """Restore the optimizer's settings, the scheduler and the loss scale from the state, which has changed."""
@@ -216,7 +211,7 @@ class PipelineRecovery(TrainingDriver):
 
     def count_losses(self, version: int) -> Event:
         """Count the tokens that stale experts have lost."""
-        self.experts.count_losses(self.layout, self.outcome, self.history.before)
+        self.experts.count_losses(self.layout, self.history.outcome, self.history.before)
         return {"event": "counted"}
 
     def recovery(self, version: int, *, established: bool) -> Recovery:
@@ -234,7 +229,7 @@ class PipelineRecovery(TrainingDriver):
         at, rank = self._membership, self._group.rank
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, "train", generation, list(at.nodes)))
         self._emit(Copy(step_of(version)))
-        is_complete = self.copies.protect(self.layout, version, generation, self.outcome.copies, waits=waits)
+        is_complete = self.copies.protect(self.layout, version, generation, self.history.outcome.copies, waits=waits)
         self.window_planner.divide_versions(self.windows.numbers, self.windows.steps)
         self.snapshot_schedule.restart(step_of(version))
         self.bubbles.restart(self.window_planner, step_of(version))

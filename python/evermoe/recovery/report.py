@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from evermoe.events import Listener, Phase, Recovered
+from evermoe.events import Commit, Listener, Phase, Recovered
 from evermoe.state.placement import LayerPlacements
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of
@@ -66,51 +66,12 @@ class Outcome:
         return max(0, self.trained - step_of(self.version))
 
 
-@dataclass
-class RecoveryReport:
-    """A recovery that is under way on this member. See `events.Recovered` for the fields."""
-
-    started_at: float
-    seconds: dict[str, float] = field(default_factory=dict)
-    step: int = 0
-    steps_lost: int = 0
-    members: int = 0
-    reason: str = ""
-    failure: str = ""
-    outcome: Outcome = field(default_factory=Outcome)
-
-    def event(self) -> Recovered:
-        """Return the event that is sent when the recovery is over."""
-        outcome = self.outcome
-        return Recovered(
-            started_at=self.started_at,
-            seconds=dict(self.seconds),
-            step=self.step,
-            steps_lost=self.steps_lost,
-            members=self.members,
-            reason=self.reason,
-            fetched_bytes=outcome.fetched_bytes,
-            fetched_units=outcome.fetched_units,
-            late_bytes=outcome.late_bytes,
-            sources=dict(outcome.sources),
-            digests_checked=outcome.digests_checked,
-            digests_mismatched=outcome.digests_mismatched,
-            lost_units=list(outcome.lost_units),
-            stale={unit: step_of(version) for unit, version in outcome.stale.items()},
-            lost_tokens=dict(outcome.lost_tokens),
-            plt=outcome.plt,
-            failure=self.failure,
-            tier=outcome.tier,
-            mtl=outcome.mtl,
-            steps_undone=outcome.steps_undone,
-        )
-
-
 class PhaseClock:
     """Seconds spent in each named phase, one after the other."""
 
-    def __init__(self, seconds: dict[str, float], emit: Listener) -> None:
-        self._seconds, self._emit = seconds, emit
+    def __init__(self, emit: Listener) -> None:
+        self.seconds: dict[str, float] = {}
+        self._emit = emit
         self._phase: str | None = None
         self._since = 0.0
 
@@ -129,5 +90,84 @@ class PhaseClock:
         """Ends the running phase."""
         if self._phase is not None:
             spent = time.perf_counter() - self._since
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
             self._phase = None
+
+
+class JobHistory:
+    """Recoveries of a member, and the steps that it has taken.
+
+    Args:
+        emit: listener of the session.
+    """
+
+    def __init__(self, emit: Listener) -> None:
+        self.reports: list[Recovered] = []
+        self.committed = -1
+        """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
+        self.before: int | None = None
+        """Version before the recovery in progress; None if that was of no running job."""
+        self.reason = ""
+        """Cause of the latest recovery."""
+        self.outcome = Outcome()
+        """Its result on this member."""
+        self.clock, self._started_at = PhaseClock(emit), 0.0
+        self._emit = emit
+        self._taken: dict[int, Commit] = {}
+        """Report of each step, until it is committed."""
+
+    def begin_recovery(self, reason: str) -> None:
+        """Begin the report of a recovery: with the question to the Lighthouse."""
+        self.reason, self.outcome = reason, Outcome()
+        self.clock, self._started_at = PhaseClock(self._emit), time.time()
+
+    def end_recovery(self, step: int, members: int, failure: str, *, is_arriving: bool) -> Recovered:
+        """End the report of a recovery, and emit it.
+
+        Args:
+            step: steps taken in the state from which all members resume.
+            members: members that train.
+            failure: kind of the failure.
+            is_arriving: whether copies of the state are still in flight; the next vote commits its steps then.
+        """
+        if is_arriving:
+            self._taken = {taken: event for taken, event in self._taken.items() if taken < step}
+        else:
+            self._taken.clear()
+            self.committed = step
+        self.clock.stop()
+        outcome = self.outcome
+        report = Recovered(
+            started_at=self._started_at,
+            seconds=dict(self.clock.seconds),
+            step=step,
+            steps_lost=max(0, outcome.reached - step),
+            members=members,
+            reason=self.reason,
+            fetched_bytes=outcome.fetched_bytes,
+            fetched_units=outcome.fetched_units,
+            late_bytes=outcome.late_bytes,
+            sources=dict(outcome.sources),
+            digests_checked=outcome.digests_checked,
+            digests_mismatched=outcome.digests_mismatched,
+            lost_units=list(outcome.lost_units),
+            stale={unit: step_of(version) for unit, version in outcome.stale.items()},
+            lost_tokens=dict(outcome.lost_tokens),
+            plt=outcome.plt,
+            failure="storage" if outcome.lost_units else failure,
+            tier=outcome.tier,
+            mtl=outcome.mtl,
+            steps_undone=outcome.steps_undone,
+        )
+        self.reports.append(report)
+        self._emit(report)
+        return report
+
+    def note_step(self, taken: Commit) -> None:
+        """Keep the report of a step until it is committed."""
+        self._taken[taken.step] = taken
+
+    def commit(self, step: int) -> None:
+        """Report a step that no failure covered by the preset can undo."""
+        self.committed = step + 1
+        self._emit(self._taken.pop(step))

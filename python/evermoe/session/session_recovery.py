@@ -188,17 +188,17 @@ class RecoveryDriver(TrainingDriver):
         self._calls.check(self._membership.everyone)
         self.evaluations.agree(self._membership.everyone, trains=self._trains)
         self._checkpointer.before_update()
-        report = self.history.current
-        report.reason = self.lost.note(step_of(version), report.reason, self._leaving, self._role_switches)
+        history = self.history
+        history.reason = self.lost.note(step_of(version), history.reason, self._leaving, self._role_switches)
         self._leaving = self._role_switches = 0
-        self.history.before = version if established and self._trains else None
+        history.before = version if established and self._trains else None
         self._was_established = established
         known = self._early.take()
         self._missing.look()
         recovery = self._recovery(version, established=established, saw_progress=saw_progress, known=known)
         self._forget_step()
         try:
-            report.outcome = recovery.run(self.history.clock.enter)
+            history.outcome = recovery.run(history.clock.enter)
         except UnitsMissing:
             self._missing.found()
             return {"event": "missing"}
@@ -208,13 +208,13 @@ class RecoveryDriver(TrainingDriver):
         if self._trains:
             progress: dict[str, Any] = self._state.loop.load()
             self.loss, self.grad_norm = (progress.pop(name, math.nan) for name in ("loss", "grad_norm"))
-            reached = report.outcome.version
-            continues = self.history.before == reached
+            reached = history.outcome.version
+            continues = history.before == reached
             self._loop.restore(progress, step_of(reached), is_new=not established, continues=continues)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
             self._reducer = ExpertReducer(matrices, widths, self._group.rank)
-        return {"event": "restored", "version": report.outcome.version, "is_stale": bool(report.outcome.stale)}
+        return {"event": "restored", "version": history.outcome.version, "is_stale": bool(history.outcome.stale)}
 
     def _forget_step(self) -> None:
         """Free the memory of the interrupted step, which is taken by now or will be repeated.
@@ -233,7 +233,7 @@ class RecoveryDriver(TrainingDriver):
 
     def count_losses(self, version: int) -> Event:
         """Count the tokens that stale experts have lost."""
-        found = self.history.current.outcome  # of the copies' version: the state may have got another one since
+        found = self.history.outcome  # of the copies' version: the state may have got another one since
         found.lost_tokens = self._protection.count_losses(found.stale, found.version, self.history.before)
         found.plt = self._protection.ledger.plt
         found.mtl = found.plt * len(self._state.layers)  # the sum of what PLT averages (MoEtion, Eq. 6)
@@ -251,7 +251,7 @@ class RecoveryDriver(TrainingDriver):
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
-        copies = self.history.current.outcome.copies
+        copies = self.history.outcome.copies
         self._protection.replan(generation, self._membership.id, copies, waits=waits)
         self._emit(Copy(self._step))
         is_whole = self._protection.protect_state(version)

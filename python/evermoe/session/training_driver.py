@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NoReturn
@@ -13,82 +12,17 @@ from evermoe.comm.vote import Ballot
 from evermoe.config.membership import Membership
 from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import JobFinished, LostExperts
-from evermoe.events import Commit, ConnectionLost, Listener, Recovered, Verified
+from evermoe.events import Commit, ConnectionLost, Listener, Verified
 from evermoe.observe.recovery_log import log_recovery
 from evermoe.process.memory_folder import BEGUN, FINISHED, is_marked, mark
 from evermoe.process.warn import warn
 from evermoe.recovery.recovery import Recovery
-from evermoe.recovery.report import PhaseClock, RecoveryReport
+from evermoe.recovery.report import JobHistory
 from evermoe.session import gradients
 from evermoe.session.commands import Driver
 from evermoe.session.lost_members import LostMembers
 from evermoe.session.same_run import Claimed, SameRun
 from evermoe.state.version import generation_of, step_of
-
-
-class JobHistory:
-    """Recoveries of a member, and the steps that it has taken.
-
-    Args:
-        emit: listener of the session.
-    """
-
-    def __init__(self, emit: Listener) -> None:
-        self.reports: list[Recovered] = []
-        self.committed = -1
-        """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
-        self.before: int | None = None
-        """Version before the recovery in progress; None if that was of no running job."""
-        self.clock = PhaseClock({}, emit)
-        self._emit = emit
-        self._current: RecoveryReport | None = None
-        self._taken: dict[int, Commit] = {}
-        """Report of each step, until it is committed."""
-
-    @property
-    def current(self) -> RecoveryReport:
-        """The recovery in progress, from the question to the Lighthouse on."""
-        if self._current is None:
-            raise RuntimeError("a recovery begins with an agreement")
-        return self._current
-
-    def begin_recovery(self, reason: str) -> None:
-        """Begin the report of a recovery."""
-        self._current = RecoveryReport(time.time(), reason=reason)
-        self.clock = PhaseClock(self._current.seconds, self._emit)
-
-    def end_recovery(self, step: int, members: int, failure: str, *, is_arriving: bool) -> Recovered:
-        """End the report of a recovery, and emit it.
-
-        Args:
-            step: steps taken in the state from which all members resume.
-            members: members that train.
-            failure: kind of the failure.
-            is_arriving: whether copies of the state are still in flight; the next vote commits its steps then.
-        """
-        if is_arriving:
-            self._taken = {taken: event for taken, event in self._taken.items() if taken < step}
-        else:
-            self._taken.clear()
-            self.committed = step
-        self.clock.stop()
-        report = self.current
-        report.step, report.members = step, members
-        report.steps_lost = max(0, report.outcome.reached - step)
-        report.failure = "storage" if report.outcome.lost_units else failure
-        self.reports.append(report.event())
-        self._current = None
-        self._emit(self.reports[-1])
-        return self.reports[-1]
-
-    def note_step(self, taken: Commit) -> None:
-        """Keep the report of a step until it is committed."""
-        self._taken[taken.step] = taken
-
-    def commit(self, step: int) -> None:
-        """Report a step that no failure covered by the preset can undo."""
-        self.committed = step + 1
-        self._emit(self._taken.pop(step))
 
 
 class TrainingDriver(Driver):

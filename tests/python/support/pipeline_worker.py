@@ -394,7 +394,7 @@ def tell_recovery(options: Options, kept: dict[str, Any], event: evermoe.events.
     if event.stale and options.tells_experts:  # all that follows is computed again, and is other
         kept["tokens"].clear()
     more = {"digests": digests(copies)} if options.tells_experts else {}
-    write(options, event.name, **event.fields(), far_bytes=copies._driver.outcome.far_bytes, **more)
+    write(options, event.name, **event.fields(), far_bytes=copies._driver.history.outcome.far_bytes, **more)
     reach(options, "recovered")
 
 
