@@ -99,9 +99,7 @@ class Bubbles(StepSource):
         """Time of the bubbles, once it is known."""
         return "" if self._bubbles is None else f"; {self._bubbles}"
 
-    def profile(
-        self, group: Group, *, until_vote: bool, windows: Windows | None
-    ) -> tuple[list[StepProfile], list[float]]:
+    def profile(self, group: Group, windows: Windows | None) -> tuple[list[StepProfile], list[float]]:
         """Return the latest steps, and their start times; collective."""
         gathered = self.profiler.gather_windows(group)
         times = [bubble_time(gathered.steps, gathered.starts, rank, self._stages) for rank in range(gathered.size)]
@@ -115,11 +113,11 @@ class Bubbles(StepSource):
         """Leave the exchanges of a block out of the steps."""
         return self.profiler.unseen()
 
-    def known(self, rank: int, role: str, *, until_vote: bool) -> KnownWindows:
+    def known(self, rank: int) -> KnownWindows:
         """Return the latest windows of this rank."""
         return self._known[rank] if self._known else KnownWindows()
 
-    def remember(self, reports: Sequence[RankReport], rank: int, role: str, *, until_vote: bool) -> None:
+    def remember(self, reports: Sequence[RankReport], rank: int) -> None:
         """Remember the windows of all ranks."""
         self._known = [KnownWindows(report.windows, lead(reports[0], report)) for report in reports]
 

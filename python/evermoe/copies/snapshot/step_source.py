@@ -35,23 +35,22 @@ class StepSource:
 
     def __init__(self, pacer: Pacer) -> None:
         self.pacer = pacer
+        self.until_vote = False
+        """Whether each version must be complete before the vote that follows it; see `as_steps`."""
         self._timed: Sequence[TimedStep] = []
         self._windows: Windows | None = None
-        self._latest: dict[tuple[bool, str], str] = {}
+        self._latest: dict[bool, str] = {}
 
-    def profile(
-        self, group: Group, *, until_vote: bool, windows: Windows | None
-    ) -> tuple[list[StepProfile], list[float]]:
+    def profile(self, group: Group, windows: Windows | None) -> tuple[list[StepProfile], list[float]]:
         """Return the latest steps, and their start times: seconds of `time.perf_counter`. May be collective.
 
         Args:
             group: all members.
-            until_vote: see `as_steps`.
             windows: of this member, as copies use them now.
         """
         timed = self.pacer.recorded_steps()
         self._timed, self._windows = timed, windows
-        return as_steps(timed, until_vote), [each.start / 1e9 for each in timed]
+        return as_steps(timed, self.until_vote), [each.start / 1e9 for each in timed]
 
     def unseen(self) -> AbstractContextManager[None]:
         """Leave the exchanges of a block out of the steps: most steps have none of them."""
@@ -64,20 +63,14 @@ class StepSource:
 
     # ---- windows of earlier members
 
-    def known(self, rank: int, role: str, *, until_vote: bool) -> KnownWindows:
-        """Return the latest windows of this member.
+    def known(self, rank: int) -> KnownWindows:
+        """Return the latest windows of this member, which has this rank."""
+        return KnownWindows(self._latest.get(self.until_vote, ""))
 
-        Args:
-            rank: of this member.
-            role: of this member.
-            until_vote: see `as_steps`.
-        """
-        return KnownWindows(self._latest.get((until_vote, role), ""))
-
-    def remember(self, reports: Sequence[RankReport], rank: int, role: str, *, until_vote: bool) -> None:
-        """Remember the windows of a plan. The arguments are those of `known`, and the reports of all ranks."""
+    def remember(self, reports: Sequence[RankReport], rank: int) -> None:
+        """Remember the windows of a plan, from the reports of all ranks; this member has this one."""
         if reports[rank].windows:
-            self._latest[until_vote, role] = reports[rank].windows
+            self._latest[self.until_vote] = reports[rank].windows
 
     def inherit(
         self, group: Group, reports: Sequence[RankReport], trainers: int, *, knows_pace: bool

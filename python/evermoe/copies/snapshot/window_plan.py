@@ -83,7 +83,7 @@ class WindowPlanner:
         self.version_steps = fixed_steps or 1
         """Steps over which the next version is sent; the same on all members."""
         self._steps, self._pacer, self._store, self._membership = steps, steps.pacer, store, membership
-        self._options, self._policy, self._until_vote = options, policy, False
+        self._options, self._policy = options, policy
         self._default = DEFAULT_LINK
         self._base, self._looks = 0, FIRST_LOOKS
         self._reports: list[RankReport] = []
@@ -138,7 +138,7 @@ class WindowPlanner:
         Raises:
             PeerLost: another member is lost.
         """
-        self._until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
+        self._steps.until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
         self._base, self._reports, self.windows, self._is_settled = step, [], None, False
         self._left_out, self._other_bytes = (), {}
         self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
@@ -155,7 +155,7 @@ class WindowPlanner:
 
     def _carry_over(self, policy: ChunkPolicy) -> None:
         """Plan by the previous windows of the members; newcomers get windows as `StepSource.inherit` says."""
-        mine = self._steps.known(self._group.rank, self._membership.role, until_vote=self._until_vote)
+        mine = self._steps.known(self._group.rank)
         reports, self.knows_pace = self._steps.inherit(
             self._group,
             self._exchange(mine.windows, [mine.lead]),
@@ -186,7 +186,7 @@ class WindowPlanner:
     def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
         """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
         with self._steps.unseen():
-            reports = self._gather(*self._steps.profile(self._group, until_vote=self._until_vote, windows=self.windows))
+            reports = self._gather(*self._steps.profile(self._group, self.windows))
             changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
             if self._reports and not changed and (self._is_settled or not is_complete):
                 return
@@ -200,7 +200,7 @@ class WindowPlanner:
 
     def _adopt(self, reports: list[RankReport], policy: ChunkPolicy, step: int, why: str, *, paces: bool) -> None:
         self._reports, self.budgets = reports, self._budgets(reports)
-        self._steps.remember(reports, self._group.rank, self._membership.role, until_vote=self._until_vote)
+        self._steps.remember(reports, self._group.rank)
         if reports[self._group.rank].windows:
             self.windows = Windows.from_json(reports[self._group.rank].windows)
         self._plan(policy, paces=paces)
