@@ -9,6 +9,7 @@ mod copy_engine;
 mod dispatch;
 mod dominance;
 mod durable;
+mod engine;
 mod holders;
 mod layering;
 mod load_aware;
