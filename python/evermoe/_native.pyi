@@ -212,6 +212,46 @@ class ChunkPlan:
     @property
     def reason(self) -> tuple[bool, int, int | None, float, float, float, int, int, str]: ...
 
+class VersionSchedule:
+    """When the copies of a version begin, and which vote waits for them: `src/engine/version_schedule.rs`."""
+
+    is_used: bool
+    """Whether votes wait for versions; otherwise the state survives without the versions under way."""
+
+    def __init__(self, step: int = 0) -> None: ...
+    @property
+    def begun(self) -> int:
+        """Steps taken in the newest version that is copied."""
+
+    def restart(self, step: int) -> None:
+        """Restart with version `step`, which is complete everywhere by the next vote if votes wait."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the vote on `step` needs the version under way, after which the next one begins."""
+
+    def begin_version(self, step: int, steps: int) -> None:
+        """Begin the version of `step`, over `steps` steps; the one under way is complete on all members."""
+
+    def lag(self, step: int) -> int:
+        """Return the steps by which complete versions lag behind at the vote that makes `step` the steps taken."""
+
+class Selector:
+    """Which experts are copied next: `src/engine/selector.rs`. Lists are `[layers, experts]`."""
+
+    def __init__(
+        self,
+        nbytes: list[int],
+        is_sequential: bool,
+        remote_bytes_per_step: int | None,
+        local_bytes_per_step: int | None,
+    ) -> None: ...
+    def replan(self, active: list[list[int]], kept: list[bool], ranks: int) -> None: ...
+    def select_to_follow(
+        self, ledger: TokenLedger, average: NDArray[np.float64], measured: int | None = None
+    ) -> list[list[int]]: ...
+    def select_within_budget(self, ledger: TokenLedger, measured: int | None = None) -> list[list[int]]: ...
+    def select_in_turn(self, ledger: TokenLedger) -> list[list[int]]: ...
+
 class TokenLedger:
     """Counts of the tokens of every expert since its last copy: `evermoe.planning.TokenLedger`."""
 

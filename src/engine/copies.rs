@@ -1,7 +1,7 @@
 //! Copies of units on other nodes, with the version of each.
 
-use super::schedule::VersionSchedule;
 use super::units::Units;
+use super::version_schedule::VersionSchedule;
 use crate::protection::{CopyKind, ProtectionPlan};
 use crate::protocol::{generation_of, step_of, version_of};
 use crate::recovery::Kind;

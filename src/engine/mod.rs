@@ -12,19 +12,19 @@
 //! its own. The engine reads no clock: executors report what is complete.
 
 mod copies;
-mod driver;
+mod core;
+mod in_turn;
 mod memory;
-mod schedule;
 mod selector;
 mod traffic;
-mod turns;
 mod units;
+mod version_schedule;
 
+pub use self::core::{Engine, Members, Options, Planned};
 pub use copies::{Copies, History, UnitCopies};
-pub use driver::{Engine, Members, Options, Planned};
+pub use in_turn::StepCopies;
 pub use memory::{log_bytes, unit_memory};
-pub use schedule::VersionSchedule;
 pub use selector::{Budgets, Selector};
 pub use traffic::{Network, Pace, Sends, busiest};
-pub use turns::StepCopies;
 pub use units::Units;
+pub use version_schedule::VersionSchedule;

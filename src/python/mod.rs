@@ -4,6 +4,7 @@ mod capture;
 #[cfg(feature = "cuda")]
 mod chunks;
 mod durable;
+mod engine;
 mod error;
 mod ops;
 mod persist;
@@ -30,6 +31,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     chunks::register(module)?;
     durable::register(module)?;
+    engine::register(module)?;
     ops::register(module)?;
     persist::register(module)?;
     planning::register(module)?;

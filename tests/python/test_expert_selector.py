@@ -34,7 +34,7 @@ class Setting:
         self.ledger.add_step(1)
         state.expert_load.add_step()
         names = [f"{path}.{e}" for path in self.paths for e in range(EXPERTS)]
-        self.selector.replan({name: [rank] for rank, name in enumerate(names)}, len(names))
+        self.selector.replan({name: [rank] for rank, name in enumerate(names)}, len(names), names)
         (self.expert_bytes,) = {unit.nbytes for unit in state.catalog.units if unit.layer is not None}
 
     def units(self, *places):
@@ -78,14 +78,13 @@ def test_each_budget_of_moetion_limits_its_own_copies(peers, local):
     first = ["0.1", "1.0", "0.3", "1.3"]  # 90 / 200, 70 / 170, 80 / 200, 60 / 170
     size = Setting(Moetion()).expert_bytes
     setting = Setting(Moetion(remote_bytes_per_step=peers * size, local_bytes_per_step=local * size))
-    everything = setting.units(*(f"{layer}.{e}" for layer in range(2) for e in range(EXPERTS)))
-    assert setting.selector.select_for_peers(everything) == setting.units(*first[:peers])
+    assert setting.selector.select_for_peers() == setting.units(*first[:peers])
     assert setting.selector.select_for_local_memory() == setting.units(*first[:local])
     setting.ledger.record_local_copies(setting.units(*first[:local]), NOW)
-    assert setting.selector.select_for_peers(everything) == setting.units(*first[:peers])
+    assert setting.selector.select_for_peers() == setting.units(*first[:peers])
     assert not setting.selector.select_for_local_memory() & setting.units(*first[:local])
     setting.ledger.record_copies(setting.units(*first[:peers]), NOW)
-    assert setting.selector.select_for_peers(everything) != setting.units(*first[:peers])
+    assert setting.selector.select_for_peers() != setting.units(*first[:peers])
 
 
 def test_measured_budgets_count_where_no_option_gives_one():

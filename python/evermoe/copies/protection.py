@@ -148,15 +148,14 @@ class Protection:
             shared = unit_facts(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
         units, bucket_bytes = share_json(group, shared)
         self.active = self.state.active(self._membership.num_trainers)
-        self.selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
         plan = plan_copies(self.options, infos, ranks)
         self.plan = order_by_risk(plan, infos, ranks, copies)
         kept = self.plan.units
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
-        if self.preset.selects_by_budget:
-            self.selector.copied = {each.unit for each in kept if each.holders}
+        followed = self._followed if self.preset.selects_by_budget else None
+        self.selector.replan(self.active, self._membership.num_trainers, followed)
         self._behind = self._followed - {info.name for info in infos if info.replayable}
         self.copies_late = copies_are_late(plan, self.options)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes)
@@ -261,7 +260,7 @@ class Protection:
         if not self.preset.selects_by_budget:
             return None
         experts = self._followed.intersection(self.state.catalog.experts())
-        return self._followed - experts | self.selector.select_for_peers(experts, self.window_planner.budgets.remote)
+        return self._followed - experts | self.selector.select_for_peers(self.window_planner.budgets.remote)
 
     def before_update(self) -> None:
         """Finish snapshots of the state before the optimizer writes it."""

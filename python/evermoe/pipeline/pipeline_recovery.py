@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from torch import nn
 
+from evermoe._native import VersionSchedule
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.copies.snapshot.rounds import Rounds
-from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import LostExperts, PeerLost
@@ -72,7 +72,7 @@ class PipelineRecovery(TrainingDriver):
         super().__init__(membership, options.membership, options.size, [MemoryClaim(store.directory)], emit)
         self._options, self._state, self._loop, self.store = options, state, loop, store
         state.loop.store(loop_state.collect(loop))
-        self.pacer, self.snapshot_schedule = Pacer(), SnapshotSchedule()
+        self.pacer, self.snapshot_schedule = Pacer(), VersionSchedule()
         if state.device.type == "cuda":  # captures take the same bubbles as messages
             self.pacer.on_idle = store.pace
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)

@@ -70,7 +70,7 @@ class TokenLedger:
                 f"max_lost_token_fraction: expected a portion from 0 to 1, got {max_lost_token_fraction!r}"
             )
         each = experts if experts_per_layer is None else experts_per_layer
-        self._native = _native.TokenLedger(
+        self.native = _native.TokenLedger(
             count("layers", layers),
             count("experts", experts),
             count("experts_per_layer", each),
@@ -83,7 +83,7 @@ class TokenLedger:
         Raises:
             ValueError: a wrong shape, a negative count, or a sum beyond 2^63; the ledger is then as before.
         """
-        self._native.add(array("counts", counts, np.int64, 2))
+        self.native.add(array("counts", counts, np.int64, 2))
 
     def copied(self, selection: Sequence[Sequence[int]], newer: ArrayLike | None = None) -> None:
         """Note a checkpoint that copied these experts of each layer as they are now; also an empty one.
@@ -97,7 +97,7 @@ class TokenLedger:
                 expert of the selection than are at risk; the ledger is then as before.
         """
         lacking = None if newer is None else array("newer", newer, np.int64, 2)
-        self._native.copied(count_lists("selection", selection), lacking)
+        self.native.copied(count_lists("selection", selection), lacking)
 
     def put_back(self, tokens: ArrayLike) -> None:
         """Note that copies which were `copied` were never completed: of these tokens [L, E] there is no copy.
@@ -105,7 +105,7 @@ class TokenLedger:
         Raises:
             ValueError: a wrong shape, or more tokens than are not at risk; the ledger is then as before.
         """
-        self._native.put_back(array("tokens", tokens, np.int64, 2))
+        self.native.put_back(array("tokens", tokens, np.int64, 2))
 
     def lose(self, experts: Sequence[Sequence[int]], tokens: ArrayLike | None = None) -> float:
         """Note a recovery in which these experts of each layer fell back to older copies; returns its PLT.
@@ -121,70 +121,70 @@ class TokenLedger:
                 are not lost yet; the ledger is then as before.
         """
         lost = None if tokens is None else array("tokens", tokens, np.int64, 2)
-        return self._native.lose(count_lists("experts", experts), lost)
+        return self.native.lose(count_lists("experts", experts), lost)
 
     @property
     def step(self) -> int:
         """Steps added so far."""
-        return self._native.step
+        return self.native.step
 
     @property
     def checkpoint(self) -> int:
         """Checkpoints so far: the number of the next one."""
-        return self._native.checkpoint
+        return self.native.checkpoint
 
     @property
     def experts_per_layer(self) -> int:
         """K, as Dynamic-K has it now."""
-        return self._native.experts_per_layer
+        return self.native.experts_per_layer
 
     @property
     def seen(self) -> NDArray[np.int64]:
         """[L, E] tokens since the start."""
-        return self._native.seen
+        return self.native.seen
 
     @property
     def at_risk(self) -> NDArray[np.int64]:
         """[L, E] tokens since the last copy."""
-        return self._native.at_risk
+        return self.native.at_risk
 
     @property
     def lost(self) -> NDArray[np.int64]:
         """[L, E] tokens lost in recoveries."""
-        return self._native.lost
+        return self.native.lost
 
     @property
     def waiting(self) -> NDArray[np.int64]:
         """[L, E] checkpoints that passed an expert over while it had tokens at risk."""
-        return self._native.waiting
+        return self.native.waiting
 
     @property
     def mtl(self) -> float:
         """MoE token loss (MTL, Eq. 6 of MoEtion) of the run so far: lost / seen, added up over the layers."""
-        return self._native.mtl
+        return self.native.mtl
 
     @property
     def plt_at_risk(self) -> NDArray[np.float64]:
         """[L] PLT of a failure now that takes all experts back to their last copies."""
-        return self._native.plt_at_risk
+        return self.native.plt_at_risk
 
     @property
     def plt_lost(self) -> NDArray[np.float64]:
         """[L] PLT of the run so far: all tokens lost over all tokens seen."""
-        return self._native.plt_lost
+        return self.native.plt_lost
 
     @property
     def plt(self) -> float:
         """PLT of the run so far, averaged over layers."""
-        return self._native.plt
+        return self.native.plt
 
     def starvation(self) -> list[Starvation]:
         """For each layer who waits for a copy, and what is at risk."""
-        return [Starvation(*layer) for layer in self._native.starvation()]
+        return [Starvation(*layer) for layer in self.native.starvation()]
 
     def to_json(self) -> str:
         """Return the ledger as JSON, from which `from_json` restores it exactly."""
-        return self._native.to_json()
+        return self.native.to_json()
 
     @classmethod
     def from_json(cls, text: str) -> TokenLedger:
@@ -194,7 +194,7 @@ class TokenLedger:
             ValueError: the text is no ledger, or its numbers contradict each other.
         """
         ledger = cls.__new__(cls)
-        ledger._native = _native.TokenLedger.from_json(text)
+        ledger.native = _native.TokenLedger.from_json(text)
         return ledger
 
     def __repr__(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
+from evermoe._native import VersionSchedule
 from evermoe.comm.vote import Ballot
-from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
 
 Event = dict[str, Any]
 """An event, as in `src/protocol/event.rs`."""
@@ -18,7 +18,7 @@ class Driver(ABC):
     The defaults here are for a job without replica nodes that moves no units and ends with its script.
     """
 
-    snapshot_schedule: SnapshotSchedule
+    snapshot_schedule: VersionSchedule
     """The version of the copies that each vote completes."""
 
     def interrupt(self) -> None:

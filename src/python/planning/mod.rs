@@ -11,6 +11,8 @@ mod schedule;
 mod selection;
 mod survival;
 
+pub(super) use selection::TokenLedger;
+
 use crate::error::Error;
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;

@@ -92,7 +92,7 @@ fn check_shape(argument: &str, array: &PyReadonlyArray2<'_, i64>, expected: [usi
 
 /// See [`selection::TokenLedger`].
 #[pyclass(module = "evermoe._native")]
-struct TokenLedger(selection::TokenLedger);
+pub(in crate::python) struct TokenLedger(pub(in crate::python) selection::TokenLedger);
 
 #[pymethods]
 impl TokenLedger {

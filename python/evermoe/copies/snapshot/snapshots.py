@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from evermoe._native import VersionSchedule
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
@@ -15,7 +16,6 @@ from evermoe.config.copies import CopyConfig
 from evermoe.copies.snapshot.bundles import Bundle, bundles
 from evermoe.copies.snapshot.previous_epoch import PreviousEpochSnapshots
 from evermoe.copies.snapshot.rounds import Rounds
-from evermoe.copies.snapshot.snapshot_schedule import SnapshotSchedule
 from evermoe.copies.snapshot.step_source import StepSource
 from evermoe.copies.snapshot.store import SnapshotStore, SnapshotUnit
 from evermoe.copies.snapshot.window_plan import WindowPlanner
@@ -86,7 +86,7 @@ class Snapshots(StateKeeper):
             StepSource(self.pacer), self.courier, store, membership, options.windows, policy, options.steps_per_version
         )
         self.rounds = Rounds(store, membership, self.courier, self.window_planner, options.preset.snapshot_memory, emit)
-        self.snapshot_schedule = SnapshotSchedule()
+        self.snapshot_schedule = VersionSchedule()
         """Schedule of versions, where the copies of a step are made during the next one."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""

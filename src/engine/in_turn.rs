@@ -9,7 +9,7 @@ use crate::protection::{CopyKind, Selecting, copy_budget, levels};
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
 
-use super::driver::Options;
+use super::core::Options;
 
 /// Steps after which a step counts half in the average load of the experts, as in a session.
 const LOAD_HALF_LIFE: f64 = 7.0;

@@ -24,7 +24,7 @@
 ///     complete.push(schedule.complete());
 /// }
 /// assert_eq!(complete, [0, 0, 0, 1, 1, 1, 4]);
-/// assert_eq!(schedule.lag(7), 2); // just before its vote the newest complete version was 1; after it, 4
+/// assert_eq!(schedule.lag(7), 2); // 4 is complete with the vote on 7, two steps ago
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VersionSchedule {
@@ -61,6 +61,6 @@ impl VersionSchedule {
 
     /// Steps by which complete versions lag behind at the vote that makes `step` the steps taken.
     pub fn lag(&self, step: u64) -> u64 {
-        (step - 1).saturating_sub(if self.is_due(step) { self.begun } else { self.complete })
+        step.saturating_sub(1).saturating_sub(if self.is_due(step) { self.begun } else { self.complete })
     }
 }

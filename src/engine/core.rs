@@ -1,8 +1,8 @@
 //! The engine: a plan's copies, as steps are taken and nodes are lost.
 
 use super::copies::{Copies, History, UnitCopies};
+use super::in_turn::{StepCopies, Turns};
 use super::traffic::{Network, Pace, Sends, chunk_delay};
-use super::turns::{StepCopies, Turns};
 use super::units::Units;
 use crate::error::Result;
 use crate::protection::{Copying, Preset, ProtectionRequest, RankInfo, Selecting, UnitInfo, plan_protection};
