@@ -97,7 +97,8 @@ fn two_members_to_three_versions_with_two_faults() {
     }
 }
 
-/// A version of the copies takes two steps: steps are committed once a version that contains them is complete.
+/// A version of the copies takes two steps: steps are committed once a version that contains them is complete. The engine
+/// says when a version begins, which vote waits for it, and by how much the complete ones lag.
 #[test]
 fn two_members_whose_copies_take_two_steps() {
     explore(&setting(2, 4, 1, Keeper::SlowSnapshots));

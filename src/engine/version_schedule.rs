@@ -26,7 +26,7 @@
 /// assert_eq!(complete, [0, 0, 0, 1, 1, 1, 4]);
 /// assert_eq!(schedule.lag(7), 2); // 4 is complete with the vote on 7, two steps ago
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct VersionSchedule {
     complete: u64,
     begun: u64,

@@ -115,7 +115,7 @@ impl Node {
             overheard: None,
             leaves: false,
             planned: None,
-            pace: Pace::default(),
+            pace: Pace::from(0),
             target: None,
         }
     }

@@ -3,30 +3,28 @@
 use super::copies::{Content, Keeper};
 use super::node::Node;
 use super::{Mistake, Setting, World};
+use evermoe::engine::VersionSchedule;
 use evermoe::protocol::step_of;
 
-/// Versions of copies that take several steps each.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// Versions of copies that take several steps each, as the engine schedules them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Pace {
-    /// Steps of the newest version that is complete on all members.
-    complete: u64,
+    schedule: VersionSchedule,
     /// The version in progress.
     pub under_way: Option<(u64, Content)>,
-    /// Number of steps with the vote before which it must be complete.
-    due: u64,
 }
 
 impl Pace {
     /// Copies are complete after `step` steps.
     pub(crate) fn from(step: u64) -> Self {
-        Self { complete: step, under_way: None, due: step + 1 }
+        Self { schedule: VersionSchedule::new(step), under_way: None }
     }
 }
 
 impl Node {
     /// Whether the version in progress must be complete before the next vote.
     pub(crate) fn is_due(&self) -> bool {
-        step_of(self.protocol.version()) + 1 >= self.pace.due
+        self.pace.schedule.is_due(step_of(self.protocol.version()) + 1)
     }
 }
 
@@ -39,11 +37,7 @@ impl World {
         if !is_late || setting.mistake == Some(Mistake::LagForgotten) {
             return 0;
         }
-        let complete = pace
-            .under_way
-            .filter(|_| self.nodes[number].is_due())
-            .map_or(pace.complete, |each| step_of(each.0));
-        taken - complete
+        pace.schedule.lag(taken + 1)
     }
 
     /// If a version was scheduled, it is now complete on all members: the next one begins, and replaces the previous
@@ -51,11 +45,10 @@ impl World {
     pub(crate) fn copy_slowly(&mut self, number: usize) {
         let node = &mut self.nodes[number];
         let step = step_of(node.protocol.version());
-        if step >= node.pace.due {
+        if node.pace.schedule.is_due(step) {
             node.copies.0.values_mut().for_each(|versions| drop(versions.drain(..versions.len() - 1)));
-            let complete = node.pace.under_way.map_or(node.pace.complete, |(version, _)| step_of(version));
-            node.pace =
-                Pace { complete, under_way: Some((node.protocol.version(), node.content)), due: step + 2 };
+            node.pace.under_way = Some((node.protocol.version(), node.content));
+            node.pace.schedule.begin_version(step, 2);
         }
     }
 }
