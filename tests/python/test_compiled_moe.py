@@ -169,6 +169,7 @@ def on_rank(group, matrix, tokens, backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["skewed", "rank without experts"])
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_several_ranks(tmp_path, name, dtype):
     matrix = PLACEMENTS[name]
     for found in run_ranks(tmp_path, len(matrix), on_rank, matrix, [9, 2, 13, 6], "aot_eager", dtype):
@@ -194,5 +195,6 @@ def lose_a_peer(group):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_lost_peer_raises_the_same_error_as_without_compile(tmp_path):
     assert run_ranks(tmp_path, 2, lose_a_peer) == [2, 2]

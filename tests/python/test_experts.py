@@ -193,6 +193,7 @@ def test_the_same_in_a_compiled_graph(kind, inner):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_the_same_in_a_compiled_graph_over_three_ranks(tmp_path):
     """Some choices are of no expert: their rows are not sent."""
     found = run_ranks(tmp_path, 3, on_rank, {}, torch.int64, "gpt-oss", INNER, True)

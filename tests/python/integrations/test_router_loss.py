@@ -156,6 +156,7 @@ def compiled_on_rank(group):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_compiled_model_has_the_same(tmp_path):
     found = run_ranks(tmp_path, 3, compiled_on_rank)
     model = make("mixtral")
