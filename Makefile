@@ -11,6 +11,8 @@ FRESH_PYTHON ?= python$(GPU_PYTHON)
 # The oldest and the newest supported torch.
 TORCH_VERSIONS ?= 2.10.0 2.15.0
 BIN := $(VENV)/bin
+MUTANTS := target/tools/bin/cargo-mutants
+MUTANTS_VERSION := 27.1.0
 S3_SERVER := target/tools/bin/s3s-fs
 S3_SERVER_VERSION := 0.14.1
 AZURE_SERVER := target/tools/node_modules/.bin/azurite-blob
@@ -101,6 +103,14 @@ test-long: package $(S3_SERVER) $(AZURE_SERVER) ## All tests that need no GPU, r
 
 test-failures: package ## Check 200 random failure schedules over all presets by the records of the workers: an hour
 	$(BIN)/python tests/python/support/schedules.py --runs 200
+
+$(MUTANTS):
+	cargo install --quiet --locked --root target/tools cargo-mutants@$(MUTANTS_VERSION)
+
+# The mistakes that no test notices are listed in out/mutants.out/missed.txt; docs/development/testing.md explains those known.
+test-mutants: $(MUTANTS) ## Plant mistakes in the engine and the planners, one at a time: a day, or a part with SHARD=1/50
+	$(WITHOUT_KERNELS) $(MUTANTS) mutants --no-default-features --profile dev --output out $(addprefix --shard ,$(SHARD)) \
+	  $(patsubst %,-f 'src/%/**',engine selection placement schedule) -- --lib --test all -- --skip simulate::
 
 test-torch: package ## Test this build on the oldest and the newest supported torch, or on TORCH_VERSIONS
 	for version in $(TORCH_VERSIONS); do tests/on_torch.sh $$version || exit 1; done
