@@ -4,6 +4,7 @@
 //! expert 3. Two modules of 60 and 30 bytes, whose gradients have 6 and 3: replicated on all nodes, or sharded, the first on
 //! node 0 and the second on node 1.
 
+mod copies;
 mod selection;
 
 use evermoe::engine::{Engine, Members, Network, Options, Planned, Units};
