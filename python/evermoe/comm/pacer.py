@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
 from evermoe.comm.group import Group
-from evermoe.comm.step_record import StepRecord, TimedStep
 
 ANY_TIME = -1
 """In place of a window's number: concurrently with compute, whether or not a window is open."""
@@ -28,6 +30,23 @@ When = Literal["window", "idle", "background", "vote", "recovery"]
 `background`: it was planned for any time. `vote`: training waits for it, before a vote or for memory. `recovery`:
 training waits in any case, as the members change or all steps are done.
 """
+
+
+class TimedStep(NamedTuple):
+    """A recorded step. Times are of `time.perf_counter_ns`."""
+
+    start: int
+    end: int
+    busy: list[tuple[str, int, int]]
+    """Name, start and end of each operation that kept the network busy, ordered by end."""
+
+
+class _Step(NamedTuple):
+    """A step that has begun."""
+
+    number: int
+    start: int
+    busy: list[tuple[str, int, int]]
 
 
 class Opening(NamedTuple):
@@ -99,7 +118,7 @@ class Pacer:
         self._change = threading.Condition()
         self._running, self._is_counting = 0, True
         self._busy_since = 0
-        self._began = self._changed = now()
+        self._changed = now()
         self._step_lasts = 0
         self.step = 0
         """Number of steps that have begun."""
@@ -115,7 +134,10 @@ class Pacer:
         self._is_closed = False
         """Whether a transfer has closed the window, and none has opened since."""
         self._reached = -1
-        self._record = StepRecord()
+        self._steps = deque([_Step(0, now(), [])], maxlen=2)
+        """The latest steps; the current one is the last."""
+        self._first_recorded = math.inf
+        """Number of the first step that is recorded."""
         self._follower: Follower | None = None
         self.on_idle: Callable[[bool], None] = _ignore
         """Callback: False when a collective begins, or a transfer closes a window. True when no collective runs and the
@@ -153,9 +175,9 @@ class Pacer:
         """
         with self._change:
             now = self._now() if at is None else at
-            self._step_lasts, self._began, self._changed = now - self._began, now, now
+            self._step_lasts, self._changed = now - self._steps[-1].start, now
             self.step += 1
-            self._record.begin_step(now)
+            self._steps.append(_Step(self.step, now, []))
             self._seen, self._reached, self._hurry, self._awaits_some = {}, -1, None, False
             self._is_closed = False
             self._open((None, 0), now)
@@ -219,7 +241,7 @@ class Pacer:
         The call may come late: a transfer that ended before the step began does not count for this step.
         """
         with self._change:
-            if at >= self._began:
+            if at >= self._steps[-1].start:
                 self._ends(name, at)
 
     def _begins(self, name: str, at: int | None = None, of: _Streamed | None = None) -> None:
@@ -238,7 +260,8 @@ class Pacer:
             self._running, self._changed = max(0, self._running - 1), now
             since, ago = (self._busy_since, 0) if of is None else (of.since, self.step - of.step)
             if self._is_counting if of is None else of.is_counted:
-                self._record.note_busy(name, since, now, steps_ago=ago)
+                if ago <= 1:  # a GPU's last collectives may be reported in the next step
+                    self._steps[-1 - ago].busy.append((name, since, now))
                 if ago == 0:
                     occurrence = self._seen.get(name, 0)
                     self._seen[name] = occurrence + 1
@@ -261,16 +284,21 @@ class Pacer:
     # ---- profiles
 
     def record_steps(self, steps: int, left_out: int = 0) -> None:
-        """Record the next `steps` steps after skipping `left_out`; 0 to stop. Earlier records are discarded."""
+        """Record the latest `steps` steps, after the current one and `left_out` more; discard earlier records."""
         with self._change:
-            self._record.record_steps(steps, left_out)
+            self._steps = deque(self._steps, maxlen=max(1, steps) + 1)
+            self._first_recorded = self.step + 1 + left_out
 
     def recorded_steps(self) -> list[TimedStep]:
         """Return the completed steps recorded so far, once a GPU has reached everything that they launched."""
         if self._follower is not None:
             self._follower.wait_for_marks()
         with self._change:
-            return self._record.recorded_steps()
+            return [
+                TimedStep(step.start, following.start, list(step.busy))
+                for step, following in pairwise(self._steps)
+                if step.number >= self._first_recorded
+            ]
 
     # ---- the couriers' threads
 

@@ -298,7 +298,7 @@ def test_collectives_between_two_steps_are_not_counted():
     assert not pacer.may_begin(0, 1.0)
 
 
-def test_complete_steps_are_recorded_up_to_the_requested_number():
+def test_the_latest_complete_steps_are_recorded():
     clock, pacer = paced()
     pacer.record_steps(2)
     collective(pacer, clock)  # of a step that has begun before
@@ -310,7 +310,7 @@ def test_complete_steps_are_recorded_up_to_the_requested_number():
     second = 10**9
     assert [step.end - step.start for step in steps] == [2 * second, 2 * second]
     assert [step.busy for step in steps] == [
-        [(f"reduce {number}", step.start + second, step.start + 2 * second)] for number, step in enumerate(steps)
+        [(f"reduce {number}", step.start + second, step.start + 2 * second)] for number, step in enumerate(steps, 1)
     ]
 
 

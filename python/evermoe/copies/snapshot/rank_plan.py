@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from evermoe.comm.pacer import ANY_TIME
-from evermoe.comm.step_record import TimedStep
+from evermoe.comm.pacer import ANY_TIME, TimedStep
 from evermoe.copies.snapshot.segments import Segment
 from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
 from evermoe.planning.windows import Span, StepProfile, Windows

@@ -1,7 +1,7 @@
 """Plans when snapshots travel: profile → windows → chunk plan → segments; repeated when the steps have changed.
 
-    rank 0   pacer records some steps ─ find_windows ─┐             ┌─ plans of rank 0 and of its senders ─ cuts, places
-    rank 1   pacer records some steps ─ find_windows ─┴─ all gather ┴─ plans of rank 1 and of its senders ─ cuts, places
+    rank 0   pacer records its steps ─ find_windows ─┐             ┌─ plans of rank 0 and of its senders ─ cuts, places
+    rank 1   pacer records its steps ─ find_windows ─┴─ all gather ┴─ plans of rank 1 and of its senders ─ cuts, places
 
 Both ends must divide a bundle the same way, so they plan from the same gathered data, at a step given by its number.
 The training thread plans between two steps; between profiles it costs nothing.
@@ -144,7 +144,6 @@ class WindowPlanner:
         self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
         self._store.segments = None
         self._pacer.expect_windows({})
-        self._pacer.record_steps(0)
         if self._policy is not None and self._is_used:
             self._pacer.record_steps(self._options.profile_steps, WARM_UP)
             self._carry_over(self._policy)
@@ -166,7 +165,7 @@ class WindowPlanner:
             self._adopt(reports, policy, self._base, "; by the previous windows", paces=True)
 
     def after(self, step: int) -> None:
-        """Begin a profile, or plan from it, if scheduled after this step, the same on all members. Collective.
+        """Plan from the latest steps, if scheduled after this step, the same on all members. Collective.
 
         Raises:
             PeerLost: another member is lost.
@@ -176,12 +175,8 @@ class WindowPlanner:
             return
         number, place = divmod(since, self._options.profile_interval)
         last = steps if number == 0 else steps + 1
-        if number and not place:
-            self._pacer.record_steps(steps)
-        elif place == last or (number == 0 and place < last and place in self._looks):
+        if place == last or (number == 0 and place < last and place in self._looks):
             self._consider(step, self._policy, is_complete=place == last)
-            if place == last:
-                self._pacer.record_steps(0)
 
     def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
         """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
