@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import multiprocessing, nn
+from torch import nn
 
 import evermoe
+from common import run_ranks
 from evermoe.comm.lighthouse import start_lighthouse
 
 KINDS = ("replicated", "sharded")
@@ -53,8 +53,7 @@ def build(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*blocks, evermoe.MoE(width, 64, 4), nn.Linear(width, 1))
 
 
-def work(options: argparse.Namespace, dense: str, member: dict[str, Any], rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, folder: str, options: argparse.Namespace, dense: str, member: dict[str, Any]) -> dict[str, Any]:
     model = build(options.width, options.layers)
     optimizer = evermoe.optim.AdamW(model.parameters(), lr=1e-4)
     data = torch.randn(512, options.width, generator=torch.Generator().manual_seed(1))
@@ -63,7 +62,7 @@ def work(options: argparse.Namespace, dense: str, member: dict[str, Any], rank: 
         optimizer,
         evermoe.ElasticSampler(len(data), batch_size=24),
         replication=options.replication,
-        membership=evermoe.Membership(node=f"node{rank}", **member),
+        membership=evermoe.Membership(node=f"node{rank}", memory_dir=f"{folder}/memory", **member),
         shard_optimizer=dense == "sharded",
     )
     seconds, began = [], 0.0
@@ -76,28 +75,13 @@ def work(options: argparse.Namespace, dense: str, member: dict[str, Any], rank: 
             step.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
     kept = sum(t.nbytes for p in trained._state.dense for t in optimizer.state.get(p, {}).values())
     weights = sum(p.nbytes for p in trained._state.dense)
-    found = {"seconds": seconds, "loss": trained.loss, "optimizer_bytes": kept, "weight_bytes": weights}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    return {"seconds": seconds, "loss": trained.loss, "optimizer_bytes": kept, "weight_bytes": weights}
 
 
 def run(options: argparse.Namespace, dense: str, address: str) -> list[dict[str, Any]]:
     """Return the measurements of each worker of one run."""
-    with tempfile.TemporaryDirectory() as folder:
-        member = {
-            "job": f"bench-{uuid.uuid4().hex[:8]}",
-            "memory_dir": str(Path(folder, "memory")),
-            "lighthouse": address,
-            "members": options.workers,
-        }
-        context = multiprocessing.get_context("spawn")
-        workers = [
-            context.Process(target=work, args=(options, dense, member, rank, folder)) for rank in range(options.workers)
-        ]
-        for each in workers:
-            each.start()
-        for each in workers:
-            each.join()
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)]
+    member = {"job": f"bench-{uuid.uuid4().hex[:8]}", "lighthouse": address, "members": options.workers}
+    return run_ranks(work, options.workers, options, dense, member)
 
 
 def main() -> None:

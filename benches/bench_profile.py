@@ -6,16 +6,14 @@ is `cpu us per span`: the training thread's own processor time per span.
 """
 
 import statistics
-import tempfile
 import time
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import evermoe
-from common import Table, parse, parser
+from common import Table, parse, parser, run_ranks
 from evermoe.profile import Profiler
 
 BLOCK = 10
@@ -39,7 +37,8 @@ def main():
     table.add(loop="MoE layer", ranks=1, **measure(*moe_step(arguments)))
     if arguments.device == "cpu":
         for ranks in (2, 4):
-            table.add(loop="pipeline, 1F1B, gloo", ranks=ranks, **run_pipeline(arguments, ranks))
+            first, *_ = run_ranks(pipeline, ranks, arguments, ranks)
+            table.add(loop="pipeline, 1F1B, gloo", ranks=ranks, **first)
     table.write(arguments)
 
 
@@ -90,19 +89,10 @@ def moe_step(arguments):
     return step, arguments.seconds, layer
 
 
-def run_pipeline(arguments, ranks):
-    """Run a pipeline. Return the figures of its first stage."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        queue = context.SimpleQueue()
-        mp.spawn(pipeline, (arguments, ranks, folder, queue), nprocs=ranks)
-        return queue.get()
-
-
-def pipeline(rank, arguments, ranks, folder, queue):
+def pipeline(rank, folder, arguments, ranks):
+    """Run a stage of a pipeline. Return its figures."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     module = nn.Sequential(nn.Linear(arguments.hidden, arguments.hidden), nn.Tanh())
     rows = torch.randn(64 * arguments.microbatches, arguments.hidden)
@@ -122,10 +112,9 @@ def pipeline(rank, arguments, ranks, folder, queue):
         return bool(votes)
 
     found = measure(step, arguments.seconds, agree=agree)
-    if rank == 0:
-        queue.put(found)
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":

@@ -28,11 +28,10 @@ import time
 import uuid
 from pathlib import Path
 
-import torch.multiprocessing as mp
-
 from bench_transport import pair, timed_once
-from common import Table
+from common import Table, run_ranks
 from evermoe.launch import LocalJob
+from evermoe.process.reports import Reports
 
 SIZES = {"layers": 4, "hidden": 512, "intermediate": 2048, "experts": 16, "batch": 6, "sequence": 64}
 PHASES = ("detect", "agree", "rebuild", "fetch", "verify")
@@ -79,8 +78,7 @@ def measure(limit):
         subprocess.run(command, check=True, capture_output=True, timeout=limit)
         (episode,) = json.loads(Path(f"{folder}/summary").read_text())["episodes"]
         fetched = episode["fetched_bytes"] // episode["members"]
-        mp.spawn(_measure_pair, args=(folder, fetched), nprocs=2)
-        seconds = float(Path(f"{folder}/seconds").read_text())
+        seconds, _ = run_ranks(_measure_pair, 2, fetched)
     parts = episode["seconds"]
     row = {phase: parts[phase] for phase in PHASES}
     goal = FIXED_SECONDS + SLOWER * seconds
@@ -108,17 +106,17 @@ def replace_worker(has_spare, limit):
     """Run three workers and kill one of them. Return a row."""
     members = (0, 1, 3) if has_spare else (0, 1)
     with tempfile.TemporaryDirectory() as folder:
-        with _workers(folder) as job:
+        with _workers(folder) as (job, reports):
             if has_spare:
-                _start(job, folder, 3, role="spare")
-                _wait_for(folder, 3, "stands_by", limit)
-            _wait_for(folder, 0, "commit", limit, after=time.time())
+                _start(job, reports, 3, role="spare")
+                reports.wait_for(3, "stands_by", limit)
+            reports.wait_for(0, "commit", limit, after=time.time())
             job.workers[2].process.kill()
             killed = time.time()
             for index in members:
-                _wait_for(folder, index, "recovered", limit, after=killed)
-            _wait_for(folder, 0, "commit", limit, after=killed)
-        after = {index: [each for each in _events(folder, index) if each["time"] > killed] for index in members}
+                reports.wait_for(index, "recovered", limit, after=killed)
+            reports.wait_for(0, "commit", limit, after=killed)
+        after = {index: [each for each in reports.events[index] if each["time"] > killed] for index in members}
     recovered = [next(each for each in events if each["event"] == "recovered") for events in after.values()]
     commits = [each["time"] for each in after[0] if each["event"] == "commit"]
     row = {"spare": "yes" if has_spare else "no", "members": recovered[0]["members"]}
@@ -150,14 +148,14 @@ def time_joins(arguments):
 def add_worker(limit):
     """Run three workers that a fourth one joins. Return a row."""
     with tempfile.TemporaryDirectory() as folder:
-        with _workers(folder) as job:
-            _wait_for(folder, 0, "commit", limit)
+        with _workers(folder) as (job, reports):
+            reports.wait_for(0, "commit", limit)
             begun = time.time()
-            _start(job, folder, 3)
-            _wait_for(folder, 0, "recovered", limit, after=begun)
+            _start(job, reports, 3)
+            reports.wait_for(0, "recovered", limit, after=begun)
             for _ in range(STEPS_AFTER):
-                _wait_for(folder, 0, "update", limit, after=time.time())
-        events, theirs = _events(folder, 0), _events(folder, 3)
+                reports.wait_for(0, "update", limit, after=time.time())
+        events, theirs = reports.events[0], reports.events[3]
     joined = next(event for event in events if event["event"] == "recovered" and event["time"] > begun)
     resumed, updates = joined["time"], [event["time"] for event in events if event["event"] == "update"]
     before, after = [when for when in updates if when < resumed], [when for when in updates if when > resumed]
@@ -175,40 +173,26 @@ def _workers(folder):
     """Start a job in which three workers train. All its processes end with the context."""
     options = [f"--{name}={size}" for name, size in SIZES.items()]
     command = [sys.executable, "-m", "evermoe.demo.train", *options, "--steps=1000"]
+    reports = Reports(Path(folder))
     job = LocalJob(command, f"bench-{uuid.uuid4().hex[:8]}", 3, environment={"OMP_NUM_THREADS": "1"})
     try:
         with job:
             for index in range(3):
-                _start(job, folder, index)
-            yield job
+                _start(job, reports, index)
+            yield job, reports
     finally:
         job.remove_memory()
 
 
-def _start(job, folder, index, *more, role="train"):
-    with Path(folder, f"log-{index}").open("w") as log:
-        job.start(index, f"node-{index}", f"--events={folder}/{index}", *more, role=role, stdout=log, stderr=log)
-
-
-def _events(folder, index):
-    path = Path(folder, str(index))
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def _wait_for(folder, index, name, limit, after=0.0):
-    end = time.monotonic() + limit
-    while not any(each["event"] == name and each["time"] > after for each in _events(folder, index)):
-        if time.monotonic() > end:
-            raise TimeoutError(f"no {name} of worker {index} within {limit:g} s")
-        time.sleep(0.1)
+def _start(job, reports, index, role="train"):
+    events = reports.add(index)
+    with reports.log(index).open("w") as log:
+        job.start(index, f"node-{index}", f"--events={events}", role=role, stdout=log, stderr=log)
 
 
 def _measure_pair(rank, folder, nbytes):
     with pair(rank, folder) as members:
-        seconds = timed_once(members, nbytes)
-    if rank == 0:
-        Path(f"{folder}/seconds").write_text(str(seconds))
+        return timed_once(members, nbytes)
 
 
 if __name__ == "__main__":

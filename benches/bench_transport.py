@@ -22,7 +22,6 @@ import shutil
 import socket
 import statistics
 import subprocess
-import tempfile
 import threading
 import time
 from collections import defaultdict, deque
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common import Table, parse, parser
+from common import Table, parse, parser, run_ranks
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.group import Group
 from evermoe.comm.tags import SNAPSHOT_FIRST
@@ -73,15 +72,14 @@ def main():
         "lost": "6.2%",
     }
     table = Table("One pair of members on this machine's loopback", columns)
-    with tempfile.TemporaryDirectory() as folder:
-        server, port = start_iperf3()
-        try:
-            mp.spawn(run, args=(folder, port, arguments), nprocs=2)
-        finally:
-            server.kill()
-            server.wait()
-        for row in torch.load(f"{folder}/rows", weights_only=True):
-            table.add(**row)
+    server, port = start_iperf3()
+    try:
+        rows, _ = run_ranks(run, 2, port, arguments)
+    finally:
+        server.kill()
+        server.wait()
+    for row in rows:
+        table.add(**row)
     table.write(arguments)
 
 
@@ -109,7 +107,6 @@ def carriers():
 def pair(rank, folder):
     """Connect one of two members through the folder. Return its group, and its couriers by carrier."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = Group("127.0.0.1")
     transports = {carrier: Transport("127.0.0.1", "127.0.0.1", carrier=carrier) for carrier in carriers()}
@@ -141,7 +138,7 @@ def timed_once(members, nbytes):
 def run(rank, folder, port, arguments):
     """Run one of the two members."""
     with pair(rank, folder) as members:
-        measure(*members, folder, port, arguments)
+        return measure(*members, port, arguments)
 
 
 def measure_idle_wait(pipe):
@@ -235,8 +232,8 @@ class Locks:
         self._idle.join()
 
 
-def measure(group, couriers, folder, port, arguments):
-    """Measure all sizes and candidates."""
+def measure(group, couriers, port, arguments):
+    """Measure all sizes and candidates. Return the rows of the table, on rank 0."""
     rank = group.rank
     memory = torch.ones(MEMORY_BYTES, dtype=torch.uint8).share_memory_()
     locks = Locks()
@@ -259,10 +256,9 @@ def measure(group, couriers, folder, port, arguments):
             group.all_reduce(torch.zeros(1))
         if rank == 0:
             rows += [row(mib, carrier, found) for carrier in couriers]
-    if rank == 0:
-        torch.save(rows, f"{folder}/rows")
     locks.close()
     group.all_reduce(torch.zeros(1))
+    return rows
 
 
 def row(mib, carrier, found):

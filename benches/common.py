@@ -6,9 +6,11 @@ import math
 import platform
 import statistics
 import sys
+import tempfile
 import time
 
 import torch
+import torch.multiprocessing as mp
 
 from evermoe.demo.flags import add_arguments as add_demo_arguments
 from evermoe.demo.model import ByteGPT
@@ -94,6 +96,18 @@ def medians(times):
 def ratio(times, one, other):
     """Return the time of `one` divided by that of `other`: the median over the rounds, each of which ran both."""
     return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+
+
+def run_ranks(function, ranks, *arguments):
+    """Call `function(rank, folder, *arguments)` in a process for each rank. Return what each returns: plain data."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_call, (function, folder, arguments), nprocs=ranks)
+        return [torch.load(f"{folder}/returned-{rank}", weights_only=True) for rank in range(ranks)]
+
+
+def _call(rank, function, folder, arguments):
+    torch.set_num_threads(1)
+    torch.save(function(rank, folder, *arguments), f"{folder}/returned-{rank}")
 
 
 class Table:

@@ -19,6 +19,10 @@ from benches.compare import processes
 from evermoe.demo.flags import worker_arguments
 from evermoe.launch import LocalJob
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, PresetName
+from evermoe.process.reports import Reports
+
+KINDS = ("ready", "begin", "taken", "resumed", "recovered", "final", "killed", "joining", "idle")
+"""Events that show the progress of a run; a session reports many more."""
 
 
 class Launch:
@@ -35,6 +39,7 @@ class Launch:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
+        self.reports = Reports(folder, KINDS)
         self.running: dict[int, subprocess.Popen[Any]] = {}
         self._resources = ExitStack()
 
@@ -53,8 +58,9 @@ class Launch:
 
     def start(self, worker: int, *extra: str) -> None:
         """Start a worker on its own node."""
-        with self.log(worker).open("w") as log:
-            self.running[worker] = self._spawn(worker, [*self.arguments(worker), *extra], log)
+        flags = [*self.arguments(worker), "--events", str(self.reports.add(worker)), *extra]
+        with self.reports.log(worker).open("w") as log:
+            self.running[worker] = self._spawn(worker, flags, log)
 
     def kill(self, worker: int) -> None:
         """SIGKILL a worker and the process that started it: its node is lost."""
@@ -67,15 +73,7 @@ class Launch:
     def started(self) -> list[int]:
         """Return the live workers that have reported something."""
         alive = [worker for worker, process in sorted(self.running.items()) if process.poll() is None]
-        return [worker for worker in alive if self.events(worker).exists() and self.events(worker).stat().st_size]
-
-    def log(self, worker: int) -> Path:
-        """Return the path of a worker's log."""
-        return self.folder / f"worker-{worker}.log"
-
-    def events(self, worker: int) -> Path:
-        """Return the path of a worker's events."""
-        return self.folder / f"events-{worker}.jsonl"
+        return [worker for worker in alive if self.reports.events[worker]]
 
     def arguments(self, worker: int) -> list[str]:
         """Return the flags of a worker."""
@@ -83,7 +81,7 @@ class Launch:
         return [
             *worker_arguments(self.settings(), options.steps, options.replication, self.folder),
             *("--held-out", str(options.held_out), "--expert-parallel", str(options.expert_parallel)),
-            *("--events", str(self.events(worker)), "--worker", str(worker)),
+            *("--worker", str(worker)),
         ]
 
     def settings(self) -> argparse.Namespace:

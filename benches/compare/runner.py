@@ -22,8 +22,6 @@ from benches.compare.outcome import in_order, measure, progress
 from evermoe.errors import LaunchError
 from evermoe.launch import STOP_SIGNALS
 
-KINDS = ("begin", "taken", "resumed", "recovered", "final", "killed", "joining", "idle")
-"""Events that show the progress of a run; a session reports many more."""
 LOOK_SECONDS = 0.02
 """Seconds between two checks of the workers."""
 MEMORY_SECONDS = 0.25
@@ -49,10 +47,9 @@ class Run:
         self, launch: Any, schedule: Schedule, options: argparse.Namespace, show: Callable[[int, float], None]
     ) -> None:
         self._launch, self._schedule, self._options, self._show = launch, schedule, options, show
-        self.events: dict[int, list[dict[str, Any]]] = {}
+        self.events = launch.reports.events
         self.peak = 0
         self.began = time.time()
-        self._offsets: dict[int, int] = {}
         self._left = list(schedule.changes)
         self._dead: set[int] = set()
         self._next_memory = 0.0
@@ -72,13 +69,13 @@ class Run:
             time.sleep(LOOK_SECONDS)
 
     def _start(self, worker: int) -> None:
-        self.events[worker], self._offsets[worker] = [], 0
         deaths = self._schedule.deaths
         self._launch.start(worker, *(["--die-at", str(deaths[worker])] if worker in deaths else []))
 
     def _look(self) -> None:
-        for worker in self.events:
-            self._read(worker)
+        began = [event["time"] for _, event in self._launch.reports.read() if event["event"] == "begin"]
+        if began and self._first is None:
+            self._first = min(began)
         self._remove_node()
         if not self._is_over():
             self._obey()
@@ -95,20 +92,6 @@ class Run:
     def _steps(self) -> int:
         found = progress({worker: rows[-50:] for worker, rows in self.events.items()})
         return found[-1][1] if found else 0
-
-    def _read(self, worker: int) -> None:
-        path = self._launch.events(worker)
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self._offsets[worker])
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offsets[worker] += len(complete)
-        new = [json.loads(line) for line in complete.splitlines()]
-        self.events[worker] += [event for event in new if event["event"] in KINDS]
-        if self._first is None:
-            self._first = min((event["time"] for event in new if event["event"] == "begin"), default=None)
 
     def _remove_node(self) -> None:
         """Remove the node of a worker that killed itself in its step."""
@@ -138,15 +121,12 @@ class Run:
     def _check(self) -> None:
         for worker, process in self._launch.running.items():
             if worker not in self._dead and (process.poll() or 0) != 0 and not self._is_over():
-                raise LaunchError(f"worker {worker} failed:\n{self._end_of_log(worker)}")
+                raise LaunchError(f"worker {worker} failed:\n{self._launch.reports.log_end(worker)}")
         if all(process.poll() is not None for process in self._launch.running.values()) and not self._is_over():
             raise LaunchError("no worker is left")
         if time.time() - self.began > self._options.limit:
-            logs = "\n".join(self._end_of_log(worker) for worker in self.events)
+            logs = "\n".join(self._launch.reports.log_end(worker) for worker in self.events)
             raise LaunchError(f"not done after {self._options.limit:g} s (--limit):\n{logs}")
-
-    def _end_of_log(self, worker: int) -> str:
-        return self._launch.log(worker).read_text(errors="replace")[-1500:]
 
 
 def main(path: Path) -> None:

@@ -28,6 +28,7 @@ from evermoe.errors import LaunchError
 from evermoe.launch import LocalJob, Worker
 from evermoe.options import count
 from evermoe.planning.presets import PRESETS
+from evermoe.process.reports import Report, Reports
 from evermoe.profile.files import merge_files
 
 START_LIMIT = 180.0
@@ -43,18 +44,17 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, folder: Path, *, console: Console, title: str) -> None:
         self.options, self.folder, self.console, self.title = options, folder, console, title
-        self.events: dict[int, list[dict[str, Any]]] = {}
-        self._offsets: dict[int, int] = {}
+        self.reports = Reports(folder)
+        self.events = self.reports.events
         self._last_event = time.monotonic()
         self._graves: dict[Path, float] = {}
         """Memory of lost nodes, and the time of each loss."""
         self._shown_plan = ""
         """Latest plan of protection, in one sentence."""
-        folder.mkdir(parents=True, exist_ok=True)
 
     def run_workers(
         self, kills: Mapping[int, int], join: int | None, steps: int, copies: int
-    ) -> dict[int, list[dict[str, Any]]]:
+    ) -> dict[int, list[Report]]:
         """Run a job to its end and return the events of each worker."""
         options = self.options
         job = LocalJob(
@@ -93,14 +93,13 @@ class Run:
         self._follow(progress, bar)
 
     def _start(self, job: LocalJob, index: int, *extra: str, **popen: Any) -> Worker:
-        self.events[index], self._offsets[index] = [], 0
-        log = (self.folder / f"worker-{index}.log").open("w")
-        with log:
+        events = self.reports.add(index)
+        with self.reports.log(index).open("w") as log:
             return job.start(
                 index,
                 f"node-{index:02d}",
                 "--events",
-                str(self.folder / f"events-{index}.jsonl"),
+                str(events),
                 *(["--trace", str(self.folder / f"trace-{index}.json")] if self.options.trace else []),
                 *extra,
                 stdout=log,
@@ -137,15 +136,12 @@ class Run:
     def _check_alive(self, job: LocalJob) -> None:
         for worker in job.workers:
             if (worker.process.poll() or 0) > 0:
-                raise LaunchError(f"worker {worker.index} failed:\n{self._log_end(worker.index)}")
+                raise LaunchError(f"worker {worker.index} failed:\n{self.reports.log_end(worker.index)}")
         started = any(event["event"] == "begin" for rows in self.events.values() for event in rows)
         limit = 60 + 4 * self.options.hang_timeout if started else START_LIMIT
         if time.monotonic() - self._last_event > limit:
-            logs = "\n".join(self._log_end(worker.index) for worker in job.workers)
+            logs = "\n".join(self.reports.log_end(worker.index) for worker in job.workers)
             raise LaunchError(f"no worker has reported anything for {limit:.0f} s:\n{logs}")
-
-    def _log_end(self, index: int) -> str:
-        return (self.folder / f"worker-{index}.log").read_text()[-2000:]
 
     # ---- progress
 
@@ -164,11 +160,9 @@ class Run:
 
     def _follow(self, progress: Progress, bar: Any) -> int:
         """Read new events and show them. Return the number of committed steps."""
-        for worker in self.events:
-            for event in self._new_events(worker):
-                self._last_event = time.monotonic()
-                self.events[worker].append(event)
-                self._print_event(worker, event)
+        for worker, event in self.reports.read():
+            self._last_event = time.monotonic()
+            self._print_event(worker, event)
         newest = max(
             (event for rows in self.events.values() for event in rows[-12:] if event["event"] == "commit"),
             key=lambda event: event["step"],
@@ -195,17 +189,6 @@ class Run:
         progress.update(bar, completed=done, **fields)
         if not self.console.is_terminal and done % 5 == 0:
             self.console.print(f"{self.title}: step {done:3}  " + "  ".join(fields.values()))
-
-    def _new_events(self, worker: int) -> list[dict[str, Any]]:
-        path = self.folder / f"events-{worker}.jsonl"
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(self._offsets[worker])
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offsets[worker] += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
 
     def _print_event(self, worker: int, event: Event) -> None:
         if event["event"] == "killed":

@@ -16,6 +16,7 @@ from urllib.request import urlopen
 from evermoe.observe.json_lines import read_line
 from evermoe.observe.metrics import Metrics
 from evermoe.options import checked
+from evermoe.process.reports import EventFile
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -189,7 +190,7 @@ class Members:
     def __init__(self, sources: Sequence[str]) -> None:
         files = [source for source in sources if Path(source).is_file()]
         self._addresses = [each for source in sources if source not in files for each in endpoints(source)]
-        self._files = [_EventFile(Path(source)) for source in files]
+        self._files = [_Processes(Path(source)) for source in files]
         self._known: dict[str, MemberView] = {}
         """Latest view of each member that has answered."""
 
@@ -209,32 +210,26 @@ class Members:
         return replace(view, job=known.job, member=known.member, node=known.node, role=known.role)
 
 
-class _EventFile:
-    """A file of JSON lines, read from where the previous read ended."""
+class _Processes:
+    """Processes that write events to a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._file = EventFile(path)
         self._metrics: dict[int, Metrics] = {}
         """Metrics from the lines of each process, by its ID."""
         self._times: dict[int, float] = {}
 
     def read(self) -> list[MemberView]:
         """Return its processes; those of an earlier generation have a `problem`."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        end = data.rfind(b"\n") + 1  # the rest is being written
-        self._offset += end
-        for line in data[:end].decode(errors="replace").splitlines():
-            found = read_line(line)
+        for line in self._file.read_lines():
+            found = read_line(line.decode(errors="replace"))
             if found is not None:
                 pid, at, event = found
                 self._metrics.setdefault(pid, Metrics())(event)
                 self._times[pid] = at
         views = [
             replace(
-                view_of(f"{self._path}, process {pid}", metrics.registry.collect()),
+                view_of(f"{self._file.path}, process {pid}", metrics.registry.collect()),
                 seconds_since_event=max(0.0, time.time() - self._times[pid]),
             )
             for pid, metrics in self._metrics.items()

@@ -20,6 +20,7 @@ from typing import Any
 from evermoe import _native
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.process.memory_folder import job_folder
+from evermoe.process.reports import EventFile
 from support import worker
 from support.flat_options import frequent_copies
 from support.worker import Fault, Options
@@ -81,18 +82,11 @@ class Worker:
         self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
-        self._read_bytes = 0
+        self._file = EventFile(Path(options.folder) / f"{self.name}.{self.pid}.jsonl")
         self._events: list[Event] = []
 
     def events(self, name: str | None = None, **fields: Any) -> list[Event]:
-        path = Path(self.options.folder) / f"{self.name}.{self.pid}.jsonl"
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self._read_bytes)
-                lines, _, _ = file.read().rpartition(b"\n")
-            if lines:
-                self._read_bytes += len(lines) + 1
-                self._events += [json.loads(line) for line in lines.split(b"\n")]
+        self._events += self._file.read()
         return [e for e in self._events if name in (None, e["event"]) and all(e.get(k) == v for k, v in fields.items())]
 
     def wait_for(self, name: str, limit: float = PATIENCE, count: int = 1, **fields: Any) -> Event:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 
 from support import pipeline_worker, replay_faults
-from support.harness import PATIENCE, SERVER, Job, Worker
+from support.harness import PATIENCE, Job, Worker
 from support.pipeline_worker import MICROBATCHES, PEERS, ROWS, STAGES, Options
 
 RANKS = STAGES * PEERS
@@ -19,11 +20,8 @@ class Rank(Worker):
     """One rank; what it writes is read as `Worker` does."""
 
     def __init__(self, options, environment):
-        self.options, self.name = options, options.name
-        self.process = SERVER.Process(target=_run, args=(options, environment), daemon=True)
-        self.process.start()
-        self.pid = self.process.pid
-        self._read_bytes, self._events = 0, []
+        self.main = functools.partial(_run, environment=environment)
+        super().__init__(options)
 
 
 def _run(options, environment):
