@@ -1,7 +1,6 @@
 """Fixtures that several test files use."""
 
 import contextlib
-import json
 import os
 
 import pytest
@@ -168,6 +167,7 @@ def dying_disk(tmp_path):
 @pytest.fixture
 def start(start_job, tmp_path):
     """`start(script, names, *arguments)` runs `script(write, *arguments, node, options)`; what each has written."""
+    from evermoe.process.reports import EventFile
     from support.habits import run
     from support.harness import PATIENCE, SERVER
 
@@ -182,10 +182,7 @@ def start(start_job, tmp_path):
             processes.append(process)
         for process in processes:
             process.join(PATIENCE)
-        found = {}
-        for name in names:
-            lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
-            found[name] = [json.loads(line) for line in lines]
+        found = {name: EventFile(tmp_path / f"{name}.jsonl").read() for name in names}
         return found, {name: (tmp_path / f"{name}.log").read_text() for name in names}
 
     yield begin

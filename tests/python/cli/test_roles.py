@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -11,6 +10,7 @@ import pytest
 from cli.test_run import start
 from evermoe.cli.main import main
 from evermoe.process.memory_folder import job_folder
+from evermoe.process.reports import EventFile
 from support.harness import wait_until
 
 __all__ = ["start"]
@@ -41,9 +41,11 @@ class Events:
         self.path = path
 
     def __call__(self, kind, **fields):
-        lines = self.path.read_text().split("\n")[:-1] if self.path.exists() else []
-        events = (json.loads(line) for line in lines)
-        return [e for e in events if e["event"] == kind and all(e.get(key) == each for key, each in fields.items())]
+        return [
+            e
+            for e in EventFile(self.path).read()
+            if e["event"] == kind and all(e.get(key) == each for key, each in fields.items())
+        ]
 
     def wait_for(self, kind, count=1, **fields):
         return wait_until(lambda: self(kind, **fields)[count - 1 :], f"{kind} {fields}", 60.0)[0]

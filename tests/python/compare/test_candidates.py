@@ -13,6 +13,7 @@ from benches.compare.candidates import CANDIDATES
 from evermoe.data.sampler import ElasticSampler
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.train import build
+from evermoe.process.reports import EventFile
 from support.commands import call
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 32, "experts": 4, "top_k": 2, "sequence": 32}
@@ -37,8 +38,7 @@ def compare(folder, *flags, code=0):
 
 def log(folder, candidate, worker):
     """Return what a worker has written, to check the figures against."""
-    lines = (folder / "kept" / candidate / f"events-{worker}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return EventFile(folder / "kept" / candidate / f"events-{worker}.jsonl").read()
 
 
 def steps_taken(rows):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from evermoe.process.reports import EventFile
 from support.commands import evermoe
 
 PLANNED = 3
@@ -25,8 +26,7 @@ def test_windows_are_known_from_the_third_step_to_the_end(tmp_path, preset):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     by_worker = {}
     for path in (tmp_path / "events" / "run").glob("events-*.jsonl"):
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        by_worker[path.stem] = [event for event in events if event["event"] == "chunk_sent"]
+        by_worker[path.stem] = [event for event in EventFile(path).read() if event["event"] == "chunk_sent"]
     assert len(by_worker) == 5
     for name, sent in by_worker.items():
         later = {chunk["when"] for chunk in sent if chunk["step"] >= PLANNED}

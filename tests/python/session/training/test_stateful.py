@@ -1,6 +1,5 @@
 """Objects of the script whose state the job keeps: the same on all members, after each loss, join and restart."""
 
-import json
 import os
 import signal
 
@@ -9,6 +8,7 @@ import torch
 
 import evermoe
 from evermoe.errors import UnsupportedState
+from evermoe.process.reports import EventFile
 from evermoe.session.session_config import session_config
 from support.flat_options import grouped
 from support.habits import DATA, Model, adamw, mean_loss, run
@@ -77,8 +77,7 @@ def start(tmp_path):
 
 
 def events(folder, node):
-    complete, _, _ = (folder / f"{node}.jsonl").read_text().rpartition("\n")
-    return [json.loads(line) for line in complete.splitlines()]
+    return EventFile(folder / f"{node}.jsonl").read()
 
 
 def test_changes_between_steps_survive_a_loss_a_join_and_a_restart(start, start_job, tmp_path):
