@@ -1,1 +1,1 @@
-"""State of one process: random seeds, warnings, shared memory folders, claims on folders."""
+"""State of one process: random seeds, warnings, memory folders, claims on folders; events and logs of workers."""
