@@ -269,15 +269,6 @@ class PipelineSession(BaseSession):
 
     # ---- the end
 
-    def _verify(self) -> tuple[int, list[str]]:
-        """Compare all ranks' units and copies of this version by digest, once they are complete. Collective.
-
-        Returns:
-            The number of comparisons, and the units of which some differ.
-        """
-        self._driver.finish_copies(self.version)
-        return self._driver.recovery(self.version, established=True).verify()
-
     def close(self) -> None:
         """Leave the job and remove this rank's shared memory.
 

@@ -178,7 +178,8 @@ def reach(options: Options, point: str) -> None:
 
 def connected(options: Options, copies: evermoe.PipelineSession) -> None:
     if options.verifies:
-        copies._verify()
+        copies._driver.finish_copies(copies.version)
+        copies._driver.recovery(copies.version, established=True).verify()
     reach(options, "connected")
 
 
