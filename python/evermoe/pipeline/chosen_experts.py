@@ -128,8 +128,7 @@ class ChosenExperts:
         if budget < self._all_bytes:  # else all: an update also changes experts without tokens
             chosen = most_at_risk(at_risk, budget, self._expert_bytes)
         self._note(chosen, version)
-        stays = frozenset(number for unit, number in self._numbers.items() if unit not in chosen)
-        return stays
+        return frozenset(number for unit, number in self._numbers.items() if unit not in chosen)
 
     def protected(self, version: int) -> None:
         """Record that all copies of a recovery's plan are complete, at this version."""

@@ -173,6 +173,7 @@ class StageCopies(CopyMaker):
 
     def settle(self) -> bool:
         """Wait until nothing is in flight. Return whether the version that was being sent is complete on this rank."""
+        self._left.clear()
         self.before_update()
         is_complete = self.before_vote(0)
         self.forget_version()
