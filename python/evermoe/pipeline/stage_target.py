@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
+from evermoe.pipeline.sparse_windows import SparseWindows
 from evermoe.pipeline.stages import StageRank
 from evermoe.recovery.survey import Inventory
 from evermoe.recovery.target import Target, no_copy_left
 from evermoe.state.placement import LayerPlacements
-
-
-class Adopter(Protocol):
-    """Decide which units a recovery fetches, and take them over."""
-
-    def needed(self, units: list[str]) -> list[str]:
-        """Units that a rank fetches so that it can hold these."""
-
-    def adopt(self, version: int, fetched: dict[str, Tensor]) -> None:
-        """Take over the fetched units, which have the version of all ranks; empty `fetched`."""
 
 
 class StageTarget(Target):
@@ -28,11 +18,11 @@ class StageTarget(Target):
 
     Args:
         layout: by rank.
-        adopter: takes the units over.
+        windows: say what a rank fetches, and take it over.
     """
 
-    def __init__(self, layout: Sequence[StageRank], adopter: Adopter) -> None:
-        self._layout, self._adopter = layout, adopter
+    def __init__(self, layout: Sequence[StageRank], windows: SparseWindows) -> None:
+        self._layout, self._windows = layout, windows
         self._version = 0
 
     def nodes(self, size: int) -> list[str]:
@@ -49,11 +39,11 @@ class StageTarget(Target):
         mine = self._layout[rank]
         peers = [each for each in self._layout if each.stage == mine.stage]
         elsewhere = {unit for each in peers for unit in each.own} - {*mine.own}
-        return self._adopter.needed([name for name, _ in mine.units if name not in elsewhere])
+        return self._windows.needed([name for name, _ in mine.units if name not in elsewhere])
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
         """Take over the fetched units."""
-        self._adopter.adopt(self._version, fetched)
+        self._windows.adopt(self._version, fetched)
 
     def lost_message(self, lost: Sequence[str], unfit: str) -> str:
         """Error message that names the lost units."""
