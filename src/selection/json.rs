@@ -27,11 +27,12 @@ impl TokenLedger {
             ledger.experts_per_layer,
             ledger.experts
         );
-        ledger.check_counts()?;
+        ledger.check_counts("text")?;
         Ok(ledger)
     }
 
-    fn check_counts(&self) -> Result<()> {
+    /// Refuses counts of another size or that contradict each other; `argument` is named in the message.
+    pub(super) fn check_counts(&self, argument: &str) -> Result<()> {
         for (name, counts) in [
             ("seen", &self.seen),
             ("at_risk", &self.at_risk),
@@ -40,18 +41,18 @@ impl TokenLedger {
         ] {
             ensure!(
                 counts.len() == self.layers * self.experts,
-                "text: {name} has {} numbers; expected {} layers × {} experts",
+                "{argument}: {name} has {} numbers; expected {} layers × {} experts",
                 counts.len(),
                 self.layers,
                 self.experts
             );
-            ensure!(counts.iter().all(|&count| count >= 0), "text: {name} has a negative count");
+            ensure!(counts.iter().all(|&count| count >= 0), "{argument}: {name} has a negative count");
         }
         for (cell, &seen) in self.seen.iter().enumerate() {
             let gone = self.at_risk[cell].checked_add(self.lost[cell]);
             ensure!(
                 gone.is_some_and(|gone| gone <= seen) && (self.waiting[cell] == 0 || self.at_risk[cell] > 0),
-                "text: layer {} expert {} has seen {seen} tokens, fewer than at risk and lost, or waits without tokens at risk",
+                "{argument}: layer {} expert {} has seen {seen} tokens, fewer than at risk and lost, or waits without tokens at risk",
                 cell / self.experts,
                 cell % self.experts
             );

@@ -18,6 +18,7 @@ pub(super) const VERSION: u32 = 1;
 /// copied    at_risk = 0 for the chosen; the others that have tokens at risk wait for one checkpoint more
 /// put_back  at_risk += tokens of recorded copies that failed
 /// lose      lost += at_risk, at_risk = 0 for those that fell back
+/// restore   all counts are those of the state that a recovery restored
 /// ```
 ///
 /// All counts are `[layers, experts]`. PLT is computed per layer as tokens lost ÷ tokens seen, and averaged over
@@ -265,6 +266,26 @@ impl TokenLedger {
         Ok(())
     }
 
+    /// Replaces the counts by those of a restored state: tokens seen, lost and at risk, `[layers, experts]` each.
+    ///
+    /// K becomes `experts_per_layer` if that is more. An expert with more tokens at risk than before has been passed
+    /// over once more, as its latest copies are lost.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, negative counts, and more tokens at risk and lost
+    /// than were seen; the ledger is then unchanged.
+    pub fn restore(&mut self, [seen, lost, at_risk]: [&[i64]; 3], experts_per_layer: usize) -> Result<()> {
+        let mut restored =
+            Self { seen: seen.to_vec(), lost: lost.to_vec(), at_risk: at_risk.to_vec(), ..self.clone() };
+        for (waiting, (&before, &now)) in restored.waiting.iter_mut().zip(self.at_risk.iter().zip(at_risk)) {
+            *waiting = if now == 0 { 0 } else { waiting.saturating_add(i64::from(now > before)) };
+        }
+        restored.check_counts("counts")?;
+        restored.experts_per_layer = experts_per_layer.clamp(self.experts_per_layer, self.experts);
+        *self = restored;
+        Ok(())
+    }
+
     /// Records a recovery in which these experts returned to older copies, and returns its PLT.
     ///
     /// `tokens` is `[layers, experts]`: the loss of each of them, if a copy of another kind than this ledger's was
@@ -303,10 +324,17 @@ impl TokenLedger {
             self.waiting[cell] = 0;
         }
         let plt = mean(&self.portions(&lost_now));
-        if plt > 0.0 && self.plt() > self.max_lost_token_fraction {
-            self.experts_per_layer = self.experts_per_layer.saturating_mul(2).min(self.experts);
+        if plt > 0.0 {
+            self.adapt_k();
         }
         Ok(plt)
+    }
+
+    /// Doubles K if the PLT of the run is above the limit (Dynamic-K); for recoveries that lost tokens.
+    pub fn adapt_k(&mut self) {
+        if self.plt() > self.max_lost_token_fraction {
+            self.experts_per_layer = self.experts_per_layer.saturating_mul(2).min(self.experts);
+        }
     }
 
     /// Returns for each layer the expert that waits the longest for a copy, and the tokens at risk.
@@ -348,9 +376,10 @@ impl TokenLedger {
         Ok(cells)
     }
 
-    fn portions(&self, part: &[i64]) -> Vec<f64> {
+    /// Returns for each layer its tokens in `part`, `[layers, experts]`, ÷ all tokens seen.
+    pub fn portions(&self, part: &[i64]) -> Vec<f64> {
         let rows = part.chunks(self.experts).zip(self.seen.chunks(self.experts));
-        rows.map(|(part, seen)| if sum(part) > 0.0 { sum(part) / sum(seen) } else { 0.0 }).collect()
+        rows.map(|(part, seen)| sum(part) / sum(seen).max(1.0)).collect()
     }
 }
 
@@ -464,6 +493,30 @@ mod tests {
         assert!(ledger.put_back(&[0, 0, 0, -1]).unwrap_err().to_string().contains("has -1"));
         assert!(ledger.put_back(&[0]).unwrap_err().to_string().contains("expected 2 layers"));
         assert_eq!(ledger, before);
+    }
+
+    #[test]
+    fn a_restored_ledger_continues_from_the_counts_of_the_state() {
+        let mut ledger = ledger();
+        ledger.copied(&[vec![0], vec![1]]).unwrap();
+        assert_eq!((ledger.at_risk(), ledger.waiting()), (&[0, 2, 0, 0][..], &[0, 2, 0, 0][..]));
+        let [seen, lost, at_risk] = [[8, 2, 5, 10], [1, 0, 0, 0], [2, 2, 5, 0]];
+        ledger.restore([&seen, &lost, &at_risk], 9).unwrap();
+        assert_eq!((ledger.seen(), ledger.lost()), (&seen[..], &lost[..]));
+        assert_eq!((ledger.at_risk(), ledger.waiting()), (&at_risk[..], &[1, 2, 1, 0][..]));
+        assert_eq!((ledger.experts_per_layer(), ledger.portions(&at_risk)), (2, vec![0.4, 1.0 / 3.0]));
+        let before = ledger.clone();
+        for (at_risk, message) in [
+            (&[8, 0, 0, 0][..], "counts: layer 0 expert 0 has seen 8"),
+            (&[0, 0, 0, -1], "at_risk has a negative"),
+            (&[0], "at_risk has 1 numbers"),
+        ] {
+            let refused = ledger.restore([&seen, &lost, at_risk], 1).unwrap_err().to_string();
+            assert!(refused.contains(message), "{refused}");
+        }
+        assert_eq!(ledger, before);
+        ledger.adapt_k();
+        assert_eq!(ledger.experts_per_layer(), 2, "never more than all experts");
     }
 
     #[test]

@@ -143,6 +143,33 @@ impl TokenLedger {
         Ok(self.0.lose(&experts, Some(&numbers(&tokens)))?)
     }
 
+    fn restore(
+        &mut self,
+        seen: PyReadonlyArray2<'_, i64>,
+        lost: PyReadonlyArray2<'_, i64>,
+        at_risk: PyReadonlyArray2<'_, i64>,
+        experts_per_layer: usize,
+    ) -> PyResult<()> {
+        for (name, counts) in [("seen", &seen), ("lost", &lost), ("at_risk", &at_risk)] {
+            check_shape(name, counts, self.0.shape())?;
+        }
+        let [seen, lost, at_risk] = [numbers(&seen), numbers(&lost), numbers(&at_risk)];
+        Ok(self.0.restore([&seen, &lost, &at_risk], experts_per_layer)?)
+    }
+
+    fn adapt_k(&mut self) {
+        self.0.adapt_k();
+    }
+
+    fn portions<'py>(
+        &self,
+        py: Python<'py>,
+        part: PyReadonlyArray2<'py, i64>,
+    ) -> PyResult<Bound<'py, PyArray1<f64>>> {
+        check_shape("part", &part, self.0.shape())?;
+        Ok(PyArray1::from_vec(py, self.0.portions(&numbers(&part))))
+    }
+
     #[getter]
     fn step(&self) -> u64 {
         self.0.step()
