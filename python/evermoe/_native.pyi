@@ -33,6 +33,8 @@ BATCH_STEPS: int
 LOGGED_STEPS: int
 LOG_STEPS: int
 MAX_PERIOD: int
+MAX_VERSION_STEPS: int
+LOAD_HALF_LIFE: float
 FAILURE: float
 
 def preset_replicas(name: str, replication: int, min_replicas: int | None) -> int: ...

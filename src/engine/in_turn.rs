@@ -11,8 +11,8 @@ use crate::selection::{Selection, TokenLedger};
 
 use super::core::Options;
 
-/// Steps after which a step counts half in the average load of the experts, as in a session.
-const LOAD_HALF_LIFE: f64 = 7.0;
+/// Steps after which a step counts half in the average load of the experts.
+pub const LOAD_HALF_LIFE: f64 = 7.0;
 
 /// Copies that are made after a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

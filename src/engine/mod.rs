@@ -22,9 +22,9 @@ mod version_schedule;
 
 pub use self::core::{Engine, Members, Options, Planned};
 pub use copies::{Copies, History, UnitCopies};
-pub use in_turn::StepCopies;
+pub use in_turn::{LOAD_HALF_LIFE, StepCopies};
 pub use memory::{log_bytes, unit_memory};
 pub use selector::{Budgets, Selector};
-pub use traffic::{Network, Pace, Sends, busiest};
+pub use traffic::{MAX_VERSION_STEPS, Network, Pace, Sends, busiest};
 pub use units::Units;
 pub use version_schedule::VersionSchedule;

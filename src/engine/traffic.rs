@@ -9,8 +9,8 @@ use crate::schedule::{
 };
 use std::collections::BTreeMap;
 
-/// Maximum number of steps over which a version may be copied.
-const MAX_VERSION_STEPS: usize = 64;
+/// Maximum number of steps over which a version is copied, unless more are requested.
+pub const MAX_VERSION_STEPS: usize = 64;
 
 /// Bytes from a node to another.
 pub type Sends = BTreeMap<(usize, usize), u64>;

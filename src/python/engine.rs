@@ -7,6 +7,8 @@ use numpy::PyReadonlyArray2;
 use pyo3::prelude::*;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("LOAD_HALF_LIFE", engine::LOAD_HALF_LIFE)?;
+    module.add("MAX_VERSION_STEPS", engine::MAX_VERSION_STEPS)?;
     module.add_class::<VersionSchedule>()?;
     module.add_class::<Selector>()
 }

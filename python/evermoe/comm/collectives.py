@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.comm.group import Group
-
-BUCKET_BYTES = 25 << 20
-"""Size of an all-reduce bucket, as in DistributedDataParallel."""
+from evermoe.planning.footprint import BUCKET_BYTES
 
 
 class _AllToAll(torch.autograd.Function):

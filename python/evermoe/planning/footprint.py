@@ -26,7 +26,7 @@ KEPT_BYTES = 64 << 20
 THREAD_BYTES = 64 << 20
 """Freed memory that it keeps for a thread: twice the largest block that it takes from an arena (glibc)."""
 BUCKET_BYTES = 25 << 20
-"""Bucket of the collectives: `evermoe.comm.collectives.BUCKET_BYTES`."""
+"""Size of an all-reduce bucket, as in DistributedDataParallel."""
 BUCKETS, SENT_BUCKETS = 3, 2
 """Buckets that a sum has at a time: what is sent, what comes, and their sum; and an exchange without one."""
 IN_FLIGHT = 3

@@ -37,7 +37,8 @@ WeightType = Literal["float32", "bfloat16", "float16"]
 SAVED_BUFFERS = 3
 """Buffers of what a preset saves to a folder at a step: `src/persist/`."""
 HEAD_BYTES = 32 << 20
-"""Memory that is kept for the gradients from or to a peer: `evermoe.copies.replay.exchange.HEAD_BYTES`."""
+"""Maximum bytes of a message of gradients that carries its sizes, and memory that is kept for it. The tail follows once
+the peer knows its size."""
 NO_LIMIT = 1 << 62
 """Free bytes of host memory that copies may take."""
 

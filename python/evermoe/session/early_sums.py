@@ -21,10 +21,11 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from evermoe.comm.collectives import BUCKET_BYTES, buckets, reduce_to_owners
+from evermoe.comm.collectives import buckets, reduce_to_owners
 from evermoe.comm.group import Group
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost
+from evermoe.planning.footprint import BUCKET_BYTES
 
 
 class _Sent:

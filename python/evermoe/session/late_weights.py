@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evermoe.comm.collectives import BUCKET_BYTES, buckets, send_from_owners
+from evermoe.comm.collectives import buckets, send_from_owners
 from evermoe.comm.group import Group
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost, UnsupportedState
+from evermoe.planning.footprint import BUCKET_BYTES
 
 COMPILED = (
     "shard_optimizer='overlap' makes modules wait for their weights before they compute, which a compiled graph leaves "

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evermoe import _native
 from evermoe.moe.experts import Experts
 from evermoe.moe.token_counts import TokenCount
 from evermoe.planning.load import LoadAverage
 from evermoe.state.copy_marks import CopyMarks
 from evermoe.state.unit import expert_unit
 
-LOAD_HALF_LIFE = 7.0
+LOAD_HALF_LIFE = _native.LOAD_HALF_LIFE
 """Steps after which a step counts half in the average load of the experts."""
 
 

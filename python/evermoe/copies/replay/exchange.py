@@ -33,12 +33,11 @@ from evermoe.copies.replay.sender import GradientSender, Row
 from evermoe.copies.replay.source import Record, RecordMemory, wait_for_gradients
 from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import LOG_STEPS, RECORD_BYTES, UnitProtection
+from evermoe.planning.seating import HEAD_BYTES
 from evermoe.profile.memory import in_huge_pages
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 
-HEAD_BYTES = 32 << 20
-"""Maximum bytes of a message that carries its sizes. The tail follows once the peer knows its size."""
 PROOF_STEPS = 32
 """Steps in which the complete state of each replica is compared with its trainer's at least once."""
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from evermoe import _native
 from evermoe.comm.pacer import ANY_TIME, TimedStep
 from evermoe.copies.snapshot.segments import Segment
 from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
@@ -16,7 +17,7 @@ COPIES = "copies"
 """Name of the span in which the training thread waits for copies before a vote."""
 PACE_FACTOR = 2.0
 """Factor by which a message may take less time before a new plan is made."""
-MAX_VERSION_STEPS = 64
+MAX_VERSION_STEPS = _native.MAX_VERSION_STEPS
 """Maximum number of steps over which a version is sent, unless more are requested."""
 
 
