@@ -215,7 +215,7 @@ class ChunkPlan:
     def reason(self) -> tuple[bool, int, int | None, float, float, float, int, int, str]: ...
 
 class VersionSchedule:
-    """When the copies of a version begin, and which vote waits for them: `src/engine/version_schedule.rs`."""
+    """Schedule of the versions of copies, and the vote that waits for each: `src/engine/version_schedule.rs`."""
 
     is_used: bool
     """Whether votes wait for versions; otherwise the state survives without the versions under way."""
@@ -238,7 +238,7 @@ class VersionSchedule:
         """Return the steps by which complete versions lag behind at the vote that makes `step` the steps taken."""
 
 class Selector:
-    """Which experts are copied next: `src/engine/selector.rs`. Lists are `[layers, experts]`."""
+    """Selection of the experts to copy next: `src/engine/selector.rs`. Lists are `[layers, experts]`."""
 
     def __init__(
         self,

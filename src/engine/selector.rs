@@ -1,4 +1,4 @@
-//! Which experts are copied next, where a preset copies a few of them at a time.
+//! Selection of the experts to copy next, where a preset copies a few of them at a time.
 
 use crate::error::Result;
 use crate::placement::primaries;

@@ -1,4 +1,4 @@
-//! When the copies of a version begin, and which vote waits for them.
+//! Schedule of the versions of copies, and the vote that waits for each.
 
 /// Schedule of versions that are copied while training continues.
 ///

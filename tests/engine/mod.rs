@@ -166,7 +166,7 @@ fn life(preset: PresetName, is_sharded: bool) -> String {
     }
     writeln!(lines, "step 6: {}", held(&engine)).unwrap();
 
-    // Node 0 is lost; the others go on from what is left, experts 0 and 1 on node 1.
+    // Node 0 is lost; the others continue from what is left, experts 0 and 1 on node 1.
     let left = left(&engine, &[1, 2]);
     let text = |(unit, version): (usize, &Option<u64>)| match version {
         Some(version) => format!("{}@{}", name(unit), step_of(*version)),
