@@ -16,7 +16,6 @@ pub(super) const VERSION: u32 = 1;
 /// ```text
 /// add       seen += counts, at_risk += counts
 /// copied    at_risk = 0 for the chosen; the others that have tokens at risk wait for one checkpoint more
-/// put_back  at_risk += tokens of recorded copies that failed
 /// lose      lost += at_risk, at_risk = 0 for those that fell back
 /// restore   all counts are those of the state that a recovery restored
 /// ```
@@ -53,19 +52,6 @@ pub struct TokenLedger {
     pub(super) at_risk: Vec<i64>,
     pub(super) lost: Vec<i64>,
     pub(super) waiting: Vec<i64>,
-}
-
-/// Wait of a layer for copies.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Starvation {
-    /// Of the experts with tokens at risk, the one that was passed over most often, then the one with the most tokens.
-    pub expert: Option<usize>,
-    /// Number of checkpoints that passed it over.
-    pub checkpoints: i64,
-    /// Tokens at risk in the layer.
-    pub tokens: f64,
-    /// Tokens at risk, in steps of the layer's average.
-    pub steps: f64,
 }
 
 impl TokenLedger {
@@ -153,11 +139,6 @@ impl TokenLedger {
         self.portions(&self.lost)
     }
 
-    /// Returns the MoE token loss (MTL, Eq. 6 of MoEtion) of the run so far: the sum of all layers' portions.
-    pub fn mtl(&self) -> f64 {
-        self.plt_lost().iter().sum()
-    }
-
     /// Returns the PLT of the run so far: [`plt_lost`](Self::plt_lost) averaged over layers.
     pub fn plt(&self) -> f64 {
         mean(&self.plt_lost())
@@ -238,34 +219,6 @@ impl TokenLedger {
         Ok(())
     }
 
-    /// Records that copies which were `copied` have failed: `tokens`, `[layers, experts]`, are at risk again.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for wrong sizes, and for more tokens at risk than were seen;
-    /// the ledger is then unchanged.
-    pub fn put_back(&mut self, tokens: &[i64]) -> Result<()> {
-        ensure!(
-            tokens.len() == self.at_risk.len(),
-            "tokens: expected {} layers × {} experts, got {} numbers",
-            self.layers,
-            self.experts,
-            tokens.len()
-        );
-        for (cell, &back) in tokens.iter().enumerate() {
-            let [layer, expert] = [cell / self.experts, cell % self.experts];
-            let most = self.seen[cell] - self.at_risk[cell];
-            ensure!(
-                (0..=most).contains(&back),
-                "tokens: layer {layer} expert {expert} has {back}; expected 0 to {most}, which are not at risk"
-            );
-        }
-        for (cell, &back) in tokens.iter().enumerate() {
-            self.at_risk[cell] += back;
-            self.waiting[cell] = self.waiting[cell].saturating_add(i64::from(back > 0));
-        }
-        Ok(())
-    }
-
     /// Replaces the counts by those of a restored state: tokens seen, lost and at risk, `[layers, experts]` each.
     ///
     /// K becomes `experts_per_layer` if that is more. An expert with more tokens at risk than before has been passed
@@ -337,23 +290,6 @@ impl TokenLedger {
         }
     }
 
-    /// Returns for each layer the expert that waits the longest for a copy, and the tokens at risk.
-    pub fn starvation(&self) -> Vec<Starvation> {
-        let layer = |layer: usize| {
-            let row = layer * self.experts..(layer + 1) * self.experts;
-            let [tokens, seen] = [sum(&self.at_risk[row.clone()]), sum(&self.seen[row.clone()])];
-            let hungry = row.clone().filter(|&cell| self.at_risk[cell] > 0).rev();
-            let longest = hungry.max_by_key(|&cell| (self.waiting[cell], self.at_risk[cell]));
-            Starvation {
-                expert: longest.map(|cell| cell - row.start),
-                checkpoints: longest.map_or(0, |cell| self.waiting[cell]),
-                tokens,
-                steps: if tokens > 0.0 { tokens * self.step as f64 / seen } else { 0.0 },
-            }
-        };
-        (0..self.layers).map(layer).collect()
-    }
-
     /// Indices into the counts of the listed experts.
     fn cells(&self, argument: &str, lists: &[Vec<usize>]) -> Result<Vec<usize>> {
         ensure!(
@@ -407,9 +343,9 @@ mod tests {
     fn plt_is_counted_per_layer_and_averaged() {
         let mut ledger = ledger();
         assert_eq!(ledger.at_risk(), [2, 2, 0, 10]);
-        assert_eq!((ledger.plt_at_risk(), ledger.mtl()), (vec![0.4, 1.0], 0.0));
+        assert_eq!(ledger.plt_at_risk(), [0.4, 1.0]);
         assert_eq!(ledger.lose(&[vec![1], vec![0]], None).unwrap(), 0.1);
-        assert_eq!((ledger.plt_lost(), ledger.plt(), ledger.mtl()), (vec![0.2, 0.0], 0.1, 0.2));
+        assert_eq!((ledger.plt_lost(), ledger.plt()), (vec![0.2, 0.0], 0.1));
         assert_eq!(ledger.experts_per_layer(), 1, "at the limit, not above it");
         assert_eq!(ledger.lose(&[vec![0], vec![]], None).unwrap(), 0.1);
         assert_eq!((ledger.plt(), ledger.experts_per_layer()), (0.2, 2));
@@ -449,20 +385,6 @@ mod tests {
     }
 
     #[test]
-    fn starvation_names_who_waits_longest() {
-        let mut ledger = ledger();
-        ledger.copied(&[vec![0], vec![]]).unwrap();
-        ledger.add(&[10, 0, 0, 0]).unwrap();
-        let [first, second] = ledger.starvation()[..] else { panic!("two layers") };
-        // Layer 0 has seen 20 tokens in 3 steps: 12 at risk are 1.8 steps. Expert 0 has more of them and has not waited.
-        assert_eq!(first, Starvation { expert: Some(1), checkpoints: 2, tokens: 12.0, steps: 1.8 });
-        assert_eq!(second, Starvation { expert: Some(1), checkpoints: 1, tokens: 10.0, steps: 3.0 });
-        ledger.copied(&[vec![0, 1], vec![1]]).unwrap();
-        let none = Starvation { expert: None, checkpoints: 0, tokens: 0.0, steps: 0.0 };
-        assert_eq!(ledger.starvation(), [none; 2]);
-    }
-
-    #[test]
     fn copies_without_the_newest_tokens_leave_them_at_risk_and_have_not_passed_anyone_over() {
         let mut ledger = ledger();
         ledger.copied_without(&[vec![0, 1], vec![]], &[2, 0, 99, 99]).unwrap();
@@ -478,20 +400,6 @@ mod tests {
         assert!(
             ledger.copied_without(&[vec![], vec![]], &[0]).unwrap_err().to_string().contains("got 1 numbers")
         );
-        assert_eq!(ledger, before);
-    }
-
-    #[test]
-    fn what_was_not_copied_is_at_risk_again() {
-        let mut ledger = ledger();
-        ledger.copied(&[vec![0], vec![1]]).unwrap();
-        assert_eq!((ledger.at_risk(), ledger.waiting()), (&[0, 2, 0, 0][..], &[0, 2, 0, 0][..]));
-        ledger.put_back(&[2, 0, 0, 10]).unwrap();
-        assert_eq!((ledger.at_risk(), ledger.waiting()), (&[2, 2, 0, 10][..], &[1, 2, 0, 1][..]));
-        let before = ledger.clone();
-        assert!(ledger.put_back(&[7, 0, 0, 0]).unwrap_err().to_string().contains("expected 0 to 6"));
-        assert!(ledger.put_back(&[0, 0, 0, -1]).unwrap_err().to_string().contains("has -1"));
-        assert!(ledger.put_back(&[0]).unwrap_err().to_string().contains("expected 2 layers"));
         assert_eq!(ledger, before);
     }
 

@@ -21,7 +21,7 @@ mod shares;
 mod tokens;
 
 pub use budget::budget;
-pub use ledger::{Starvation, TokenLedger};
+pub use ledger::TokenLedger;
 pub use load_aware::load_aware;
 pub use owners::place_owners;
 pub use sequential::sequential;

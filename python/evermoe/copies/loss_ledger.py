@@ -5,10 +5,10 @@ The counts are the same on all members, as all count the same tokens.
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from evermoe.state.unit import expert_unit
 from evermoe.state.version import step_of, version_of
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
-NEWEST = (1 << 63) - 1
-"""A version as new as any other."""
 LATEST_STEPS = 16
 """Number of latest steps whose totals are kept."""
 BOOST = 1.1
@@ -70,6 +68,11 @@ class LossLedger:
             for expert in range(number)
         }
 
+    @property
+    def _levels(self) -> list[tuple[int, TokenLedger]]:
+        """Levels of copies, each with its ledger; none without MoE layers."""
+        return [(level, ledger) for level, ledger in ((SAVED, self.selection), (LOCAL, self.local)) if ledger]
+
     def counts(self) -> NDArray[np.int64]:
         """Return the [L, E] tokens of the current step, as far as the layers have counted them."""
         counts_LE = np.zeros_like(self.total_LE)
@@ -94,10 +97,19 @@ class LossLedger:
         return self._state.expert_load.tokens[2].numpy()
 
     @property
+    def plt_L(self) -> NDArray[np.float64]:
+        """[L] portions of lost tokens (PLT) in the run so far."""
+        return self.selection.plt_lost if self.selection else np.zeros(0)
+
+    @property
     def plt(self) -> float:
         """Portion of lost tokens (PLT) in the run so far, averaged over layers."""
-        seen_L = self.total_LE.sum(1)
-        return float(np.mean(self.lost_LE.sum(1) / np.maximum(seen_L, 1))) if len(seen_L) else 0.0
+        return self.selection.plt if self.selection else 0.0
+
+    @property
+    def processed_LE(self) -> NDArray[np.int64]:
+        """[L, E] tokens received and not lost."""
+        return self.total_LE - self.lost_LE
 
     def add_step(self, step: int) -> None:
         """Add the tokens that the layers counted in the step that was just taken; `step` steps are taken with it."""
@@ -106,10 +118,9 @@ class LossLedger:
         total_LE, boost_until_LE = self.total_LE, self.boost_until_LE
         total_LE += counts_LE
         boost_until_LE[total_LE >= boost_until_LE] = 0
-        self._latest.append((step, total_LE - self.lost_LE))
-        for ledger in (self.selection, self.local):
-            if ledger is not None:
-                ledger.add(counts_LE)
+        self._latest.append((step, self.processed_LE))
+        for _, ledger in self._levels:
+            ledger.add(counts_LE)
 
     # ---- copies
 
@@ -118,24 +129,17 @@ class LossLedger:
 
         Copies of the units in `behind` are one step older, at the previous version.
         """
-        self._record(SAVED, self.selection, units, version, behind)
+        self._record(SAVED, units, version, behind)
 
     def record_local_copies(self, units: Iterable[str], version: int) -> None:
         """Record copies of these units in the memory of their own nodes, in their current state: that of `version`."""
-        self._record(LOCAL, self.local, units, version)
+        self._record(LOCAL, units, version)
 
     def record_checkpoint(self, version: int) -> None:
         """Record a checkpoint of all units in their current state: that of `version`."""
-        self._record(CHECKPOINT, None, self._places, version)
+        self._record(CHECKPOINT, self._places, version)
 
-    def _record(
-        self,
-        level: int,
-        ledger: TokenLedger | None,
-        units: Iterable[str],
-        version: int,
-        behind: Collection[str] = (),
-    ) -> None:
+    def _record(self, level: int, units: Iterable[str], version: int, behind: Collection[str] = ()) -> None:
         if not self._records_copies:
             return
         experts = [unit for unit in units if unit in self._places]
@@ -143,20 +147,21 @@ class LossLedger:
         if older.size:
             newer_LE = np.zeros_like(self.total_LE)
             newer_LE[tuple(older)] = self.counts()[tuple(older)]
-            self.marks.note(level, older, version - 1, self.total_LE - self.lost_LE - newer_LE)
+            self.marks.add(level, older, version - 1, self.processed_LE - newer_LE)
         current = self._at(unit for unit in experts if unit not in behind)
-        self.marks.note(level, current, version, self.total_LE - self.lost_LE)
+        self.marks.add(level, current, version, self.processed_LE)
+        ledger = dict(self._levels).get(level)
         if ledger is not None:
-            ledger.copied(_by_layer(self._at(experts), len(self._layers)), newer_LE)
+            chosen: list[list[int]] = [[] for _ in self._layers]
+            for unit in experts:
+                row, expert = self._places[unit]
+                chosen[row].append(expert)
+            ledger.copied(chosen, newer_LE)
 
     def drop_copies(self, units: Collection[str], version: int) -> None:
         """Remove recorded copies of this version: they were begun and never completed."""
-        places = self._at(units)
-        tokens = self.marks.forget(SAVED, places, version)
-        if self.selection is not None:
-            tokens_LE = np.zeros_like(self.selection.at_risk)
-            tokens_LE[tuple(places)] = tokens
-            self.selection.put_back(np.clip(tokens_LE, 0, _not_at_risk(self.selection)))
+        self.marks.drop(SAVED, self._at(units), version)
+        self._restore_ledgers()
 
     def _at(self, units: Iterable[str]) -> Places:
         """Return the [2, n] layers and indices of experts."""
@@ -177,7 +182,7 @@ class LossLedger:
         for step, tokens_LE in self._latest:
             counts = ~is_known & (step <= versions % version_of(1, 0))
             tokens = np.where(counts, np.maximum(tokens, tokens_LE[tuple(places)]), tokens)
-        lost = np.maximum(0, (self.total_LE - self.lost_LE)[tuple(places)] - tokens)
+        lost = np.maximum(0, self.processed_LE[tuple(places)] - tokens)
         return dict(zip(stale, lost.tolist(), strict=True))
 
     def agree_on_lost(self, group: Group, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
@@ -194,74 +199,51 @@ class LossLedger:
         """
         mine = None if before is None else [before, self.marks.pending]
         known = [(found, -rank) for rank, found in enumerate(gather_json(group, mine)) if found is not None]
-        if not known and not self.marks.are_kept:
-            return {}
         source = -max(known)[1] if known else 0  # any member that trains has the state of the version
         report = None
         if group.rank == source:
             tokens = self._state.expert_load.tokens.tolist()
-            report = {"lost": self.count_lost(stale), "tokens": tokens, "ledger": self.to_bytes().decode()}
+            report = {"lost": self.count_lost(stale), "tokens": tokens, "ledger": self.to_fields()}
         found = share_json(group, report, source)
         self._state.expert_load.tokens.copy_(torch.tensor(found["tokens"]))  # a replica node has no tokens of its own
-        self.load_bytes(found["ledger"].encode())
-        processed_LE = self.total_LE - self.lost_LE
+        self.load_fields(found["ledger"])
         reached = step_of(max(known)[0][0]) if known else None
         if reached != step_of(version):  # the copies that members resume from remain
-            self.marks.note(
-                CHECKPOINT, self._at(unit for unit in self._places if unit not in stale), version, processed_LE
-            )
-        is_new = reached is None or reached > step_of(version)
-        self.record_recovery(step_of(version), found["lost"], stale, is_new=is_new)
-        if stale:  # marks are part of the state, which gets a new version now
-            self.marks.fold()
+            current = self._at(unit for unit in self._places if unit not in stale)
+            self.marks.add(CHECKPOINT, current, version, self.processed_LE)
+        self.record_recovery(step_of(version), found["lost"], stale)
         return found["lost"]
 
-    def record_recovery(
-        self, step: int, lost: Mapping[str, int], stale: Mapping[str, int] = _NOTHING, *, is_new: bool = False
-    ) -> None:
+    def record_recovery(self, step: int, lost: Mapping[str, int], stale: Mapping[str, int] = _NOTHING) -> None:
         """Record a recovery after which all members resume; the same on all members.
 
         Args:
             step: number of steps taken in the state from which they resume.
             lost: tokens lost by experts that resume from older copies.
             stale: versions of these copies.
-            is_new: whether tokens at risk must be counted again: no member has counted them, or steps are undone.
         """
         self.marks.undo(step)
-        if is_new:
-            counts_LE, each = (self.total_LE, self.lost_LE), self.marks.each.tolist()
-            self.selection = self.selection and _restored(self.selection, *counts_LE, each[SAVED])
-            self.local = self.local and _restored(self.local, *counts_LE, each[LOCAL])
+        if stale:  # marks are part of the state, which gets a new version now
+            self.marks.undo_experts(self._at(stale), np.array(list(stale.values()), np.int64))
+        self._restore_ledgers()  # the K of a lost process is part of the state, as its losses are
         for unit, tokens in lost.items():
             row, expert = self._places[unit]
             self.lost_LE[row, expert] += tokens
             self.boost_until_LE[row, expert] = self.total_LE[row, expert] + tokens
         self._latest.clear()
-        self._latest.append((step, self.total_LE - self.lost_LE))
-        units = list(self._places if is_new else lost)
-        for level, ledger in ((SAVED, self.selection), (LOCAL, self.local)):
-            if ledger is not None:
-                self._recount_level(level, ledger, units, stale)
-                if lost:
-                    self.marks.each[level] = ledger.experts_per_layer
+        self._latest.append((step, self.processed_LE))
+        if lost:
+            self._restore_ledgers()
+            for level, ledger in self._levels:
+                if any(lost.values()):
+                    ledger.adapt_k()
+                self.marks.each[level] = ledger.experts_per_layer
 
-    def _recount_level(self, level: int, ledger: TokenLedger, units: Sequence[str], stale: Mapping[str, int]) -> None:
-        """Count the tokens that experts have lost, and those they processed since their newest copy of a level.
-
-        Copies newer than the one that an expert was taken from do not count: they were lost with their members.
-        """
-        behind_LE = np.maximum(self.total_LE - ledger.seen, 0)  # in steps that no survivor has counted
-        if behind_LE.any():
-            ledger.add(behind_LE)
-        if not units:
-            return
-        lost_LE = np.clip(self.lost_LE - ledger.lost, 0, ledger.seen - ledger.lost)
-        places, at_risk_LE = self._at(units), np.zeros_like(self.total_LE)
-        ledger.lose(_by_layer(places, len(self._layers)), lost_LE)
-        versions = np.array([stale.get(unit, NEWEST) for unit in units], np.int64)
-        processed = (self.total_LE - self.lost_LE)[tuple(places)]
-        at_risk_LE[tuple(places)] = processed - self.marks.newest(level, places, versions)
-        ledger.put_back(np.clip(at_risk_LE, 0, _not_at_risk(ledger)))
+    def _restore_ledgers(self) -> None:
+        """Restore tokens seen, lost and at risk from the state and the marks of the newest copies."""
+        for level, ledger in self._levels:
+            at_risk_LE = np.maximum(0, self.processed_LE - self.marks.marks(level)[0, ..., 1])
+            ledger.restore(self.total_LE, self.lost_LE, at_risk_LE, int(self.marks.each[level]))
 
     def boost_factors(self) -> dict[str, list[float]]:
         """Return factors of the experts' loads for the allotment of replicas, by layer; layers of ones are left out."""
@@ -271,37 +253,12 @@ class LossLedger:
             if row.any()
         }
 
-    def to_bytes(self) -> bytes:
-        """Return the JSON of the counts that are not part of the state, for members that join."""
-        ledgers = [None if ledger is None else ledger.to_json() for ledger in (self.selection, self.local)]
-        return json.dumps(
-            {"marks": self.marks.to_fields(with_table=not self.marks.are_kept), "ledgers": ledgers}
-        ).encode()
+    def to_fields(self) -> dict[str, Any]:
+        """Return the counts that are not part of the state as JSON values, for members that join."""
+        return {"marks": self.marks.to_fields(), "ledgers": [ledger.to_json() for _, ledger in self._levels]}
 
-    def load_bytes(self, data: bytes) -> None:
-        """Replace these counts by those of another member, from its `to_bytes`."""
-        fields = json.loads(data)
-        self.marks.take_fields(fields["marks"], with_table=not self.marks.are_kept)
-        self.selection, self.local = (text and TokenLedger.from_json(text) for text in fields["ledgers"])
-
-
-def _by_layer(places: Places, layers: int) -> list[list[int]]:
-    """Return the indices of the experts by layer."""
-    rows, experts = places[:, np.argsort(places[0], kind="stable")]
-    return [row.tolist() for row in np.split(experts, np.searchsorted(rows, range(1, layers)))]
-
-
-def _restored(
-    ledger: TokenLedger, total_LE: NDArray[np.int64], lost_LE: NDArray[np.int64], experts_per_layer: int
-) -> TokenLedger:
-    """Return a ledger that continues from the counts of the state."""
-    fields = json.loads(ledger.to_json())
-    counts = {"seen": total_LE, "lost": lost_LE, "at_risk": 0 * total_LE, "waiting": 0 * total_LE}
-    fields |= {name: counts_LE.ravel().tolist() for name, counts_LE in counts.items()}
-    each = max(experts_per_layer, ledger.experts_per_layer)
-    return TokenLedger.from_json(json.dumps(fields | {"experts_per_layer": each}))
-
-
-def _not_at_risk(ledger: TokenLedger) -> NDArray[np.int64]:
-    """Return the [L, E] tokens that are neither at risk nor lost."""
-    return np.maximum(ledger.seen - ledger.at_risk - ledger.lost, 0)
+    def load_fields(self, fields: Mapping[str, Any]) -> None:
+        """Replace these counts by those of another member, from its `to_fields`."""
+        self.marks.load_fields(fields["marks"])
+        if self._levels:
+            self.selection, self.local = map(TokenLedger.from_json, fields["ledgers"])

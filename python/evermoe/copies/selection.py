@@ -116,8 +116,7 @@ class ExpertSelector:
         if self._kept is not None:
             kept = np.array(self._rows(dict.fromkeys(self._kept, True), False)).reshape(at_risk_LE.shape)
             at_risk_LE = np.where(kept, at_risk_LE, 0)
-        portions_L = at_risk_LE.sum(1) / np.maximum(ledger.seen.sum(1), 1)
-        return Risk(float(portions_L.mean()), int(np.where(at_risk_LE > 0, ledger.waiting, 0).max()))
+        return Risk(float(ledger.portions(at_risk_LE).mean()), int(np.where(at_risk_LE > 0, ledger.waiting, 0).max()))
 
     def _in_turn(self, ledger: TokenLedger | None) -> set[str]:
         return set() if ledger is None else self._units(self._selector.select_in_turn(ledger.native))

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.loss_ledger import LossLedger
@@ -104,7 +102,7 @@ class ChosenExperts:
         if not is_repeated:
             self.ledger.add_step(step)
         elif self._state.is_of_version:
-            self.ledger.record_recovery(step, {}, is_new=True)
+            self.ledger.record_recovery(step, {})
 
     def choose(self, version: int) -> Collection[int]:
         """Choose the bundles that stay with their primaries in a version, which begins now. Collective.
@@ -170,8 +168,7 @@ class ChosenExperts:
         if self._state.layers:
             stale = {unit: at for unit, at in outcome.stale.items() if unit in self._state.own.by_name}
             lost = ledger.agree_on_lost(self._membership.side_group, stale, outcome.version, before)
-        portions_L = (ledger.lost_LE.sum(1) / np.maximum(ledger.total_LE.sum(1), 1)).tolist()
-        reports = gather_json(self._membership.trainer_group, [lost, portions_L])
+        reports = gather_json(self._membership.trainer_group, [lost, ledger.plt_L.tolist()])
         firsts = {stage_rank.stage: rank for rank, stage_rank in reversed(list(enumerate(layout)))}
         of_stages = [reports[rank] for _, rank in sorted(firsts.items())]
         outcome.lost_tokens = {unit: tokens for found, _ in of_stages for unit, tokens in found.items()}

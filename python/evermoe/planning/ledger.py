@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
 from evermoe.planning._arguments import array, count, count_lists
-
-
-class Starvation(NamedTuple):
-    """The layer that has been waiting longest for copies, and the expert of it that was passed over."""
-
-    expert: int | None
-    """The expert with tokens at risk that was passed over most often, then the one with most; None without any."""
-    checkpoints: int
-    """Number of checkpoints that passed it over."""
-    tokens: float
-    """Tokens at risk in the layer."""
-    steps: float
-    """The same in steps of the layer's average."""
 
 
 class TokenLedger:
@@ -99,29 +85,45 @@ class TokenLedger:
         lacking = None if newer is None else array("newer", newer, np.int64, 2)
         self.native.copied(count_lists("selection", selection), lacking)
 
-    def put_back(self, tokens: ArrayLike) -> None:
-        """Note that copies which were `copied` were never completed: of these tokens [L, E] there is no copy.
-
-        Raises:
-            ValueError: a wrong shape, or more tokens than are not at risk; the ledger is then as before.
-        """
-        self.native.put_back(array("tokens", tokens, np.int64, 2))
-
-    def lose(self, experts: Sequence[Sequence[int]], tokens: ArrayLike | None = None) -> float:
-        """Note a recovery in which these experts of each layer fell back to older copies; returns its PLT.
+    def lose(self, experts: Sequence[Sequence[int]]) -> float:
+        """Note a recovery in which these experts of each layer fell back to their last copies; returns its PLT.
 
         None of what they have is at risk from then on.
 
+        Raises:
+            ValueError: not one list for each layer, or an expert that does not exist; the ledger is then as before.
+        """
+        return self.native.lose(count_lists("experts", experts))
+
+    def restore(self, seen: ArrayLike, lost: ArrayLike, at_risk: ArrayLike, experts_per_layer: int = 0) -> None:
+        """Replace the counts by those of a restored state, and raise K to `experts_per_layer`.
+
+        An expert with more tokens at risk than before has been passed over once more: its latest copies are lost.
+
         Args:
-            experts: of each layer.
-            tokens: [L, E] what each of them has lost, where another kind of copy was taken; None for all at risk.
+            seen: [L, E] tokens since the start.
+            lost: [L, E] tokens lost in recoveries.
+            at_risk: [L, E] tokens since the last copy.
+            experts_per_layer: least K.
 
         Raises:
-            ValueError: not one list for each layer, an expert that does not exist, a wrong shape, or more tokens than
-                are not lost yet; the ledger is then as before.
+            ValueError: a wrong shape, a negative count, or more tokens at risk and lost than seen; the ledger is then
+                as before.
         """
-        lost = None if tokens is None else array("tokens", tokens, np.int64, 2)
-        return self.native.lose(count_lists("experts", experts), lost)
+        self.native.restore(
+            array("seen", seen, np.int64, 2),
+            array("lost", lost, np.int64, 2),
+            array("at_risk", at_risk, np.int64, 2),
+            count("experts_per_layer", experts_per_layer),
+        )
+
+    def adapt_k(self) -> None:
+        """Double K if the PLT of the run is above the limit (Dynamic-K); call it after a recovery that lost tokens."""
+        self.native.adapt_k()
+
+    def portions(self, part: ArrayLike) -> NDArray[np.float64]:
+        """Return for each layer [L] its tokens in `part` [L, E], divided by all tokens seen."""
+        return self.native.portions(array("part", part, np.int64, 2))
 
     @property
     def step(self) -> int:
@@ -159,11 +161,6 @@ class TokenLedger:
         return self.native.waiting
 
     @property
-    def mtl(self) -> float:
-        """MoE token loss (MTL, Eq. 6 of MoEtion) of the run so far: lost / seen, added up over the layers."""
-        return self.native.mtl
-
-    @property
     def plt_at_risk(self) -> NDArray[np.float64]:
         """[L] PLT of a failure now that takes all experts back to their last copies."""
         return self.native.plt_at_risk
@@ -177,10 +174,6 @@ class TokenLedger:
     def plt(self) -> float:
         """PLT of the run so far, averaged over layers."""
         return self.native.plt
-
-    def starvation(self) -> list[Starvation]:
-        """For each layer who waits for a copy, and what is at risk."""
-        return [Starvation(*layer) for layer in self.native.starvation()]
 
     def to_json(self) -> str:
         """Return the ledger as JSON, from which `from_json` restores it exactly."""

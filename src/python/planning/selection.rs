@@ -131,18 +131,6 @@ impl TokenLedger {
         Ok(self.0.copied_without(&selection, &numbers(&newer))?)
     }
 
-    fn put_back(&mut self, tokens: PyReadonlyArray2<'_, i64>) -> PyResult<()> {
-        check_shape("tokens", &tokens, self.0.shape())?;
-        Ok(self.0.put_back(&numbers(&tokens))?)
-    }
-
-    #[pyo3(signature = (experts, tokens=None))]
-    fn lose(&mut self, experts: Vec<Vec<usize>>, tokens: Option<PyReadonlyArray2<'_, i64>>) -> PyResult<f64> {
-        let Some(tokens) = tokens else { return Ok(self.0.lose(&experts, None)?) };
-        check_shape("tokens", &tokens, self.0.shape())?;
-        Ok(self.0.lose(&experts, Some(&numbers(&tokens)))?)
-    }
-
     fn restore(
         &mut self,
         seen: PyReadonlyArray2<'_, i64>,
@@ -155,6 +143,10 @@ impl TokenLedger {
         }
         let [seen, lost, at_risk] = [numbers(&seen), numbers(&lost), numbers(&at_risk)];
         Ok(self.0.restore([&seen, &lost, &at_risk], experts_per_layer)?)
+    }
+
+    fn lose(&mut self, experts: Vec<Vec<usize>>) -> PyResult<f64> {
+        Ok(self.0.lose(&experts, None)?)
     }
 
     fn adapt_k(&mut self) {
@@ -206,11 +198,6 @@ impl TokenLedger {
     }
 
     #[getter]
-    fn mtl(&self) -> f64 {
-        self.0.mtl()
-    }
-
-    #[getter]
     fn plt_at_risk<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
         PyArray1::from_vec(py, self.0.plt_at_risk())
     }
@@ -223,10 +210,5 @@ impl TokenLedger {
     #[getter]
     fn plt(&self) -> f64 {
         self.0.plt()
-    }
-
-    fn starvation(&self) -> Vec<(Option<usize>, i64, f64, f64)> {
-        let row = |layer: selection::Starvation| (layer.expert, layer.checkpoints, layer.tokens, layer.steps);
-        self.0.starvation().into_iter().map(row).collect()
     }
 }

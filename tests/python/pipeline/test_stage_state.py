@@ -78,7 +78,7 @@ def test_tokens_of_experts_go_back_and_forth_with_the_state(experts):
     assert any(name.startswith("stage0_loop") for name in kept)
     step(3)
     state.write(kept)
-    ledger.record_recovery(2, {}, is_new=True)
+    ledger.record_recovery(2, {})
     assert ledger.total_LE.tolist() == [[3, 0, 4, 2]] * bool(experts)
     assert ledger.selection is None or ledger.selection.at_risk.tolist() == [[2, 0, 4, 2]]
 

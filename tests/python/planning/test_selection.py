@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from evermoe.planning.ledger import Starvation, TokenLedger
+from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.selection import select_experts, select_per_rank, shard_modules
 from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 
@@ -75,20 +75,14 @@ def test_a_run_with_the_ledger():
         ledger.copied(chosen)
         assert ledger.waiting.max() < 3 * 8 // 2
     assert (ledger.step, ledger.checkpoint) == (30, 30)
-    assert ledger.mtl == 0
     assert np.allclose(ledger.plt_at_risk, ledger.at_risk.sum(axis=1) / ledger.seen.sum(axis=1))
     expected, at_risk = ledger.plt_at_risk.mean(), ledger.at_risk
     assert expected > 0.001
-    for layer, starved in enumerate(ledger.starvation()):
-        assert starved.checkpoints == ledger.waiting[layer].max()
-        assert starved.tokens == at_risk[layer].sum()
-        assert starved.steps == pytest.approx(at_risk[layer].sum() / (ledger.seen[layer].sum() / 30))
     assert ledger.lose([range(8)] * 3) == pytest.approx(expected)
     assert ledger.plt == pytest.approx(expected) == ledger.plt_lost.mean()
     assert ledger.experts_per_layer == 4
     assert np.array_equal(ledger.lost, at_risk)
     assert not ledger.at_risk.any()
-    assert ledger.starvation() == [Starvation(None, 0, 0.0, 0.0)] * 3
     assert repr(ledger).startswith("TokenLedger(3 layers, 8 experts, step 30, checkpoint 30, K=4, PLT 0.")
 
 
@@ -103,6 +97,19 @@ def test_the_ledger_comes_back_from_json():
         assert np.array_equal(getattr(again, name), getattr(ledger, name))
     assert (again.step, again.checkpoint, again.experts_per_layer) == (1, 1, 2)
     assert json.loads(ledger.to_json())["evermoe_token_ledger"] == 1
+
+
+def test_the_ledger_continues_from_the_counts_of_a_restored_state():
+    ledger = TokenLedger(1, 3, experts_per_layer=1, max_lost_token_fraction=0.1)
+    ledger.add([[5, 5, 5]])
+    ledger.copied([[0, 1]])
+    ledger.restore([[10, 10, 20]], [[0, 4, 0]], [[3, 0, 5]], 2)
+    assert ledger.seen.tolist() == [[10, 10, 20]]
+    assert ledger.waiting.tolist() == [[1, 0, 1]], "the first expert's latest copies are lost"
+    assert ledger.portions([[10, 0, 0]]).tolist() == [0.25]
+    assert (ledger.plt, ledger.experts_per_layer) == (0.1, 2)
+    ledger.adapt_k()
+    assert ledger.experts_per_layer == 2, "at the limit, not above it"
 
 
 def test_arrays_of_the_ledger_are_copies():
@@ -191,6 +198,8 @@ TOKENS = [[1, 2], [3, 4]]
         (lambda: TokenLedger(1, 2).copied([[0]], [[1]]), r"newer: expected shape \[1, 2\]"),
         (lambda: TokenLedger(1, 2).copied([[1]], [[0, 1]]), r"newer: layer 0 expert 1 has 1; expected 0 to 0"),
         (lambda: TokenLedger(1, 2).lose([[0], [0]]), r"experts: expected one list of experts for each of 1 layers"),
+        (lambda: TokenLedger(1, 2).restore([[1]], [[0]], [[0]]), r"seen: expected shape \[1, 2\]"),
+        (lambda: TokenLedger(1, 1).restore([[1]], [[1]], [[1]]), r"counts: layer 0 expert 0 has seen 1 tokens"),
         (lambda: TokenLedger.from_json("{}"), r"text: expected the JSON of a token ledger: missing field"),
         (lambda: TokenLedger.from_json("[" * 10_000), r"text: expected the JSON of a token ledger"),
         (lambda: shard_modules([1], 0), r"ranks: expected 1 or more"),

@@ -139,7 +139,9 @@ def _ledger(draw: Draw) -> Any:
     ledger.add(draw.matrix())
     ledger.copied(draw.size_lists())
     ledger.lose(draw.size_lists())
-    return _native.TokenLedger.from_json(draw.damaged(ledger.to_json())).starvation()
+    ledger.restore(draw.matrix(), draw.matrix(), draw.matrix(), draw.size())
+    ledger.portions(draw.matrix())
+    return _native.TokenLedger.from_json(draw.damaged(ledger.to_json())).plt
 
 
 def _average(draw: Draw) -> Any:

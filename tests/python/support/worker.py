@@ -257,7 +257,7 @@ class Recorder:
             else {
                 "contents": contents,
                 "each": [kind.experts_per_layer for kind in (ledger.selection, ledger.local)],
-                "ledger": ledger.to_bytes().decode(),
+                "ledger": json.dumps(ledger.to_fields()),
             }
         )
         rates = [group["lr"] for group in session.optimizer.param_groups]
