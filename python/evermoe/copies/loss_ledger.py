@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
-from evermoe.moe.token_counts import TokenCount
 from evermoe.planning import presets
 from evermoe.planning.ledger import TokenLedger
 from evermoe.presets import Pec
@@ -73,14 +72,6 @@ class LossLedger:
         """Levels of copies, each with its ledger; none without MoE layers."""
         return [(level, ledger) for level, ledger in ((SAVED, self.selection), (LOCAL, self.local)) if ledger]
 
-    def counts(self) -> NDArray[np.int64]:
-        """Return the [L, E] tokens of the current step, as far as the layers have counted them."""
-        counts_LE = np.zeros_like(self.total_LE)
-        totals = TokenCount.totals(layer.count for layer in self._state.layers.values())
-        for row, load_E in zip(counts_LE, totals, strict=True):
-            row[: len(load_E)] = load_E
-        return counts_LE
-
     @property
     def total_LE(self) -> NDArray[np.int64]:
         """[L, E] tokens of the run so far. They are part of the state, so a recovery restores them with it."""
@@ -114,7 +105,7 @@ class LossLedger:
     def add_step(self, step: int) -> None:
         """Add the tokens that the layers counted in the step that was just taken; `step` steps are taken with it."""
         self.marks.fold()
-        counts_LE = self.counts()
+        counts_LE = self._state.expert_load.counts()
         total_LE, boost_until_LE = self.total_LE, self.boost_until_LE
         total_LE += counts_LE
         boost_until_LE[total_LE >= boost_until_LE] = 0
@@ -146,7 +137,7 @@ class LossLedger:
         older, newer_LE = self._at(unit for unit in experts if unit in behind), None
         if older.size:
             newer_LE = np.zeros_like(self.total_LE)
-            newer_LE[tuple(older)] = self.counts()[tuple(older)]
+            newer_LE[tuple(older)] = self._state.expert_load.counts()[tuple(older)]
             self.marks.add(level, older, version - 1, self.processed_LE - newer_LE)
         current = self._at(unit for unit in experts if unit not in behind)
         self.marks.add(level, current, version, self.processed_LE)

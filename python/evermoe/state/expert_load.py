@@ -56,15 +56,19 @@ class ExpertLoad:
             for expert in range(layer.num_experts)
         }
 
-    def add_step(self) -> None:
-        """Adds the tokens that the layers have counted in this step to the average."""
+    def counts(self) -> NDArray[np.int64]:
+        """Return the [L, E] tokens of the current step, as far as the layers have counted them."""
         tokens_LE = np.zeros((len(self._layers), self._most_experts), np.int64)
         totals = TokenCount.totals(layer.count for layer in self._layers.values())
         for row, load_E in zip(tokens_LE, totals, strict=True):
             row[: len(load_E)] = load_E
-        self.latest_LE = tokens_LE
+        return tokens_LE
+
+    def add_step(self) -> None:
+        """Adds the tokens that the layers have counted in this step to the average."""
+        self.latest_LE = self.counts()
         average = self._load_average()
-        average.add(tokens_LE)
+        average.add(self.latest_LE)
         self.average.copy_(torch.from_numpy(average.state))
 
     def forget_step(self) -> None:
