@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import evermoe
 from evermoe.checkpoint import checkpoint_folder
-from evermoe.checkpoint import folder as partial_folder
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.presets import BY_NAME
@@ -213,7 +212,7 @@ def limit_writes(rate):
         return write_slowly
 
     checkpoint_folder.write_units = limited(checkpoint_folder.write_units, lambda unit: len(unit[1]))
-    partial_folder.write_tensors = limited(partial_folder.write_tensors, lambda tensor: tensor.nbytes)
+    checkpoint_folder.write_tensors = limited(checkpoint_folder.write_tensors, lambda tensor: tensor.nbytes)
 
 
 class Worker:

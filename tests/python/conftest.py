@@ -115,30 +115,6 @@ def stands_in(cuda):
 
 
 @pytest.fixture
-def persisted(tmp_path):
-    """Where members persist units."""
-    return tmp_path
-
-
-@pytest.fixture
-def join(persisted):
-    """`join(name, layout)` starts a member that persists units in one place; it ends with the test."""
-    from support.harness import PATIENCE
-    from support.persisting import Member
-
-    members = []
-
-    def start(*arguments, where=persisted):
-        members.append(Member(where, *arguments))
-        return members[-1]
-
-    yield start
-    for member in members:
-        member.persister.close(PATIENCE)
-        assert not member.persister._thread.is_alive()
-
-
-@pytest.fixture
 def small_disk(tmp_path):
     """A disk of 1 MiB."""
     from support import disks

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from evermoe.checkpoint import checkpoint_folder, folder
+from evermoe.checkpoint import checkpoint_folder
 from evermoe.state.unit import TensorSpec, Unit
 from preset_worker import limit_writes
 
@@ -25,7 +25,7 @@ limit_writes({RATE})
 unit = torch.zeros(100_000, dtype=torch.uint8)
 described = Unit("unit", (TensorSpec("a", (100_000,), torch.uint8),))
 begin = time.monotonic()
-folder.write_tensors(Path("tensors"), {{"unit": unit}})
+checkpoint_folder.write_tensors(Path("tensors"), {{"unit": unit}})
 between = time.monotonic()
 checkpoint_folder.write_units(Path("units"), {{"unit": (described, unit)}})
 print(between - begin, time.monotonic() - between)

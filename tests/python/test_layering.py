@@ -51,14 +51,13 @@ MOST_ATTRIBUTES = 15
 """That a constructor sets: a class with more of them has more than one reason to change."""
 MANY_ATTRIBUTES = {
     "Experts": 22,
-    "Protection": 28,
+    "Protection": 26,
     "EarlyGradients": 21,
     "Evaluations": 17,
     "FailureDetector": 20,
     "Group": 17,
     "MembershipManager": 37,
     "Pacer": 21,
-    "Persister": 19,
     "PipelineRecovery": 18,
     "PipelineStep": 20,
     "RecoveryDriver": 20,

@@ -43,7 +43,8 @@ def driver_of(model, clip, seen):
     driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
     driver._group, driver._config.max_grad_norm = Group(), clip
     driver._script.loss_scale.value, driver.lost.reported, driver.lost.is_returning = 1.0, 0.0, False
-    driver._checkpointer.is_over, driver._config.on_gradients = False, None
+    driver.saving.checkpointer.is_over = driver.saving.is_save_over = False
+    driver._config.on_gradients = None
     driver._script.optimizer = driver._state.optimizer
     driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config)
     driver._emit = seen

@@ -1,4 +1,4 @@
-"""Attempts at checkpoints in an object store: finds the complete ones and removes files that nothing uses any more.
+"""Attempts at checkpoints and saves in an object store: finds complete ones, and removes files that nothing uses.
 
 The rules are at the head of `evermoe.checkpoint.checkpoint_bucket`.
 """
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-from evermoe.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, Manifest, parsed
+from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, MANIFEST_BYTES, SAVE, Manifest, parsed
 from evermoe.checkpoint.object_store import ObjectPath, ObjectStore
 from evermoe.checkpoint.retention import Retention
 from evermoe.errors import CorruptCopy
@@ -27,8 +27,8 @@ WRITES = 4
 """Files that a member writes concurrently; it holds this number of files in memory."""
 EXPIRY_SECONDS = 7 * 86400.0
 """Age at which an empty manifest is removed."""
-ATTEMPT = re.compile(r"^step-(\d{8,})(?:\.(\d{10})-\w+|-\d+)?$")
-"""Names of attempts: step and generation of the members that write."""
+ATTEMPT = re.compile(rf"^({CHECKPOINT}|{SAVE})-(\d{{8,}})(?:\.(\d{{10}})-\w+|-\d+)?$")
+"""Names of attempts: kind, step, and generation of the members that write."""
 
 
 class Known(NamedTuple):
@@ -108,13 +108,8 @@ _seen: dict[str, dict[str, Known]] = {}
 
 
 def files_of(known: Iterable[Known]) -> set[tuple[str, str]]:
-    """Return the attempt and the name of every file that checkpoints use."""
-    manifests = [each.manifest for each in known if each.manifest is not None]
-    return {
-        (manifest.origins.get(unit, manifest.path.name), file)
-        for manifest in manifests
-        for unit, (file, _) in manifest.units.items()
-    }
+    """Return the attempt and the name of every file that checkpoints and saves use."""
+    return {file for each in known if each.manifest is not None for file in each.manifest.files}
 
 
 class Found(NamedTuple):
@@ -133,31 +128,41 @@ class Found(NamedTuple):
         return path
 
 
-def scan(place: ObjectStore, layout: str | None = None, *, warns: bool = False) -> list[Found]:
-    """Return the complete checkpoints, older versions first; of one version, the one written last comes last.
+def scan(
+    place: ObjectStore, layout: str | None = None, kinds: Collection[str] = (CHECKPOINT,), *, warns: bool = False
+) -> list[Found]:
+    """Return what is complete, older versions first; of one version, the one written last comes last.
 
     Raises:
         OSError: the checkpoints cannot be listed or read.
         CorruptCopy: the list of a read-only store is damaged.
     """
-    return sort(Attempts(place).read_all(), layout, warns=warns)
+    return sort(Attempts(place).read_all(), layout, kinds, warns=warns)
 
 
-def sort(known: Mapping[str, Known], layout: str | None = None, *, warns: bool = False) -> list[Found]:
-    """Return the complete checkpoints of a layout in the order of `scan`; warn of those that cannot be used."""
+def sort(
+    known: Mapping[str, Known],
+    layout: str | None = None,
+    kinds: Collection[str] = (CHECKPOINT,),
+    *,
+    warns: bool = False,
+) -> list[Found]:
+    """Return what is complete of a layout in the order of `scan`; warn of what cannot be used."""
     found = []
     for name, each in known.items():
         match = ATTEMPT.match(name)
         assert match is not None
+        if match[1] not in kinds:
+            continue
         problem, manifest = each.problem, each.manifest
-        if manifest is not None and step_of(manifest.version) != int(match[1]):
+        if manifest is not None and step_of(manifest.version) != int(match[2]):
             problem = f"{manifest.path / MANIFEST} is of step {step_of(manifest.version)}"
         elif manifest is not None and layout is not None and manifest.layout != layout:
             problem = f"{manifest.path} belongs to another model or optimizer"
         if problem and warns:
             warn(f"a checkpoint is ignored: {problem}")
         elif not problem and manifest is not None:
-            found.append(Found(manifest.version, int(match[2] or 0), manifest))
+            found.append(Found(manifest.version, int(match[3] or 0), manifest))
     return sorted(found, key=lambda each: (each.version, each.writing, each.path.name))
 
 
@@ -216,10 +221,15 @@ class Cleaner:
 
 
 def superseded(
-    known: Mapping[str, Known], retention: Retention, *, before: int | None = None, written: str | None = None
+    known: Mapping[str, Known],
+    retention: Retention,
+    kind: str = CHECKPOINT,
+    *,
+    before: int | None = None,
+    written: str | None = None,
 ) -> list[Found]:
-    """Return the checkpoints that a retention does not keep, older ones first; see `checkpoint_folder.superseded`."""
-    found = [each for each in sort(known) if before is None or each.version <= before]
+    """Return what a retention does not keep of a kind, older ones first; see `checkpoint_folder.superseded`."""
+    found = [each for each in sort(known, kinds=(kind,)) if before is None or each.version <= before]
     going = retention.superseded({each.version for each in found})
     if written is not None and before is not None:
         going.add(before)
@@ -234,7 +244,7 @@ def give_up_older(attempts: Attempts, generation: int | None) -> None:
     """
     for name, each in attempts.read_all().items():
         match = ATTEMPT.match(name)
-        if each.is_open and match and (generation is None or int(match[2] or 0) < generation):
+        if each.is_open and match and (generation is None or int(match[3] or 0) < generation):
             Cleaner(attempts).give_up(name)
 
 

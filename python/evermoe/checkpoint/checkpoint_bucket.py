@@ -1,8 +1,9 @@
-"""A job's checkpoints in an object store: complete ones, attempts under way, and attempts that were given up.
+"""A job's checkpoints and saves in an object store: complete ones, attempts under way, and given up ones.
 
     URL/step-00000120.0000000003-7f01aa22/manifest.json     last: version, digest and file of every unit
     URL/step-00000120.0000000003-7f01aa22/begun.json        first: the job that writes it
-    URL/step-00000120.0000000003-7f01aa22/00007-moe.experts.3.safetensors
+    URL/step-00000120.0000000003-7f01aa22/0000-00007-moe.experts.3.safetensors
+    URL/save-00000125.0000000003-52c0e81d/…                 a save: its manifest also names files of earlier ones
     URL/owner.json, run.json                                see `evermoe.checkpoint.owner`, `run_claim`; without locks
     URL/index.json                                          names of the checkpoints, for readers that cannot list
 
@@ -27,7 +28,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from safetensors.torch import save
@@ -45,19 +46,20 @@ from evermoe.checkpoint.attempts import (
     superseded,
     write_index,
 )
-from evermoe.checkpoint.folder import PERSISTED
-from evermoe.checkpoint.manifest import MANIFEST, Entry, Manifest, as_bytes, parsed
-from evermoe.checkpoint.object_store import ObjectPath, ObjectStore
+from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, SAVE, Manifest, Row, parsed
+from evermoe.checkpoint.object_store import LOOK_SECONDS, ObjectPath, ObjectStore, hurried
 from evermoe.checkpoint.owner import OWNER, Owner, owner_text, read_owner
-from evermoe.checkpoint.partial_bucket import generations
 from evermoe.checkpoint.plain_files import PROBE
-from evermoe.checkpoint.retention import NEWEST, Retention
+from evermoe.checkpoint.retention import NEWEST, SAVES, Retention, is_undone
+from evermoe.checkpoint.unit_share import Share
 from evermoe.errors import PersistFailed
 from evermoe.process.run_claim import RUN, RUN_BYTES, Run
-from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
 
 BEGUN = "begun.json"
+BOTH = CHECKPOINT, SAVE
+FILE_BYTES = 64 << 20
+"""Units of a save share a file up to this size, since a request has a fixed cost."""
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_NAME = 100
 
@@ -83,6 +85,8 @@ class CheckpointBucket:
         self._cleaner = Cleaner(self._attempts)
         self._left: set[str] = set()
         """Decided attempts whose files remain."""
+        self._cleaning = threading.Lock()
+        """Held while files are removed: a checkpoint and a save may be published at the same time."""
         probe = f"{PROBE}{member}"
         place.put(probe, b"x")
         place.remove([probe])
@@ -94,7 +98,7 @@ class CheckpointBucket:
     def _take_over(self) -> None:
         found = read_owner(self.directory)
         is_other = found is not None and found.layout != self._owner.layout
-        if found is not None and is_other and (sort(self._attempts.read_all()) or self._saved()):
+        if found is not None and is_other and sort(self._attempts.read_all(), kinds=BOTH):
             raise ValueError(
                 f"checkpoints: {self.directory} has checkpoints of job {found.job!r}, which trained another model or "
                 f"optimizer than this job, {self._owner.job!r}. Give it a URL of its own, or remove those"
@@ -105,9 +109,8 @@ class CheckpointBucket:
     def newest_generation(self) -> int:
         """Return the newest generation that wrote here, attempts included; that of the running job must be newer."""
         known = self._attempts.read_all()
-        writers = [int(match[2] or 0) for name in known if (match := ATTEMPT.match(name))]
-        writers += self._saved()
-        return max([*writers, *(generation_of(each.version) for each in sort(known))], default=0)
+        writers = [int(match[3] or 0) for name in known if (match := ATTEMPT.match(name))]
+        return max([*writers, *(generation_of(each.version) for each in sort(known, kinds=BOTH))], default=0)
 
     def found(self) -> Run | None:
         """Return the run that has written `run.json`, alive or not; None if the store does not answer."""
@@ -146,12 +149,22 @@ class CheckpointBucket:
         else:
             raise PersistFailed(f"{self.directory} was taken over by {found.describe()}")
 
-    def _saved(self) -> list[int]:
-        return generations(self.directory / PERSISTED)
-
-    def draft(self, version: int, generation: int, attempt: str) -> ObjectPath:
+    def draft(self, version: int, generation: int, attempt: str, kind: str = CHECKPOINT) -> ObjectPath:
         """Return the location where the members of a generation write a version; each attempt has its own."""
-        return self.directory / f"step-{step_of(version):08d}.{generation:010d}-{attempt}"
+        return self.directory / f"{kind}-{step_of(version):08d}.{generation:010d}-{attempt}"
+
+    def newest_save(self, version: int, generation: int) -> Manifest | None:
+        """Return the newest save after a recovery, and remove those that it has undone; see `CheckpointStore`."""
+        quick = hurried(self.directory, LOOK_SECONDS)
+        assert isinstance(quick, ObjectPath)
+        attempts = Attempts(quick.place)
+        found = sort(attempts.read_all(), self._owner.layout, (SAVE,))
+        undone = [each for each in found if is_undone(each.version, version, generation)]
+        for each in undone:
+            Cleaner(attempts).remove_checkpoint(each.path.name)
+        with self._cleaning:
+            self._left |= {name for each in undone for name in (each.path.name, *_owners(each.manifest))}
+        return next((each.manifest for each in reversed(found) if each not in undone), None)
 
     def _check_owner(self) -> None:
         found = read_owner(self.directory)
@@ -161,38 +174,44 @@ class CheckpointBucket:
             )
         self._check_run()
 
-    def write(self, draft: ObjectPath, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, Entry]:
-        """Write a rank's units except those that a checkpoint already contains; rank 0 begins the attempt.
+    def write(self, draft: ObjectPath, rank: int, shares: Collection[Share]) -> list[Row]:
+        """Write a rank's shares except units that a checkpoint or save already contains; rank 0 begins the attempt.
 
         Args:
             draft: of the attempt.
             rank: of this member.
-            units: by name, and their bytes, uint8 `[nbytes]`.
+            shares: complete units, or parts of them.
 
         Raises:
             PersistFailed: the URL now belongs to another job.
-            OSError: the units cannot be written.
+            OSError: the shares cannot be written.
         """
         if rank == 0:
             self._check_owner()
             announce_draft(draft, self._owner)
-        newest = sort(self._attempts.read_all(), self._owner.layout)[-1:]
+        kind = SAVE if draft.name.startswith(SAVE) else CHECKPOINT
+        newest = sort(self._attempts.read_all(), self._owner.layout, (kind,))[-1:]
         base = newest[0].manifest if newest else None
 
-        def write_one(at: int, name: str, unit: Unit, data: Tensor) -> Entry:
-            entry = shared_entry(base, name, digest(data.numpy()), [spec.name for spec in unit.specs])
-            return entry or put_unit(draft, f"{rank:04d}-{at:05d}", name, unit.tensors(data))
+        def write_file(at: int, members: list[Share]) -> list[Row]:
+            file = f"{rank:04d}-{at:05d}-{_ODD.sub('_', members[0].unit.name)[:_MAX_NAME]}.safetensors"
+            own = [each.row(file, digest(each.data.numpy()) if each.part is None else None) for each in members]
+            rows = [shared_row(base, row) or row for row in own]
+            if new := [each for each, row in zip(members, rows, strict=True) if row.origin is None]:
+                put_tensors(draft / file, {key: tensor for each in new for key, tensor in each.tensors().items()})
+            return rows
 
+        most_bytes = FILE_BYTES if kind == SAVE else 0
         with ThreadPoolExecutor(WRITES, thread_name_prefix="evermoe-write") as pool:
-            parts = [pool.submit(write_one, at, name, *unit) for at, (name, unit) in enumerate(units.items())]
+            files = [pool.submit(write_file, at, members) for at, members in enumerate(_files(shares, most_bytes))]
             try:
-                return {name: part.result() for name, part in zip(units, parts, strict=True)}
+                return [row for file in files for row in file.result()]
             finally:
-                for part in parts:
-                    part.cancel()
+                for file in files:
+                    file.cancel()
 
     def publish(self, draft: ObjectPath, version: int, manifest: str) -> ObjectPath:
-        """Commit an attempt whose units are written as the checkpoint of its version; remove the superseded ones.
+        """Commit an attempt whose units are written as the checkpoint or save of its version; remove superseded ones.
 
         Raises:
             PersistFailed: the URL now belongs to another job, newer members gave the attempt up, or a checkpoint whose
@@ -201,15 +220,14 @@ class CheckpointBucket:
         """
         self._check_owner()
         content = manifest.encode()
-        ours = parsed(draft, content)
-        shared = {(origin, ours.units[unit][0]) for unit, origin in ours.origins.items()}
+        shared = {file for file in parsed(draft, content).files if file[0] != draft.name}
         if shared and not shared <= files_of(self._attempts.read_all().values()):
             raise PersistFailed(
                 "a checkpoint whose unchanged units this one shares was removed: the next checkpoint writes all units"
             )
         if not self._place.create(f"{draft.name}/{MANIFEST}", content):
             raise PersistFailed(f"{draft.name} was given up by members that continued without this one")
-        with contextlib.suppress(OSError):  # files that remain are removed later
+        with contextlib.suppress(OSError), self._cleaning:  # files that remain are removed later
             self._prune(draft.name, version)
         return draft
 
@@ -219,22 +237,26 @@ class CheckpointBucket:
         assert mine is not None
         for name, each in known.items():
             match = ATTEMPT.match(name)
-            if each.is_open and match and int(match[2] or 0) < int(mine[2]) and self._cleaner.give_up(name):
+            if each.is_open and match and int(match[3] or 0) < int(mine[3]) and self._cleaner.give_up(name):
                 self._left.add(name)
-        for going in superseded(known, self._retention, before=version, written=written):
+        retention = SAVES if mine[1] == SAVE else self._retention
+        for going in superseded(known, retention, mine[1], before=version, written=written):
             self._cleaner.remove_checkpoint(going.path.name)
-            self._left |= {going.path.name, *going.manifest.origins.values()}
-        write_index(self._attempts)
+            self._left |= {going.path.name, *_owners(going.manifest)}
+        if mine[1] == CHECKPOINT:
+            write_index(self._attempts)
+        self._remove_left()
+
+    def _remove_left(self) -> None:
         if self._left and self._cleaner.remove_files(self._left):
             self._left.clear()
 
     def discard(self, draft: ObjectPath) -> None:
         """Give an attempt up unless it has become a checkpoint."""
-        with contextlib.suppress(OSError):  # a later attempt gives it up
+        with contextlib.suppress(OSError), self._cleaning:  # a later attempt gives it up
             if self._cleaner.give_up(draft.name):
                 self._left.add(draft.name)
-                if self._cleaner.remove_files(self._left):
-                    self._left.clear()
+                self._remove_left()
 
     def sweep(self, generation: int) -> None:
         """Give up, in the background, the attempts of processes that died or were left behind.
@@ -249,8 +271,9 @@ class CheckpointBucket:
         with contextlib.suppress(OSError, PersistFailed):  # the next publication does it, or another run owns the store
             self._check_run()
             give_up_older(attempts, generation)
-            if not Cleaner(attempts).remove_files(now=time.time()):
-                self._left |= {name for name, each in attempts.read_all().items() if each.is_over}
+            with self._cleaning:
+                if not Cleaner(attempts).remove_files(now=time.time()):
+                    self._left |= {name for name, each in attempts.read_all().items() if each.is_over}
             self._place.remove([name for name in self._place.names() if name.startswith(PROBE)])
 
     def close(self) -> None:
@@ -266,20 +289,37 @@ def announce_draft(draft: ObjectPath, owner: Owner) -> None:
     draft.place.put((draft / BEGUN).key, owner_text(owner).encode())
 
 
-def shared_entry(base: Manifest | None, name: str, value: int, names: Sequence[str]) -> Entry | None:
-    """Return the entry of a checkpoint's unit with this digest and these tensors; None if the checkpoint has none."""
-    if base is None or base.units.get(name, ("", None))[1] != value or base.names[name] != list(names):
+def _owners(manifest: Manifest) -> set[str]:
+    """Return the names of the attempts whose files a manifest uses."""
+    return {owner for owner, _ in manifest.files}
+
+
+def shared_row(base: Manifest | None, row: Row) -> Row | None:
+    """Return the row of a checkpoint's file that has the same bytes of a unit; None if there is no such file."""
+    found = None if base is None or row.part is not None else base.units.get(row.unit)
+    if found is None or found.is_cut or (found.digest, list(found.tensors)) != (row.digest, list(row.tensors)):
         return None
-    return base.units[name][0], value, names, base.origins.get(name, base.path.name)
+    return found.rows[0]._replace(version=None)
 
 
-def put_unit(draft: ObjectPath, number: str, name: str, tensors: Mapping[str, Tensor]) -> Entry:
-    """Write a unit to a file of its own; `number` begins the file's name and is unique within the attempt.
+def _files(shares: Collection[Share], most_bytes: int) -> Iterator[list[Share]]:
+    """Yield the shares of each file."""
+    members: list[Share] = []
+    nbytes = 0
+    for share in shares:
+        if members and nbytes + len(share.data) > most_bytes:
+            yield members
+            members, nbytes = [], 0
+        members.append(share)
+        nbytes += len(share.data)
+    if members:
+        yield members
+
+
+def put_tensors(file: ObjectPath, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    apart = {key: tensor.contiguous() for key, tensor in tensors.items()}
-    file = f"{number}-{_ODD.sub('_', name)[:_MAX_NAME]}.safetensors"
-    draft.place.put((draft / file).key, save({f"{name}/{key}": tensor for key, tensor in apart.items()}))
-    return file, digest(as_bytes(apart).numpy()), list(apart), None
+    file.place.put(file.key, save({key: tensor.contiguous() for key, tensor in tensors.items()}))

@@ -1,15 +1,19 @@
-"""The folder of a job's checkpoints: complete ones, drafts, and what dead processes left behind.
+"""The folder of a job's checkpoints and saves: complete ones, drafts, and what dead processes left behind.
 
     DIRECTORY/step-00000120                          complete; its manifest has the version and every unit's digest
     DIRECTORY/step-00000120-2                        the same step, written again after a rollback behind it
     DIRECTORY/step-00000160.writing-0000000003-7f01  a draft of the members of generation 3, attempt 7f01
     DIRECTORY/step-00000080.removing-…               no longer a checkpoint
+    DIRECTORY/save-00000125                          a save: its manifest also names files of earlier saves
+    DIRECTORY/save-00000110                          without a manifest: files that later saves use
     DIRECTORY/owner.json, owner.lock                 see `evermoe.checkpoint.owner`
     DIRECTORY/run.json                               see `evermoe.process.run_claim`
 
 One rename turns a draft into a checkpoint and replaces nothing; another rename removes it. So a writer that was stopped
 for hours and then continues can only add a checkpoint of steps that it has seen, which are older than the newest. It
 removes no checkpoint that is newer than its own.
+
+A save is removed by removing its manifest. Its files stay as long as the manifest of another save names them.
 """
 
 from __future__ import annotations
@@ -21,27 +25,25 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
-from evermoe.checkpoint.folder import PERSISTED, PersistedUnit, folders, units_of
-from evermoe.checkpoint.manifest import MANIFEST, Entry, Manifest, read_manifest
+from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, SAVE, Manifest, Row, read_manifest
 from evermoe.checkpoint.object_store import Location
 from evermoe.checkpoint.owner import Claim, Owner, read_owner
-from evermoe.checkpoint.plain_files import PROBE, flush, make_folder, probe, write_text, write_units
-from evermoe.checkpoint.retention import NEWEST, Retention
+from evermoe.checkpoint.plain_files import PROBE, flush, make_folder, probe, write_tensors, write_text, write_units
+from evermoe.checkpoint.retention import NEWEST, SAVES, Retention, is_undone
+from evermoe.checkpoint.unit_share import Share
 from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.process.run_claim import Run, RunClaim
 from evermoe.process.warn import warn
-from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
 
-_COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
-_DRAFT = re.compile(r"^step-\d{8,}\.writing-(\d{10,})-.+$")
-_REMOVING = re.compile(r"^step-\d{8,}(?:-\d+)?\.removing-")
+_COMPLETE = re.compile(rf"^({CHECKPOINT}|{SAVE})-(\d{{8,}})(?:-(\d+))?$")
+_DRAFT = re.compile(rf"^(?:{CHECKPOINT}|{SAVE})-\d{{8,}}\.writing-(\d{{10,}})-.+$")
+_REMOVING = re.compile(rf"^(?:{CHECKPOINT}|{SAVE})-\d{{8,}}(?:-\d+)?\.removing-")
+BOTH = CHECKPOINT, SAVE
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -54,7 +56,7 @@ class _Found(NamedTuple):
 
 
 def find(directory: Path, layout: str | None = None) -> dict[int, Path]:
-    """Return the complete checkpoints by version.
+    """Return the complete checkpoints by version, without saves.
 
     Checkpoints that cannot be used are ignored with a warning: a damaged manifest, a link, or another model's.
 
@@ -65,23 +67,27 @@ def find(directory: Path, layout: str | None = None) -> dict[int, Path]:
     return {found.version: found.path for found in _scan(directory, layout, warns=True)}
 
 
-def find_saved(directory: Path, layout: str) -> list[PersistedUnit]:
-    """Return the units of all complete checkpoints of this layout; see `find`."""
-    return [unit for found in _scan(directory, layout, warns=True) for unit in units_of(found.manifest)]
+def find_manifests(directory: Path, layout: str, kinds: Collection[str]) -> list[Manifest]:
+    """Return the manifests of checkpoints, of saves, or of both; see `find`. Older ones come first."""
+    return [found.manifest for found in _scan(directory, layout, kinds, warns=True)]
 
 
-def _scan(directory: Path, layout: str | None = None, *, warns: bool = False) -> list[_Found]:
-    """Return the complete checkpoints, older versions first; of one version, the one written last comes last."""
+def _scan(
+    directory: Path, layout: str | None = None, kinds: Collection[str] = (CHECKPOINT,), *, warns: bool = False
+) -> list[_Found]:
+    """Return what is complete, older versions first; of one version, the one written last comes last."""
     found = []
     for entry in _entries(directory):
         match = _COMPLETE.match(entry.name)
-        if match is None:
+        if match is None or match[1] not in kinds:
             continue
         try:
             if not entry.is_dir(follow_symlinks=False):
                 raise CorruptCopy(f"{entry.path} is not a folder")
-            manifest = _checked(Path(entry.path), int(match[1]), layout)
-            found.append(_Found(manifest.version, int(match[2] or 1), Path(entry.path), manifest))
+            if match[1] == SAVE and not os.path.lexists(os.path.join(entry.path, MANIFEST)):
+                continue  # it was removed, but some of its files are in use
+            manifest = _checked(Path(entry.path), int(match[2]), layout)
+            found.append(_Found(manifest.version, int(match[3] or 1), Path(entry.path), manifest))
         except CorruptCopy as error:
             if warns and os.path.lexists(entry.path):  # it may have been removed meanwhile
                 warn(f"a checkpoint is ignored: {error}")
@@ -117,12 +123,12 @@ class Stored(NamedTuple):
     """Steps taken in it."""
     version: int
     nbytes: int
-    """Bytes of all its files."""
+    """Bytes of all files that it uses."""
     units: int
 
 
-def stored(directory: Path) -> list[Stored]:
-    """Return the complete checkpoints, older versions first; those that cannot be used are ignored with a warning.
+def stored(directory: Path, kind: str = CHECKPOINT) -> list[Stored]:
+    """Return what is complete of a kind, older versions first; what cannot be used is ignored with a warning.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -134,25 +140,35 @@ def stored(directory: Path) -> list[Stored]:
             found.path,
             step_of(found.version),
             found.version,
-            sum(file.stat().st_size for file in found.path.iterdir()),
+            sum(_size(directory / owner / file) for owner, file in found.manifest.files) + _size(found.path / MANIFEST),
             len(found.manifest.units),
         )
-        for found in _scan(directory, warns=True)
+        for found in _scan(directory, kinds=(kind,), warns=True)
     ]
 
 
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 def superseded(
-    directory: Path, retention: Retention, *, before: int | None = None, written: Path | None = None
+    directory: Path,
+    retention: Retention,
+    kind: str = CHECKPOINT,
+    *,
+    before: int | None = None,
+    written: Path | None = None,
 ) -> list[Path]:
-    """Return the checkpoints that a retention does not keep, older ones first.
+    """Return the checkpoints, or the saves, that a retention does not keep, older ones first.
 
     Args:
         directory: of the checkpoints.
-        retention: the checkpoints to keep.
-        before: a version; newer checkpoints stay and do not count. None counts all.
+        retention: those to keep.
+        kind: `CHECKPOINT` or `SAVE`.
+        before: a version; newer ones stay and do not count. None counts all.
         written: a folder that stays, whatever its version; others of the same version are removed.
     """
-    found = [each for each in _scan(directory) if before is None or each.version <= before]
+    found = [each for each in _scan(directory, kinds=(kind,)) if before is None or each.version <= before]
     going = retention.superseded({each.version for each in found})
     if written is not None and before is not None:
         going.add(before)
@@ -193,8 +209,7 @@ class CheckpointFolder:
             warn(f"{problem}. Job {owner.job!r} continues, and tries to write each scheduled checkpoint")
 
     def _is_used(self) -> bool:
-        persisted = self.directory / PERSISTED
-        return bool(_scan(self.directory)) or (persisted.is_dir() and any(persisted.iterdir()))
+        return bool(_scan(self.directory, kinds=BOTH))
 
     def found(self) -> Run | None:
         """Return the run whose living members hold the folder."""
@@ -213,12 +228,19 @@ class CheckpointFolder:
     def newest_generation(self) -> int:
         """Return the newest generation that wrote here, drafts included; that of the running job must be newer."""
         drafts = [int(match[1]) for entry in _entries(self.directory) if (match := _DRAFT.match(entry.name))]
-        drafts += [generation_of(version) for _, version, _ in folders(self.directory / PERSISTED)]
-        return max([*drafts, *(generation_of(found.version) for found in _scan(self.directory))], default=0)
+        found = _scan(self.directory, kinds=BOTH)
+        return max([*drafts, *(generation_of(each.version) for each in found)], default=0)
 
-    def draft(self, version: int, generation: int, attempt: str) -> Path:
+    def draft(self, version: int, generation: int, attempt: str, kind: str = CHECKPOINT) -> Path:
         """Return the location where the members of a generation write a version; each attempt has its own."""
-        return self.directory / f"{_name(version)}.writing-{generation:010d}-{attempt}"
+        return self.directory / f"{kind}-{step_of(version):08d}.writing-{generation:010d}-{attempt}"
+
+    def newest_save(self, version: int, generation: int) -> Manifest | None:
+        """Return the newest save after a recovery, and remove those that it has undone; see `CheckpointStore`."""
+        found = _scan(self.directory, self._owner.layout, (SAVE,))
+        undone = [each for each in found if is_undone(each.version, version, generation)]
+        _remove_saves(self.directory, [each.path for each in undone])
+        return next((each.manifest for each in reversed(found) if each not in undone), None)
 
     def create_draft(self, draft: Path) -> None:
         """Create a draft's folder, unless another member already has.
@@ -245,25 +267,34 @@ class CheckpointFolder:
         if refusal := self._run_claim.refusal():
             raise PersistFailed(refusal)
 
-    def write(self, draft: Path, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, Entry]:
-        """Write a rank's units to a file of the draft, which is created if it is missing.
+    def write(self, draft: Path, rank: int, shares: Collection[Share]) -> list[Row]:
+        """Write a rank's shares to files of the draft, which is created if it is missing.
 
         Args:
             draft: of the attempt.
             rank: of this member.
-            units: by name, and their bytes, uint8 `[nbytes]`.
+            shares: complete units, or parts of them. Parts get a file of their own: later saves use it less long.
 
         Raises:
             PersistFailed: the folder now belongs to another job.
-            OSError: the units cannot be written.
+            OSError: the shares cannot be written.
         """
         self.create_draft(draft)
-        file = f"units-{rank}.safetensors"
-        digests = write_units(draft / file, units)
-        return {name: (file, digests[name], [spec.name for spec in unit.specs]) for name, (unit, _) in units.items()}
+        complete = {each.unit.name: each for each in shares if each.part is None}
+        cut = [each for each in shares if each.part is not None]
+        rows: list[Row] = []
+        if complete or not cut:
+            file = f"units-{rank}.safetensors"
+            digests = write_units(draft / file, {name: (each.unit, each.data) for name, each in complete.items()})
+            rows += [each.row(file, digests[name]) for name, each in complete.items()]
+        if cut:
+            file = f"parts-{rank}.safetensors"
+            write_tensors(draft / file, {key: tensor for each in cut for key, tensor in each.tensors().items()})
+            rows += [each.row(file) for each in cut]
+        return rows
 
     def publish(self, draft: Path, version: int, manifest: str) -> Path:
-        """Turn a draft whose units are on disk into the checkpoint of its version; remove the superseded ones.
+        """Turn a draft whose units are on disk into the checkpoint or save of its version; remove superseded ones.
 
         Raises:
             PersistFailed: the folder now belongs to another job.
@@ -272,7 +303,10 @@ class CheckpointFolder:
         write_text(draft / MANIFEST, manifest)
         flush(draft)
         self._check_owner()
-        path = take_name(draft, version)
+        path = take_name(draft)
+        if path.name.startswith(SAVE):
+            _remove_saves(self.directory, superseded(self.directory, SAVES, SAVE, before=version, written=path))
+            return path
         for each in superseded(self.directory, self._retention, before=version, written=path):
             remove(each)
         return path
@@ -291,6 +325,7 @@ class CheckpointFolder:
         with contextlib.suppress(OSError):
             if self._run_claim.refusal():
                 return
+        _remove_saves(self.directory, ())
         for entry in _entries(self.directory):
             draft = _DRAFT.match(entry.name)
             if draft and int(draft[1]) < generation:
@@ -308,14 +343,15 @@ class CheckpointFolder:
             self._claim.close()
 
 
-def take_name(draft: Path, version: int) -> Path:
-    """Rename a draft that is on disk to the checkpoint of its version; replace nothing.
+def take_name(draft: Path) -> Path:
+    """Rename a draft that is on disk to the checkpoint or save of its step; replace nothing.
 
     Raises:
         OSError: it cannot be renamed.
     """
+    name = draft.name.partition(".")[0]
     for writing in itertools.count(1):
-        path = draft.with_name(_name(version) if writing == 1 else f"{_name(version)}-{writing}")
+        path = draft.with_name(name if writing == 1 else f"{name}-{writing}")
         try:
             os.rename(draft, path)
             break
@@ -326,8 +362,28 @@ def take_name(draft: Path, version: int) -> Path:
     return path
 
 
-def _name(version: int) -> str:
-    return f"step-{step_of(version):08d}"
+def _remove_saves(directory: Path, going: Collection[Path]) -> None:
+    """Remove saves; then remove the files of removed saves that no other save uses."""
+    for path in going:
+        with contextlib.suppress(OSError):  # another member was faster
+            (path / MANIFEST).unlink()
+            flush(path)
+    names = [entry.name for entry in _entries(directory) if entry.name.startswith(f"{SAVE}-")]
+    folders = [directory / name for name in names if _COMPLETE.match(name)]
+    removed = [path for path in folders if not os.path.lexists(path / MANIFEST)]
+    usable = _scan(directory, kinds=(SAVE,))
+    damaged = {*folders} - {*removed} - {each.path for each in usable}
+    oldest = min((each.path.name for each in usable), default="")
+    if any(path.name >= oldest for path in damaged):
+        return  # it may be readable later, and which files it uses is unknown
+    used = {file for each in usable for file in each.manifest.files}
+    for path in removed:
+        for entry in _entries(path):
+            if (path.name, entry.name) not in used and not entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # another member was faster
+                    os.unlink(entry.path)
+        with contextlib.suppress(OSError):  # some files stay
+            path.rmdir()
 
 
 def remove(path: Path) -> None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from evermoe.checkpoint import attempts, checkpoint_folder
 from evermoe.checkpoint.attempts import ATTEMPT, LOOKS, Attempts, Cleaner, Found, give_up_older, scan, write_index
 from evermoe.checkpoint.checkpoint_bucket import CheckpointBucket
 from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, Stored
-from evermoe.checkpoint.folder import PersistedUnit, units_of
-from evermoe.checkpoint.manifest import MANIFEST, Entry, Manifest, read_manifest
+from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, Manifest, Row, read_manifest
 from evermoe.checkpoint.object_store import Location, ObjectPath, locate_below
 from evermoe.checkpoint.owner import Owner, no_job, read_owner
 from evermoe.checkpoint.retention import NEWEST, Retention
+from evermoe.checkpoint.unit_share import Share
 from evermoe.errors import CorruptCopy
 from evermoe.process.run_claim import Run
 from evermoe.process.warn import warn
-from evermoe.state.unit import Unit
 from evermoe.state.version import step_of
 
 
@@ -31,6 +28,9 @@ class CheckpointStore(Protocol):
     An attempt at a checkpoint is a draft: every rank writes its units to it, then rank 0 publishes it. Only then does
     it appear, complete. Superseded checkpoints are removed after that, so a job always has a checkpoint. A draft that
     was given up never becomes one.
+
+    A save is written the same way. It contains some units, and names the files of all others in earlier saves. These
+    files stay as long as a save names them.
     """
 
     @property
@@ -50,14 +50,25 @@ class CheckpointStore(Protocol):
             FolderInUse: living members of another run hold it.
         """
 
-    def draft(self, version: int, generation: int, attempt: str) -> Any:
-        """Return the location where the members of a generation write a version."""
+    def newest_save(self, version: int, generation: int) -> Manifest | None:
+        """Return the newest save after a recovery; remove saves of newer versions, which the recovery has undone.
 
-    def write(self, draft: Any, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> Mapping[str, Entry]:
-        """Write a rank's units and return their entries for the manifest."""
+        Args:
+            version: the version from which the job resumed.
+            generation: generation of the members that resumed. Their own saves stay.
+
+        Raises:
+            OSError: an object store did not answer.
+        """
+
+    def draft(self, version: int, generation: int, attempt: str, kind: str = CHECKPOINT) -> Any:
+        """Return the location where the members of a generation write a version: of a checkpoint, or of a save."""
+
+    def write(self, draft: Any, rank: int, shares: Collection[Share]) -> list[Row]:
+        """Write a rank's shares and return their rows for the manifest."""
 
     def publish(self, draft: Any, version: int, manifest: str) -> Any:
-        """Turn a draft into the checkpoint of its version and remove those that it supersedes."""
+        """Turn a draft into the checkpoint or save of its version, and remove those that it supersedes."""
 
     def discard(self, draft: Any) -> None:
         """Remove a draft unless it has become a checkpoint."""
@@ -97,9 +108,16 @@ def find(where: Location, layout: str | None = None) -> Mapping[int, Location]:
     return checkpoint_folder.find(where, layout)
 
 
-def _scan(where: ObjectPath, layout: str | None = None) -> list[Found]:
+def find_manifests(where: Location, layout: str, kinds: Collection[str]) -> list[Manifest]:
+    """Return the manifests of checkpoints, of saves, or of both, older ones first; raises as `find` does."""
+    if isinstance(where, ObjectPath):
+        return [found.manifest for found in _scan(where, layout, kinds)]
+    return checkpoint_folder.find_manifests(where, layout, kinds)
+
+
+def _scan(where: ObjectPath, layout: str | None = None, kinds: Collection[str] = (CHECKPOINT,)) -> list[Found]:
     if not is_single(where):
-        return scan(where.place, layout, warns=True)
+        return scan(where.place, layout, kinds, warns=True)
     try:
         manifest = read_manifest(locate_below(where.place.url))
         if layout is not None and manifest.layout != layout:
@@ -115,21 +133,14 @@ def is_single(where: Location) -> bool:
     return isinstance(where, ObjectPath) and where.place.is_read_only and bool(ATTEMPT.match(where.name))
 
 
-def find_saved(where: Location, layout: str) -> list[PersistedUnit]:
-    """Return the units of all complete checkpoints of this layout; raises as `find` does."""
-    if isinstance(where, ObjectPath):
-        return [unit for found in _scan(where, layout) for unit in units_of(found.manifest)]
-    return checkpoint_folder.find_saved(where, layout)
-
-
-def stored(where: Location) -> list[Stored]:
-    """Return the complete checkpoints, older versions first; those that cannot be used are ignored with a warning.
+def stored(where: Location, kind: str = CHECKPOINT) -> list[Stored]:
+    """Return what is complete of a kind, older versions first; what cannot be used is ignored with a warning.
 
     Raises:
         OSError: the location cannot be read.
     """
     if not isinstance(where, ObjectPath):
-        return checkpoint_folder.stored(where)
+        return checkpoint_folder.stored(where, kind)
     return [
         Stored(
             found.manifest.path,
@@ -138,7 +149,7 @@ def stored(where: Location) -> list[Stored]:
             _nbytes(found.manifest),
             len(found.manifest.units),
         )
-        for found in _scan(where)
+        for found in _scan(where, kinds=(kind,))
     ]
 
 
@@ -146,14 +157,9 @@ def _nbytes(manifest: Manifest) -> int:
     """Return the bytes of all files that a checkpoint in an object store uses, its manifest included."""
     path = manifest.path
     assert isinstance(path, ObjectPath)
-    files = {(manifest.folder_of(unit) / file) for unit, (file, _) in manifest.units.items()} | {path / MANIFEST}
+    keys = [f"{owner}/{file}" for owner, file in {*manifest.files, (path.name, MANIFEST)}]
     with ThreadPoolExecutor(LOOKS) as pool:
-        return sum(pool.map(lambda file: path.place.size(_key(file)) or 0, files))
-
-
-def _key(file: Location) -> str:
-    assert isinstance(file, ObjectPath)
-    return file.key
+        return sum(pool.map(lambda key: path.place.size((path.parent / key).key) or 0, keys))
 
 
 def owner_of(where: Location) -> Owner | None:

@@ -1,17 +1,20 @@
-"""Writes one checkpoint in the background.
+"""Writes one checkpoint, or one save of some units, in the background.
 
     begin ─ read ─ [update] ─ write ─ report to rank 0 ─ published by rank 0 ─ reported to all ─ VOTE
 
 Every member writes its units to a draft in a background thread. The same threads report to rank 0 what is written; it
 then publishes the checkpoint and notifies all members. The training thread waits only until its state is read.
+
+The manifest of a save also has all other units, in the files of earlier saves.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +22,16 @@ from torch import Tensor
 
 from evermoe._native import copy_units
 from evermoe.checkpoint.checkpoint_store import CheckpointStore
-from evermoe.checkpoint.manifest import Entry, manifest_text
+from evermoe.checkpoint.manifest import CHECKPOINT, SAVE, Manifest, Part, Row, manifest_text
 from evermoe.checkpoint.object_store import Location
+from evermoe.checkpoint.unit_share import Share
+from evermoe.comm import tags
 from evermoe.comm.background_consensus import BackgroundConsensus
 from evermoe.comm.group import Group
-from evermoe.comm.tags import CHECKPOINT
 from evermoe.comm.task import T, Task, Worker
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import read_tensors
+from evermoe.state.unit import digests_of, read_part, read_tensors
 
 THREAD = "evermoe-checkpoint"
 """Name of the threads that write."""
@@ -42,20 +46,33 @@ class Result(NamedTuple):
 
     value: Any = None
     problem: str = ""
+    needs_all: bool = False
+    """Whether a save was refused because units are missing that no earlier save has."""
+
+
+class Increment(NamedTuple):
+    """Contents of a save, which has some units only."""
+
+    parts: Mapping[str, Part]
+    """Ranges of the bytes of units that this rank writes in part."""
+    resumed_from: int
+    """Version from which the members resumed: newer saves of earlier members were undone."""
 
 
 class CheckpointWrite:
-    """One checkpoint on its way to the store. All ranks create it with the same arguments, except for `mine`.
+    """One checkpoint or save on its way to the store. All ranks create it with the same arguments, except for `mine`.
 
     Args:
         store: the one on rank 0 publishes.
         state: this rank's units; they must not change before `wait_captured`.
-        mine: names of the units that this rank writes. Over all ranks every unit must be in exactly one `mine`.
+        mine: names of the units that this rank writes. Over all ranks every unit of a checkpoint must be in exactly one
+            `mine`, and of a save every byte of its units.
         version: of the state.
         generation: of the group's members.
         group: all members that train.
         attempt: a word that is the same on all ranks and unique to the attempt; a member that is alone needs none.
         worker: the thread that writes; None for a new one.
+        increment: of a save; None for a checkpoint.
 
     Raises:
         PeerLost: a member is lost.
@@ -71,12 +88,16 @@ class CheckpointWrite:
         group: Group,
         attempt: str = "",
         worker: Worker | None = None,
+        increment: Increment | None = None,
     ) -> None:
         assert attempt or group.size == 1
-        self.version = version
+        self.version, self._generation, self._increment = version, generation, increment
         self._store, self._state, self._mine, self._group = store, state, mine, group
-        self._council = BackgroundConsensus(group, CHECKPOINT)
-        self._draft = store.draft(version, generation, attempt or uuid.uuid4().hex[:8])
+        self._council = BackgroundConsensus(group, tags.CHECKPOINT if increment is None else tags.SAVE)
+        kind = CHECKPOINT if increment is None else SAVE
+        self._draft = store.draft(version, generation, attempt or uuid.uuid4().hex[:8], kind)
+        self.needs_all = False
+        """Whether a save was refused because units are missing that no earlier save has."""
         self._captured = threading.Event()
         self._is_busy = True
         """Whether it waits for this rank's disk, not for other ranks."""
@@ -93,6 +114,10 @@ class CheckpointWrite:
         """Return whether this rank knows the outcome."""
         return self._task.is_over_within(0)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Wait for the outcome, but no longer than this."""
+        self._task.is_over_within(seconds)
+
     def wait_published(self) -> Location:
         """Wait until the checkpoint is published; return its location.
 
@@ -107,7 +132,7 @@ class CheckpointWrite:
         if not self._task.wait():
             raise PeerLost(self._task.lost or "")
         assert self._task.result is not None
-        name, problem = self._task.result
+        name, problem, self.needs_all = self._task.result
         if problem:
             if self._council.rank == 0:
                 self._start(lambda: self._store.discard(self._draft))
@@ -151,26 +176,40 @@ class CheckpointWrite:
         self._is_busy = False
         return Result(*self._council.decide(mine, self._conclude))
 
-    def _write(self) -> Mapping[str, Entry]:
-        """Write this rank's units and return their entries."""
+    def _write(self) -> list[Row]:
+        """Write this rank's units and return their rows."""
         try:
-            copies = self._read()
+            self._state.late.wait(self._mine)
+            shares = [*self._read_complete(), *self._read_parts()]
         finally:
             self._tensors = {}
             self._captured.set()
-        units = {name: (self._state.catalog.by_name[name], data) for name, data in copies.items()}
-        return self._store.write(self._draft, self._council.rank, units)
+        return self._store.write(self._draft, self._council.rank, shares)
 
-    def _read(self) -> dict[str, Tensor]:
-        """Return copies of this rank's units, uint8 `[nbytes]`."""
-        sizes = {name: self._state.catalog.by_name[name].nbytes for name in self._mine}
-        copies = {name: torch.empty(nbytes, dtype=torch.uint8) for name, nbytes in sizes.items()}
-        contiguous = [name for name in self._mine if all(map(_is_in_one_piece, self._tensors[name]))]
+    @property
+    def _parts(self) -> Mapping[str, Part]:
+        return {} if self._increment is None else self._increment.parts
+
+    def _read_complete(self) -> list[Share]:
+        """Return copies of the units of which this rank writes all bytes."""
+        units = [self._state.catalog.by_name[name] for name in self._mine if name not in self._parts]
+        copies = {unit.name: torch.empty(unit.nbytes, dtype=torch.uint8) for unit in units}
+        contiguous = [name for name in copies if all(map(_is_in_one_piece, self._tensors[name]))]
         runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors[name]] for name in contiguous]
         copy_units(runs, [copies[name].numpy() for name in contiguous])
         for name in copies.keys() - set(contiguous):
             read_tensors(self._tensors[name], copies[name])
-        return copies
+        return [Share(unit, copies[unit.name]) for unit in units]
+
+    def _read_parts(self) -> list[Share]:
+        """Return copies of the parts that this rank writes, each with the digest of all the unit's bytes."""
+        shares = []
+        for name, part in self._parts.items():
+            data = torch.empty(part.end - part.start, dtype=torch.uint8)
+            read_part(self._tensors[name], part.start, data)
+            shares.append(Share(self._state.catalog.by_name[name], data, part))
+        found = digests_of([self._tensors[name] for name in self._parts], beside_steps=True)
+        return [share._replace(digest=value) for share, value in zip(shares, found, strict=True)]
 
     def _conclude(self, everyone: list[Any]) -> Result:
         """Publish on rank 0 what all ranks have written, unless some could not."""
@@ -178,11 +217,41 @@ class CheckpointWrite:
         problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(parts) if each.problem]
         if problems:
             return Result(problem="; ".join(problems[:MAX_PROBLEMS]))
-        units = {name: entry for each in parts for name, entry in each.value.items()}
+        rows = [Row.from_list(row) for each in parts for row in each.value]
         self._is_busy = True
-        text = manifest_text(self.version, self._state.catalog.layout, units)
-        published = _tried(lambda: str(self._store.publish(self._draft, self.version, text).name))
+        published = _tried(lambda: self._publish(rows))
+        if isinstance(published.value, Result):
+            return published.value
         return published._replace(problem=published.problem and f"rank 0: {published.problem}")
+
+    def _publish(self, rows: list[Row]) -> str | Result:
+        if self._increment is not None:
+            base = self._store.newest_save(self._increment.resumed_from, self._generation)
+            rows = rows + carried_rows(base, rows, self._state.catalog.experts(), self.version)
+            missing = self._state.catalog.by_name.keys() - {row.unit for row in rows}
+            if missing:
+                what = f"no earlier save has {min(missing)}" + f" and {len(missing) - 1} other units" * (
+                    len(missing) > 1
+                )
+                return Result(problem=what, needs_all=True)
+        text = manifest_text(self.version, self._state.catalog.layout, rows)
+        return str(self._store.publish(self._draft, self.version, text).name)
+
+
+def carried_rows(base: Manifest | None, rows: Sequence[Row], experts: Collection[str], version: int) -> list[Row]:
+    """Return the rows that a save of a version keeps of the previous one.
+
+    These are the newest versions of the units that it does not contain. Experts keep their previous version as well,
+    as one of the two may be damaged. Of other units the previous save has it.
+    """
+    new, kept = {row.unit for row in rows}, []
+    older = [
+        saved for saved in ([] if base is None else base.saved) if saved.version < version or saved.unit not in new
+    ]
+    for unit, versions in itertools.groupby(older, key=lambda saved: saved.unit):
+        number = (unit not in new) + (unit in experts)
+        kept += [row for saved in itertools.islice(versions, number) for row in saved.rows]
+    return kept
 
 
 def _is_in_one_piece(tensor: Tensor) -> bool:

@@ -87,7 +87,8 @@ class Checkpointer:
         """Whether the checkpoint that was under way when the members changed was given up."""
         self._published = 0
         """Steps taken in the newest checkpoint on disk."""
-        self._store: CheckpointStore | None = None
+        self.store: CheckpointStore | None = None
+        """The checkpoints; None without a location to write to, and on a member that does not train."""
         where = find_location(options)
         if where is not None and is_read_only(where):
             if options.interval:
@@ -98,7 +99,7 @@ class Checkpointer:
         elif where is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
             retention = Retention(options.keep, options.keep_interval)
-            self._store = open_store(where, owner, membership.id, retention)
+            self.store = open_store(where, owner, membership.id, retention)
             if options.interval:
                 with suppress(OSError):  # the store may answer later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
@@ -106,15 +107,15 @@ class Checkpointer:
     @property
     def writes(self) -> bool:
         """Whether this member writes checkpoints."""
-        return self._store is not None
+        return self.store is not None
 
     def newest_generation(self) -> int:
         """Return the newest generation that wrote to the store; 0 if there is none."""
-        return 0 if self._store is None else self._store.newest_generation()
+        return 0 if self.store is None else self.store.newest_generation()
 
     def found(self) -> Run | None:
         """Return the run that the store belongs to."""
-        return None if self._store is None else self._store.found()
+        return None if self.store is None else self.store.found()
 
     def claim_for(self, run: Run, patience: float) -> None:
         """Claim the store of the checkpoints for a run.
@@ -122,8 +123,8 @@ class Checkpointer:
         Raises:
             FolderInUse: living members of another run hold it.
         """
-        if self._store is not None:
-            self._store.claim_for(run, patience)
+        if self.store is not None:
+            self.store.claim_for(run, patience)
 
     def restart(self, generation: int) -> None:
         """Resume with the members of a generation: give up the checkpoint under way; collective.
@@ -139,8 +140,8 @@ class Checkpointer:
         if self._write is not None and not self._write.is_over:
             self._end_worker()  # a slow disk may keep it busy with a checkpoint that was given up
         self._newest, self._write, self._mine = -1, None, None
-        if self._store is not None and group.rank == 0:  # the members do not wait for the disk
-            threading.Thread(target=self._store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
+        if self.store is not None and group.rank == 0:  # the members do not wait for the disk
+            threading.Thread(target=self.store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
 
     # ---- a step
 
@@ -165,7 +166,7 @@ class Checkpointer:
         """
         every, step = self._options.interval, step_of(version)
         is_due = self._is_owed or (bool(every) and step % every == 0)
-        if self._store is None or not is_due:
+        if self.store is None or not is_due:
             return False
         if self._write is not None:
             if not self._has_warned:
@@ -176,7 +177,7 @@ class Checkpointer:
                 )
             return False
         self._is_owed = False
-        self._write = self._begin(version, self._store)
+        self._write = self._begin(version, self.store)
         return True
 
     def _begin(self, version: int, store: CheckpointStore) -> CheckpointWrite:
@@ -214,7 +215,7 @@ class Checkpointer:
 
     def lag(self, step: int) -> dict[str, int]:
         """Return the steps since the newest checkpoint, after `step` steps; empty if no checkpoints are scheduled."""
-        is_due = self._store is not None and self._options.interval
+        is_due = self.store is not None and self._options.interval
         return {"checkpoint": max(0, step - self._published)} if is_due else {}
 
     # ---- the end
@@ -228,11 +229,11 @@ class Checkpointer:
         """
         while self._write is not None and self._write.version != version:
             self.advance()
-        if self._store is None or self._newest == version:
+        if self.store is None or self._newest == version:
             return
-        path = None if self._write is not None else self._find(version, self._store)
+        path = None if self._write is not None else self._find(version, self.store)
         if path is None:
-            self._write = write = self._write or self._begin(version, self._store)
+            self._write = write = self._write or self._begin(version, self.store)
             try:
                 path = write.wait_published()
             finally:
@@ -295,5 +296,5 @@ class Checkpointer:
     def release(self) -> None:
         """Release the store for other jobs and runs."""
         self._end_worker()
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close()

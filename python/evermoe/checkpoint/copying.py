@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from evermoe.checkpoint.attempts import Attempts, Cleaner, write_index
-from evermoe.checkpoint.checkpoint_bucket import announce_draft, put_unit
+from evermoe.checkpoint.checkpoint_bucket import announce_draft, put_tensors
 from evermoe.checkpoint.checkpoint_folder import take_name
 from evermoe.checkpoint.checkpoint_store import find
-from evermoe.checkpoint.manifest import MANIFEST, Entry, Manifest, manifest_text, read_units
+from evermoe.checkpoint.manifest import MANIFEST, Manifest, Row, Saved, manifest_text, read_units
 from evermoe.checkpoint.object_store import Location, ObjectPath
 from evermoe.checkpoint.owner import Owner
 from evermoe.checkpoint.plain_files import flush, make_folder, write_tensors, write_text
@@ -30,9 +30,12 @@ def copy(manifest: Manifest, to: Location) -> Location | None:
         to: a folder or URL for checkpoints.
 
     Raises:
+        ValueError: the manifest is of a save.
         CorruptCopy: a unit is missing, or does not match its digest; nothing is copied.
         OSError: the copy cannot be written.
     """
+    if manifest.is_save:
+        raise ValueError(f"{manifest.path} is a save, whose units have several versions: expected a checkpoint")
     if manifest.version in find(to, manifest.layout):
         return None
     step, generation = step_of(manifest.version), generation_of(manifest.version)
@@ -47,8 +50,8 @@ def _to_bucket(manifest: Manifest, draft: ObjectPath) -> ObjectPath:
     attempts = Attempts(draft.place)
     try:
         numbered = enumerate(read_units(manifest, list(manifest.units)))
-        entries = {name: put_unit(draft, f"{at:05d}", name, tensors) for at, (name, tensors) in numbered}
-        text = manifest_text(manifest.version, manifest.layout, entries)
+        rows = [_put(manifest.units[name], draft, at, tensors) for at, (name, tensors) in numbered]
+        text = manifest_text(manifest.version, manifest.layout, rows)
         if not draft.place.create((draft / MANIFEST).key, text.encode()):
             raise FileExistsError(17, f"{draft} was given up by a job that runs at its location")
     except BaseException:
@@ -59,18 +62,24 @@ def _to_bucket(manifest: Manifest, draft: ObjectPath) -> ObjectPath:
     return draft
 
 
+def _put(unit: Saved, draft: ObjectPath, number: int, tensors: dict[str, Tensor]) -> Row:
+    file = f"{number:05d}.safetensors"
+    put_tensors(draft / file, {f"{unit.unit}/{key}": tensor for key, tensor in tensors.items()})
+    return Row(unit.unit, file, unit.digest, unit.tensors)
+
+
 def _to_folder(manifest: Manifest, draft: Path) -> Path:
     make_folder(draft)
-    entries: dict[str, Entry] = {}
+    rows: list[Row] = []
     for at, units in enumerate(_files(manifest)):
         file = f"units-{at}.safetensors"
         write_tensors(
             draft / file, {f"{name}/{key}": each for name, unit in units.items() for key, each in unit.items()}
         )
-        entries |= {name: (file, manifest.units[name][1], list(unit)) for name, unit in units.items()}
-    write_text(draft / MANIFEST, manifest_text(manifest.version, manifest.layout, entries))
+        rows += [Row(name, file, manifest.units[name].digest, list(unit)) for name, unit in units.items()]
+    write_text(draft / MANIFEST, manifest_text(manifest.version, manifest.layout, rows))
     flush(draft)
-    return take_name(draft, manifest.version)
+    return take_name(draft)
 
 
 def _files(manifest: Manifest) -> Iterator[dict[str, dict[str, Tensor]]]:

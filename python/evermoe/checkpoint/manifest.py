@@ -1,32 +1,37 @@
-"""Manifests of units that are saved together; reads those units and checks their digests."""
+"""Manifests of checkpoints and saves; reads the units that they name, and checks their digests."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from evermoe._native import digest, format_manifest, parse_manifest
+from evermoe._native import digest
+from evermoe.checkpoint.manifest_json import from_text, to_text
 from evermoe.checkpoint.object_file import open_object
 from evermoe.checkpoint.object_store import Location, ObjectPath
 from evermoe.checkpoint.plain_files import open_plain, read_plain
 from evermoe.errors import CorruptCopy
-from evermoe.state.version import step_of
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
 """Maximum size of a manifest: enough for 400,000 units."""
+CHECKPOINT, SAVE = "step", "save"
+"""Beginnings of the names of checkpoints, which have all units of one version, and of saves, which have several."""
 READS = 8
 """Units of an object store that are read ahead concurrently."""
+BYTES = "bytes"
+"""Name of the tensor that has a part of a unit, uint8 `[end - start]`."""
 
 
 class Part(NamedTuple):
@@ -49,129 +54,211 @@ class Part(NamedTuple):
         return self.end - self.start == self.of
 
 
-BYTES = "bytes"
-"""Name of the tensor that has a part, uint8 `[end - start]`."""
+class Row(NamedTuple):
+    """A version of a unit, or a part of its bytes, in a file."""
+
+    unit: str
+    file: str
+    digest: int
+    """xxh3-64 of all bytes of the unit, even of a part."""
+    tensors: Sequence[str]
+    """Names of its tensors, in the order of its bytes."""
+    part: Part | None = None
+    """Range of the bytes in the file, unless they are all."""
+    version: int | None = None
+    """Version of the unit; None: that of the manifest. Rows of a manifest that was read always have it."""
+    origin: str | None = None
+    """Name of the checkpoint or save that the file belongs to; None: the manifest's own. Always present when read."""
+
+    @classmethod
+    def from_list(cls, values: Sequence[Any]) -> Row:
+        """Return a row that has passed through JSON as a list."""
+        row = cls(*values)
+        return row if row.part is None else row._replace(part=Part(*row.part))
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any], version: int, origin: str) -> Row:
+        """Return the row of a unit's fields in the manifest of this version in the folder of this name."""
+        part = Part(*fields["part"]) if "part" in fields else None
+        value, version, origin = int(fields["digest"], 16), fields.get("version", version), fields.get("origin", origin)
+        return cls(fields["name"], fields["file"], value, fields["tensors"], part, version, origin)
+
+    def to_fields(self, version: int) -> dict[str, Any]:
+        """Return the fields of the row in a manifest of this version."""
+        fields: dict[str, Any] = {"name": self.unit, "file": self.file}
+        if self.origin is not None:
+            fields["origin"] = self.origin
+        if self.version not in (None, version):
+            fields["version"] = self.version
+        fields["digest"] = f"{self.digest:016x}"
+        if self.part is not None:
+            fields["part"] = list(self.part)
+        return fields | {"tensors": list(self.tensors)}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A version of a unit in a store."""
+
+    rows: tuple[Row, ...]
+    """One, or one for each part of the unit's bytes, in their order."""
+    folder: Location
+    """Folder or URL of the checkpoints."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit."""
+        return self.rows[0].unit
+
+    @property
+    def version(self) -> int:
+        """Version of its bytes."""
+        version = self.rows[0].version
+        assert version is not None
+        return version
+
+    @property
+    def digest(self) -> int:
+        """xxh3-64 of its bytes."""
+        return self.rows[0].digest
+
+    @property
+    def tensors(self) -> Sequence[str]:
+        """Names of its tensors, in the order of its bytes."""
+        return self.rows[0].tensors
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its bytes were saved in parts."""
+        return self.rows[0].part is not None
+
+    @property
+    def files(self) -> list[Location]:
+        """Files with its bytes, in their order."""
+        return [self.folder / str(row.origin) / row.file for row in self.rows]
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]`, read on each access; empty if it cannot be read or does not match the digest."""
+        try:
+            return read_saved(self)
+        except CorruptCopy:
+            return torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a folder: a version and, per unit, its file and the xxh3-64 digest of the complete unit's bytes."""
+    """Contents of a checkpoint or a save."""
 
     path: Location
     version: int
-    units: dict[str, tuple[str, int]]
-    names: dict[str, list[str]]
-    """Per unit: the names of its tensors, in the order of its bytes."""
-    layout: str = ""
+    layout: str
     """Layout of the model."""
-    origins: dict[str, str] = field(default_factory=dict)
-    """Per unit whose file belongs to another checkpoint: the name of that checkpoint, next to this one."""
-    parts: dict[str, Part] = field(default_factory=dict)
-    """Per unit that was saved in part: its range of bytes."""
-    members: tuple[str, ...] = ()
-    """Members that save the units which may not lag, each with a manifest; empty where one member saves all of them."""
+    rows: tuple[Row, ...]
 
-    def folder_of(self, unit: str) -> Location:
-        """Return the location of the folder with the unit's file."""
-        origin = self.origins.get(unit)
-        return self.path if origin is None else self.path.with_name(origin)
+    @cached_property
+    def saved(self) -> list[Saved]:
+        """All versions of all units; those of a unit follow each other, the newest first."""
+        order = {row.unit: at for at, row in reversed([*enumerate(self.rows)])}
+        rows = sorted(self.rows, key=lambda row: (order[row.unit], -(row.version or 0), row.part or ()))
+        grouped = itertools.groupby(rows, key=lambda row: (row.unit, row.version))
+        return [Saved(tuple(group), self.path.parent) for _, group in grouped]
+
+    @cached_property
+    def units(self) -> dict[str, Saved]:
+        """The newest version of each unit."""
+        return {each.unit: each for each in reversed(self.saved)}
+
+    @property
+    def is_save(self) -> bool:
+        """Whether units may have several versions."""
+        return self.path.name.startswith(SAVE)
+
+    @property
+    def files(self) -> set[tuple[str, str]]:
+        """Owner and name of every file that it uses."""
+        return {(str(row.origin), row.file) for row in self.rows}
 
 
-Entry = tuple[str, int, Sequence[str]] | tuple[str, int, Sequence[str], str | None]
-"""File of a unit, digest of its bytes, names of its tensors, and the checkpoint that owns the file, if another."""
-
-
-def manifest_text(
-    version: int,
-    layout: str,
-    units: Mapping[str, Entry],
-    parts: Mapping[str, Part] | None = None,
-    members: Sequence[str] = (),
-) -> str:
-    """Return the text of a manifest: for each unit its entry, and its part if it was saved in part.
+def manifest_text(version: int, layout: str, rows: Iterable[Row]) -> str:
+    """Return the text of a manifest.
 
     Raises:
-        ValueError: a name cannot be a file name, or occurs twice.
+        ValueError: the rows contradict each other, or a name cannot be a file name.
     """
-    rows = [
-        (name, entry[0], (*entry, None)[3], entry[1], (parts or {}).get(name), list(entry[2]))
-        for name, entry in units.items()
-    ]
-    return format_manifest(version, step_of(version), layout, list(members), rows)
+    return to_text(version, layout, [row.to_fields(version) for row in rows])
 
 
-def read_manifest(path: Location, name: str = MANIFEST) -> Manifest:
+def read_manifest(path: Location) -> Manifest:
     """Read the manifest in folder `path`.
 
     Raises:
         CorruptCopy: the manifest is missing, damaged, of another format, or contains names that are not allowed.
     """
-    return parsed(path, _content(path, name), name)
-
-
-def _content(path: Location, name: str) -> bytes:
-    if isinstance(path, Path):
-        try:
-            return read_plain(path / name, MANIFEST_BYTES)
-        except CorruptCopy as error:
-            raise _no_manifest(path, name, error) from None
+    content: bytes | None
     try:
-        content = path.place.read((path / name).key, MANIFEST_BYTES)
+        if isinstance(path, Path):
+            content = read_plain(path / MANIFEST, MANIFEST_BYTES)
+        else:
+            content = path.place.read((path / MANIFEST).key, MANIFEST_BYTES)
     except (OSError, CorruptCopy) as error:
-        raise _no_manifest(path, name, error) from None
+        raise _no_manifest(path, error) from None
     if not content:
-        raise _no_manifest(path, name, "the file is missing" if content is None else "the checkpoint was removed")
-    return content
+        raise _no_manifest(path, "the file is missing" if content is None else "the checkpoint was removed")
+    return parsed(path, content)
 
 
-def parsed(path: Location, content: bytes, name: str = MANIFEST) -> Manifest:
+def parsed(path: Location, content: bytes) -> Manifest:
     """Parse the manifest of a folder; raises as `read_manifest` does."""
     try:
-        version, step, layout, members, rows = parse_manifest(content)
-        if step != step_of(version):
-            raise CorruptCopy(f"version {version} has taken {step_of(version)} steps, not {step}")
-    except CorruptCopy as error:
-        raise _no_manifest(path, name, error) from None
-    units = {unit: (file, value) for unit, file, _, value, _, _ in rows}
-    names = {unit: tensors for unit, *_, tensors in rows}
-    origins = {unit: origin for unit, _, origin, _, _, _ in rows if origin is not None}
-    parts = {unit: Part(*part) for unit, *_, part, _ in rows if part is not None}
-    return Manifest(path, version, units, names, layout, origins, parts, tuple(members))
+        fields = from_text(content)
+    except (ValueError, RecursionError) as error:
+        raise _no_manifest(path, error) from None
+    version = fields["version"]
+    rows = tuple(Row.of_fields(unit, version, path.name) for unit in fields["units"])
+    return Manifest(path, version, fields["layout"], rows)
 
 
-def _no_manifest(path: Location, name: str, reason: object) -> CorruptCopy:
-    return CorruptCopy(f"{path / name} is not a manifest of a checkpoint: {reason}")
+def _no_manifest(path: Location, reason: object) -> CorruptCopy:
+    return CorruptCopy(f"{path / MANIFEST} is not a manifest of a checkpoint: {reason}")
+
+
+# ---- units
 
 
 def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the tensors of each unit, with checked digests.
+    """Yield the tensors of the newest version of each unit, with checked digests.
 
     Raises:
         CorruptCopy: a unit is missing, or cannot be read, or does not match its digest.
     """
-    by_file: dict[tuple[str | None, str], list[str]] = {}
+    by_file: dict[Location, list[Saved]] = {}
     for name in names:
-        if name not in manifest.units:
+        found = manifest.units.get(name)
+        if found is None:
             raise CorruptCopy(f"{manifest.path} has no unit {name}: it was written for another model")
-        by_file.setdefault((manifest.origins.get(name), manifest.units[name][0]), []).append(name)
+        if found.is_cut:
+            raise CorruptCopy(
+                f"{manifest.path} has {name} in parts, which only a session can read: expected a checkpoint, which "
+                "Checkpoints(interval=...) writes"
+            )
+        by_file.setdefault(found.files[0], []).append(found)
     if isinstance(manifest.path, Path):
-        for members in by_file.values():
-            yield from _read_file(manifest, members)
+        for path, units in by_file.items():
+            yield from _read_file(path, units)
         return
     with ThreadPoolExecutor(READS, thread_name_prefix="evermoe-read") as pool:
-        yield from _ahead(pool, manifest, [name for members in by_file.values() for name in members])
+        yield from _ahead(pool, [unit for units in by_file.values() for unit in units])
 
 
-def _ahead(
-    pool: ThreadPoolExecutor, manifest: Manifest, names: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _ahead(pool: ThreadPoolExecutor, units: Sequence[Saved]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield units in their order, and read some ahead while the previous one is used."""
-    left = iter(names)
+    left = iter(units)
     coming: deque[Future[list[tuple[str, dict[str, Tensor]]]]] = deque()
     try:
         while True:
-            for name in itertools.islice(left, READS - len(coming)):
-                coming.append(pool.submit(lambda name=name: list(_read_file(manifest, [name]))))  # type: ignore[misc]
+            for unit in itertools.islice(left, READS - len(coming)):
+                coming.append(pool.submit(lambda unit=unit: list(_read_file(unit.files[0], [unit]))))  # type: ignore[misc]
             if not coming:
                 return
             yield from coming.popleft().result()
@@ -180,41 +267,54 @@ def _ahead(
             each.cancel()
 
 
-def _read_file(manifest: Manifest, members: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the units of one file."""
-    path = manifest.folder_of(members[0]) / manifest.units[members[0]][0]
+def _read_file(path: Location, units: Sequence[Saved]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield units of one file."""
+    with _tensors_of(path) as read:
+        for unit in units:
+            tensors = read(unit.unit, unit.tensors)
+            found = digest(as_bytes(tensors).numpy())
+            if found != unit.digest:
+                raise CorruptCopy(
+                    f"{unit.unit} in {path}: expected digest {unit.digest:016x}, the bytes have {found:016x}"
+                )
+            yield unit.unit, tensors
+
+
+def read_saved(saved: Saved) -> Tensor:
+    """Return the unit's bytes, uint8 `[nbytes]`.
+
+    Raises:
+        CorruptCopy: a file cannot be read, or the bytes do not match the digest.
+    """
+    if not saved.is_cut:
+        ((_, tensors),) = _read_file(saved.files[0], [saved])
+        return as_bytes(tensors)
+    parts = []
+    for path in saved.files:
+        with _tensors_of(path) as read:
+            parts.append(as_bytes(read(saved.unit, [BYTES])))
+    data = torch.cat(parts)
+    if digest(data.numpy()) != saved.digest:
+        raise CorruptCopy(f"{saved.unit} of version {saved.version}: its parts do not match the digest")
+    return data
+
+
+@contextlib.contextmanager
+def _tensors_of(path: Location) -> Iterator[Callable[[str, Sequence[str]], dict[str, Tensor]]]:
+    """Open a file; yield a function that returns some of a unit's tensors in it, by name."""
     with _opened(path) as (descriptor, fetch):
         try:
             # By its descriptor: the library opens the file twice, and another member may remove its name in between.
             with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as source:
-                for name in members:
-                    keys = {key: f"{name}/{key}" for key in manifest.names[name]}
+
+                def read(unit: str, names: Sequence[str]) -> dict[str, Tensor]:
+                    keys = {name: f"{unit}/{name}" for name in names}
                     fetch(list(keys.values()))
-                    tensors = {key: source.get_tensor(long) for key, long in keys.items()}
-                    found, expected = digest(as_bytes(tensors).numpy()), manifest.units[name][1]
-                    if found != expected:
-                        raise CorruptCopy(
-                            f"{name} in {path}: expected digest {expected:016x}, the bytes have {found:016x}"
-                        )
-                    yield name, tensors
+                    return {name: source.get_tensor(key) for name, key in keys.items()}
+
+                yield read
         except (SafetensorError, OSError) as error:
             raise CorruptCopy(f"{path} cannot be read: {error}") from None
-
-
-def read_part(file: Location, unit: str) -> Tensor:
-    """Return the part of a unit in a file, uint8 `[end - start]`; only the complete unit can be checked.
-
-    Raises:
-        CorruptCopy: the file cannot be read.
-    """
-    key = f"{unit}/{BYTES}"
-    with _opened(file) as (descriptor, fetch):
-        try:
-            with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as source:
-                fetch([key])
-                return as_bytes({BYTES: source.get_tensor(key)})
-        except (SafetensorError, OSError) as error:
-            raise CorruptCopy(f"{file} cannot be read: {error}") from None
 
 
 @contextlib.contextmanager

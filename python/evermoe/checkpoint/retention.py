@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from evermoe.state.version import step_of
+from evermoe.state.version import generation_of, step_of
 
 
 class Retention(NamedTuple):
@@ -29,3 +29,16 @@ class Retention(NamedTuple):
 
 NEWEST = Retention()
 """Keeps the newest two."""
+SAVES = Retention()
+"""Keeps the newest two saves. Together they name two versions of each unit, of which one may be damaged."""
+
+
+def is_undone(saved: int, version: int, generation: int) -> bool:
+    """Return whether a recovery undid a saved version.
+
+    Args:
+        saved: version of a save.
+        version: the version from which the job resumed.
+        generation: generation of the members that resumed. What they have saved since then counts.
+    """
+    return saved > version and generation_of(saved) < generation

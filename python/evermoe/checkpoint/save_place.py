@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evermoe.checkpoint.folder import PERSISTED
+from evermoe.checkpoint.manifest import CHECKPOINT, SAVE
 from evermoe.checkpoint.object_store import Location, locate
 from evermoe.options import check_name
 
@@ -29,6 +29,6 @@ def place_to_save(path_or_name: str | Path, home: str | Path | None, timeout: fl
             f"give a path, such as './{text}'"
         )
     check_name("the name of a checkpoint", text)
-    if text == PERSISTED or text.startswith("step-"):
+    if text.startswith((f"{CHECKPOINT}-", f"{SAVE}-")):
         raise ValueError(f"session.save: the session itself uses the name {text!r}; give another one")
     return locate(f"{home}/{text}", patience=timeout)

@@ -5,11 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from evermoe.checkpoint.checkpoint_folder import Stored
 from evermoe.checkpoint.checkpoint_store import owner_of, prune, stored, superseded
 from evermoe.checkpoint.copying import copy
-from evermoe.checkpoint.manifest import Manifest, read_manifest, read_units
+from evermoe.checkpoint.manifest import (
+    CHECKPOINT,
+    SAVE,
+    Manifest,
+    Row,
+    Saved,
+    read_manifest,
+    read_saved,
+    read_units,
+)
 from evermoe.checkpoint.object_store import Location, locate, locate_below
 from evermoe.checkpoint.retention import Retention
 from evermoe.cli import export
@@ -47,35 +57,46 @@ def _list(folder: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([each._asdict() | {"path": str(each.path)} for each in found], indent=2))
         return 0
-    owner = owner_of(where)
-    print(f"{folder}: {len(found)} complete checkpoints" + (f" of job {owner.job}" if owner else ""))
-    for each in found:
+    owner, saves = owner_of(where), stored(where, SAVE)
+    counts = f"{len(found)} complete checkpoints" + (f", {len(saves)} saves" if saves else "")
+    print(f"{folder}: {counts}" + (f" of job {owner.job}" if owner else ""))
+    for each in (*found, *saves):
         generation = generation_of(each.version)
         print(f"  {each.path.name}  generation {generation}  {each.units} units  {each.nbytes / MB:.1f} MB")
     return 0
 
 
 def _show(manifest: Manifest, *, as_json: bool) -> int:
-    units = {
-        name: {"file": file, "digest": f"{digest:016x}", "tensors": manifest.names[name]}
-        | ({"origin": manifest.origins[name]} if name in manifest.origins else {})
-        for name, (file, digest) in manifest.units.items()
-    }
     if as_json:
         fields = {"step": step_of(manifest.version), "version": manifest.version, "layout": manifest.layout}
+        units = {name: _fields(unit, manifest) for name, unit in manifest.units.items()}
         print(json.dumps(fields | {"units": units}, indent=2))
         return 0
     print(f"{manifest.path}: step {step_of(manifest.version)}, generation {generation_of(manifest.version)}")
-    for name, (file, digest) in manifest.units.items():
-        place = f"{manifest.origins[name]}/{file}" if name in manifest.origins else file
-        print(f"  {name}  {place}  {digest:016x}  {', '.join(manifest.names[name])}")
+    for unit in manifest.saved:
+        files = " ".join(_file(row, manifest) for row in unit.rows)
+        step = f"  step {step_of(unit.version)}" if manifest.is_save else ""
+        print(f"  {unit.unit}{step}  {files}  {unit.digest:016x}  {', '.join(unit.tensors)}")
     return 0
+
+
+def _fields(unit: Saved, manifest: Manifest) -> dict[str, Any]:
+    """Return what `show --json` says of a unit; of one that was saved in parts, all their files."""
+    file, origin = unit.rows[0].file, unit.rows[0].origin
+    fields: dict[str, Any] = {"file": file, "digest": f"{unit.digest:016x}", "tensors": unit.tensors}
+    fields |= {"origin": origin} if origin != manifest.path.name else {}
+    fields |= {"version": unit.version} if unit.version != manifest.version else {}
+    return fields | ({"files": [_file(row, manifest) for row in unit.rows]} if unit.is_cut else {})
+
+
+def _file(row: Row, manifest: Manifest) -> str:
+    return row.file if row.origin == manifest.path.name else f"{row.origin}/{row.file}"
 
 
 def _checkpoints(path: str) -> list[Location]:
     """Return the checkpoints in a folder or at a URL, or the single one that the path names."""
     below = locate_below(path)
-    if below.name.startswith("step-"):
+    if below.name.startswith((f"{CHECKPOINT}-", f"{SAVE}-")):
         return [below]
     return [each.path for each in stored(locate(path))]
 
@@ -87,8 +108,12 @@ def _verify(paths: Sequence[Location]) -> int:
     for path in paths:
         try:
             manifest = read_manifest(path)
-            num_units = sum(1 for _ in read_units(manifest, list(manifest.units)))
-            print(f"{path}: {num_units} units are complete")
+            for _ in read_units(manifest, [name for name, unit in manifest.units.items() if not unit.is_cut]):
+                pass
+            for unit in manifest.units.values():
+                if unit.is_cut:
+                    read_saved(unit)
+            print(f"{path}: {len(manifest.units)} units are complete")
         except CorruptCopy as error:
             wrong += 1
             print(f"{path}: damaged: {error}")

@@ -58,7 +58,7 @@ def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
     from evermoe.integrations.transformers import export, make_elastic
     from evermoe.state.deferred import deferred
 
-    unit = next((name for name, keys in manifest.names.items() if WEIGHTS in keys), None)
+    unit = next((name for name, found in manifest.units.items() if WEIGHTS in found.tensors), None)
     if unit is None:
         raise ValueError(f"{manifest.path}: expected a model with experts, found none")
     ((_, tensors),) = read_units(manifest, [unit])
@@ -77,7 +77,7 @@ def _to_dcp(manifest: Manifest, out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(17, "expected an empty folder", str(out))
     state: dict[str, Any] = {}
-    for unit, tensors in read_units(manifest, list(manifest.names)):
+    for unit, tensors in read_units(manifest, list(manifest.units)):
         state |= {f"{unit}/{key}": tensor for key, tensor in tensors.items()}
     with torch.no_grad():
         dcp.save(state, checkpoint_id=out, no_dist=True)

@@ -16,6 +16,8 @@ MEETING = 7
 """Next action of each member at a meeting between steps; sent by `Group.exchange`."""
 STEP = 8
 """Notification of replica nodes that a step begins; sent by `Group.exchange`."""
+SAVE = 9
+"""Progress of a save of some units; as `CHECKPOINT`, which may be under way at the same time."""
 SNAPSHOT_FIRST = 16
 """First tag of snapshots: from here on, each bundle has `SNAPSHOT_EACH` tags."""
 SNAPSHOT_EACH = 4096

@@ -55,6 +55,8 @@ class Ballot(NamedTuple):
     """1 from a member whose script has its own code in the optimizer's step, or changes gradients before it."""
     checkpoint_done: float = 0.0
     """1 from a member that knows the outcome of the checkpoint in progress."""
+    save_done: float = 0.0
+    """1 from a member that knows the outcome of the save in progress."""
     reported: float = 0.0
     """2^i from the member that has called `on_lost` for the i-th loss that all members know of."""
 

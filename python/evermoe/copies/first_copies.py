@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from evermoe.comm.membership import MembershipManager
-from evermoe.copies.loss_ledger import LossLedger
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.store import MAX_TRIES
 from evermoe.errors import CorruptCopy, PeerLost
@@ -23,7 +22,6 @@ class FirstCopies:
     Args:
         keepers: in the order in which they are called.
         membership: all members.
-        ledger: records copies that exist at once.
         emit: listener of the session.
         replicas: the keeper among them that repeats steps; None without one.
     """
@@ -32,12 +30,10 @@ class FirstCopies:
         self,
         keepers: Sequence[CopyMaker],
         membership: MembershipManager,
-        ledger: LossLedger,
         emit: Listener,
         replicas: Replicas | None = None,
     ) -> None:
-        self._keepers, self._membership, self._ledger = keepers, membership, ledger
-        self._emit, self._replicas = emit, replicas
+        self._keepers, self._membership, self._emit, self._replicas = keepers, membership, emit, replicas
         self._copies = NO_COPIES
         """Earlier copies, which need not be sent."""
         self._in_background = False
@@ -86,9 +82,7 @@ class FirstCopies:
 
     def _begin(self, version: int) -> None:
         for keeper in self._keepers:
-            copied = keeper.protect_all(version)
-            if copied:
-                self._ledger.record_copies(copied, version)
+            keeper.protect_all(version)
 
     def have_arrived(self) -> bool:
         """Wait for the copies that were begun; return whether they are complete, as far as this member knows."""

@@ -5,7 +5,7 @@
              snapshot   version n + 1 is captured and sent in step n + 1, complete before its vote: safe a step later
 
 `ProtectionPlan` names the rank that keeps each copy. The keepers make them: `Replicas` from gradients, `Snapshots` from
-states, `PartialCheckpoints` in a folder. The ledger says how many experts are copied at a time.
+states. The ledger says how many experts are copied at a time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
-from evermoe.checkpoint.folder import PERSISTED
-from evermoe.checkpoint.object_store import Location
-from evermoe.checkpoint.partial import PartialCheckpoints
-from evermoe.checkpoint.partial_store import open_partial
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
@@ -50,7 +46,7 @@ from evermoe.planning.protection import ProtectionPlan, RankInfo
 from evermoe.planning.recovery import Lagging
 from evermoe.presets import Pec
 from evermoe.profile.memory import return_freed_memory_beside
-from evermoe.state.keeper import Assignment, Keeper, StateKeeper
+from evermoe.state.keeper import Assignment, Keeper
 from evermoe.state.stored import KeptCopies, StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
@@ -64,7 +60,6 @@ class Protection:
         store: this node's arenas.
         membership: all members; replica nodes only keep copies.
         options: the preset, with its options, and the number of copies.
-        location: of the checkpoint store; None without one.
         arithmetic: of the optimizer, if its steps can be repeated.
         emit: listener of the session.
     """
@@ -75,7 +70,6 @@ class Protection:
         store: SnapshotStore,
         membership: MembershipManager,
         options: CopyConfig,
-        location: Location | None,
         arithmetic: Arithmetic | None,
         emit: Listener,
     ) -> None:
@@ -92,13 +86,7 @@ class Protection:
         self.snapshots = Snapshots(state, store, membership, options, emit)
         pacer, message_bytes = self.snapshots.pacer, options.windows.copy_buffer_bytes
         self.replicas = Replicas(state, membership, options, arithmetic, emit, pacer, message_bytes)
-        self._state_keepers: list[StateKeeper] = [self.snapshots]
-        courier = self.snapshots.courier
-        if self.preset.needs_checkpoint_dir and location is not None:
-            partial = open_partial(location / PERSISTED, state.catalog.layout, membership.identity.job)
-            interval = options.preset.group(Pec).save_interval
-            self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, interval))
-        self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
+        self.keepers: tuple[Keeper, ...] = self.snapshots, self.replicas
         """All keepers of copies, in the order in which they are called."""
         self.window_planner = self.snapshots.window_planner
         """Plans the times at which snapshots are sent."""
@@ -106,8 +94,8 @@ class Protection:
             "load-aware": selector.select_to_snapshot,
             "budget": lambda: selector.select_for_local_memory(self.window_planner.budgets.local),
         }
-        self._choose = [in_memory.get(self.preset.selection), selector.select_to_save]
-        """Choice of experts by each keeper of states; None if it makes none."""
+        self._choose = in_memory.get(self.preset.selection)
+        """Choice of experts for snapshots; None if the preset makes none."""
         self.couriers = self.window_planner.couriers = self.replicas.courier, self.snapshots.courier
         """The threads that send."""
         self.copies_late = False  # see `Assignment`
@@ -117,9 +105,7 @@ class Protection:
         """Units that replicas follow."""
         self._behind: set[str] = set()
         """Units whose replicas are a step behind, as they only receive the state."""
-        self._skipped: list[tuple[str, int]] = []
-        """Units and versions of copies that were never completed, which the other members do not know yet."""
-        self.first = FirstCopies(self.keepers, membership, self.ledger, emit, self.replicas)
+        self.first = FirstCopies(self.keepers, membership, emit, self.replicas)
         """The copies with which a plan begins."""
         self._covered: CoverageChanged | None = None
         """Losses that the latest plan survives once its copies are complete."""
@@ -251,9 +237,7 @@ class Protection:
             if self.first.is_arriving:
                 is_complete = self.first.have_arrived() and is_complete
         self._emit(Confirm(step))
-        for keeper in self._state_keepers:
-            self._skipped += keeper.take_skipped()
-        return is_complete, len(self.replicas.requests) + len(self._skipped)
+        return is_complete, len(self.replicas.requests)
 
     def _select(self) -> set[str] | None:
         """Return the units whose replicas follow the step that begins; None for all."""
@@ -281,35 +265,23 @@ class Protection:
     def begin_copies(self, version: int) -> None:
         """Begin to make the scheduled copies of the state, which is that of `version`."""
         step = step_of(version)
-        for keeper in self._state_keepers:
-            keeper.make_room(step)
+        self.snapshots.make_room(step)
         self.snapshots.pacer.begin_step()
         if self.options.replication:
-            for keeper, choose in zip(self._state_keepers, self._choose, strict=False):
-                scheduled = keeper.scheduled_copies(step, choose)
-                if scheduled.remote is not None:
-                    self.ledger.record_copies(scheduled.remote, version)
-                if scheduled.local is not None:
-                    self.ledger.record_local_copies(scheduled.local, version)
-                keeper.begin_copies(version, scheduled)
+            scheduled = self.snapshots.scheduled_copies(step, self._choose)
+            if scheduled.remote is not None:
+                self.ledger.record_copies(scheduled.remote, version)
+            if scheduled.local is not None:
+                self.ledger.record_local_copies(scheduled.local, version)
+            self.snapshots.begin_copies(version, scheduled)
 
     def heal_copies(self) -> None:
-        """Gather requests for full states, which come with the next step, and copies that were never completed.
-
-        Collective; the ledgers of all members stay the same.
-        """
+        """Gather requests for full states, which come with the next step; collective."""
         self.replicas.heal_replicas(lambda unit: self.plan.by_unit[unit].primary)
-        everyone = gather_json(self._membership.everyone, self._skipped)
-        self._skipped = []
-        skipped: dict[int, set[str]] = {}
-        for unit, version in (each for part in everyone for each in part):
-            skipped.setdefault(version, set()).add(unit)
-        for version in sorted(skipped):
-            self.ledger.drop_copies(sorted(skipped[version]), version)
 
     def measured_seconds(self) -> tuple[float, float]:
         """Return the seconds of a capture and of a step on this member."""
-        return sum(keeper.capture_seconds for keeper in self._state_keepers), self.step_seconds
+        return self.snapshots.capture_seconds, self.step_seconds
 
     def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
         """Set the interval of local snapshots from the sums of `measured_seconds` over all members."""

@@ -50,7 +50,7 @@ class StageCopies(CopyMaker):
     ) -> None:
         self._options, self._store, self._membership, self._windows = options, store, membership, windows
         self._experts, self._replay, self._planner, self._rounds = experts, replay, planner, rounds
-        self.first = FirstCopies([self], membership, experts.ledger, emit)
+        self.first = FirstCopies([self], membership, emit)
         """The copies that a recovery makes."""
         self.version: int | None = None
         """The version that is being sent, or was sent last; of a sparse one the version of its first slice."""
@@ -105,11 +105,10 @@ class StageCopies(CopyMaker):
         self.drop_previous()
         return True
 
-    def protect_all(self, version: int) -> Collection[str]:
+    def protect_all(self, version: int) -> None:
         """Begin to make the copies of a recovery; those of a window's slices are made one after the other."""
         self._left = deque(self._windows.first_copies(version))
         self._rounds.begin(*self._left.popleft(), self._copies)
-        return ()
 
     def wait_for_copies(self) -> bool:
         """Wait for the version that is being sent. Return whether it is complete on this rank."""

@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from evermoe._native import digest
-from evermoe.checkpoint.checkpoint_store import find, find_saved
-from evermoe.checkpoint.folder import PersistedUnit
+from evermoe.checkpoint.checkpoint_store import find_manifests
+from evermoe.checkpoint.manifest import CHECKPOINT, SAVE, Manifest, Saved
 from evermoe.checkpoint.object_store import LOOK_SECONDS, Location, hurried
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, PeerLost
@@ -229,10 +229,12 @@ class Survey:
         if can_begin:
             holdings = [Holding(unit.name, standing.version, 0, ACTIVE) for unit in state.catalog.units]
         retained = ((each, SNAPSHOT) for each in state.retained.stored(standing.version))
-        # Where experts always may lag, a checkpoint may have the newest version of some.
-        folder = checkpoints if standing.lagging == "always" else None
-        saved = list(_seen(find_saved, folder, state, standing))
-        for found, kind in (*stored, *retained, *((each, PERSISTED) for each in saved)):
+        # Where experts always may lag, their newest versions may be in different saves and checkpoints.
+        lags = standing.lagging == "always"
+        manifests = _find(checkpoints, state, standing, (CHECKPOINT, SAVE) if lags else (CHECKPOINT,))
+        every = (saved for manifest in manifests * lags for saved in manifest.saved)
+        persisted = {(each.unit, each.version, each.digest): each for each in every}
+        for found, kind in (*stored, *retained, *((each, PERSISTED) for each in persisted.values())):
             unit = state.catalog.by_name.get(found.unit)
             if unit is None or not fits(found, kind, unit):
                 continue
@@ -244,7 +246,7 @@ class Survey:
         self.inventory = Inventory(
             standing,
             holdings,
-            sorted({each.version for each in saved} if folder else _seen(find, checkpoints, state, standing)),
+            sorted({each.version for each in manifests if not each.is_save}),
             trains,
             can_begin,
             list(self._awaited),
@@ -307,28 +309,27 @@ def fits(found: StoredUnit, kind: str, unit: Unit) -> bool:
     """Whether a copy has the tensors that this job's preset has; what another one left may lack some, or have more."""
     if isinstance(found, RetainedUnit):
         return True
-    if isinstance(found, PersistedUnit):
-        return list(found.names) == [spec.name for spec in unit.specs]
+    if isinstance(found, Saved):
+        return list(found.tensors) == [spec.name for spec in unit.specs]
     return kind != SNAPSHOT or unit.nbytes == len(found.data)
 
 
-def _seen(
-    find: Callable[[Location, str], Iterable[T]], where: Location | None, state: TrainingState, standing: Standing
-) -> Iterable[T]:
-    """Return what is found among the checkpoints. A member that has state of the job ignores them while they are away.
+def _find(where: Location | None, state: TrainingState, standing: Standing, kinds: Collection[str]) -> list[Manifest]:
+    """Return the checkpoints and saves. A member that has state of the job ignores them while they are away.
 
     Raises:
         OSError: they are away, and this member may depend on them.
     """
     if where is None:
-        return ()
+        return []
     try:
-        return find(hurried(where, LOOK_SECONDS) if standing.established else where, state.catalog.layout)
+        where = hurried(where, LOOK_SECONDS) if standing.established else where
+        return find_manifests(where, state.catalog.layout, kinds)
     except OSError as error:
         if not standing.established:
             raise
         warn(f"this recovery does without checkpoints: {error.strerror or error}")
-        return ()
+        return []
 
 
 def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Holding]]) -> list[list[Holding]]:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.checkpoint.checkpointer import Checkpointer
 from evermoe.copies.protection import Protection
 from evermoe.events import Listener, Measured
 from evermoe.moe.experts import Experts
 from evermoe.planning.dispatch import imbalance
+from evermoe.session.saving import Saving
 from evermoe.state.training_state import TrainingState
 
 IMBALANCE_EVERY = 10
@@ -25,16 +25,16 @@ class StepMeasures:
     Args:
         state: this member's units, and the load of the experts.
         protection: keeps the copies.
-        checkpointer: writes the checkpoints.
+        saving: writes the checkpoints and saves.
         emit: of the session.
         counts: whether this member knows the tokens of experts; False on a replica node.
     """
 
     def __init__(
-        self, state: TrainingState, protection: Protection, checkpointer: Checkpointer, emit: Listener, *, counts: bool
+        self, state: TrainingState, protection: Protection, saving: Saving, emit: Listener, *, counts: bool
     ) -> None:
         self._counts = counts
-        self._state, self._protection, self._checkpointer, self._emit = state, protection, checkpointer, emit
+        self._state, self._protection, self._saving, self._emit = state, protection, saving, emit
         self._since = time.monotonic()
         self._imbalances: tuple[float, float] | None = None
 
@@ -49,7 +49,7 @@ class StepMeasures:
         if self._imbalances is None or step % IMBALANCE_EVERY == 0:
             self._imbalances = imbalances(self._state.expert_load.latest_LE, self._state.layers.values())
         imbalance, of_experts = self._imbalances or (None, None)
-        protection, lag = self._protection, self._checkpointer.lag(step + 1)
+        protection, lag = self._protection, self._saving.lag(step + 1)
         for keeper in protection.keepers:
             lag |= keeper.lag(step + 1)
         sent = dict(zip(("replayed", "snapshot"), (courier.sent_bytes for courier in protection.couriers), strict=True))

@@ -43,7 +43,7 @@ from evermoe.session.between_steps import BetweenSteps, check_open
 from evermoe.session.loss_scale import LossScale
 from evermoe.session.preemption import PreemptionHandler
 from evermoe.session.protocol import CommitProtocol
-from evermoe.session.session_config import find_store, session_config
+from evermoe.session.session_config import check_store, session_config
 from evermoe.session.session_driver import SessionDriver
 from evermoe.session.session_recovery import SessionContext
 from evermoe.session.step import Step
@@ -143,7 +143,8 @@ class Session(BetweenSteps):
             on_gradients=on_gradients,
             stateful=stateful,
         )
-        joining, location = config.membership, find_store(config)
+        joining = config.membership
+        check_store(config)
         if joining.lighthouse is not None:
             ended_jobs.check_is_first(joining.lighthouse)
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, data, scheduler
@@ -178,9 +179,7 @@ class Session(BetweenSteps):
         """The members that train: its `rank` and `size` change with them."""
         for layer in self._state.layers.values():
             layer.group = self.group
-        self._protection = Protection(
-            self._state, self._store, self._membership, config.copies, location, arithmetic, emit
-        )
+        self._protection = Protection(self._state, self._store, self._membership, config.copies, arithmetic, emit)
         parts = SessionContext(script, self._state, self._membership, self._protection, config, emit)
         self._driver = SessionDriver(parts, self._store.directory.parent, self.leave)
         self._protocol = CommitProtocol(

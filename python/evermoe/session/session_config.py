@@ -11,7 +11,6 @@ import torch
 
 from evermoe.checkpoint.checkpoint_store import is_read_only
 from evermoe.checkpoint.checkpointer import find_location
-from evermoe.checkpoint.object_store import Location
 from evermoe.config.checkpoints import Checkpoints
 from evermoe.config.copies import CopyConfig
 from evermoe.config.membership import Membership
@@ -131,8 +130,8 @@ def session_config(
     )
 
 
-def find_store(config: SessionConfig) -> Location | None:
-    """Return where checkpoints are; None without any.
+def check_store(config: SessionConfig) -> None:
+    """Check the location of the checkpoints.
 
     Raises:
         ValueError: the URL is of no known kind, has credentials, or can only be read and the preset writes to it.
@@ -144,4 +143,3 @@ def find_store(config: SessionConfig) -> Location | None:
             f"the preset {config.copies.name} saves to a checkpoint store: expected checkpoints to be a folder that "
             f"all members share, s3://, gs:// or az://, got {config.checkpoints.url}"
         )
-    return location

@@ -21,7 +21,7 @@ from evermoe.session import gradients, step_notices
 from evermoe.session.commands import Event
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.role_request import RoleRequest
-from evermoe.session.saving import Saving, warn_unwritten
+from evermoe.session.saving import warn_unwritten
 from evermoe.session.script_guard import ScriptGuard
 from evermoe.session.session_recovery import RecoveryDriver, SessionContext
 from evermoe.session.step import Step
@@ -45,7 +45,6 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
-        self.saving = Saving(self._checkpointer, self._protection.ledger, self._group)
         self.guard = ScriptGuard(self._script.model, self._script.optimizer)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         if self._trains:
@@ -146,7 +145,8 @@ class SessionDriver(RecoveryDriver):
             state_requests=float(state_requests),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
-            checkpoint_done=float(self._checkpointer.is_over),
+            checkpoint_done=float(self.saving.checkpointer.is_over),
+            save_done=float(self.saving.is_save_over),
             reported=self.lost.reported,
             role_switches=float(self.lost.is_returning),
             stopping=float(self.asks_to_stop),
@@ -199,6 +199,7 @@ class SessionDriver(RecoveryDriver):
             self._dense.send_updated()
         self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
+        self.saving.advance_saves(after, is_over=self._trains and sums.trainers == sums.save_done)
         self.taken += 1
         self.note_commit(before, after, self._membership.num_trainers)
         self._heal_and_pace(step_of(after), sums)
@@ -212,7 +213,7 @@ class SessionDriver(RecoveryDriver):
         self._early.drop()
         clip = gradients.factor_of(sums, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()
-        self._checkpointer.before_update()
+        self.saving.before_update()
         self.skipped += clip is None
         if self._trains:
             if clip is None:
@@ -241,7 +242,7 @@ class SessionDriver(RecoveryDriver):
                 if self._trains and same_everywhere.are_compared(step, has_own_code=sums.steps_own > 0):
                     same_everywhere.compare_replicas(self._state, self._group)
                 if self._trains and sums.trainers == sums.checkpoint_done:
-                    self._checkpointer.advance()
+                    self.saving.checkpointer.advance()
                 self.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._group.drop(str(lost))
@@ -266,9 +267,9 @@ class SessionDriver(RecoveryDriver):
         return {"event": "settled", "is_whole": bool(complete == everyone.size)}
 
     def _save_before_leaving(self, members: int) -> None:
-        if self._checkpointer.writes:
+        if self.saving.checkpointer.writes:
             try:
-                self._checkpointer.finish(self._version)
+                self.saving.checkpointer.finish(self._version)
                 self._protection.ledger.record_checkpoint(self._version)
             except (PeerLost, PersistFailed) as failed:
                 warn_unwritten(self._version, failed)
@@ -284,7 +285,7 @@ class SessionDriver(RecoveryDriver):
         self.substitute.put_back()
         if self._trains:
             try:
-                self._checkpointer.finish(version)
+                self.saving.checkpointer.finish(version)
             except PersistFailed as failed:
                 raise PersistFailed(
                     f"all steps are taken, but the last checkpoint, of step {step_of(version)}, was not written: "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evermoe.checkpoint.checkpointer import Checkpointer, find_location
+from evermoe.checkpoint.checkpointer import find_location
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
@@ -29,6 +29,7 @@ from evermoe.session.missing_units import MissingUnits
 from evermoe.session.owners import DenseExchange
 from evermoe.session.purposes import Meeting, waiting_ranks
 from evermoe.session.same_run import MemoryClaim
+from evermoe.session.saving import Saving
 from evermoe.session.session_config import SessionConfig
 from evermoe.session.standby import Standby
 from evermoe.session.step_calls import StepCalls
@@ -67,8 +68,8 @@ class RecoveryDriver(TrainingDriver):
     def __init__(self, parts: SessionContext) -> None:
         self._script, self._state, membership, self._protection, self._config, emit = parts
         joining, store = self._config.membership, self._protection.store
-        self._checkpointer = Checkpointer(self._config.checkpoints, self._state, membership, emit)
-        claims = MemoryClaim(store.directory), self._checkpointer
+        self.saving = Saving(self._config, self._state, membership, self._protection, emit)
+        claims = MemoryClaim(store.directory), self.saving.checkpointer
         super().__init__(membership, joining, joining.members or 1, claims, emit)
         self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
         self.window_planner = self._protection.window_planner
@@ -88,9 +89,7 @@ class RecoveryDriver(TrainingDriver):
             Meeting(self._group, lambda: waiting_ranks(self._membership)),
             self.substitute,
         )
-        self._measures = StepMeasures(
-            self._state, self._protection, self._checkpointer, self._emit, counts=self._trains
-        )
+        self._measures = StepMeasures(self._state, self._protection, self.saving, self._emit, counts=self._trains)
         self._reducer = ExpertReducer([], [], 0)
         self._dense = DenseExchange(
             self._state, self._membership, overlaps_gather=self._config.shard_optimizer == "overlap"
@@ -108,13 +107,14 @@ class RecoveryDriver(TrainingDriver):
 
     def saved_generation(self) -> int:
         """Return the newest generation that wrote to the checkpoint folder; 0 if there is none."""
-        return self._checkpointer.newest_generation()
+        return self.saving.checkpointer.newest_generation()
 
     def leave(self) -> None:
         """Release the checkpoint folder, and leave gradients to the script."""
         self._standby.end()
         self._early.drop()
         self._dense.close()
+        self.saving.close()
         self.run.leave()
         self.lost.close()
 
@@ -130,7 +130,7 @@ class RecoveryDriver(TrainingDriver):
             self._state.late.finish()
             self._protection.first.have_arrived()
         self._protection.before_update()
-        self._checkpointer.before_update()
+        self.saving.before_update()
 
     @property
     def has_replica_nodes(self) -> bool:
@@ -187,7 +187,7 @@ class RecoveryDriver(TrainingDriver):
         self.run.meet()
         self._calls.check(self._membership.everyone)
         self.evaluations.agree(self._membership.everyone, trains=self._trains)
-        self._checkpointer.before_update()
+        self.saving.before_update()
         history = self.history
         history.reason = self.lost.note(step_of(version), history.reason, self._leaving, self._role_switches)
         self._leaving = self._role_switches = 0
@@ -250,11 +250,12 @@ class RecoveryDriver(TrainingDriver):
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, at.role, generation, list(at.nodes)))
         if self._trains:
             self._dense.send_all()
-        self._checkpointer.restart(generation)
+        self.saving.restart(version, generation)
         copies = self.history.outcome.copies
         self._protection.replan(generation, self._membership.id, copies, waits=waits)
         self._emit(Copy(self._step))
         is_whole = self._protection.protect_state(version)
+        self.saving.save_first(version)
         return {"event": "protected", "is_whole": is_whole}
 
     def resume(self, version: int) -> None:

@@ -11,7 +11,7 @@ vote. `settle` may be called at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -46,12 +46,8 @@ class CopyMaker(Protocol):
     problem: str = ""
     """Why copies are incomplete although no member is lost: this host has too little memory."""
 
-    def protect_all(self, version: int) -> Collection[str]:
-        """Begin to make the missing copies of its units, as of `version`; `wait_for_copies` must follow. Collective.
-
-        Returns:
-            The units that have new copies at once.
-        """
+    def protect_all(self, version: int) -> None:
+        """Begin to make the missing copies of its units, as of `version`; `wait_for_copies` must follow. Collective."""
 
     def wait_for_copies(self) -> bool:
         """Wait for the copies that were begun; return whether all are complete. False if a member was `lost`."""
@@ -105,37 +101,11 @@ class Keeper(CopyMaker, Protocol):
 
 
 class ScheduledCopies(NamedTuple):
-    """Copies that a keeper makes after a step."""
+    """Snapshots to make after a step."""
 
     bundles: frozenset[int] | None = frozenset()
     """Numbers of the bundles whose snapshots are scheduled; None for all."""
     remote: Collection[str] | None = None
-    """Units that get copies on other nodes or in the folder; None: nothing is recorded in the ledger."""
+    """Units that get copies on other nodes; None: nothing is recorded in the ledger."""
     local: Collection[str] | None = None
     """Units that get copies on their own nodes; None: nothing is recorded in the ledger."""
-
-
-class StateKeeper(Keeper, Protocol):
-    """Copies states in the background, one version at a time; `Protection` records scheduled copies in the ledger."""
-
-    @property
-    def capture_seconds(self) -> float:
-        """Seconds that the latest capture took."""
-
-    def take_skipped(self) -> list[tuple[str, int]]:
-        """Return units and versions of recorded copies that were never completed, each once."""
-        return []
-
-    def make_room(self, step: int) -> None:
-        """Wait for the version in flight, if another one is scheduled after this number of steps."""
-
-    def scheduled_copies(self, step: int, choose: Callable[[], Collection[str]] | None) -> ScheduledCopies:
-        """Return the copies to make after a step; changes nothing.
-
-        Args:
-            step: number of steps taken.
-            choose: returns the experts selected next; None if the preset does not select experts.
-        """
-
-    def begin_copies(self, version: int, scheduled: ScheduledCopies) -> None:
-        """Begin to make the scheduled copies of the state, which is that of `version`."""

@@ -15,7 +15,8 @@ CASES = {
     "tensors": 8000,
     "memory": 4000,
     "checkpoints": 4000,
-    "persisted": 4000,
+    "saves": 4000,
+    "manifests": 20_000,
 }
 
 

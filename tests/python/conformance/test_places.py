@@ -98,7 +98,7 @@ def test_a_changed_byte_of_a_unit_is_refused_and_the_version_before_is_there(spo
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda text: text[:-1], "EOF while parsing"),
+        (lambda text: text[:-1], "the text is no JSON"),
         (lambda text: text.replace(b'"format":2', b'"format":1'), "expected 2"),
         (lambda text: text.replace(b'"step":2', b'"step":3'), "its checksum"),
     ],

@@ -21,9 +21,9 @@ from evermoe.checkpoint.owner import LOCK, OWNER
 from evermoe.errors import CorruptCopy
 from support.harness import SERVER, wait_until
 from support.kills import kill_at_each_operation, operations
-from support.stores import STORES, Checkpoints, PersistedFolder, contents, names, versions
+from support.stores import STORES, Checkpoints, Saves, contents, names, versions
 
-FILES = [PersistedFolder, Checkpoints]
+FILES = [Saves, Checkpoints]
 LONG = (3 << 40 | 1, 3 << 40 | 2)
 """Versions of many digits, any of which may change."""
 WRITTEN = "written"
@@ -334,7 +334,7 @@ def test_what_gets_its_name_is_on_disk_and_the_old_one_goes_when_the_name_is_too
                 inside = [path for path in changed if path.is_relative_to(paths[0])]
                 assert not inside, f"{paths[0]} gets its name before these are on disk: {inside}"
                 named |= {paths[1].parent} | ({paths[1].parent.parent} if paths[1].name == "manifest.json" else set())
-            elif kind == "rename" and paths[1].name != OWNER:
+            elif paths[0].name == "manifest.json" or (kind == "rename" and paths[1].name != OWNER):
                 assert not named, f"{paths[0]} goes before new names in these are on disk: {named}"
             if kind == "rename" and paths[0] in changed:
                 changed.add(paths[1])
@@ -352,7 +352,7 @@ def write_below(run: Path, store) -> None:
 
 def is_publication(kind: str, source: Path, target: Path | None = None) -> bool:
     names = (source.name, target.name if target is not None else "")
-    return kind == "rename" and (names[1] == "manifest.json" or bool(re.fullmatch(r"step-\d+", names[1])))
+    return kind == "rename" and (names[1] == "manifest.json" or bool(re.fullmatch(r"(step|save)-\d+", names[1])))
 
 
 def check_that_the_same_versions_are_written(store, place: Path, runs: list[Path]) -> None:

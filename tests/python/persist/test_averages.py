@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 import evermoe
 from evermoe import ElasticSampler, Session
+from evermoe.checkpoint.checkpoint_folder import find_manifests
 from evermoe.checkpoint.checkpoint_write import CheckpointWrite
-from evermoe.checkpoint.partial import PartialCheckpoint
+from evermoe.checkpoint.manifest import SAVE
 from evermoe.optim import EMA
 from evermoe.state.version import step_of
 from support.harness import PATIENCE
@@ -43,7 +44,7 @@ def test_a_checkpoint_that_is_read_while_averages_are_applied_has_the_weights(tm
             with ema.applied():
                 assert not torch.equal(model.weight, weights["weight"])
                 may_read.set()
-                session._driver._checkpointer._write.wait_captured()
+                session._driver.saving.checkpointer._write.wait_captured()
     session.close()
     (file,) = tmp_path.glob("*2*/units-0.safetensors")
     saved = {name.split("/", 1)[1]: value for name, value in load_file(file).items() if not name.startswith("session")}
@@ -52,23 +53,24 @@ def test_a_checkpoint_that_is_read_while_averages_are_applied_has_the_weights(tm
 
 
 def test_a_save_of_pec_that_is_read_while_averages_are_applied_has_the_weights(tmp_path, monkeypatch):
-    may_read, run = threading.Event(), PartialCheckpoint._run
+    may_read, write = threading.Event(), CheckpointWrite._write
     may_read.set()
 
     def late(self):
         assert may_read.wait(PATIENCE)
-        return run(self)
+        return write(self)
 
-    monkeypatch.setattr(PartialCheckpoint, "_run", late)
+    monkeypatch.setattr(CheckpointWrite, "_write", late)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ema = EMA(optimizer, 0.5)
     session = Session(model, optimizer, ElasticSampler(16, 4), preset="pec", checkpoints=str(tmp_path))
-    saves = session._protection.keepers[1]
+    saver = session._driver.saving.saver
     weights = {}
     for step in session.steps(3):
+        if saver.under_way is not None:
+            saver.under_way.wait_at_most(PATIENCE)
         if step.number == 1:
-            saves.wait_for_copies()  # the previous one would wait for the event, too
             may_read.clear()
         with step:
             step.backward(model(torch.ones(4, 4)).square().mean())
@@ -77,13 +79,13 @@ def test_a_save_of_pec_that_is_read_while_averages_are_applied_has_the_weights(t
             with ema.applied():
                 assert not torch.equal(model.weight, weights["weight"])
                 may_read.set()
-                saves._latest.wait_captured()
-            assert saves._is_flushed()
+                saver.under_way.wait_captured()
+            saver.under_way.wait_published()
             catalog = session._state.catalog
-            found = [each for each in saves.store.find_units() if step_of(each.version) == 2]
-            (unit,) = {each.unit for each in found} - {"session"}
-            data = next(each.data for each in found if each.unit == unit)
-            saved = catalog.by_name[unit].tensors(data)
+            newest = find_manifests(tmp_path, catalog.layout, (SAVE,))[-1]
+            assert step_of(newest.version) == 2
+            (unit,) = newest.units.keys() - {"session"}
+            saved = catalog.by_name[unit].tensors(newest.units[unit].data)
             for name, value in weights.items():
                 assert torch.equal(saved[name].reshape(value.shape), value)
     assert weights

@@ -148,11 +148,17 @@ def as_link(path):
 
 BAD = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "cannot be read: No such file"),
-    "cut": (lambda path: spoil(path, lambda text: text[:-1]), "EOF while parsing"),
-    "another format": (lambda path: spoil(path, lambda text: text.replace('"format":2', '"format":1')), "expected 2"),
+    "cut": (lambda path: spoil(path, lambda text: text[:-1]), "the text is no JSON"),
+    "another format": (
+        lambda path: spoil(path, lambda text: text.replace('"format":2', '"format":1')),
+        "expected one of 2, 3, 5",
+    ),
     "another step": (lambda path: spoil(path, lambda text: text.replace('"step":2', '"step":3')), "its checksum"),
-    "units of no kind": (lambda path: (path / "manifest.json").write_text('{"format":2,"units":[]}'), "missing field"),
-    "infinite": (lambda path: (path / "manifest.json").write_text('{"format":Infinity}'), "expected value"),
+    "units of no kind": (lambda path: (path / "manifest.json").write_text('{"format":2,"units":[]}'), "its checksum"),
+    "infinite": (
+        lambda path: (path / "manifest.json").write_text('{"format":Infinity}'),
+        "expected a number, got Infinity",
+    ),
     "deep": (lambda path: (path / "manifest.json").write_text('{"format":2,"x":' + "[" * 100_000), "manifest.json"),
     "large": (lambda path: os.truncate(path / "manifest.json", MANIFEST_BYTES + 1), f"at most {MANIFEST_BYTES} bytes"),
     "a pipe": (lambda path: as_pipe(path / "manifest.json"), "expected a plain file"),

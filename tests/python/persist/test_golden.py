@@ -7,7 +7,7 @@ import torch
 
 from evermoe._native import Arena, digest
 from evermoe.checkpoint.checkpoint_folder import find
-from evermoe.checkpoint.manifest import as_bytes, manifest_text, read_manifest, read_units
+from evermoe.checkpoint.manifest import Row, as_bytes, manifest_text, read_manifest, read_units
 from evermoe.checkpoint.owner import Owner, read_owner, write_owner
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,7 +22,7 @@ FILE = "units-0.safetensors"
 
 
 def rows():
-    return {name: (FILE, digest(as_bytes(tensors).numpy()), list(tensors)) for name, tensors in UNITS.items()}
+    return [Row(name, FILE, digest(as_bytes(tensors).numpy()), list(tensors)) for name, tensors in UNITS.items()]
 
 
 def make_arena(path: Path) -> None:

@@ -29,15 +29,23 @@ import torch
 
 from evermoe._native import digest
 from evermoe.checkpoint import checkpoint
-from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find, find_saved
-from evermoe.checkpoint.folder import find_persisted, prune, read_persisted, sweep
-from evermoe.checkpoint.manifest import Manifest, as_bytes, read_manifest, read_units
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find, find_manifests
+from evermoe.checkpoint.manifest import (
+    CHECKPOINT,
+    SAVE,
+    Manifest,
+    as_bytes,
+    parsed,
+    read_manifest,
+    read_saved,
+    read_units,
+)
 from evermoe.checkpoint.owner import Owner
 from evermoe.copies.replay.frame import Frame
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import CorruptCopy, PeerLost, UnsafeFolder
 from evermoe.recovery.survey import Holding, Inventory, Standing
-from support.stores import Arenas, Checkpoints, PersistedFolder, contents, model, names
+from support.stores import NEWEST, Arenas, Checkpoints, Saves, contents, model, names
 
 ROOM_BYTES = 1 << 30
 """Bytes that the cases may allocate in addition to those at the start."""
@@ -296,7 +304,7 @@ def accident(draw: random.Random, folder: Path) -> None:
         "step-000000001",
         "step-00000001-1",
         "step-00000001\n",
-        "persisted-" + "9" * 20 + "-m",
+        "save-" + "9" * 20,
         "²" * 10 + "-0-m.arena",
     )
     names = (*odd, path.name + "-2", path.name + ".new", path.name[:-1] or "x", "٠" * 10 + "-0-m.arena", "\udcff.arena")
@@ -377,23 +385,44 @@ def read_checkpoints(folder: Path) -> bool:
         refused |= is_refused(
             lambda path=path: checkpoint.read(read_manifest(path), model(), names()), contents(version)
         )
-    refused |= check_units(find_saved(folder, layout))
+    for manifest in find_manifests(folder, layout, (CHECKPOINT, SAVE)):
+        refused |= check_units(manifest.saved)
+        for each in manifest.saved:
+            refused |= is_refused(lambda each=each: {each.unit: read_saved(each)}, contents(each.version))
     with contextlib.suppress(OSError):  # what is in the way cannot be written to
         opened = CheckpointFolder(folder, Owner("job", layout), "m")
         opened.newest_generation()
+        opened.newest_save(NEWEST, 9)
         opened.sweep(9)
         opened.close()
     return refused
 
 
-def read_folder(folder: Path) -> bool:
-    found = find_persisted(folder, model().catalog.layout)
-    refused = check_units(found)
-    for each in found:
-        refused |= is_refused(lambda each=each: {each.unit: read_persisted(each)}, contents(each.version))
-    prune(folder, model().catalog.layout, ())
-    sweep(folder, ["m"])
-    return refused
+def manifests() -> Iterator[Case]:
+    """Manifests, also with a checksum that matches what was changed, as a writer with other rules writes it."""
+    with new_folder() as folder:
+        write(Saves, folder, *VERSIONS)
+        two, one = (each.path / "manifest.json" for each in find_manifests(folder, model().catalog.layout, (SAVE,)))
+        intact, other = one.read_text(), two.read_text()
+        body = intact[: intact.rindex(',"checksum"')] + "}"
+
+        def case(draw: random.Random) -> bool:
+            if draw.randrange(2):
+                harmed = harm_json(draw, body)
+                with contextlib.suppress(UnicodeEncodeError):
+                    checksum = digest(np.frombuffer(harmed.encode(), np.uint8))
+                    harmed = f'{harmed[:-1]},"checksum":"{checksum:016x}"}}'
+                content = harmed.encode(errors="surrogatepass")
+            else:
+                content = harm(draw, intact.encode(), other.encode())
+            try:
+                found = parsed(one.parent, content)
+            except CorruptCopy:
+                return True
+            assert found.saved and all(each.files and each.tensors for each in found.saved)
+            return content == intact.encode()
+
+        yield case
 
 
 KINDS: dict[str, Callable[[], Iterator[Case]]] = {
@@ -402,7 +431,8 @@ KINDS: dict[str, Callable[[], Iterator[Case]]] = {
     "tensors": tensors,
     "memory": lambda: folders(Arenas, read_memory),
     "checkpoints": lambda: folders(Checkpoints, read_checkpoints),
-    "persisted": lambda: folders(PersistedFolder, read_folder),
+    "saves": lambda: folders(Saves, read_checkpoints),
+    "manifests": manifests,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from evermoe.checkpoint import attempts, checkpoint
 from evermoe.checkpoint.checkpoint_store import CheckpointStore, find, open_store
-from evermoe.checkpoint.checkpoint_write import CheckpointWrite
+from evermoe.checkpoint.checkpoint_write import CheckpointWrite, Increment
 from evermoe.checkpoint.manifest import read_manifest
 from evermoe.checkpoint.object_store import Location, ObjectPath, locate
 from evermoe.checkpoint.owner import Owner
@@ -21,6 +22,7 @@ from evermoe.checkpoint.retention import NEWEST, Retention
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from support.models import everyone, make
+from support.stores import NEWEST as NOTHING_UNDONE
 from support.stores import Units, contents, model, names
 
 PATIENCE = 20.0
@@ -146,6 +148,18 @@ class Writer:
 
     def write(self, step: int, units: Units | None = None) -> Location:
         return self.begin(step, units).wait_published()
+
+    def begin_save(self, step: int, experts: Sequence[str], resumed_from: int = NOTHING_UNDONE) -> CheckpointWrite:
+        """A save of some experts, and of all that is no expert."""
+        self.state.adopt(everyone(self.state), dict(contents(step)))
+        version, units = self.generation << 40 | step, [*experts, *model().catalog.dense()]
+        increment = Increment({}, resumed_from)
+        write = CheckpointWrite(self.store, self.state, units, version, self.generation, Group(), increment=increment)
+        write.wait_captured()
+        return write
+
+    def save(self, step: int, experts: Sequence[str], resumed_from: int = NOTHING_UNDONE) -> Location:
+        return self.begin_save(step, experts, resumed_from).wait_published()
 
     def close(self) -> None:
         self.store.close()

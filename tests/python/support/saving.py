@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from evermoe.checkpoint.partial import PartialCheckpoints
+from evermoe.checkpoint.unit_saver import UnitSaver
 from evermoe.copies.snapshot.snapshots import Snapshots
 from evermoe.state.keeper import ScheduledCopies
 from evermoe.state.version import step_of
@@ -24,23 +24,22 @@ class SavingWorker(Worker):
 
     @staticmethod
     def main(options: Options) -> None:
-        save, snapshot = PartialCheckpoints._save, Snapshots.begin_copies
+        save, snapshot = UnitSaver._begin, Snapshots.begin_copies
 
         def write(event: str, version: int, units: Collection[str]) -> None:
             with options.events.open("a") as file:
                 fields: dict[str, Any] = {"step": step_of(version), "units": sorted(units)}
                 file.write(json.dumps({"event": event, "pid": os.getpid(), **fields}) + "\n")
 
-        def save_and_write(keeper: PartialCheckpoints, version: int, experts: Collection[str]) -> None:
-            keeper._is_flushed()  # a slow disk's save is not overtaken, which would count as none
+        def save_and_write(saver: UnitSaver, version: int, experts: Collection[str]) -> None:
             write("saving", version, experts)
-            save(keeper, version, experts)
+            save(saver, version, experts)
 
         def snapshot_and_write(keeper: Snapshots, version: int, scheduled: ScheduledCopies) -> None:
             experts = {*keeper._state.catalog.experts()}
             write("snapshotting", version, experts.intersection(scheduled.local or ()))
             snapshot(keeper, version, scheduled)
 
-        PartialCheckpoints._save = save_and_write  # type: ignore[method-assign]
+        UnitSaver._begin = save_and_write  # type: ignore[method-assign]
         Snapshots.begin_copies = snapshot_and_write  # type: ignore[method-assign]
         worker.main(options)

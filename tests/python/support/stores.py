@@ -15,13 +15,10 @@ from torch import Tensor
 
 from evermoe._native import digest
 from evermoe.checkpoint import checkpoint
-from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find
-from evermoe.checkpoint.checkpoint_write import CheckpointWrite
-from evermoe.checkpoint.folder import find_persisted, read_persisted, sweep
-from evermoe.checkpoint.manifest import Part, read_manifest
+from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, find, find_manifests
+from evermoe.checkpoint.checkpoint_write import CheckpointWrite, Increment
+from evermoe.checkpoint.manifest import SAVE, Saved, read_manifest, read_saved
 from evermoe.checkpoint.owner import Owner
-from evermoe.checkpoint.partial_store import open_partial
-from evermoe.checkpoint.persister import Persister
 from evermoe.comm.group import Group
 from evermoe.copies.snapshot.bundles import bundles
 from evermoe.copies.snapshot.store import SnapshotStore
@@ -32,6 +29,8 @@ from support.models import everyone, make, read
 
 Units = dict[str, Tensor]
 """Bytes by name."""
+NEWEST = (1 << 63) - 1
+"""A version that undoes no other."""
 
 
 @functools.cache
@@ -144,42 +143,6 @@ class Arenas:
         return [re.sub(r"^\d{10}", "GENERATION", name) for name in names_in(folder)]
 
 
-class PersistedFolder:
-    """Units that are persisted in the background, a file for each member and version."""
-
-    def __init__(self, folder: Path, member: str = "m") -> None:
-        self._persister = Persister(open_partial(folder, model().catalog.layout), member, units=model().catalog.units)
-        sweep(folder, [member])
-
-    def write(self, version: int, units: Units) -> None:
-        views = self._persister.begin_snapshot(version, {name: Part.all_of(len(data)) for name, data in units.items()})
-        for name, view in views.items():
-            view.copy_(units[name])
-        self._persister.commit()
-        self._persister.flush(20)
-
-    def close(self) -> None:
-        self._persister.close()
-
-    @staticmethod
-    def held(folder: Path) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = defaultdict(list)
-        for each in find_persisted(folder, model().catalog.layout):
-            found[each.unit].append(each.version)
-        return found
-
-    @staticmethod
-    def read(folder: Path, version: int, names: Sequence[str]) -> Units:
-        found = {each.unit: each for each in find_persisted(folder, model().catalog.layout) if each.version == version}
-        if not found.keys() >= set(names):
-            raise CorruptCopy(f"{folder} has only {sorted(found)} of version {version}")
-        return {name: read_persisted(found[name]) for name in names}
-
-    @staticmethod
-    def files(folder: Path) -> list[str]:
-        return names_in(folder)
-
-
 class Checkpoints:
     """Complete checkpoints, as the only member of a job writes them."""
 
@@ -217,4 +180,35 @@ class Checkpoints:
         return names_in(folder)
 
 
-STORES: list[Any] = [Arenas, PersistedFolder, Checkpoints]
+class Saves(Checkpoints):
+    """Saves of all units, as the only member of a job writes them."""
+
+    def write(self, version: int, units: Units) -> None:
+        self._state.adopt(everyone(self._state), dict(units))
+        increment = Increment({}, resumed_from=NEWEST)
+        CheckpointWrite(
+            self._folder, self._state, list(units), version, self._generation, Group(), increment=increment
+        ).wait_published()
+
+    @staticmethod
+    def saved(folder: Path) -> list[Saved]:
+        """All versions of all units."""
+        found = find_manifests(folder, model().catalog.layout, (SAVE,))
+        return [each for manifest in found for each in manifest.saved]
+
+    @staticmethod
+    def held(folder: Path) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = defaultdict(list)
+        for each in Saves.saved(folder):
+            found[each.unit].append(each.version)
+        return found
+
+    @staticmethod
+    def read(folder: Path, version: int, names: Sequence[str]) -> Units:
+        found = {each.unit: each for each in Saves.saved(folder) if each.version == version}
+        if not found.keys() >= set(names):
+            raise CorruptCopy(f"{folder} has only {sorted(found)} of version {version}")
+        return {name: read_saved(found[name]) for name in names}
+
+
+STORES: list[Any] = [Arenas, Saves, Checkpoints]

@@ -412,10 +412,10 @@ def train(options: Options) -> None:
 
 
 def wait_until_written(session: evermoe.Session, waits: bool = True) -> None:
-    """Waits until this member knows what became of a checkpoint: all do at the next vote, and none is late."""
-    write = session._driver._checkpointer._write
-    if write is not None and waits:
-        assert write._task.is_over_within(WRITTEN_SECONDS)
+    """Waits until this member knows what became of a checkpoint or save: all do at the next vote, and none is late."""
+    saving = session._driver.saving
+    for write in (saving.checkpointer._write, saving.saver and saving.saver.under_way):
+        assert write is None or not waits or write._task.is_over_within(WRITTEN_SECONDS)
 
 
 def _train(options: Options, record: Recorder) -> None:

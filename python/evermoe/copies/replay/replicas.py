@@ -249,7 +249,7 @@ class Replicas(Keeper):
             gradients = self._now.copies.gradients
             (gradients.end_backward if ends else gradients.begin_backward)()
 
-    def protect_all(self, version: int) -> Collection[str]:
+    def protect_all(self, version: int) -> None:
         """Begin to send the states of `version` to replicas that do not have them."""
         assert self._now is not None
         self._now.base = version
@@ -262,7 +262,6 @@ class Replicas(Keeper):
 
         if replicas.has_peers:
             self._states = self.courier.submit(begin)
-        return ()
 
     def begin_exchange(self, step: int, selected: Collection[str] | None) -> None:
         """Begin to send the gradients of the next step that were not sent early: of these units, None for all; once."""

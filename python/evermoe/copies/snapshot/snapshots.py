@@ -23,7 +23,7 @@ from evermoe.events import Listener
 from evermoe.presets import Gemini, LocalSnapshots, Pec
 from evermoe.profile.follower import StreamFollower
 from evermoe.state.catalog import UnitCatalog
-from evermoe.state.keeper import Assignment, ScheduledCopies, StateKeeper
+from evermoe.state.keeper import Assignment, Keeper, ScheduledCopies
 from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
@@ -53,7 +53,7 @@ def planned_bundles(assignment: Assignment, options: CopyConfig) -> tuple[list[B
     return found, local
 
 
-class Snapshots(StateKeeper):
+class Snapshots(Keeper):
     """Schedules and runs the rounds of a session.
 
     Args:
@@ -157,7 +157,7 @@ class Snapshots(StateKeeper):
 
     # ---- first copies
 
-    def protect_all(self, version: int) -> Collection[str]:
+    def protect_all(self, version: int) -> None:
         """Begin to copy all bundles as of `version`; send other members only what they lack.
 
         If the budget determines the interval of local snapshots, these begin a step later: peers' copies come first.
@@ -165,7 +165,6 @@ class Snapshots(StateKeeper):
         due = set(self._sent) if self._is_local_later else None
         if self._sent or (self._local and not self._is_local_later):
             self.rounds.begin(version, due, self._copies)
-        return ()
 
     def release(self, step: int) -> None:
         """Remove the arenas of earlier plans, unless their local snapshots are still needed."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 
-from evermoe.checkpoint.checkpoint_folder import PERSISTED
-from evermoe.checkpoint.folder import find_persisted, folders, manifests
-from evermoe.checkpoint.manifest import MANIFEST
+from evermoe.checkpoint.checkpoint_folder import find_manifests
+from evermoe.checkpoint.manifest import SAVE
 from evermoe.planning.save_shares import ALIGNMENT
 from support.harness import FEWEST
 from support.history import check_history
@@ -27,15 +26,18 @@ def sizes():
 
 
 def saved_bytes(folder):
-    """By version, what each member has saved of it: bytes of experts, and of all."""
+    """By version, what each rank has saved of it: bytes of experts, and of all."""
     nbytes, layout = sizes()
-    owners = {path: owner for path, _, owner in folders(folder)}
-    found = defaultdict(dict)
-    for manifest in manifests(folder, layout, MANIFEST):
-        parts = {unit: manifest.parts[unit].end - manifest.parts[unit].start for unit in manifest.parts}
-        shares = {unit: parts.get(unit, nbytes[unit]) for unit in manifest.units}
-        experts = sum(size for unit, size in shares.items() if "experts" in unit)
-        found[manifest.version][owners[manifest.path]] = (experts, sum(shares.values()), manifest.members)
+    found = {}
+    for manifest in find_manifests(folder, layout, (SAVE,)):
+        experts, every = Counter(), Counter()
+        for row in manifest.rows:
+            if row.version == manifest.version:
+                rank = int(row.file.partition("-")[2].partition(".")[0])
+                size = nbytes[row.unit] if row.part is None else row.part.end - row.part.start
+                every[rank] += size
+                experts[rank] += size * ("experts" in row.unit)
+        found[manifest.version] = {rank: (experts[rank], every[rank]) for rank in every}
     return found
 
 
@@ -46,17 +48,13 @@ def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
     workers = job.start_all({}, steps=12)
     assert [worker.join() for worker in workers] == [0, 0, 0]
     check_history(workers)
-    complete = [
-        found
-        for found in saved_bytes(tmp_path / PERSISTED).values()
-        if found.keys() == {member for *_, members in found.values() for member in members}
-    ]
+    complete = saved_bytes(tmp_path)
     assert complete
-    for found in complete:
+    for found in complete.values():
         assert len(found) == 3
-        every = sum(total for _, total, _ in found.values())
-        level = max(-(-every // 3), *(experts for experts, *_ in found.values()))
-        assert max(total for _, total, _ in found.values()) < level + ALIGNMENT, found
+        every = sum(total for _, total in found.values())
+        level = max(-(-every // 3), *(experts for experts, _ in found.values()))
+        assert max(total for _, total in found.values()) < level + ALIGNMENT, found
 
 
 @pytest.mark.parametrize("point", ["vote", "update", "copy"])
@@ -81,4 +79,4 @@ def test_what_a_lost_owner_had_comes_from_the_store(start_job, tmp_path, point):
     dense = {unit: value for unit, value in after["digests"].items() if "experts" not in unit and unit != "session"}
     assert dense
     assert {unit: known[recovered["step"]][unit] for unit in dense} == dense
-    assert {found.unit for found in find_persisted(tmp_path / PERSISTED, sizes()[1])} == set(sizes()[0])
+    assert find_manifests(tmp_path, sizes()[1], (SAVE,))[-1].units.keys() == sizes()[0].keys()

@@ -13,8 +13,8 @@ import torch
 
 from evermoe import Checkpoints, ElasticSampler, Membership, Session, load_weights
 from evermoe.checkpoint import checkpoint_folder
-from evermoe.checkpoint.checkpoint_folder import find
-from evermoe.checkpoint.folder import PERSISTED, find_persisted
+from evermoe.checkpoint.checkpoint_folder import find, find_manifests
+from evermoe.checkpoint.manifest import SAVE
 from evermoe.checkpoint.plain_files import write_units
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
@@ -190,54 +190,32 @@ def test_pec_continues_without_its_folder(tmp_path, small_disk):
     sessions = []
 
     def mend():
-        saves = sessions[0]._protection.keepers[1]
-        wait_until(lambda: saves._persister.error is not None, "a save has failed")
+        assert sessions[0]._driver.saving.saver._has_warned
         free(small_disk)
 
-    with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
+    with pytest.warns(UserWarning, match=r"the save of step 3 was not written: .*No space left"):
         at = {2: lambda: fill(small_disk), 6: mend}
         events = run(tmp_path, small_disk, 8, at, sessions=sessions, preset=Pec())
     assert written(events) == [8]
 
 
-def test_pec_continues_where_its_folder_cannot_be_made(tmp_path):
-    saved, sessions = tmp_path / "saved", []
-    saved.mkdir()
-    (saved / PERSISTED).touch()
-
-    def check():
-        ledger = sessions[0]._protection.ledger
-        for place in ledger._places.values():
-            assert not [step for step in saves(ledger, place) if 0 < step < 3]
-
-    with pytest.warns(UserWarning, match=r"units cannot be saved to .*/persisted: .*File exists.*Training continues"):
-        events = run(tmp_path, saved, 5, {4: check}, sessions=sessions, preset=Pec())
-    assert written(events) == [5]
-
-
 def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, small_disk):
     sessions = []
 
-    def wait():
-        """A save that finds no room is tried, and fails, before the next step begins."""
-        keeper = sessions[0]._protection._state_keepers[1]
-        keeper._latest.task.wait()
-        wait_until(lambda: not (keeper._persister._busy or keeper._persister._has_work()), "the save has been tried")
-
     def check():
-        """Of the saves since step 2, those of the latest two steps may be on their way; the others were overtaken."""
+        """Of the saves since step 2, the one of the latest step may be under way; the others have failed."""
         ledger = sessions[0]._protection.ledger
         marks = {unit: saves(ledger, place) for unit, place in ledger._places.items()}
         assert len(marks) == 10
-        assert not [unit for unit, steps in marks.items() if {3, 4, 5} & set(steps)]
+        assert not [unit for unit, steps in marks.items() if {3, 4, 5, 6} & set(steps)]
         old = [ledger._places[unit] for unit, steps in marks.items() if max(steps) <= 2]
         assert len(old) >= 4
         newest_LE = ledger.marks.marks(SAVED)[0, ..., 1]
         for unit, place in ledger._places.items():
             assert ledger.selection.at_risk[place] == ledger.total_LE[place] - newest_LE[place], unit
 
-    with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
-        at = dict.fromkeys(range(3, 8), wait) | {2: lambda: fill(small_disk), 8: check, 9: lambda: free(small_disk)}
+    with pytest.warns(UserWarning, match=r"the save of step 3 was not written: .*No space left"):
+        at = {2: lambda: fill(small_disk), 8: check, 9: lambda: free(small_disk)}
         run(tmp_path, small_disk, 12, at, sessions=sessions, preset=Pec(experts_per_save=1))
 
 
@@ -350,9 +328,9 @@ def test_pec_takes_experts_from_a_checkpoint_where_it_has_newer_ones(tmp_path, e
 
 
 def newest_saved(folder):
-    """Steps in the newest version of the loop's own state among what is saved unit by unit."""
-    found = find_persisted(folder / PERSISTED, TrainingState(*make()).catalog.layout)
-    return max((step_of(each.version) for each in found if each.unit == "session"), default=0)
+    """Steps in the newest save."""
+    found = find_manifests(folder, TrainingState(*make()).catalog.layout, (SAVE,))
+    return max((step_of(each.version) for each in found), default=0)
 
 
 # ---- shared memory

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from evermoe.checkpoint.folder import find_persisted, folders
+from evermoe.checkpoint.checkpoint_folder import find_manifests
+from evermoe.checkpoint.manifest import SAVE
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.flips import flip_file
@@ -108,18 +109,18 @@ def test_flip_in_the_only_snapshot_takes_the_version_before(start_job, preset):
 
 
 def test_flips_in_the_newest_file_of_a_unit_of_pec_take_an_older_one(start_job, tmp_path):
-    folder = tmp_path / "saved" / "persisted"
-    job = start_job(2, preset="pec", checkpoints=str(folder.parent), **FEWEST, rebalance_interval=0, join_interval=50)
+    folder = tmp_path / "saved"
+    job = start_job(2, preset="pec", checkpoints=str(folder), **FEWEST, rebalance_interval=0, join_interval=50)
     job.open_gate(6)
     workers = a, b = job.start_all({}, "ab", steps=10, gated=True)
     for each in workers:
         each.wait_for("gate", step=6)
     model = Model()
     layout = TrainingState(model, make_optimizer("adamw", model)).catalog.layout
-    newest = wait_until(lambda: saved_of_both(folder, layout, 6), "both have made the save after 6 steps")
+    newest = wait_until(lambda: saved_after(folder, layout, 6), "the save after 6 steps is complete")
     alone = b.events("copy")[0]["digests"].keys() - a.events("copy")[0]["digests"].keys()
     unit = min(alone, key=lambda unit: (-newest[unit].version, unit))
-    flip_file(newest[unit].file)
+    flip_file(newest[unit].files[0])
     b.signal(signal.SIGKILL)
     job.open_gate(10)
     assert [each.join() for each in workers] == [0, -9]
@@ -130,13 +131,10 @@ def test_flips_in_the_newest_file_of_a_unit_of_pec_take_an_older_one(start_job, 
     check_history(workers)
 
 
-def saved_of_both(folder, layout, step):
-    """Return the newest durable part of each unit, once both members have saved after this number of steps."""
-    found = find_persisted(folder, layout)
-    members = {path.name.rsplit("-", 1)[1] for path, version, _ in folders(folder) if step_of(version) == step}
-    durable = {each.file.parent for each in found if step_of(each.version) == step}
-    newest = {each.unit: each for each in reversed(found)}
-    return newest if len(members) == len(durable) == 2 else None
+def saved_after(folder, layout, step):
+    """Return the newest version of each unit in the save after this number of steps; None if there is no such save."""
+    found = find_manifests(folder, layout, (SAVE,))
+    return next((each.units for each in found if step_of(each.version) == step), None)
 
 
 def test_flip_in_an_active_replica_is_found_when_they_are_compared(start_job):

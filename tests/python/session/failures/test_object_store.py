@@ -6,10 +6,9 @@ import signal
 
 import pytest
 
-from evermoe.checkpoint.checkpoint_store import find
-from evermoe.checkpoint.folder import PERSISTED
+from evermoe.checkpoint.checkpoint_store import find, find_manifests
+from evermoe.checkpoint.manifest import SAVE
 from evermoe.checkpoint.object_store import locate
-from evermoe.checkpoint.partial_store import open_partial
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.harness import FEWEST, wait_until
@@ -93,8 +92,8 @@ def saved(url, limit=20.0):
     """Return the durable units of `pec`, by unit and step."""
     model = Model()
     layout = TrainingState(model, make_optimizer(OPTIMIZER, model)).catalog.layout
-    found = open_partial(locate(url, patience=limit) / PERSISTED, layout).find_units()
-    return {(each.unit, step_of(each.version)): each for each in found}
+    found = find_manifests(locate(url, patience=limit), layout, (SAVE,))
+    return {(each.unit, step_of(each.version)): each for manifest in found for each in manifest.saved}
 
 
 def restored(worker):
@@ -125,7 +124,7 @@ def test_experts_of_a_node_that_is_gone_come_back_from_the_bucket(start_job, own
         assert stale, "one member alone had these experts"
         found = {unit: before[unit, step] for unit, step in stale.items() if unit in digests}
         assert {unit: digests[unit] for unit in found} == {unit: entry.digest for unit, entry in found.items()}
-        assert "cannot be saved" not in each.log() and "was not persisted" not in each.log()
+        assert "cannot be saved" not in each.log() and "the save of step" not in each.log()
     assert {unit for each in (a, c) for unit in restored(each)} >= stale.keys()
 
 
@@ -178,6 +177,7 @@ def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, o
     job.open_gate(1 << 60)
     assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
     check_history(workers)
+    assert any("the save of step" in each.log() for each in left)
     assert any(f"units cannot be saved to {url}" in each.log() for each in left) == bool(faults)
 
 
@@ -201,7 +201,7 @@ def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, own_ser
             if faults:
                 recovered = each.events("recovered")[-1]
                 assert recovered["time"] - recovered["started_at"] < 45
-                assert f"units cannot be saved to {url}/persisted: " in each.log()
+                assert any(f"units cannot be saved to {url}: " in one.log() for one in left)
         proxy.reset()
         job.open_gate(13)
         wait_until(lambda: max(step for unit, step in saved(url) if unit == "session") >= 12, "saves continue")

@@ -7,8 +7,8 @@ import torch
 
 import evermoe
 from evermoe import Checkpoints, Membership, Placement
-from evermoe.checkpoint.checkpoint_folder import find
-from evermoe.checkpoint.folder import find_persisted
+from evermoe.checkpoint.checkpoint_folder import find, find_manifests
+from evermoe.checkpoint.manifest import SAVE
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.config.variables import find_membership
 from evermoe.copies.snapshot.store import SnapshotStore
@@ -21,7 +21,7 @@ from evermoe.state.loop_state import LoopParts as Parts
 from evermoe.state.training_state import TrainingState
 from support.harness import wait_until
 from support.history import check_history, check_recovered
-from support.worker import Fault
+from support.worker import Fault, wait_until_written
 
 
 def make_layer(experts=4):
@@ -58,8 +58,8 @@ def test_versions_grow_when_a_new_job_resumes_from_an_old_checkpoint(tmp_path, m
 
 
 def is_durable(session, folder):
-    found = find_persisted(folder / "persisted", session._state.catalog.layout)
-    return any((each.unit, each.version) == ("session", session.version) for each in found)
+    found = find_manifests(folder, session._state.catalog.layout, (SAVE,))
+    return any(each.version == session.version for each in found)
 
 
 def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tmp_path, monkeypatch):
@@ -72,6 +72,7 @@ def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tm
     session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), **options)
     reached = []
     for step in session.steps(100):
+        wait_until_written(session)
         with step:
             step.backward(session.model(torch.randn(8, 8)).square().mean())
         reached.append(session.version)
@@ -111,9 +112,9 @@ def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path)
         }
         for unit, data in mine.items():
             session._state.read(unit, data)
-        saved = {stored.unit: stored.data for stored, kind in session._protection.stored() if kind == "persisted"}
-        assert saved.keys() == mine.keys()
-        assert all(torch.equal(saved[unit], data) for unit, data in mine.items())
+        (saved,) = find_manifests(tmp_path / "saved", session._state.catalog.layout, (SAVE,))
+        assert saved.units.keys() == mine.keys()
+        assert all(torch.equal(saved.units[unit].data, data) for unit, data in mine.items())
         session.close()
 
 

@@ -75,7 +75,7 @@ def test_a_session_resumes_from_what_was_saved(tmp_path):
     [
         (None, None, "this session has no place for checkpoints; give a path or a URL"),
         ("best", None, "'best' names a folder below the session's checkpoints"),
-        ("persisted", "home", "the session itself uses the name 'persisted'"),
+        ("save-1", "home", "the session itself uses the name 'save-1'"),
         ("step-1", "home", "the session itself uses the name 'step-1'"),
         ("a b", "home", "expected the name of a checkpoint to be a name of 1 to 100 letters"),
     ],
