@@ -43,11 +43,6 @@ class Part(NamedTuple):
     of: int
     """Bytes of the complete unit."""
 
-    @classmethod
-    def all_of(cls, nbytes: int) -> Part:
-        """Return all `nbytes` bytes of a unit."""
-        return cls(0, nbytes, nbytes)
-
     @property
     def is_complete(self) -> bool:
         """Whether the range has all bytes of the unit."""

@@ -57,7 +57,7 @@ def test_to_dcp(tmp_path, trained):
     done = evermoe("export", "--to", "dcp", str(checkpoint), str(tmp_path / "out"), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     manifest = read_manifest(checkpoint)
-    units = dict(read_units(manifest, list(manifest.names)))
+    units = dict(read_units(manifest, list(manifest.units)))
     expected = {f"{unit}/{key}": tensor for unit, tensors in units.items() for key, tensor in tensors.items()}
     found = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
     dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
