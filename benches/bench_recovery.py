@@ -109,13 +109,13 @@ def replace_worker(has_spare, limit):
         with _workers(folder) as (job, reports):
             if has_spare:
                 _start(job, reports, 3, role="spare")
-                reports.wait_for(3, "stands_by", limit)
-            reports.wait_for(0, "commit", limit, after=time.time())
+                _wait_for(reports, 3, "stands_by", limit)
+            _wait_for(reports, 0, "commit", limit, after=time.time())
             job.workers[2].process.kill()
             killed = time.time()
             for index in members:
-                reports.wait_for(index, "recovered", limit, after=killed)
-            reports.wait_for(0, "commit", limit, after=killed)
+                _wait_for(reports, index, "recovered", limit, after=killed)
+            _wait_for(reports, 0, "commit", limit, after=killed)
         after = {index: [each for each in reports.events[index] if each["time"] > killed] for index in members}
     recovered = [next(each for each in events if each["event"] == "recovered") for events in after.values()]
     commits = [each["time"] for each in after[0] if each["event"] == "commit"]
@@ -149,12 +149,12 @@ def add_worker(limit):
     """Run three workers that a fourth one joins. Return a row."""
     with tempfile.TemporaryDirectory() as folder:
         with _workers(folder) as (job, reports):
-            reports.wait_for(0, "commit", limit)
+            _wait_for(reports, 0, "commit", limit)
             begun = time.time()
             _start(job, reports, 3)
-            reports.wait_for(0, "recovered", limit, after=begun)
+            _wait_for(reports, 0, "recovered", limit, after=begun)
             for _ in range(STEPS_AFTER):
-                reports.wait_for(0, "update", limit, after=time.time())
+                _wait_for(reports, 0, "update", limit, after=time.time())
         events, theirs = reports.events[0], reports.events[3]
     joined = next(event for event in events if event["event"] == "recovered" and event["time"] > begun)
     resumed, updates = joined["time"], [event["time"] for event in events if event["event"] == "update"]
@@ -188,6 +188,15 @@ def _start(job, reports, index, role="train"):
     events = reports.add(index)
     with reports.log(index).open("w") as log:
         job.start(index, f"node-{index}", f"--events={events}", role=role, stdout=log, stderr=log)
+
+
+def _wait_for(reports, worker, name, limit, after=0.0):
+    end = time.monotonic() + limit
+    while not any(each["event"] == name and each["time"] > after for each in reports.events[worker]):
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {name} of worker {worker} within {limit:g} s")
+        time.sleep(0.1)
+        reports.read()
 
 
 def _measure_pair(rank, folder, nbytes):

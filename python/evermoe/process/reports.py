@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
-
-from evermoe.errors import LaunchError
 
 Report = dict[str, Any]
 """An event as a worker has written it, with `event`, its name, and `time`."""
@@ -77,21 +74,3 @@ class Reports:
             self.events[worker] += kept
             new += [(worker, event) for event in kept]
         return new
-
-    def wait_for(self, worker: int, name: str, limit: float, after: float = 0.0) -> Report:
-        """Wait until a worker has reported an event later than `after`, and return the event.
-
-        Raises:
-            LaunchError: it has not after `limit` seconds.
-        """
-        deadline = time.monotonic() + limit
-        while True:
-            self.read()
-            for event in self.events[worker]:
-                if event["event"] == name and event["time"] > after:
-                    return event
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"worker {worker} has not reported {name} within {limit:g} s:\n{self.log_end(worker)}"
-                )
-            time.sleep(0.02)
