@@ -2,38 +2,14 @@
 
 use super::copies::{Copies, History, UnitCopies};
 use super::in_turn::{StepCopies, Turns};
+use super::options::Options;
 use super::traffic::{Network, Pace, Sends, chunk_delay};
 use super::units::Units;
 use crate::error::Result;
-use crate::protection::{Copying, Preset, ProtectionRequest, RankInfo, Selecting, UnitInfo, plan_protection};
+use crate::protection::{Copying, ProtectionRequest, RankInfo, Selecting, UnitInfo, plan_protection};
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
 use std::collections::BTreeMap;
-
-/// Options of a session that its copies depend on.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Options {
-    /// The preset.
-    pub preset: &'static Preset,
-    /// Number of nodes that should hold each unit; 0 or 1 for no copies.
-    pub replication: usize,
-    /// Share of a step by which copies may delay it (`auto`).
-    pub copy_budget: f64,
-    /// Steps over which a version is copied (`gemini`, `baft`); none for those that lose the least time.
-    pub snapshot_interval: Option<usize>,
-    /// Experts of each layer in a snapshot in own memory (`pec`); none for half.
-    pub experts_per_snapshot: Option<usize>,
-    /// Experts of each layer that are saved at a time (`pec`); none for a quarter.
-    pub experts_per_save: Option<usize>,
-    /// Steps between two saves (`pec`).
-    pub save_interval: u64,
-    /// Whether experts are saved in their order instead of by load (`pec`).
-    pub is_sequential: bool,
-    /// Portion of tokens that may be lost before more experts are saved (`pec`).
-    pub max_lost_token_fraction: f64,
-    /// Bytes to peers in a step (`moetion`); none for what the links carry.
-    pub remote_bytes_per_step: Option<u64>,
-}
 
 /// Members for which copies are planned, by rank.
 #[derive(Clone, Copy, Debug)]

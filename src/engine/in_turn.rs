@@ -1,6 +1,7 @@
 //! Experts that are copied a few at a time: by `pec` into the store, by `moetion` to peers.
 
 use super::copies::Copies;
+use super::options::Options;
 use super::selector::{Budgets, Selector};
 use super::units::Units;
 use crate::dispatch::LoadAverage;
@@ -8,8 +9,6 @@ use crate::error::Result;
 use crate::protection::{CopyKind, Selecting, copy_budget, levels};
 use crate::protocol::step_of;
 use crate::selection::{Selection, TokenLedger};
-
-use super::core::Options;
 
 /// Steps after which a step counts half in the average load of the experts.
 pub const LOAD_HALF_LIFE: f64 = 7.0;

@@ -15,15 +15,17 @@ mod copies;
 mod core;
 mod in_turn;
 mod memory;
+mod options;
 mod selector;
 mod traffic;
 mod units;
 mod version_schedule;
 
-pub use self::core::{Engine, Members, Options, Planned};
+pub use self::core::{Engine, Members, Planned};
 pub use copies::{Copies, History, UnitCopies};
 pub use in_turn::{LOAD_HALF_LIFE, StepCopies};
 pub use memory::{log_bytes, unit_memory};
+pub use options::Options;
 pub use selector::{Budgets, Selector};
 pub use traffic::{MAX_VERSION_STEPS, Network, Pace, Sends, busiest};
 pub use units::Units;
