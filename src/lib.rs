@@ -29,7 +29,6 @@
 //! | [`schedule`] | spans of a profile → idle windows → which chunk travels in which window |
 //! | [`selection`] | tokens at risk → which experts to copy now; which rank saves which part of the rest |
 //! | [`recovery`] | what survives → target version and transfers |
-//! | [`persist`] | which saved version may be overwritten, and which must stay; manifests of checkpoints |
 //! | [`engine`] | what a preset does to a step: which copies are made, their versions, bytes and memory |
 //! | [`protocol`] | the commit protocol of one member as a state machine: events in, commands out |
 //! | [`replay`] | a step as a record, and the log of records that a replica repeats |
@@ -73,7 +72,6 @@ pub mod dispatch;
 pub mod durable;
 pub mod engine;
 mod error;
-pub mod persist;
 pub mod placement;
 pub mod protection;
 pub mod protocol;

@@ -27,4 +27,3 @@ mod selection;
 mod sgd;
 mod simulate;
 mod survival;
-mod triple_buffer;

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 const PLANNERS: [&str; 13] = [
     "dispatch",
     "engine",
-    "persist",
     "placement",
     "protection",
     "protocol",
@@ -48,7 +47,6 @@ const LAYERS: [(&str, &[&str]); 23] = [
     ("random", &[]),
     ("secret", &["error"]),
     ("dispatch", &["error"]),
-    ("persist", &["error"]),
     ("placement", &["error", "dispatch", "random"]),
     ("protocol", &["error", "secret"]),
     ("reachability", &["error", "secret"]),

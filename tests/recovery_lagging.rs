@@ -1,10 +1,9 @@
 //! Recovery plans with units that may lag, compared with an oracle that tries every version, and important cases by
 //! name.
 
-use evermoe::persist::retained;
 use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};
 use proptest::prelude::*;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 fn held(unit: usize, version: u64, kind: Kind) -> Holding {
     Holding { unit, version, digest: 7, kind }
@@ -85,25 +84,12 @@ fn a_unit_that_may_lag_and_is_nowhere_is_lost() {
 }
 
 #[test]
-fn one_version_of_each_unit_stays_at_least() {
-    assert_eq!(retained(&[vec![1], vec![2], vec![]], &[], &[], &[], 1).unwrap(), [vec![1], vec![2], vec![]]);
-    let error = retained(&[vec![1]], &[], &[], &[], 0).unwrap_err().to_string();
-    assert!(error.starts_with("spare: expected 1 or more, got 0"), "{error}");
-    let error = retained(&[], &[], &[], &[0], 1).unwrap_err().to_string();
-    assert!(error.starts_with("may_lag: unit 0 is named; there are 0 units"), "{error}");
-    let error = retained(&[vec![1]], &[vec![], vec![2]], &[], &[], 1).unwrap_err().to_string();
-    assert!(error.starts_with("partial: expected 1 lists or none, got 2"), "{error}");
-}
-
-#[test]
 fn may_lag_names_units() {
     let error = plan_lagging(&[8], &[], &[], &[1]).unwrap_err().to_string();
     assert!(error.starts_with("may_lag: unit 1 is named; there are 1 units"), "{error}");
 }
 
 const UNITS: usize = 3;
-/// Members that save units.
-const SAVERS: usize = 3;
 const KINDS: [Kind; 4] = [Kind::Active, Kind::Replayed, Kind::Snapshot, Kind::Persisted];
 
 #[derive(Clone, Debug)]
@@ -212,14 +198,6 @@ impl Case {
     }
 }
 
-/// Target and stale units of a recovery from what is persisted.
-fn from_store(store: &[Vec<u64>], may_lag: &[usize]) -> (Option<u64>, Vec<(usize, u64)>) {
-    let rows = store.iter().enumerate().flat_map(|(unit, found)| found.iter().map(move |&at| (unit, at)));
-    let holdings: Vec<Holding> = rows.map(|(unit, at)| held(unit, at, Kind::Persisted)).collect();
-    let plan = plan_lagging(&[1; UNITS], &[holdings], &[vec![]], may_lag).unwrap();
-    (plan.version, plan.stale)
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
@@ -250,67 +228,6 @@ proptest! {
                 };
                 prop_assert_eq!(plan.reason, reason);
                 case.check_transfers(&plan, target);
-            }
-        }
-    }
-
-    #[test]
-    fn what_is_not_retained_is_not_missed(
-        steps in prop::collection::vec((0..SAVERS, 2_u64..9), 0..16),
-        shares in prop::collection::vec(1_u8..1 << SAVERS, 9 * UNITS),
-        may_lag in prop::collection::vec(0..UNITS, 0..4),
-        spare in 1..3_usize,
-    ) {
-        // Each member saves its parts of versions in order, and skips some; after each step the store is pruned, or
-        // never. The members that save parts of a unit differ between versions.
-        let shared = |unit: usize, version: u64| {
-            let savers = shares[version as usize * UNITS + unit];
-            match (may_lag.contains(&unit), (0..UNITS).find(|unit| !may_lag.contains(unit))) {
-                (true, _) => savers & savers.wrapping_neg(), // saved by one member
-                (false, Some(first)) if first == unit => (1 << SAVERS) - 1, // all members take part in each version
-                (false, _) => savers,
-            }
-        };
-        let mut done = vec![vec![1_u64]; SAVERS];
-        let (mut pruned, mut full) = (BTreeMap::new(), BTreeMap::new());
-        for unit in 0..UNITS {
-            pruned.insert((unit, 1), shared(unit, 1));
-            full.insert((unit, 1), shared(unit, 1));
-        }
-        for (saver, version) in steps {
-            if done[saver].last() >= Some(&version) {
-                continue;
-            }
-            done[saver].push(version);
-            for unit in (0..UNITS).filter(|&unit| shared(unit, version) & 1 << saver != 0) {
-                *pruned.entry((unit, version)).or_default() |= 1 << saver;
-                *full.entry((unit, version)).or_default() |= 1 << saver;
-            }
-            let with = |store: &BTreeMap<(usize, u64), u8>, is_whole: bool| -> Vec<Vec<u64>> {
-                let is_asked = |unit: usize, at: u64, parts: u8| (shared(unit, at) == parts) == is_whole;
-                let of = |unit: usize| store.iter().filter(move |((found, _), _)| *found == unit);
-                let versions = |unit: usize| {
-                    of(unit).filter(|((_, at), parts)| is_asked(unit, *at, **parts)).map(|((_, at), _)| *at).collect()
-                };
-                (0..UNITS).map(versions).collect()
-            };
-            let may_come = |at: u64, saver: usize| done[saver].contains(&at) || *done[saver].last().unwrap() < at;
-            let takes_part = |at: u64, saver: usize| {
-                (0..UNITS).any(|unit| !may_lag.contains(&unit) && shared(unit, at) & 1 << saver != 0)
-            };
-            let all = |at: u64, what: &dyn Fn(u64, usize) -> bool| {
-                (0..SAVERS).all(|saver| !takes_part(at, saver) || what(at, saver))
-            };
-            let is_saved = |at: u64, saver: usize| done[saver].contains(&at);
-            let open: Vec<u64> = (2..9).filter(|&at| !all(at, &is_saved) && all(at, &may_come)).collect();
-            let before = with(&pruned, true);
-            let stay = retained(&before, &with(&pruned, false), &open, &may_lag, spare).unwrap();
-            pruned.retain(|(unit, at), _| stay[*unit].contains(at));
-            let kept = with(&pruned, true);
-            prop_assert_eq!(from_store(&kept, &may_lag), from_store(&with(&full, true), &may_lag));
-            for (unit, found) in before.iter().enumerate() {
-                let newest: Vec<u64> = found.iter().rev().take(spare).rev().copied().collect();
-                prop_assert!(kept[unit].ends_with(&newest));
             }
         }
     }

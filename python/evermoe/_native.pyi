@@ -129,20 +129,6 @@ def recovery_plan(
 def usable_holdings(
     members: list[tuple[bool, bool]], holdings: list[list[tuple[str, int, int, str]]]
 ) -> list[list[tuple[str, int, int, str]]]: ...
-def retained_versions(
-    versions: list[list[int]], partial: list[list[int]], open: list[int], may_lag: list[int], spare: int
-) -> list[list[int]]:
-    """Return the durable versions of each unit that a recovery from the store alone needs, now or soon."""
-
-_ManifestRow = tuple[str, str, str | None, int, tuple[int, int, int] | None, list[str]]
-"""Name, file, origin of the file, digest, part (start, end, of) and tensors of a unit."""
-
-def parse_manifest(text: bytes) -> tuple[int, int, str, list[str], list[_ManifestRow]]:
-    """Return version, step, layout, members and units; CorruptCopy names the defect."""
-
-def format_manifest(version: int, step: int, layout: str, members: list[str], units: Sequence[_ManifestRow]) -> str:
-    """Return the JSON of a manifest, with its checksum; ValueError if `parse_manifest` would refuse it."""
-
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
 def select_load_aware(
     tokens: NDArray[np.int64],
@@ -851,43 +837,6 @@ class Transfer:
 
     def wait(self, milliseconds: int) -> str | None:
         """Wait until it is over; return the reason of its failure, or None."""
-
-class TripleBuffer:
-    """States of three slots of host memory, which the writer and the persister may use; Python owns the bytes.
-
-    An impossible event is a ValueError and changes nothing. `evermoe.checkpoint.persister` drives it.
-    """
-
-    def __init__(self) -> None: ...
-    @property
-    def slots(self) -> list[tuple[str, int | None]]:
-        """(state, version) of each slot: "empty", "writing", "snapshot", "persisting" or "recovery"."""
-    @property
-    def writing(self) -> int | None:
-        """The slot that is being written."""
-    @property
-    def persisting(self) -> int | None:
-        """The slot that is being persisted."""
-    @property
-    def recovery(self) -> int | None:
-        """The slot of the newest durable version."""
-    @property
-    def next_to_persist(self) -> int | None:
-        """The slot that `persist` would take: the newest snapshot, unless one is being persisted."""
-    def begin(self, version: int) -> None:
-        """Start a version that is newer than all others, in an empty slot or over the oldest snapshot."""
-    def commit(self) -> None:
-        """Mark the version being written as complete."""
-    def abandon(self) -> None:
-        """Give up the version being written."""
-    def persist(self) -> None:
-        """Start to persist the newest snapshot."""
-    def durable(self) -> None:
-        """Mark the version being persisted as durable; all older versions leave their slots."""
-    def failed(self) -> None:
-        """Turn the version being persisted into a snapshot again, as the store refused it."""
-    def rewind(self, version: int) -> None:
-        """Drop newer versions, none of them durable, which belong to undone steps."""
 
 class ReplayLog:
     """Records of a replica until it repeats the steps; `evermoe.copies.replay.Replica` drives it."""

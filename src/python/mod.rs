@@ -7,7 +7,6 @@ mod durable;
 mod engine;
 mod error;
 mod ops;
-mod persist;
 mod planning;
 mod protocol;
 mod reachability;
@@ -33,7 +32,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     durable::register(module)?;
     engine::register(module)?;
     ops::register(module)?;
-    persist::register(module)?;
     planning::register(module)?;
     protocol::register(module)?;
     reachability::register(module)?;

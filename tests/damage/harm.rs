@@ -131,20 +131,6 @@ fn cut_and_join(draw: &mut Draw, bytes: &mut Vec<u8>, other: &[u8]) {
     }
 }
 
-/// A text that may be invalid JSON.
-pub(super) struct Harmed {
-    pub(super) text: Vec<u8>,
-    /// An object has a key twice.
-    pub(super) repeats: bool,
-}
-
-impl Harmed {
-    /// The value, if the text is JSON without repeated keys.
-    pub(super) fn value(&self) -> Option<Value> {
-        serde_json::from_slice(&self.text).ok().filter(|_| !self.repeats)
-    }
-}
-
 /// Placeholder for text that is no JSON, or unusual JSON.
 const RAW: &str = "\u{1}raw\u{1}";
 /// Numbers and texts that few readers expect.
@@ -168,15 +154,15 @@ const RAWS: [&str; 16] = [
 ];
 
 /// A JSON text in which one node is another, occurs twice, or is missing.
-pub(super) fn harm_json(draw: &mut Draw, text: &str) -> Harmed {
+pub(super) fn harm_json(draw: &mut Draw, text: &str) -> Vec<u8> {
     let mut value: Value = serde_json::from_str(text).expect("it is valid as yet");
-    let (mut raw, mut repeats) = (Vec::new(), false);
+    let mut raw = Vec::new();
     let mut paths = Vec::new();
     walk(&value, "", &mut paths);
     let path = draw.pick(&paths).clone();
     let other = value.pointer(draw.pick(&paths).as_str()).cloned().unwrap_or_default();
     if draw.one_in(3) && edit_parent(draw, &mut value, &path, &other) {
-        return Harmed { text: value.to_string().into_bytes(), repeats };
+        return value.to_string().into_bytes();
     }
     let node = value.pointer_mut(&path).expect("it was walked to");
     *node = match draw.below(8) {
@@ -200,12 +186,12 @@ pub(super) fn harm_json(draw: &mut Draw, text: &str) -> Harmed {
         _ => {
             raw = vec![b'"', draw.word() as u8 | 0x80, b'"'];
             if let Some(fields) = node.as_object().filter(|fields| !fields.is_empty()) {
-                (raw, repeats) = (twice(draw, fields), true);
+                raw = twice(draw, fields);
             }
             RAW.into()
         }
     };
-    Harmed { text: filled(&value, &raw), repeats }
+    filled(&value, &raw)
 }
 
 /// Paths of all nodes, as of [`Value::pointer`].

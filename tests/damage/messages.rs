@@ -63,7 +63,7 @@ fn read(id: &str, text: &str, secret: Option<&Secret>) -> Decoded {
 
 fn damaged(draw: &mut Draw, text: &str, other: &str) -> String {
     let bytes = match draw.one_in(3) {
-        true => harm_json(draw, text).text,
+        true => harm_json(draw, text),
         false => harm(draw, text.as_bytes(), other.as_bytes()),
     };
     String::from_utf8_lossy(&bytes).into_owned()
@@ -119,6 +119,6 @@ fn inner(text: &str) -> Value {
 fn within_envelope(draw: &mut Draw, text: &str) -> String {
     let mut envelope: Value = serde_json::from_str(text).unwrap();
     let harmed = harm_json(draw, envelope["message"].as_str().unwrap());
-    envelope["message"] = String::from_utf8_lossy(&harmed.text).into();
+    envelope["message"] = String::from_utf8_lossy(&harmed).into();
     envelope.to_string()
 }

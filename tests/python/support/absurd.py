@@ -254,9 +254,6 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
     "choose_copies": _copies,
     "plan_protection": _plan_protection,
     "recovery_plan": _recovery,
-    "retained_versions": lambda draw: _native.retained_versions(
-        draw.size_lists(), draw.size_lists(), draw.sizes(), draw.sizes(), draw.size()
-    ),
     "select_sequential": lambda draw: _native.select_sequential(draw.size(), draw.size(), draw.size(), draw.size()),
     "select_load_aware": lambda draw: _native.select_load_aware(
         draw.matrix(), draw.maybe(draw.matrix), draw.maybe(draw.matrix), draw.size(), draw.size()
