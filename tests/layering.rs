@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PLANNERS: [&str; 13] = [
+const PLANNERS: [&str; 12] = [
     "dispatch",
     "engine",
     "placement",
@@ -41,7 +41,7 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 23] = [
+const LAYERS: [(&str, &[&str]); 22] = [
     ("error", &[]),
     ("background", &[]),
     ("random", &[]),

@@ -34,8 +34,6 @@ from evermoe.planning.protection import (
 
 WeightType = Literal["float32", "bfloat16", "float16"]
 
-SAVED_BUFFERS = 3
-"""Buffers of what a preset saves to a folder at a step: `src/persist/`."""
 HEAD_BYTES = 32 << 20
 """Maximum bytes of a message of gradients that carries its sizes, and memory that is kept for it. The tail follows once
 the peer knows its size."""
@@ -304,7 +302,7 @@ class Seating:
             total.log = min(total.log, options.replay_log_bytes)
             if options.choices.takes_turns:
                 some = shape.layers * levels(shape.experts).save * self._expert_bytes
-                total.buffers = SAVED_BUFFERS * (some + shape.dense_parameters * options.unit_bytes) // self.ranks
+                total.buffers = (some + shape.dense_parameters * options.unit_bytes) // self.ranks
         return totals
 
     def _count_replayed(self, unit: UnitInfo, each: UnitProtection, totals: Sequence[CopyTotals]) -> None:
