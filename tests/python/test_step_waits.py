@@ -40,7 +40,7 @@ def driver_of(model, clip, seen):
         "_protection.measured_seconds.return_value": (0.0, 0.0),
     }
     driver = mock.MagicMock(**answers, **{"is_stale.return_value": False})
-    driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), has_session=False)
+    driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), session=None)
     driver._group, driver._config.max_grad_norm = Group(), clip
     driver._script.loss_scale.value, driver.lost.reported, driver.lost.is_returning = 1.0, 0.0, False
     driver.saving.checkpointer.is_over = driver.saving.is_save_over = False
