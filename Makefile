@@ -107,10 +107,10 @@ test-failures: package ## Check 200 random failure schedules over all presets by
 $(MUTANTS):
 	cargo install --quiet --locked --root target/tools cargo-mutants@$(MUTANTS_VERSION)
 
-# The mistakes that no test notices are listed in out/mutants.out/missed.txt; docs/development/testing.md explains those known.
-test-mutants: $(MUTANTS) ## Plant mistakes in the engine and the planners, one at a time: a day, or a part with SHARD=1/50
-	$(WITHOUT_KERNELS) $(MUTANTS) mutants --no-default-features --profile dev --output out $(addprefix --shard ,$(SHARD)) \
-	  $(patsubst %,-f 'src/%/**',engine selection placement schedule) -- --lib --test all -- --skip simulate::
+# Each takes a build; out/mutants.out/missed.txt lists those that no test notices.
+test-mutants: $(MUTANTS) ## Plant mistakes in the engine and the planners, thousands, one at a time; SHARD=0/50 is the first of 50 parts
+	$(WITHOUT_KERNELS) $(MUTANTS) mutants --no-default-features --output out $(addprefix --shard ,$(SHARD)) \
+	  $(patsubst %,-f 'src/%/**',engine selection placement schedule) -C=--lib -C=--test=all -- -- --skip simulate::
 
 test-torch: package ## Test this build on the oldest and the newest supported torch, or on TORCH_VERSIONS
 	for version in $(TORCH_VERSIONS); do tests/on_torch.sh $$version || exit 1; done

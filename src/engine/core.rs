@@ -45,8 +45,6 @@ pub struct Planned {
     pub missing_bytes: u64,
     /// Whether all nodes have room for new copies next to the former ones, so that training continues meanwhile.
     pub has_room: bool,
-    /// Seconds by which the plan of `auto` expects copies to delay a step.
-    pub chosen_delay: f64,
 }
 
 /// What a preset does to the steps of a job.
@@ -59,6 +57,8 @@ pub struct Engine {
     former: Option<Copies>,
     history: History,
     turns: Option<Turns>,
+    /// Seconds by which the latest plan of `auto` expects copies to delay a step.
+    chosen_delay: f64,
 }
 
 impl Engine {
@@ -71,7 +71,15 @@ impl Engine {
             Selecting::All => None,
             _ => Some(Turns::new(&options, &units)?),
         };
-        Ok(Self { options, units, copies: None, former: None, history: History::default(), turns })
+        Ok(Self {
+            options,
+            units,
+            copies: None,
+            former: None,
+            history: History::default(),
+            turns,
+            chosen_delay: 0.0,
+        })
     }
 
     /// Sizes of the units.
@@ -92,11 +100,6 @@ impl Engine {
     /// The copies that a recovery can rely on now: those of the former plan until the first of the new one are complete.
     pub fn copies(&self) -> Option<&Copies> {
         self.former.as_ref().or(self.copies.as_ref())
-    }
-
-    /// The copies of the latest plan.
-    pub fn planned(&self) -> Option<&Copies> {
-        self.copies.as_ref()
     }
 
     /// Versions in the store of units that are saved one by one.
@@ -131,7 +134,8 @@ impl Engine {
         let has_room = self.make_room(&copies, &room);
         let missing_bytes = copies.fit(&room, &self.units, self.options.preset.per_expert_versions);
         let first = self.follow_plan(copies, members)?;
-        Ok(Planned { first, missing_bytes, has_room, chosen_delay: plan.delay_seconds })
+        self.chosen_delay = plan.delay_seconds;
+        Ok(Planned { first, missing_bytes, has_room })
     }
 
     /// Keeps the copies of the former plan with other nodes in place of lost ones, whose state is `version`.
@@ -190,11 +194,11 @@ impl Engine {
         is_roomy
     }
 
-    /// Plans when the copies of the latest plan are sent. `chosen_delay` is that of [`Planned`].
+    /// Plans when the copies of the latest plan are sent.
     ///
     /// # Errors
     /// Those of [`plan_chunks`](crate::schedule::plan_chunks).
-    pub fn pace(&mut self, network: &Network, chosen_delay: f64) -> Result<Pace> {
+    pub fn pace(&mut self, network: &Network) -> Result<Pace> {
         let Some(copies) = &mut self.copies else { return Ok(Pace::default()) };
         let part = self.turns.as_ref().map_or(1.0, |turns| turns.followed_part(copies, &self.units));
         let sends = copies.version_sends(part, &self.units);
@@ -203,7 +207,7 @@ impl Engine {
         let wanted = if self.turns.is_some() { Some(1) } else { self.options.snapshot_interval };
         let (delay_seconds, version_steps) = match preset.schedule.filter(|_| is_scheduled) {
             Some(policy) if !sends.is_empty() => chunk_delay(&sends, policy, wanted, network)?,
-            _ => (chosen_delay, 1),
+            _ => (self.chosen_delay, 1),
         };
         copies.steps = version_steps;
         let in_turns = self.turns.as_ref().map_or(0, |_| self.units.num_experts()); // counted when they are selected
@@ -218,7 +222,7 @@ impl Engine {
         self.former = None;
     }
 
-    /// Bytes of the former copies and of the latest ones in the host memory of each node.
+    /// Bytes of the latest plan's copies in the host memory of each node.
     pub fn host_bytes(&self) -> BTreeMap<usize, u64> {
         self.copies.as_ref().map(|copies| copies.host_bytes(&self.units)).unwrap_or_default()
     }

@@ -54,12 +54,12 @@ pub(super) struct Turns {
 impl Turns {
     pub(super) fn new(options: &Options, units: &Units) -> Result<Self> {
         let experts = units.experts;
-        let each = levels(experts, options.experts_per_snapshot, options.experts_per_save).save;
+        let each = levels(experts, None, options.experts_per_save).save;
         let budgets = Budgets { remote: options.remote_bytes_per_step, local: None };
         let bytes = &units.bytes[..units.num_experts()];
         Ok(Self {
             selecting: options.preset.selection,
-            selector: Selector::new(bytes, options.is_sequential, budgets),
+            selector: Selector::new(bytes, false, budgets),
             ledger: TokenLedger::new(units.classes, experts, each, options.max_lost_token_fraction)?,
             average: LoadAverage::new(units.classes, experts, LOAD_HALF_LIFE)?,
             following: vec![Vec::new(); units.classes],

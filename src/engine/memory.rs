@@ -15,29 +15,13 @@ struct Bundle {
     is_own: bool,
 }
 
-/// Bytes of the log of a unit's gradients on each node that repeats its steps, at most.
-pub fn log_bytes(gradient_bytes: u64) -> u64 {
-    LOG_STEPS * gradient_bytes
-}
-
 /// Host memory of the copies of a unit on each of its holders.
-///
-/// ```
-/// use evermoe::{engine::unit_memory, protection::CopyKind};
-/// assert_eq!(unit_memory(CopyKind::Snapshot { period: 1 }, 100, 10), 200); // the newest and the one in progress
-/// assert_eq!(unit_memory(CopyKind::Replayed, 100, 10), 100 + 12 * 10); // its state and the log of its gradients
-/// assert_eq!(unit_memory(CopyKind::Active, 100, 10), 0);
-/// ```
-pub fn unit_memory(kind: CopyKind, state_bytes: u64, gradient_bytes: u64) -> u64 {
+fn holder_bytes(unit: usize, kind: CopyKind, units: &Units) -> u64 {
     match kind {
-        CopyKind::Snapshot { .. } => OWN_VERSIONS * state_bytes,
-        CopyKind::Replayed => state_bytes + log_bytes(gradient_bytes),
+        CopyKind::Snapshot { .. } => OWN_VERSIONS * units.bytes[unit],
+        CopyKind::Replayed => units.bytes[unit] + LOG_STEPS * units.gradients[unit],
         CopyKind::Active | CopyKind::Uncovered => 0,
     }
-}
-
-fn holder_bytes(unit: usize, kind: CopyKind, units: &Units) -> u64 {
-    unit_memory(kind, units.bytes[unit], units.gradients[unit])
 }
 
 /// Whether the sender captures a snapshot in its own memory.
@@ -51,9 +35,8 @@ impl Copies {
         let mut by_node = BTreeMap::new();
         for (unit, each) in self.units.iter().enumerate() {
             let bytes = holder_bytes(unit, each.kind, units);
-            let sender = is_captured(each).then_some(&each.primary);
-            let own = each.own.iter().chain(sender).map(|&node| (node, OWN_VERSIONS * units.bytes[unit]));
-            for (node, bytes) in each.holders.iter().map(|&node| (node, bytes)).chain(own) {
+            let own = each.own.iter().map(|&node| (node, OWN_VERSIONS * units.bytes[unit]));
+            for (node, bytes) in each.keepers().map(|node| (node, bytes)).chain(own) {
                 *by_node.entry(node).or_default() += bytes;
             }
         }

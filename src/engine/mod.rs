@@ -8,8 +8,8 @@
 //! any time ───── Copies: version of each unit, Copies::host_bytes: memory of each node
 //! ```
 //!
-//! Sessions, pipelines, the simulator, `evermoe plan` and the forecast of memory read these rules; none of them has rules of
-//! its own. The engine reads no clock: executors report what is complete.
+//! The simulator drives an [`Engine`]. Sessions and pipelines take their selections from [`Selector`] and the schedule of versions
+//! from [`VersionSchedule`], and keep the rest themselves. The engine reads no clock: executors report what is complete.
 
 mod copies;
 mod core;
@@ -24,7 +24,6 @@ mod version_schedule;
 pub use self::core::{Engine, Members, Planned};
 pub use copies::{Copies, History, UnitCopies};
 pub use in_turn::{LOAD_HALF_LIFE, StepCopies};
-pub use memory::{log_bytes, unit_memory};
 pub use options::Options;
 pub use selector::{Budgets, Selector};
 pub use traffic::{MAX_VERSION_STEPS, Network, Pace, Sends, busiest};

@@ -13,14 +13,10 @@ pub struct Options {
     pub copy_budget: f64,
     /// Steps over which a version is copied (`gemini`, `baft`); none for those that lose the least time.
     pub snapshot_interval: Option<usize>,
-    /// Experts of each layer in a snapshot in own memory (`pec`); none for half.
-    pub experts_per_snapshot: Option<usize>,
     /// Experts of each layer that are saved at a time (`pec`); none for a quarter.
     pub experts_per_save: Option<usize>,
     /// Steps between two saves (`pec`).
     pub save_interval: u64,
-    /// Whether experts are saved in their order instead of by load (`pec`).
-    pub is_sequential: bool,
     /// Portion of tokens that may be lost before more experts are saved (`pec`).
     pub max_lost_token_fraction: f64,
     /// Bytes to peers in a step (`moetion`); none for what the links carry.

@@ -60,11 +60,6 @@ impl Selector {
         Ok(())
     }
 
-    /// Whether peers keep a copy of each expert.
-    pub fn kept(&self) -> &[bool] {
-        &self.kept
-    }
-
     /// Bytes that all members together may send to peers in a step, with what the links can carry if that is measured.
     pub fn remote_budget(&self, measured: Option<u64>) -> u64 {
         self.budget(self.budgets.remote, measured)

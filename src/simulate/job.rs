@@ -72,10 +72,8 @@ impl<'a> Job<'a> {
             replication: session.copies,
             copy_budget: session.copy_budget,
             snapshot_interval: session.snapshot_interval,
-            experts_per_snapshot: None,
             experts_per_save: session.experts_per_save,
             save_interval: session.save_interval,
-            is_sequential: false,
             max_lost_token_fraction: session.max_lost_token_fraction,
             remote_bytes_per_step: session.remote_bytes_per_step,
         };

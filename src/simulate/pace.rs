@@ -7,8 +7,6 @@ pub(super) struct Pace {
     pub(super) imbalance: f64,
     /// Seconds by which copies delay each step.
     pub(super) copy_seconds: f64,
-    /// The delay that the planner of copies expects.
-    pub(super) chosen_delay: f64,
     /// Bytes sent to peers in each step.
     pub(super) copy_bytes: u64,
     /// Network seconds of optimizer state that follows a recovery; the next step waits for it.

@@ -4,12 +4,11 @@ use super::account::{Cause, nanoseconds};
 use super::job::Job;
 use super::units::active;
 use super::world::Flow;
-use crate::engine::{Members, Network, busiest};
+use crate::engine::{Members, Network, Sends, busiest};
 use crate::error::Result;
 use crate::protection::{RankInfo, UnitInfo};
 use crate::protocol::Event;
 use crate::schedule::Link;
-use std::collections::BTreeMap;
 
 impl Job<'_> {
     /// Plans the holders of copies, and begins to make the missing ones.
@@ -26,7 +25,6 @@ impl Job<'_> {
                 let planned = self.engine.plan(&members, version)?;
                 waits |= !planned.has_room;
                 self.tally.missing_copy_bytes = self.tally.missing_copy_bytes.max(planned.missing_bytes);
-                self.pace.chosen_delay = planned.chosen_delay;
                 self.record_memory();
                 planned.first
             }
@@ -40,7 +38,7 @@ impl Job<'_> {
             step_seconds: self.step_seconds(),
             idle: model.network_idle,
         };
-        let pace = self.engine.pace(&network, self.pace.chosen_delay)?;
+        let pace = self.engine.pace(&network)?;
         (self.pace.copy_bytes, self.pace.copy_seconds) = (pace.bytes, pace.delay_seconds);
         let waits = waits || self.scenario.session.copies == 0;
         self.pace.first_copies = if waits { 0.0 } else { seconds };
@@ -57,11 +55,7 @@ impl Job<'_> {
     }
 
     /// Keeps the former plan, with newcomers in place of lost nodes; none if all copies must be planned again.
-    fn keep_plan(
-        &mut self,
-        members: &Members<'_>,
-        version: u64,
-    ) -> Result<Option<BTreeMap<(usize, usize), u64>>> {
+    fn keep_plan(&mut self, members: &Members<'_>, version: u64) -> Result<Option<Sends>> {
         if self.scenario.session.replans {
             return Ok(None);
         }

@@ -22,10 +22,8 @@ fn options(name: PresetName) -> Options {
         replication: 2,
         copy_budget: 0.01,
         snapshot_interval: None,
-        experts_per_snapshot: None,
         experts_per_save: None,
         save_interval: 2,
-        is_sequential: false,
         max_lost_token_fraction: 1.0,
         remote_bytes_per_step: Some(250), // two experts
     }
@@ -152,13 +150,13 @@ fn life(preset: PresetName, is_sharded: bool) -> String {
     writeln!(lines, "first: {} bytes, memory {}", first(&planned), memory(&engine)).unwrap();
     engine.resume(0).unwrap();
     writeln!(lines, "copies: {}", held(&engine)).unwrap();
-    let pace = engine.pace(&network(1e6), planned.chosen_delay).unwrap();
+    let pace = engine.pace(&network(1e6)).unwrap();
     writeln!(lines, "pace: {} bytes a step, a version in {}", pace.bytes, pace.version_steps).unwrap();
     for number in 1..=4 {
         let made = step(&mut engine, 0, number);
         writeln!(lines, "step {number}: {made}; {}", held(&engine)).unwrap();
     }
-    let pace = engine.pace(&network(100.0), planned.chosen_delay).unwrap();
+    let pace = engine.pace(&network(100.0)).unwrap();
     writeln!(lines, "short windows: {} bytes a step, a version in {}", pace.bytes, pace.version_steps)
         .unwrap();
     for number in 5..=6 {
@@ -183,7 +181,7 @@ fn life(preset: PresetName, is_sharded: bool) -> String {
     let two = cluster(&[1, 2]);
     let planned = engine.plan(&two.members(), version_of(0, 6)).unwrap();
     writeln!(lines, "loss: {} bytes, memory {}", first(&planned), memory(&engine)).unwrap();
-    engine.pace(&network(1e6), planned.chosen_delay).unwrap();
+    engine.pace(&network(1e6)).unwrap();
     engine.resume(version_of(0, 6)).unwrap();
     writeln!(lines, "until they are complete: {}", held(&engine)).unwrap();
     let made = step(&mut engine, 1, 7);

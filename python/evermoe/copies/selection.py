@@ -55,8 +55,8 @@ class ExpertSelector:
     def __init__(self, state: TrainingState, options: PresetOptions, ledger: LossLedger) -> None:
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
         self._ledger, self._load = ledger, state.expert_load
-        self._kept: Collection[str] | None = None
-        """Experts that peers keep, of which a budget selects; None without a budget."""
+        self._is_kept: list[bool] | None = None
+        """Whether peers keep each expert, where a budget selects among those; `[layers, experts]`."""
         sizes, budgets = dict(state.catalog.sizes()), options.group(Moetion)
         self._selector = _native.Selector(
             self._rows(sizes, 0),
@@ -73,10 +73,10 @@ class ExpertSelector:
             ranks: number of ranks that train.
             kept: units that replicas follow, where a budget selects among them.
         """
-        self._kept = kept
         holders = {unit: sorted(of_unit) for unit, of_unit in active.items()}
-        is_kept = dict.fromkeys(kept or (), True)
-        self._selector.replan(self._rows(holders, []), self._rows(is_kept, False), ranks)
+        is_kept = self._rows(dict.fromkeys(kept or (), True), False)
+        self._is_kept = None if kept is None else is_kept
+        self._selector.replan(self._rows(holders, []), is_kept, ranks)
 
     def select_for_peers(self, measured: int | None = None) -> set[str]:
         """Return MoEtion's choice for peers: units with the most tokens at risk after the step that begins.
@@ -113,9 +113,8 @@ class ExpertSelector:
         if ledger is None:
             return None
         at_risk_LE = ledger.at_risk
-        if self._kept is not None:
-            kept = np.array(self._rows(dict.fromkeys(self._kept, True), False)).reshape(at_risk_LE.shape)
-            at_risk_LE = np.where(kept, at_risk_LE, 0)
+        if self._is_kept is not None:
+            at_risk_LE = np.where(np.reshape(self._is_kept, at_risk_LE.shape), at_risk_LE, 0)
         return Risk(float(ledger.portions(at_risk_LE).mean()), int(np.where(at_risk_LE > 0, ledger.waiting, 0).max()))
 
     def _in_turn(self, ledger: TokenLedger | None) -> set[str]:
