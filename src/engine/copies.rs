@@ -86,14 +86,23 @@ impl Copies {
         self.units.iter().position(is_late).map(|unit| self.version(unit, history))
     }
 
-    /// All copies: unit, node, version and kind.
+    /// All copies: unit, node, version and kind, as [`held_of`](Self::held_of).
+    pub fn held(&self, history: &History) -> Vec<(usize, usize, u64, Kind)> {
+        self.held_of(0..self.units.len(), history)
+    }
+
+    /// Copies of these units: unit, node, version and kind.
     ///
     /// If some are one step late, the members that train the other units have snapshots of that version, too, and replicas can
     /// be brought to it.
-    pub fn held(&self, history: &History) -> Vec<(usize, usize, u64, Kind)> {
+    pub fn held_of(
+        &self,
+        units: impl IntoIterator<Item = usize>,
+        history: &History,
+    ) -> Vec<(usize, usize, u64, Kind)> {
         let late = self.late(history);
         let mut found = Vec::new();
-        for (unit, each) in self.units.iter().enumerate() {
+        for (unit, each) in units.into_iter().map(|unit| (unit, &self.units[unit])) {
             if let Some(late) = late {
                 found.extend(each.own.iter().map(|&node| (unit, node, late, Kind::Snapshot)));
             }
@@ -132,7 +141,7 @@ impl Copies {
     /// Bytes that each copy of a unit gets with a version of all snapshots, or in a step if each unit has versions of its own.
     pub fn version_bytes(&self, unit: usize, units: &Units) -> u64 {
         match self.units[unit].kind {
-            CopyKind::Replayed => units.gradients[unit],
+            CopyKind::Replayed => units.step_bytes(unit),
             CopyKind::Snapshot { .. } if self.is_late => units.bytes[unit],
             CopyKind::Snapshot { period } => units.bytes[unit] / period as u64,
             CopyKind::Active | CopyKind::Uncovered => 0,

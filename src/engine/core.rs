@@ -3,7 +3,7 @@
 use super::copies::{Copies, History, UnitCopies};
 use super::in_turn::{StepCopies, Turns};
 use super::options::Options;
-use super::traffic::{Network, Pace, Sends, chunk_delay};
+use super::traffic::{Network, Pace, Sends, chunk_schedule};
 use super::units::Units;
 use crate::error::Result;
 use crate::protection::{Copying, ProtectionRequest, RankInfo, Selecting, UnitInfo, plan_protection};
@@ -50,13 +50,15 @@ pub struct Planned {
 /// What a preset does to the steps of a job.
 #[derive(Clone, Debug)]
 pub struct Engine {
-    options: Options,
-    units: Units,
+    pub(super) options: Options,
+    pub(super) units: Units,
     copies: Option<Copies>,
     /// The copies of the previous plan, until the first of the new one are complete.
     former: Option<Copies>,
-    history: History,
-    turns: Option<Turns>,
+    /// Nodes that train each unit.
+    pub(super) active: Vec<Vec<usize>>,
+    pub(super) history: History,
+    pub(super) turns: Option<Turns>,
     /// Seconds by which the latest plan of `auto` expects copies to delay a step.
     chosen_delay: f64,
 }
@@ -71,11 +73,13 @@ impl Engine {
             Selecting::All => None,
             _ => Some(Turns::new(&options, &units)?),
         };
+        let active = vec![Vec::new(); units.bytes.len()];
         Ok(Self {
             options,
             units,
             copies: None,
             former: None,
+            active,
             history: History::default(),
             turns,
             chosen_delay: 0.0,
@@ -95,6 +99,25 @@ impl Engine {
     /// Tokens since the latest copies, where experts take turns.
     pub fn ledger(&self) -> Option<&TokenLedger> {
         self.turns.as_ref().map(Turns::ledger)
+    }
+
+    /// Nodes that train each unit under the latest plan.
+    pub fn active(&self) -> &[Vec<usize>] {
+        &self.active
+    }
+
+    /// Bytes that all members together may send to peers in a step for experts that take turns; none if none do.
+    pub fn remote_budget(&self) -> Option<u64> {
+        self.turns.as_ref().and_then(Turns::remote_budget)
+    }
+
+    /// Lets each of the next steps stand for this number of steps of the job, whose tokens it gets.
+    ///
+    /// A budget counts for all of them, and the steps between two saves count in strides.
+    pub fn set_stride(&mut self, steps: u64) {
+        if let Some(turns) = &mut self.turns {
+            turns.set_stride(steps);
+        }
     }
 
     /// The copies that a recovery can rely on now: those of the former plan until the first of the new one are complete.
@@ -171,6 +194,8 @@ impl Engine {
     }
 
     fn follow_plan(&mut self, copies: Copies, members: &Members<'_>) -> Result<Sends> {
+        let nodes = |ranks: &Vec<usize>| ranks.iter().map(|&rank| members.nodes[rank]).collect();
+        self.active = members.units.iter().map(|unit| nodes(&unit.active)).collect();
         if let Some(turns) = &mut self.turns {
             let (active, speeds) = (members.active(), members.speeds());
             turns.replan(&active, &copies, members.step_seconds(), &speeds, &self.units)?;
@@ -205,16 +230,20 @@ impl Engine {
         let preset = self.options.preset;
         let is_scheduled = preset.copying != Copying::Chosen || copies.is_late();
         let wanted = if self.turns.is_some() { Some(1) } else { self.options.snapshot_interval };
-        let (delay_seconds, version_steps) = match preset.schedule.filter(|_| is_scheduled) {
-            Some(policy) if !sends.is_empty() => chunk_delay(&sends, policy, wanted, network)?,
-            _ => (self.chosen_delay, 1),
+        let schedule = match preset.schedule.filter(|_| is_scheduled) {
+            Some(policy) => chunk_schedule(&sends, policy, wanted, network)?,
+            None => None,
+        };
+        let (delay_seconds, window_steps, version_steps) = match schedule {
+            Some((found, steps)) => (found.delay_seconds, found.steps_in_windows, steps),
+            None => (self.chosen_delay, (self.chosen_delay == 0.0).then_some(1), 1),
         };
         copies.steps = version_steps;
         let in_turns = self.turns.as_ref().map_or(0, |_| self.units.num_experts()); // counted when they are selected
         let bytes =
             |unit: usize| copies.version_bytes(unit, &self.units) * copies.units[unit].holders.len() as u64;
         let bytes = (in_turns..copies.units.len()).map(bytes).sum::<u64>() / version_steps;
-        Ok(Pace { delay_seconds, version_steps, bytes })
+        Ok(Pace { delay_seconds, version_steps, window_steps, bytes })
     }
 
     /// Records that the first copies of the latest plan are complete: the former ones are removed.
@@ -296,6 +325,7 @@ impl Engine {
     /// Discards all copies in memory: all nodes were lost.
     pub fn forget(&mut self) {
         (self.copies, self.former) = (None, None);
+        self.active.iter_mut().for_each(Vec::clear);
         self.history = History::default();
     }
 }

@@ -41,6 +41,8 @@ pub(super) struct Turns {
     /// Experts to copy after the step in progress.
     following: Selection,
     save_interval: u64,
+    /// Steps of the job for which each step stands.
+    stride: u64,
     /// Bytes that the links carry in a step.
     measured: Option<u64>,
     /// Newest complete copy of each unit. For `moetion`, the versions are those of its copies.
@@ -64,6 +66,7 @@ impl Turns {
             average: LoadAverage::new(units.classes, experts, LOAD_HALF_LIFE)?,
             following: vec![Vec::new(); units.classes],
             save_interval: options.save_interval,
+            stride: 1,
             measured: None,
             stored: vec![None; units.bytes.len()],
             saving: None,
@@ -95,6 +98,17 @@ impl Turns {
 
     pub(super) fn ledger(&self) -> &TokenLedger {
         &self.ledger
+    }
+
+    /// Bytes that may be sent to peers in a step (`moetion`).
+    pub(super) fn remote_budget(&self) -> Option<u64> {
+        (self.selecting == Selecting::Budget).then(|| self.selector.remote_budget(self.measured))
+    }
+
+    pub(super) fn set_stride(&mut self, steps: u64) {
+        self.selector.scale_remote_budget(self.measured, steps);
+        self.save_interval = (self.save_interval / steps).max(1);
+        self.stride = steps;
     }
 
     /// Share of the followed bytes that the budget allows to send in a step.
@@ -168,7 +182,8 @@ impl Turns {
         let mut followed = vec![false; units.num_experts()];
         for unit in flat(&chosen, units.experts) {
             followed[unit] = true;
-            let each = if self.followed[unit] { units.gradients[unit] } else { units.bytes[unit] };
+            let is_next = self.followed[unit] && self.stride == 1;
+            let each = if is_next { units.step_bytes(unit) } else { units.bytes[unit] };
             let kept = &mut copies.units[unit];
             peer_bytes += each * kept.holders.len() as u64;
             kept.version = Some(version);

@@ -5,7 +5,7 @@
 //! step begins ── begin_step ── experts whose copies follow the step          (moetion: Algorithm 1)
 //! step taken ─── take_step ─── StepCopies: bytes to peers, units to save     (pec: Dynamic-K)
 //! save ends ──── end_save                       recovery ── freeze, lose     (which copies are left, lost tokens)
-//! any time ───── Copies: version of each unit, Copies::host_bytes: memory of each node
+//! any time ───── if_lost: the version that is left, tokens that experts lose; Copies::host_bytes: memory of each node
 //! ```
 //!
 //! The simulator drives an [`Engine`]. Sessions and pipelines take their selections from [`Selector`] and the schedule of versions
@@ -14,6 +14,7 @@
 mod copies;
 mod core;
 mod in_turn;
+mod loss;
 mod memory;
 mod options;
 mod selector;
@@ -24,6 +25,7 @@ mod version_schedule;
 pub use self::core::{Engine, Members, Planned};
 pub use copies::{Copies, History, UnitCopies};
 pub use in_turn::{LOAD_HALF_LIFE, StepCopies};
+pub use loss::Loss;
 pub use options::Options;
 pub use selector::{Budgets, Selector};
 pub use traffic::{MAX_VERSION_STEPS, Network, Pace, Sends, busiest};

@@ -65,6 +65,13 @@ impl Selector {
         self.budget(self.budgets.remote, measured)
     }
 
+    /// Multiplies the budget, unless it has no room for an expert: then it has none in several steps either.
+    pub(super) fn scale_remote_budget(&mut self, measured: Option<u64>, by: u64) {
+        let budget = self.remote_budget(measured);
+        let by = if budget < self.expert_bytes { 1 } else { by };
+        self.budgets.remote = Some(budget.saturating_mul(by));
+    }
+
     fn budget(&self, requested: Option<u64>, measured: Option<u64>) -> u64 {
         requested.or(measured).unwrap_or(unmeasured_budget(self.expert_bytes, self.all_bytes))
     }

@@ -5,7 +5,8 @@ use super::units::Units;
 use crate::error::Result;
 use crate::protection::FAILURE;
 use crate::schedule::{
-    CopyItem, Link, Policy, Receiver, Request, forecast_memory, plan_chunks, synthetic_windows, version_steps,
+    CopyItem, Link, Policy, Reason, Receiver, Request, forecast_memory, plan_chunks, synthetic_windows,
+    version_steps,
 };
 use std::collections::BTreeMap;
 
@@ -35,6 +36,8 @@ pub struct Pace {
     pub delay_seconds: f64,
     /// Steps over which a version of all snapshots is copied.
     pub version_steps: u64,
+    /// Steps in which the windows alone have room for a version; none if more than 4096, or if no schedule knows it.
+    pub window_steps: Option<usize>,
     /// Bytes to peers, without those of experts that take turns.
     pub bytes: u64,
 }
@@ -65,41 +68,48 @@ impl Copies {
         sends
     }
 
-    /// Bytes of a version from node to node, of which experts send the share `part`.
-    pub(super) fn version_sends(&self, part: f64, units: &Units) -> Sends {
-        let mut sends = Sends::new();
+    /// Bytes of a version, by unit: sender, receiver and bytes. Experts send the share `part`.
+    pub(super) fn version_sends(&self, part: f64, units: &Units) -> Vec<(usize, usize, u64)> {
+        let mut sends = Vec::new();
         for (unit, each) in self.units.iter().enumerate() {
             let bytes = self.version_bytes(unit, units);
             let part = if unit < units.num_experts() { part } else { 1.0 };
             for &holder in each.holders.iter().filter(|_| bytes > 0) {
-                *sends.entry((each.primary, holder)).or_default() += (bytes as f64 * part) as u64;
+                sends.push((each.primary, holder, (bytes as f64 * part) as u64));
             }
         }
         sends
     }
 }
 
-/// Seconds by which the chunks of the busiest node delay a step, and the number of steps over which they send a version:
-/// `wanted`, or if that is none, as many as the windows need, or those that lose the least time.
-pub(super) fn chunk_delay(
-    sends: &Sends,
+/// The schedule of the busiest node's chunks, and the number of steps over which they send a version: `wanted`, or if that is
+/// none, as many as the windows need, or those that lose the least time. None if nothing is sent.
+pub(super) fn chunk_schedule(
+    sends: &[(usize, usize, u64)],
     policy: Policy,
     wanted: Option<usize>,
     network: &Network,
-) -> Result<(f64, u64)> {
+) -> Result<Option<(Reason, u64)>> {
     let mut traffic: BTreeMap<usize, u64> = BTreeMap::new();
-    for (&(sender, receiver), &bytes) in sends {
+    for &(sender, receiver, bytes) in sends {
         *traffic.entry(sender).or_default() += bytes;
         *traffic.entry(receiver).or_default() += bytes;
     }
     let busiest = traffic.iter().max_by_key(|(node, bytes)| (**bytes, std::cmp::Reverse(**node)));
-    let Some((&node, &bytes)) = busiest else { return Ok((0.0, 1)) };
-    let own = |(&(sender, receiver), &bytes): (&(usize, usize), &u64)| {
+    let Some((&node, &bytes)) = busiest else { return Ok(None) };
+    let mut own: Vec<(usize, usize, u64)> =
+        sends.iter().copied().filter(|send| send.0 == node || send.1 == node).collect();
+    if policy != Policy::Baft {
+        let mut merged = Sends::new(); // BAFT alone packs complete units
+        own.into_iter()
+            .for_each(|(sender, receiver, bytes)| *merged.entry((sender, receiver)).or_default() += bytes);
+        own = merged.into_iter().map(|((sender, receiver), bytes)| (sender, receiver, bytes)).collect();
+    }
+    let piece = |(number, &(sender, receiver, bytes)): (usize, &(usize, usize, u64))| {
         let peer = if sender == node { receiver } else { sender };
-        let name = format!("{sender} to {receiver}");
-        (sender == node || receiver == node).then(|| CopyItem { unit: name, bytes, destinations: vec![peer] })
+        CopyItem { unit: format!("{number}: {sender} to {receiver}"), bytes, destinations: vec![peer] }
     };
-    let pieces: Vec<CopyItem> = sends.iter().filter_map(own).collect();
+    let pieces: Vec<CopyItem> = own.iter().enumerate().map(piece).collect();
     let windows = synthetic_windows(network.layers, network.step_seconds, network.idle)?;
     let mut peers: Vec<usize> = pieces.iter().flat_map(|piece| piece.destinations.clone()).collect();
     peers.sort_unstable();
@@ -121,7 +131,7 @@ pub(super) fn chunk_delay(
         None => least_lost_time(&request)?,
     };
     let plan = plan_chunks(&Request { version_steps: steps, ..request })?;
-    Ok((plan.reason.delay_seconds, steps as u64))
+    Ok(Some((plan.reason, steps as u64)))
 }
 
 /// Number of steps over which a version is sent: the minimum that the windows need, or the one that loses the least time

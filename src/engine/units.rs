@@ -15,6 +15,8 @@ pub struct Units {
     pub bytes: Vec<u64>,
     /// Bytes of each unit's gradient as it is sent; 0 if every node reduces it.
     pub gradients: Vec<u64>,
+    /// Whether the optimizer's steps can be repeated bit for bit.
+    pub replayable: bool,
     /// Whether one rank owns each unit that is no expert. If not, every node trains these units.
     pub have_owners: bool,
 }
@@ -38,6 +40,11 @@ impl Units {
     /// Units with an owner that are no experts.
     pub fn owned(&self) -> Range<usize> {
         if self.have_owners { self.dense() } else { 0..0 }
+    }
+
+    /// Bytes that bring a replica of a unit to the next step: its gradient, or its state if steps cannot be repeated.
+    pub fn step_bytes(&self, unit: usize) -> u64 {
+        if self.replayable { self.gradients[unit] } else { self.bytes[unit] }
     }
 
     /// Total bytes of these units.

@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(simulate, module)?)?;
+    module.add_function(wrap_pyfunction!(forecast, module)?)?;
     module.add_function(wrap_pyfunction!(read_bamboo, module)?)?;
     module.add_function(wrap_pyfunction!(read_skypilot, module)?)
 }
@@ -40,6 +41,13 @@ fn simulate(
         Some(error) => Err(error),
         None => to_json(&outcome?),
     }
+}
+
+/// Returns the forecast as JSON.
+#[pyfunction]
+fn forecast(py: Python<'_>, scenario: &str, preset: &str) -> PyResult<String> {
+    let (scenario, preset) = (read("scenario", scenario)?, preset.parse()?);
+    to_json(&py.detach(|| simulation::forecast(&scenario, preset))?)
 }
 
 /// Returns the source as JSON.

@@ -11,5 +11,5 @@ mod usable;
 mod vote;
 
 pub use holding::{Conflict, Holding, Kind};
-pub use plan::{Plan, Reason, Transfer, plan, plan_lagging, plan_on_nodes};
+pub use plan::{Plan, Reason, Transfer, plan, plan_lagging, plan_on_nodes, plan_version};
 pub use usable::{Knowledge, usable};

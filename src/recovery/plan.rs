@@ -175,7 +175,8 @@ pub fn plan_on_nodes(
         needs.len(),
         nodes.len()
     );
-    let found = target(bytes.len(), holdings, may_lag);
+    let held = holdings.iter().flatten().map(|holding| (holding.version, holding.unit)).collect();
+    let found = plan_version(bytes.len(), held, may_lag);
     let Some(version) = found.version else { return Ok(found) };
     let mut taken = vec![version; bytes.len()];
     for &(unit, older) in &found.stale {
@@ -212,9 +213,36 @@ fn check(units: usize, holdings: &[Vec<Holding>], needs: &[Vec<usize>], may_lag:
     Ok(())
 }
 
-/// The version to continue from, its reason, and the stale or lost units; without transfers.
-fn target(units: usize, holdings: &[Vec<Holding>], may_lag: &[usize]) -> Plan {
-    let reached = reached(holdings, may_lag);
+/// Plans like [`plan_lagging`], but neither compares digests nor plans transfers.
+///
+/// `held` lists the (version, unit) of all holdings, in any order; there are `units` units.
+pub fn plan_version(units: usize, mut held: Vec<(u64, usize)>, may_lag: &[usize]) -> Plan {
+    held.sort_unstable();
+    held.dedup();
+    let newest = held.last().map_or(0, |&(version, _)| version);
+    if newest > 0 {
+        held.retain(|&(version, _)| version > 0);
+    }
+    let mut lags = vec![false; units];
+    may_lag.iter().for_each(|&unit| lags[unit] = true);
+    // Of equal counts the last one is taken: the newest.
+    let (mut is_reached, mut lagging, mut best) = (vec![false; units], 0, None);
+    for group in held.chunk_by(|(one, _), (two, _)| one == two) {
+        let mut reached = lagging;
+        for &(_, unit) in group {
+            if !lags[unit] || !std::mem::replace(&mut is_reached[unit], true) {
+                reached += 1;
+                lagging += usize::from(lags[unit]);
+            }
+        }
+        best = best.filter(|&(most, _)| most > reached).or(Some((reached, group[0].0)));
+    }
+    let mut taken: Vec<Option<u64>> = vec![None; units];
+    for &(at, unit) in held.iter().take_while(|&&(at, _)| best.is_some_and(|(_, version)| at <= version)) {
+        if lags[unit] || best.is_some_and(|(_, version)| at == version) {
+            taken[unit] = Some(at);
+        }
+    }
     let plan = |version, reason, lost, stale| Plan {
         version,
         lost,
@@ -223,19 +251,14 @@ fn target(units: usize, holdings: &[Vec<Holding>], may_lag: &[usize]) -> Plan {
         conflicts: Vec::new(),
         reason,
     };
-    let Some((&newest, _)) = reached.last_key_value() else {
-        return plan(None, Reason::Nothing, (0..units).collect(), Vec::new());
-    };
-    // Of equal counts the last one is taken: the newest.
-    let Some((&version, taken)) = reached.iter().max_by_key(|(_, taken)| taken.len()) else {
-        unreachable!("there is a newest version");
-    };
-    let lost: Vec<usize> = (0..units).filter(|unit| !taken.contains_key(unit)).collect();
+    let lost: Vec<usize> = (0..units).filter(|&unit| taken[unit].is_none()).collect();
+    let Some((_, version)) = best else { return plan(None, Reason::Nothing, lost, Vec::new()) };
     if !lost.is_empty() {
         return plan(None, Reason::Incomplete { version }, lost, Vec::new());
     }
+    let taken = taken.into_iter().enumerate();
     let stale: Vec<(usize, u64)> =
-        taken.iter().map(|(&unit, &at)| (unit, at)).filter(|&(_, at)| at < version).collect();
+        taken.filter_map(|(unit, at)| at.filter(|&at| at < version).map(|at| (unit, at))).collect();
     let reason = match version {
         0 => Reason::Fresh,
         _ if !stale.is_empty() => Reason::Lagging { units: stale.len() },
@@ -243,28 +266,6 @@ fn target(units: usize, holdings: &[Vec<Holding>], may_lag: &[usize]) -> Plan {
         _ => Reason::Older { newest },
     };
     plan(Some(version), reason, lost, stale)
-}
-
-/// For each candidate version, its units with the version of each: its own, or for a unit that may lag the newest
-/// earlier one.
-fn reached(holdings: &[Vec<Holding>], may_lag: &[usize]) -> BTreeMap<u64, BTreeMap<usize, u64>> {
-    let mut reached: BTreeMap<u64, BTreeMap<usize, u64>> = BTreeMap::new();
-    for holding in holdings.iter().flatten() {
-        reached.entry(holding.version).or_default().insert(holding.unit, holding.version);
-    }
-    if reached.len() > 1 {
-        reached.remove(&0);
-    }
-    let mut latest: BTreeMap<usize, u64> = BTreeMap::new();
-    for taken in reached.values_mut() {
-        for unit in may_lag {
-            if let Some(&at) = taken.get(unit).or(latest.get(unit)) {
-                latest.insert(*unit, at);
-                taken.insert(*unit, at);
-            }
-        }
-    }
-    reached
 }
 
 fn transfers(bytes: &[u64], sources: &[Sources], needs: &[Vec<usize>], nodes: &[usize]) -> Vec<Transfer> {

@@ -44,6 +44,8 @@ pub(super) struct Job<'a> {
     pub(super) writing: Option<(u64, u64)>,
     /// Units that the last recovery restored from older versions.
     pub(super) stale: Vec<(usize, u64)>,
+    /// Bytes per second from the state to host memory, if members have measured it.
+    pub(super) host_speed: Option<f64>,
     /// Steps that were taken, and their nanoseconds.
     taken: VecDeque<(u64, u64)>,
     /// Time since which units are missing.
@@ -94,6 +96,7 @@ impl<'a> Job<'a> {
             stored: None,
             writing: None,
             stale: Vec::new(),
+            host_speed: None,
             taken: VecDeque::new(),
             missing_since: None,
             surveying_since: None,

@@ -6,6 +6,7 @@
 //! Members: protocol::Protocol ─ commands ─► Job: ask, connect, restore, protect, step ─ events ─► Members
 //!                                            │ Planners: allocate, place, ranks_in_place, plan_protection, plan_recovery, …
 //!                                            └─► Tally ─ Outcome: time by cause, steps, tokens, bytes
+//! forecast: place, protect ─ Engine: steps without failures, if_lost at each ─ Forecast: bytes, delay, mean losses
 //! ```
 //!
 //! A node is one member. One state machine represents all members in the same state, and one layer represents all
@@ -16,6 +17,7 @@ mod account;
 mod asking;
 mod costs;
 mod failures;
+mod forecast;
 mod job;
 mod load;
 mod member;
@@ -35,6 +37,7 @@ mod world;
 
 pub use costs::Costs;
 pub use failures::Source;
+pub use forecast::{Forecast, forecast};
 pub use outcome::{Happened, Outcome};
 pub use planners::{Planners, Product};
 pub use scenario::{Cluster, Dense, Load, Model, RestartChoices, Scenario, Scheme, SessionChoices};

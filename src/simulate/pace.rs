@@ -1,14 +1,14 @@
 //! Durations and bytes of a job's steps under the current plan.
 
+use crate::engine;
+
 /// Durations and bytes of the current plan's steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Pace {
     /// Load of the busiest node over the mean, over all classes.
     pub(super) imbalance: f64,
-    /// Seconds by which copies delay each step.
-    pub(super) copy_seconds: f64,
-    /// Bytes sent to peers in each step.
-    pub(super) copy_bytes: u64,
+    /// Cost of the copies.
+    pub(super) copies: engine::Pace,
     /// Network seconds of optimizer state that follows a recovery; the next step waits for it.
     pub(super) late_state: f64,
     /// Network seconds of the first copies; the next step waits for them.

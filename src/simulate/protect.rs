@@ -38,8 +38,7 @@ impl Job<'_> {
             step_seconds: self.step_seconds(),
             idle: model.network_idle,
         };
-        let pace = self.engine.pace(&network)?;
-        (self.pace.copy_bytes, self.pace.copy_seconds) = (pace.bytes, pace.delay_seconds);
+        self.pace.copies = self.engine.pace(&network)?;
         let waits = waits || self.scenario.session.copies == 0;
         self.pace.first_copies = if waits { 0.0 } else { seconds };
         if waits {
@@ -105,7 +104,7 @@ impl Job<'_> {
             network_seconds: Some(step * self.scenario.model.network_idle),
             log_bytes: session.replay_log_bytes,
             link: Some(self.link()),
-            host_speed: None,
+            host_speed: self.host_speed,
         };
         domain.into_iter().map(rank).collect()
     }

@@ -5,7 +5,6 @@ use super::job::Job;
 use super::units::RankUnits;
 use super::world::Flow;
 use crate::error::Result;
-use crate::protection::Lagging;
 use crate::protocol::{Event, step_of};
 use crate::recovery::{Holding, Kind, Plan};
 use std::collections::{BTreeMap, BTreeSet};
@@ -78,17 +77,8 @@ impl Job<'_> {
         let plan = |may_lag: &[usize]| -> Result<Plan> {
             self.planners.plan_recovery(&self.engine.units().bytes, &holdings, &nothing, may_lag)
         };
-        let found = |plan: Plan, may_lag| Found { version: plan.version, may_lag, stale: plan.stale };
-        if self.preset.lagging != Lagging::Always {
-            let first = plan(&[])?;
-            if first.version.is_some()
-                || self.preset.lagging == Lagging::Never
-                || self.scenario.session.copies == 0
-            {
-                return Ok(found(first, false));
-            }
-        }
-        Ok(found(plan(&self.experts())?, true))
+        let (found, may_lag) = self.engine.version_left(plan)?;
+        Ok(Found { version: found.version, may_lag, stale: found.stale })
     }
 
     fn experts(&self) -> Vec<usize> {
@@ -128,9 +118,8 @@ impl Job<'_> {
             }
         }
         let rank_of = |node: usize| self.agreed.binary_search(&node).ok().filter(|&rank| old[rank].is_some());
-        for (unit, node, version, kind) in
-            engine.copies().into_iter().flat_map(|copies| copies.held(engine.history()))
-        {
+        let copied = engine.copies().into_iter().flat_map(|copies| copies.held(engine.history()));
+        for (unit, node, version, kind) in copied {
             if let Some(rank) = rank_of(node) {
                 holdings[rank].push(holding(unit, version, kind));
             }
@@ -292,7 +281,7 @@ impl Job<'_> {
         Ok(self.adopt(version, rank_units))
     }
 
-    fn adopt(&mut self, version: u64, rank_units: Vec<RankUnits>) -> Event {
+    pub(super) fn adopt(&mut self, version: u64, rank_units: Vec<RankUnits>) -> Event {
         self.missing_since = None;
         self.engine.restore(version);
         self.rank_units = rank_units;

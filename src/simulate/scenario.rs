@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 /// Maximum number of nodes, including spares.
 const MAX_NODES: usize = 1 << 17;
 /// Maximum number of experts over all classes of layers.
-const MAX_UNITS: usize = 1 << 16;
+const MAX_UNITS: usize = 1 << 18;
 /// Maximum duration of a simulation in seconds: a century.
 const MAX_SECONDS: f64 = 3.2e9;
 
@@ -124,6 +124,9 @@ pub struct SessionChoices {
     pub copy_budget: f64,
     /// Steps over which a version is copied (`gemini`, `baft`); none for as few as delay no step.
     pub snapshot_interval: Option<usize>,
+    /// Experts of each layer in a snapshot in own memory, for the forecast of `pec`; none for half.
+    #[serde(default)]
+    pub experts_per_snapshot: Option<usize>,
     /// Steps between two searches for newcomers; 0 for none.
     pub join_interval: u64,
     /// Steps between two decisions whether experts should move; 0 for none.
@@ -248,13 +251,13 @@ impl Scenario {
         );
         ensure!(
             model.experts.saturating_mul(model.classes) <= MAX_UNITS,
-            "model.classes: expected at most 2^16 experts in all classes, got {} × {}",
+            "model.classes: expected at most 2^18 experts in all classes, got {} × {}",
             model.classes,
             model.experts
         );
         ensure!(
             model.dense_modules.len() <= MAX_UNITS,
-            "model.dense_modules: expected at most 2^16, got {}",
+            "model.dense_modules: expected at most 2^18, got {}",
             model.dense_modules.len()
         );
         positive("model.step_seconds", model.step_seconds)?;
@@ -288,6 +291,7 @@ impl Scenario {
             ("slots", session.slots),
             ("most_slots", session.most_slots),
             ("min_replicas", session.min_replicas),
+            ("experts_per_snapshot", session.experts_per_snapshot),
             ("experts_per_save", session.experts_per_save),
         ] {
             ensure!(count != Some(0), "session.{name}: expected 1 or more, got 0");

@@ -30,7 +30,7 @@ impl Job<'_> {
         let persisting = nanoseconds(std::mem::take(&mut self.pace.persisting));
         let delays = [
             (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
-            (Cause::Copy, nanoseconds(self.pace.copy_seconds)),
+            (Cause::Copy, nanoseconds(self.pace.copies.delay_seconds)),
             (Cause::Fetch, late),
             (Cause::Protect, first_copies),
             (Cause::Checkpoint, persisting + self.save(number, compute)?),
@@ -43,7 +43,7 @@ impl Job<'_> {
         }
         (self.pace.late_state, self.pace.first_copies) = (0.0, 0.0);
         self.pace.computing = compute;
-        self.tally.copy_bytes += u128::from(self.pace.copy_bytes);
+        self.tally.copy_bytes += u128::from(self.pace.copies.bytes);
         self.look_for_newcomers()?;
         Ok(Event::Gradients { is_whole: true, leaves: false, lag: 0 })
     }

@@ -33,7 +33,7 @@ pub(super) fn units_of(scenario: &Scenario) -> Units {
         bytes.extend((0..parts).map(|part| end(part + 1) - end(part)).filter(has_bytes));
         gradients.resize(bytes.len(), 0); // every node reduces these
     }
-    Units { experts, classes, bytes, gradients, have_owners }
+    Units { experts, classes, bytes, gradients, replayable: model.replayable, have_owners }
 }
 
 /// The units of a member: its node, the experts of each class that it trains with their replica counts, and the other

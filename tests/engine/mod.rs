@@ -5,6 +5,7 @@
 //! node 0 and the second on node 1.
 
 mod copies;
+mod if_lost;
 mod selection;
 
 use evermoe::engine::{Engine, Members, Network, Options, Planned, Units};
@@ -35,6 +36,7 @@ fn units(is_sharded: bool) -> Units {
         classes: 1,
         bytes: vec![100, 100, 100, 100, 60, 30],
         gradients: if is_sharded { vec![10, 10, 10, 10, 6, 3] } else { vec![10, 10, 10, 10, 0, 0] },
+        replayable: true,
         have_owners: is_sharded,
     }
 }

@@ -1,5 +1,6 @@
 //! Simulated jobs: properties of all of them, cases with a closed form, and that the planners decide.
 
+mod forecast;
 mod planners;
 mod refusals;
 mod storage;
@@ -61,6 +62,7 @@ fn scenario() -> Scenario {
             copies: 2,
             copy_budget: 0.01,
             snapshot_interval: None,
+            experts_per_snapshot: None,
             join_interval: 1,
             rebalance_interval: 100,
             rejoin_timeout: 30.0,

@@ -158,17 +158,6 @@ def find_windows(
     return Windows(_native.find_windows(steps, number("quantile", quantile), number("gamma", gamma), ignored))
 
 
-def synthetic_windows(layers: int, step_seconds: float, network_idle: float) -> Windows:
-    """Return the windows of a step without a profile: compute and collectives alternate, as in forward and backward.
-
-    Args:
-        layers: number of layers, each with a forward and a backward pass.
-        step_seconds: duration of the step.
-        network_idle: part of the step in which the network is idle.
-    """
-    return Windows(_native.synthetic_windows(layers, step_seconds, network_idle))
-
-
 def has_changed(windows: Windows, steps: Sequence[StepProfile], *, tolerance: float = 0.01) -> Change | None:
     """Return what changed since the windows were found; None if nothing that matters did.
 

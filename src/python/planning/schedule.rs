@@ -8,7 +8,6 @@ use pyo3::prelude::*;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(find_windows, module)?)?;
-    module.add_function(wrap_pyfunction!(synthetic_windows, module)?)?;
     module.add_function(wrap_pyfunction!(forecast_memory, module)?)?;
     module.add_function(wrap_pyfunction!(has_changed, module)?)?;
     module.add_function(wrap_pyfunction!(plan_chunks, module)?)?;
@@ -158,11 +157,6 @@ fn find_windows(
     let steps = to_steps(steps)?;
     let options = schedule::WindowOptions { quantile, gamma, ignore };
     Ok(Windows(py.detach(|| schedule::find_windows(&steps, &options))?))
-}
-
-#[pyfunction]
-fn synthetic_windows(layers: usize, step_seconds: f64, network_idle: f64) -> PyResult<Windows> {
-    Ok(Windows(schedule::synthetic_windows(layers, step_seconds, network_idle)?))
 }
 
 /// Bytes and buffers.

@@ -38,7 +38,7 @@ def report(load=None, cluster=(4, 2, 2, 1, (1, 2)), setting=SMALL, policies=("ba
 
 
 def rows(auto: AutoReport) -> dict[str, PresetRow]:
-    found = compare_presets(auto.layout, auto)
+    found = compare_presets(auto.layout)
     assert tuple(row.preset for row in found) == PRESET_NAMES
     return {row.preset: row for row in found}
 
@@ -87,7 +87,8 @@ def test_snapshots_as_often_as_there_is_time():
     assert snapshots.memory_bytes == 8 * 2 * 12_000
     row = rows(auto)["auto"]
     assert (row.steps_per_version, row.delay, row.repeated_steps) == (2, 0, 0)
-    assert row.lost_steps == pytest.approx(0.5 / 4, rel=1e-3)  # half a step of the 2 experts of one node
+    # the 2 experts of one node go back by 1 or 2 steps: a snapshot is complete with the next vote
+    assert row.lost_steps == pytest.approx(1.5 / 4, rel=1e-3)
     assert "25.0% of a step and --budget 0 leave too little time" in show_copies.advise_copies(
         auto, [*rows(auto).values()]
     )
@@ -144,30 +145,31 @@ def test_the_placement_is_balanced_or_the_recommended_one():
 # ---- presets
 
 
-def test_everything_in_each_step():
+def test_everything_in_as_many_steps_as_windows_need():
     found = rows(report())
+    # 72 kB pass each node, in 50 ms of windows: a version takes 2 steps, and a failure undoes 2 or 3
     for name in ("gemini", "baft"):
-        assert (found[name].peer_bytes, found[name].steps_per_version) == (12, 1)
-        assert (found[name].survives, found[name].repeated_steps, found[name].lost_steps) == (1, 0, 0)
-        assert found[name].steps_in_windows == 2
-    # 72 kB pass each node, in 50 ms of windows; complete units of 12 kB use 24 of each 25 ms
-    assert found["gemini"].delay == pytest.approx(0.22, abs=0.005)
-    assert found["baft"].delay == pytest.approx(0.24, abs=0.005)
+        assert (found[name].peer_bytes, found[name].steps_per_version) == (6, 2)
+        assert (found[name].survives, found[name].repeated_steps, found[name].lost_steps) == (1, 2.5, 0)
+        assert (found[name].steps_in_windows, found[name].delay) == (2, 0)
     assert found["auto"].peer_bytes == pytest.approx(32_000 / 12_000)
     assert (found["auto"].delay, found["auto"].steps_per_version) == (0, 1)
+    slow = rows(report(network_gbps=0.0001))["gemini"]  # more than 64 steps: what loses the least time
+    assert slow.steps_per_version is not None and slow.steps_per_version <= 64
+    assert slow.delay is not None and slow.delay > 0
 
 
 def test_more_copies_are_sent_to_more_nodes():
     found = rows(report(replication=3))
-    assert found["gemini"].peer_bytes == 24
-    assert found["baft"].peer_bytes == 24  # to the two previous nodes
+    for name in ("gemini", "baft"):  # baft: to the two previous nodes
+        assert found[name].peer_bytes * found[name].steps_per_version == 24
     assert found["moetion"].peer_bytes <= 2 * 12
 
 
-def test_a_rack_takes_the_copies_that_are_in_it():
+def test_copies_are_in_other_racks():
     found = rows(report(cluster=(4, 2, 1, 2, (1,))))
-    assert (found["gemini"].survives, found["gemini"].repeated_steps) == (0, 499.5)  # groups of 2 are racks of 2
-    assert found["auto"].survives == 1
+    assert [found[name].survives for name in ("gemini", "baft", "moetion", "auto")] == [1] * 4
+    assert (found["lazarus"].survives, found["lazarus"].repeated_steps) == (0, 499.5)
     found = rows(report(cluster=(4, 4, 2, 2, (1,))))
     assert {row.survives for row in found.values()} == {1}  # replicas of all are in two racks
 
@@ -243,14 +245,6 @@ def test_a_single_node_has_nobody_to_send_to():
     )
 
 
-@pytest.mark.parametrize("idle", [0.0, 0.4, 1.0])
-def test_windows_add_up_to_the_idle_share(idle):
-    windows = CopySetting(network_idle=idle).windows(layers=3)
-    found = [window.seconds for window in windows.windows if window.resource == "network"]
-    assert sum(found) == pytest.approx(idle * 2.0)
-    assert len(found) == {0.0: 0, 0.4: 6, 1.0: 1}[idle]
-
-
 # ---- the command
 
 
@@ -281,7 +275,7 @@ def test_report_and_json(tmp_path):
     assert found["advice"] in text
     assert found["advice"] == (
         "auto survives any loss of 1 node without a lost step: 2.67 bytes a parameter in each step, where copies of "
-        "everything (gemini) take 12."
+        "everything (gemini) take 6."
     )
 
 
@@ -329,6 +323,7 @@ def test_help_has_every_flag(tmp_path):
             "--experts-per-snapshot: expected 3 to 8",
         ),
         (["--copies", "--snapshot-interval", "0"], "--snapshot-interval: expected 1 to"),
+        (["--copies", "--nodes", "131073"], "--nodes: expected at most 2^17 with --copies, got 131073"),
         (["--copies", "--layers", "40000"], "--copies: expected at most 2^18 experts, got 40000 × 8"),
     ],
 )

@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     if setting is not None:
         layout, placed = make_layout(load_LE, comparison, setting)
         auto = plan_auto(layout, placed.policy)
-        copies = auto, compare_presets(layout, auto)
+        copies = auto, compare_presets(layout)
     files: dict[str, bytes] = {}
     if draw is not None:
         files["--plot"] = draw(comparison)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from evermoe.planning import CopyNode
 from evermoe.planning.schedule import Link
-from evermoe.planning.windows import Windows, synthetic_windows
 
 ALPHA = 10e-6
 """Latency of any transfer on either link, in seconds."""
@@ -17,6 +16,8 @@ MAX_BYTES = 1 << 60
 """Largest number of bytes of all copies together, so that the planners' sums stay within 64 bits."""
 MAX_UNITS = 1 << 18
 """Largest number of experts of all layers."""
+MAX_COPY_NODES = 1 << 17
+"""Largest number of nodes of a job whose copies are forecast."""
 MAX_TURNS = 1 << 10
 """Largest number of checkpoints of pec until every expert was saved."""
 
@@ -76,16 +77,17 @@ class CopySetting:
         """The link between the devices and the host memory of a node."""
         return Link(ALPHA, self.host_link_gbps * 1e9 / 8)
 
+    @property
+    def host_bytes(self) -> int:
+        """Free host memory of a node for copies, in bytes."""
+        return int(self.host_gib * (1 << 30))
+
     def copy_nodes(self, nodes: int, domain_size: int) -> list[CopyNode]:
         """Return equal nodes; the host link counts as always idle."""
         failure = min(1.0, self.step_seconds / (self.mtbf_hours * 3600))
-        host, device = (int(gib * (1 << 30)) for gib in (self.host_gib, self.device_gib))
-        idle = self.network_idle * self.step_seconds
-        return [CopyNode(failure, node // domain_size, host, device, idle, self.step_seconds) for node in range(nodes)]
-
-    def windows(self, layers: int) -> Windows:
-        """Return the windows of a synthetic step, in which compute and collectives alternate."""
-        return synthetic_windows(layers, self.step_seconds, self.network_idle)
+        device, idle = int(self.device_gib * (1 << 30)), self.network_idle * self.step_seconds
+        memory = self.host_bytes, device
+        return [CopyNode(failure, node // domain_size, *memory, idle, self.step_seconds) for node in range(nodes)]
 
 
 HELP = {
@@ -188,6 +190,8 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
             raise ValueError(f"{_flag(name)}: expected {least:g} to {most:g}, got {value}")
     given |= {name: int(given[name]) for name in INTEGERS & given.keys()}
     setting = CopySetting(**given)
+    if options.nodes > MAX_COPY_NODES:
+        raise ValueError(f"--nodes: expected at most 2^17 with --copies, got {options.nodes}")
     if layers * experts > MAX_UNITS:
         raise ValueError(
             f"--copies: expected at most 2^18 experts, got {layers} × {experts}; plan fewer layers at a time"

@@ -231,15 +231,12 @@ def _few(number: float) -> str:
 def _legend(auto: AutoReport) -> str:
     unit, setting = auto.layout.cluster.unit, auto.layout.setting
     return (
-        "sent: bytes to peers; a transfer takes the network of both its ends. steps a version: steps from one copy "
-        "of a "
-        "unit to its next, for the worst unit; pec and lazarus keep them in the store, where each preset has a "
-        "checkpoint "
-        f"each {setting.persist_steps:,} steps. without delay: steps for the same bytes within windows alone. 1 lost: "
-        f"after the failure of a {unit}, the probability that memory holds everything, the steps that the job repeats, "
-        "and the tokens lost for good as some experts go back alone, in steps of the complete model; means. -: "
-        "unknown, "
-        "or nothing is sent."
+        "each preset with its own placement, as a session has it. sent: bytes to peers. steps a version: steps from "
+        "one copy of a unit to its next, for the worst unit; pec and lazarus keep them in the store, where each preset "
+        f"has a checkpoint each {setting.persist_steps:,} steps. without delay: steps in which windows alone have room "
+        f"for a version. 1 lost: after the failure of a {unit}, the probability that memory holds everything, the "
+        "steps that the job repeats, without the interrupted one, and the tokens lost for good as some experts go back "
+        "alone, in steps of the complete model; means. -: unknown, or nothing is sent."
     )
 
 

@@ -1,0 +1,136 @@
+//! What a loss of nodes costs: the version that is left, and the experts that go back alone.
+
+use evermoe::engine::{Engine, Loss, Members, Options, Units};
+use evermoe::protection::{PresetName, RankInfo, UnitInfo};
+use evermoe::protocol::{step_of, version_of};
+
+const TOKENS: [i64; 3] = [30, 20, 10];
+
+/// Three nodes with one expert each, and a unit that all train, or that node 0 owns. A budget or a save has room for one
+/// expert.
+fn engine(preset: PresetName, is_owned: bool, replication: usize) -> Engine {
+    let units = Units {
+        experts: 3,
+        classes: 1,
+        bytes: vec![1200, 1200, 1200, 500],
+        gradients: vec![400; 4],
+        replayable: true,
+        have_owners: is_owned,
+    };
+    let options = Options {
+        preset: preset.preset(),
+        replication,
+        copy_budget: 0.01,
+        snapshot_interval: Some(1),
+        experts_per_save: Some(1),
+        save_interval: 1,
+        max_lost_token_fraction: 1.0,
+        remote_bytes_per_step: Some(1200),
+    };
+    let ranks: Vec<RankInfo> = (0..3).map(rank).collect();
+    let unit = |unit: usize| UnitInfo {
+        state_bytes: units.bytes[unit],
+        gradient_bytes: 400,
+        active: if unit < 3 || is_owned { vec![unit % 3] } else { vec![0, 1, 2] },
+        tokens: 20.0,
+        replayable: true,
+        may_lag: unit < 3,
+    };
+    let infos: Vec<UnitInfo> = (0..4).map(unit).collect();
+    let mut engine = Engine::new(options, units).unwrap();
+    engine.plan(&Members { nodes: &[0, 1, 2], ranks: &ranks, units: &infos }, 0).unwrap();
+    engine.resume(0).unwrap();
+    engine
+}
+
+fn rank(node: usize) -> RankInfo {
+    RankInfo {
+        node: format!("{node}"),
+        free_bytes: 1 << 30,
+        trains: true,
+        step_seconds: Some(1.0),
+        network_seconds: Some(1.0),
+        log_bytes: 1 << 30,
+        link: None,
+        host_speed: None,
+    }
+}
+
+fn take(engine: &mut Engine, steps: u64) {
+    for step in step_of(engine.history().newest) + 1..=steps {
+        engine.begin_step().unwrap();
+        engine.take_step(version_of(0, step), || TOKENS.to_vec()).unwrap();
+        engine.end_save(true);
+    }
+}
+
+fn stale(loss: &Loss) -> Vec<(usize, u64, Option<i64>)> {
+    let lost = |index: usize| loss.lost_tokens.as_ref().map(|lost| lost[index]);
+    loss.stale.iter().enumerate().map(|(index, &(unit, at))| (unit, step_of(at), lost(index))).collect()
+}
+
+/// By load, the experts are copied in the order 0, 1, 0, 1, 0, 2: then 2 is up to date, 0 is one step behind, and 1 two.
+#[test]
+fn each_preset_continues_from_what_its_copies_have() {
+    let alone = |unit, at, tokens| vec![(unit, at, Some(tokens))];
+    let none = Vec::new;
+    for (preset, nodes, version, undone, expected) in [
+        (PresetName::Auto, vec![0], Some(6), 0, none()),
+        (PresetName::Auto, vec![0, 1, 2], None, 6, none()),
+        (PresetName::Gemini, vec![0], Some(5), 1, none()),
+        (PresetName::Baft, vec![1], Some(5), 1, none()),
+        (PresetName::Lazarus, vec![0], None, 6, none()),
+        (PresetName::Moetion, vec![0], Some(6), 0, alone(0, 5, 30)),
+        (PresetName::Moetion, vec![1], Some(6), 0, alone(1, 4, 40)),
+        (PresetName::Moetion, vec![2], Some(6), 0, none()),
+        (PresetName::Pec, vec![0], Some(6), 0, alone(0, 5, 30)),
+        (PresetName::Pec, vec![1], Some(6), 0, alone(1, 4, 40)),
+        (PresetName::Pec, vec![2], Some(6), 0, none()),
+        (PresetName::Pec, vec![0, 1, 2], Some(6), 0, [alone(0, 5, 30), alone(1, 4, 40)].concat()),
+    ] {
+        let mut engine = engine(preset, false, 2);
+        take(&mut engine, 6);
+        let loss = engine.if_lost(&nodes).unwrap();
+        let case = format!("{} without {nodes:?}: {loss:?}", preset.name());
+        assert_eq!((loss.version.map(step_of), loss.undone_steps), (version, undone), "{case}");
+        assert_eq!(stale(&loss), expected, "{case}");
+        assert_eq!(engine.if_lost(&[]).unwrap().undone_steps, 0, "{case}");
+    }
+}
+
+#[test]
+fn all_go_back_with_a_unit_that_must_not_lag() {
+    let mut pec = engine(PresetName::Pec, true, 2);
+    take(&mut pec, 6);
+    pec.begin_step().unwrap();
+    pec.take_step(version_of(0, 7), || TOKENS.to_vec()).unwrap(); // its save is in progress
+    let loss = pec.if_lost(&[0]).unwrap();
+    assert_eq!((loss.version.map(step_of), loss.undone_steps), (Some(6), 1));
+    assert_eq!(stale(&loss), [(0, 5, Some(60)), (1, 4, Some(60))], "those of the repeated step count, too");
+    let mut lazarus = engine(PresetName::Lazarus, true, 2);
+    take(&mut lazarus, 6);
+    assert_eq!(lazarus.if_lost(&[0]).unwrap().version, None);
+}
+
+#[test]
+fn nothing_is_left_without_copies() {
+    for preset in [PresetName::Auto, PresetName::Gemini, PresetName::Moetion] {
+        let mut engine = engine(preset, false, 1);
+        take(&mut engine, 3);
+        assert_eq!(engine.if_lost(&[1]).unwrap().version, None, "{}", preset.name());
+    }
+}
+
+#[test]
+fn a_stride_counts_for_its_steps() {
+    let mut engine = engine(PresetName::Moetion, false, 2);
+    assert_eq!(engine.remote_budget(), Some(1200));
+    engine.set_stride(3);
+    assert_eq!(engine.remote_budget(), Some(3600));
+    engine.begin_step().unwrap();
+    let made = engine.take_step(version_of(0, 1), || TOKENS.to_vec()).unwrap();
+    assert_eq!(made.peer_bytes, 3 * 1200);
+    engine.begin_step().unwrap();
+    let made = engine.take_step(version_of(0, 2), || TOKENS.to_vec()).unwrap();
+    assert_eq!(made.peer_bytes, 3 * 1200, "states: in the steps between, other experts were copied");
+}
