@@ -1,4 +1,4 @@
-"""The command line as a user types it: real processes, exit codes and messages."""
+"""The command line as a user types it: exit codes and messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from evermoe.process.memory_folder import job_folder
-from support.commands import evermoe
+from support.commands import evermoe, evermoe_process
 
 SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32", "--batch", "12"]
 
@@ -20,7 +20,7 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     run = ["--workers", "3", "--steps", "24", "--kill", "1@5", "--join", "8", "--no-baseline"]
-    done = evermoe(
+    done = evermoe_process(
         *("demo", *run, *SMALL, "--data", str(text)),
         *("--json", "out.json", "--plot", "out.png", "--trace", "trace.json"),
         folder=tmp_path,
@@ -46,7 +46,7 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
 @pytest.mark.long
 def test_demo_fails_when_too_much_is_lost(tmp_path):
     run = ["--workers", "2", "--steps", "8", "--kill", "1@4", "--no-join", "--replication", "1", "--expert-slots", "1"]
-    done = evermoe("demo", *run, *SMALL, "--experts", "3", "--top-k", "1", "--no-baseline", folder=tmp_path)
+    done = evermoe_process("demo", *run, *SMALL, "--experts", "3", "--top-k", "1", "--no-baseline", folder=tmp_path)
     assert done.returncode == 1
     assert "LostExperts" in done.stdout
     assert "blocks.0.moe.experts." in done.stdout
@@ -103,7 +103,7 @@ print("finished at", session.step, flush=True)
 @pytest.mark.long
 def test_run_restarts_a_crashed_worker_which_rejoins(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = evermoe("run", "--workers", "2", "--restarts", "1", "train.py", "1", folder=tmp_path)
+    done = evermoe_process("run", "--workers", "2", "--restarts", "1", "train.py", "1", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"worker 1 \(pid \d+\) was killed by signal 9; restarting it", done.stderr)
     assert "local memory" in done.stdout
@@ -125,8 +125,11 @@ def test_run_says_what_is_wrong(tmp_path):
     assert done.returncode == 2
     assert "evermoe run: memory_dir /proc: cannot create the job's folder in it" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_run_ends_with_the_exit_code_of_the_script(tmp_path):
     (tmp_path / "broken.py").write_text("raise SystemExit(3)")
-    assert evermoe("run", "broken.py", folder=tmp_path).returncode == 3
+    assert evermoe_process("run", "broken.py", folder=tmp_path).returncode == 3
 
 
 @pytest.mark.parametrize("job", ["x/../../precious", "../x", "a/b", "", "a\nb", ".x"])
@@ -145,7 +148,7 @@ def test_run_takes_no_path_for_the_name_of_a_job(tmp_path, job):
 
 @pytest.mark.parametrize("missing", ["rich", "matplotlib"])
 def test_demo_says_what_to_install(tmp_path, missing):
-    done = evermoe("demo", folder=tmp_path, missing=missing)
+    done = evermoe_process("demo", folder=tmp_path, missing=missing)
     assert done.returncode == 2
     assert f"evermoe demo needs {missing}" in done.stderr
     assert "evermoe[cli,plot]" in done.stderr

@@ -1,4 +1,4 @@
-"""`evermoe plan`: real processes for flags, files and messages; the advice on constructed comparisons."""
+"""`evermoe plan`: flags, files and messages; the advice on constructed comparisons."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from evermoe.planning import allocate, place, recovery_probability
 from evermoe.planning.dispatch import imbalance
 from evermoe.planning.placement import POLICIES
 from evermoe.planning.survival import Survival
-from support.commands import evermoe
+from support.commands import Done, evermoe, evermoe_process
 
 SMALL = ["--nodes", "4", "--expert-slots", "4", "--experts", "8"]
 
 
-def plan(*arguments: str, folder, limit: float = 60) -> subprocess.CompletedProcess[str]:
-    return evermoe("plan", *arguments, folder=folder, limit=limit)
+def plan(*arguments: str, folder) -> Done:
+    return evermoe("plan", *arguments, folder=folder)
 
 
 # ---- the command
@@ -246,11 +246,11 @@ def test_all_missing_flags_are_named_at_once_in_one_line(tmp_path, flags, missin
 @pytest.mark.parametrize("missing", ["rich", "matplotlib"])
 def test_says_what_to_install(tmp_path, missing):
     flags = [*SMALL, "--policy", "spread"]
-    done = evermoe("plan", *flags, "--plot", "never-written.png", folder=tmp_path, missing=missing)
+    done = evermoe_process("plan", *flags, "--plot", "never-written.png", folder=tmp_path, missing=missing)
     assert done.returncode == 2
     assert f"evermoe plan needs {missing}" in done.stderr and "evermoe[cli,plot]" in done.stderr
     assert done.stdout == ""
-    alone = evermoe("plan", *flags, folder=tmp_path, missing=missing)
+    alone = evermoe_process("plan", *flags, folder=tmp_path, missing=missing)
     assert alone.returncode == (2 if missing == "rich" else 0)  # matplotlib is for --plot alone
 
 

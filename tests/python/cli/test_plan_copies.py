@@ -1,9 +1,8 @@
-"""`evermoe plan --copies`: numbers that can be worked out by hand, what the planners say, real processes for flags."""
+"""`evermoe plan --copies`: numbers that can be worked out by hand, what the planners say, flags and messages."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from evermoe.cli.plan.loads import read_load
 from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning.presets import PRESET_NAMES
 from evermoe.planning.protection import LOG_STEPS
-from support.commands import evermoe
+from support.commands import Done, evermoe
 
 SMALL = CopySetting(
     expert_parameters=1000,
@@ -248,7 +247,7 @@ def test_a_single_node_has_nobody_to_send_to():
 # ---- the command
 
 
-def plan(*arguments: str, folder) -> subprocess.CompletedProcess[str]:
+def plan(*arguments: str, folder) -> Done:
     return evermoe("plan", *arguments, folder=folder)
 
 

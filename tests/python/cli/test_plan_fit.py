@@ -1,4 +1,4 @@
-"""`evermoe plan --model`: real processes for flags and messages; the fewest nodes against a search of all."""
+"""`evermoe plan --model`: flags and messages; the fewest nodes against a search of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`evermoe simulate` and `evermoe measure`: real processes for flags, files and messages."""
+"""`evermoe simulate` and `evermoe measure`: flags, files and messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evermoe.cli.simulate import simulation
 from evermoe.cli.simulate.scenario_flags import duration
 from evermoe.cli.simulate.simulation import Reporter
 from evermoe.simulate import SCHEMES, read_constants
-from support.commands import evermoe
+from support.commands import evermoe, evermoe_process
 
 SMALL = ["--model", "gpt-s-moe", "--nodes", "8", "--step-seconds", "30", "--days", "0.5", "--mtbf", "30m"]
 
@@ -131,7 +131,7 @@ def test_times():
 
 @pytest.mark.long
 def test_measures_this_machine(tmp_path):
-    done = evermoe("measure", "--out", "here.json", "--no-session", folder=tmp_path)
+    done = evermoe_process("measure", "--out", "here.json", "--no-session", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     constants = read_constants(tmp_path / "here.json")
     assert constants.source.startswith("measured")

@@ -9,7 +9,7 @@ import pytest
 
 from evermoe.demo import flags, train
 from evermoe.presets import Pec
-from support.commands import evermoe
+from support.commands import evermoe_process
 
 SMALL = ["--layers", "2", "--hidden", "32", "--intermediate", "32", "--sequence", "16", "--no-baseline"]
 GIVEN = {
@@ -39,7 +39,7 @@ def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, pr
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
     run = ["--preset", preset, *given, "--steps", "26", "--no-join", "--memory-dir", str(memory)]
-    done = evermoe("demo", *run, *SMALL, "--json", "out.json", folder=tmp_path)
+    done = evermoe_process("demo", *run, *SMALL, "--json", "out.json", folder=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["ok"], result["problems"]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from evermoe.process.reports import EventFile
-from support.commands import evermoe
+from support.commands import evermoe_process
 
 PLANNED = 3
 """The first version that is sent when windows are known: the first step is no measure, and the second is recorded."""
@@ -22,7 +22,7 @@ def test_windows_are_known_from_the_third_step_to_the_end(tmp_path, preset):
     memory.mkdir(mode=0o700)
     what = ["--preset", preset, "--steps", "36", "--kill", "2@9", "--join", "14", "--no-baseline"]
     where = ["--events", "events", "--memory-dir", str(memory), "--json", "out.json"]
-    done = evermoe("demo", *what, *where, folder=tmp_path, limit=280)
+    done = evermoe_process("demo", *what, *where, folder=tmp_path, limit=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     by_worker = {}
     for path in (tmp_path / "events" / "run").glob("events-*.jsonl"):
@@ -45,7 +45,7 @@ def test_nine_of_ten_messages_are_sent_in_windows(tmp_path, preset):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
     run = ["--preset", preset, "--no-baseline", "--memory-dir", str(memory), "--json", "out.json"]
-    done = evermoe("demo", *run, folder=tmp_path, limit=280)
+    done = evermoe_process("demo", *run, folder=tmp_path, limit=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["episodes"], "a worker was killed"

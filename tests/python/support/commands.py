@@ -1,24 +1,48 @@
-"""The command line as a user types it: processes of their own, forked from one that has imported everything."""
+"""The command line as a user types it: in the test's process, or in one of its own where it starts or hides something."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from evermoe.cli.main import main
 from support.harness import SERVER
 
 
-def evermoe(
+@dataclass(frozen=True)
+class Done:
+    """Result of a command that has ended in the test's process."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def evermoe(*arguments: str, folder: Path) -> Done:
+    """Run `evermoe ARGUMENTS` in a folder, in this process; for commands that start no process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code: object = main(arguments)
+        except SystemExit as end:
+            code = end.code
+    assert code is None or isinstance(code, int), "a message would be printed, and the exit code be 1"
+    return Done(code or 0, out.getvalue(), err.getvalue())
+
+
+def evermoe_process(
     *arguments: str, folder: Path, limit: float = 100, missing: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`evermoe ARGUMENTS` in a folder: exit code, standard output and error; as if a package was not installed."""
+    """Run `evermoe ARGUMENTS` in a folder, in a process of its own; as if a package was not installed."""
     return _wait_for(f"evermoe {' '.join(arguments)}", folder, limit, missing, functools.partial(_main, arguments))
 
 
