@@ -1,4 +1,4 @@
-"""The command line as a user types it: in the test's process, or in one of its own where it starts or hides something."""
+"""The command line as a user types it, in the test's process or in a process of its own."""
 
 from __future__ import annotations
 
