@@ -33,7 +33,9 @@ def test_the_notice_before_a_time_limit_ends_a_job_that_resumes_at_its_newest_st
     assert code == REQUEUE_CODE, said
     assert said.count("SIGUSR1: this process leaves its job after the step") == 2
     assert "restarting it" not in said
-    (step,) = (version % 2**40 for version in find(tmp_path / "saved"))
+    steps = [version % 2**40 for version in find(tmp_path / "saved")]
+    assert len(steps) <= 2, "workers that get their signals in different steps leave one after the other"
+    step = max(steps)
     assert step >= 6
     again = start("--workers", "2", "train.py", "8", "100", **saved)
     again.wait_for(f"continues from step {step}$")
