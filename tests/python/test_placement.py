@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from evermoe import Placement, planning
+from evermoe import MoE, Placement, planning
 from evermoe.planning.dispatch import imbalance
 from evermoe.planning.owners import place_owners
 from evermoe.planning.placement import POLICIES, failure_domains
-from evermoe.state.placement import place_layers
+from evermoe.state.placement import place_layers, should_rebalance
+from evermoe.state.training_state import TrainingState
 
 LOAD = [18.0, 17.0, 13.0, 13.0, 8.0, 7.0, 7.0, 7.0]
 
@@ -95,3 +97,21 @@ def test_an_orphan_goes_where_a_copy_of_it_is_unless_that_rank_is_full():
 def test_a_unit_larger_than_an_even_share_has_an_owner_too():
     assert place_owners([100, 1, 1], [[], [], []], [[], [], []], [0, 0]) == [0, 1, 1]
     assert place_owners([], [], [], [3, 4]) == []
+
+
+@pytest.mark.parametrize(
+    ("load", "matrix", "moves"),
+    [
+        ([8, 1, 1, 1, 1, 1], [[1, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 1]], True),
+        ([1, 1, 1, 1, 1, 1], [[1, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 1]], False),
+        ([8, 1, 1, 1, 1, 1], [[1] * 6] * 2, False),
+    ],
+    ids=["the load has shifted", "it has not", "every expert is everywhere"],
+)
+def test_experts_move_where_a_layer_becomes_much_more_even(load, matrix, moves):
+    layer = MoE(4, 4, 6, top_k=1)
+    state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    layer.experts.matrix_RE, layer.experts.token_split = np.array(matrix), "balanced"
+    layer.experts.count.add(np.array(load), is_counted=True)
+    state.expert_load.add_step()
+    assert should_rebalance(state, ["a", "b"], Placement(expert_slots=sum(matrix[0])), {}) == moves

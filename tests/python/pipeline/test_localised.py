@@ -32,13 +32,22 @@ def recovered_at(worker):
     return [event["step"] for event in worker.events("recovered")]
 
 
+def check_log(way, steps_R):
+    """The log of each rank of an undisturbed run has two steps at most."""
+    runs, borders = (2, (1, 1)) if way == "1F1B" else (1, (3, 3))  # between four virtual stages, two on each rank
+    for rank, events in enumerate(steps_R):
+        each = runs * borders[rank // 2] * BORDER_BYTES
+        assert {event["logged"] for event in events} <= {each, 2 * each}
+
+
 @pytest.mark.few(1)
 def test_those_that_live_compute_nothing_again(start_job, undisturbed):
     """A rank dies within a step; one when its peer has the sums of gradients; all of a stage, in their copies.
 
     After the last of these the others have a newer state than the copies of the stage that is lost.
     """
-    way, expected, _ = undisturbed
+    way, expected, steps_R = undisturbed
+    check_log(way, steps_R)
     order = [*range(RANKS)] if way == "1F1B" else [*reversed(range(RANKS))]  # another stage is lost
     pipeline = Pipeline(start_job(RANKS), **COMMON | WAYS[way])
     plans = {0: {"kill_reduced": 4}, 1: {"kill_in_copy": 7, "kill_with": order[0]}, 2: {}, 3: {"kill_in_step": 2}}
@@ -62,15 +71,6 @@ def test_those_that_live_compute_nothing_again(start_job, undisturbed):
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS
     assert [each["rate"] for each in done] == [pytest.approx(1e-3 * 0.8**STEPS)] * RANKS
-
-
-@pytest.mark.long
-def test_log_has_two_steps_at_most(undisturbed):
-    way, _, steps = undisturbed
-    runs, borders = (2, (1, 1)) if way == "1F1B" else (1, (3, 3))  # between four virtual stages, two on each rank
-    for rank, events in enumerate(steps):
-        each = runs * borders[rank // 2] * BORDER_BYTES
-        assert {event["logged"] for event in events} <= {each, 2 * each}
 
 
 @pytest.mark.long

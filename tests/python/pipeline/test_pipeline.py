@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -317,6 +318,19 @@ def ends(event):
     return event["ts"] + event["dur"]
 
 
+def check_bubbles(summary):
+    """They are about as long as 1F1B would have them.
+
+    A busy machine makes the difference: ranks that wait for a processor do not wait for each other.
+    """
+    found = re.search(r"; ([\d.]+) s of bubbles in a step, ([\d.]+) s by \(p - 1\) \* \(t_f \+ t_b\) of 1F1B", summary)
+    assert found, summary
+    measured, expected = map(float, found.groups())
+    assert measured > 0
+    assert expected > 0
+    assert 0.1 < measured / expected < 10
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_copies_travel_in_bubbles(start_job, preset):
     """Each that was sent in a window begins in it, to the microsecond.
@@ -329,6 +343,8 @@ def test_copies_travel_in_bubbles(start_job, preset):
         pipeline.start(rank)
     for each in pipeline.finish():
         assert each["different"] == []
+    (summary,) = {each.events("step")[-1]["summary"] for each in pipeline.ranks}
+    check_bubbles(summary)
     counts = {each.events("step")[-1]["plans"] for each in pipeline.ranks}
     assert len(counts) == 1  # by all at the same step
     assert counts != {0}
@@ -356,16 +372,6 @@ def test_gradient_that_is_infinite_stops_all_ranks(start_job):
     for each in pipeline.ranks:
         assert each.join() == 1
         assert "NonFiniteLoss: step 3: the loss or a gradient is infinite or not a number, from rank 1" in each.log()
-
-
-def test_gradient_that_is_infinite_is_skipped_by_all_ranks(start_job):
-    pipeline = Pipeline(start_job(RANKS), copies={"on_nonfinite": "skip"}, steps=6)
-    for rank in range(RANKS):
-        pipeline.start(rank, poison=3 if rank == 1 else None)
-    done = pipeline.finish()
-    assert done[0]["digests"] == done[1]["digests"]
-    assert done[2]["digests"] == done[3]["digests"]
-    assert all(torch.tensor(values).isfinite().all() for values in pipeline.losses().values())
 
 
 @pytest.mark.parametrize(
@@ -416,12 +422,3 @@ def test_arguments_out_of_range_are_named(wrong, words):
 def test_options_of_a_preset_that_do_not_fit_are_named(wrong, words):
     with pytest.raises(ValueError, match=words):
         evermoe.presets.PipelineMoetion(**wrong)
-
-
-def test_another_model_on_a_rank_of_the_same_stage_is_refused(start_job):
-    pipeline = Pipeline(start_job(RANKS))
-    for rank in range(RANKS):
-        pipeline.start(rank, width=48 if rank == 1 else 96)
-    for each in pipeline.ranks:
-        assert each.join() == 1
-        assert "ranks of stage 0 have units with different names, shapes or types" in each.log()

@@ -81,13 +81,3 @@ def test_the_next_rank_calls_again_if_the_caller_is_lost_while_all_wait(start_jo
     done = pipeline.finish()
     assert [each["different"] for each in done] == [[]] * RANKS
     assert len(calls(pipeline.job.folder)) == 3
-
-
-def test_without_a_hook_on_some_ranks_the_job_does_not_begin(start_job):
-    job = start_job(RANKS)
-    pipeline = Pipeline(job, copies=PRESETS["baft"])
-    for rank in range(RANKS):
-        copies = PRESETS["baft"] | ({"on_lost": "true"} if rank == 0 else {})
-        pipeline.start(rank, copies=copies)
-    assert pipeline.ranks[0].join() == 1
-    assert "on_lost is given here, missing on the other worker" in pipeline.ranks[0].log()

@@ -98,17 +98,6 @@ def test_a_mistake_in_a_step_is_named(start_job, mistake):
     assert any(MISTAKES[mistake] in each.log() for each in pipeline.ranks)
 
 
-@pytest.mark.long
-def test_a_scaler_on_some_ranks_alone_is_refused(start_job):
-    pipeline = Pipeline(start_job(RANKS), attempts="means", steps=2, copies={"quorum_timeout": 3.0})
-    for rank in range(RANKS):
-        pipeline.start(rank, scaler=SCALER if rank < 2 else {})
-    assert [each.join() for each in pipeline.ranks] == [1] * RANKS
-    refused = [each.log() for each in pipeline.ranks if "differs from" in each.log()]
-    assert refused
-    assert all("scaler is missing here" in log or "missing on the other worker" in log for log in refused)
-
-
 PLACE = {"stage": 0, "stages": 2, "membership": evermoe.Membership(lighthouse="http://localhost:1", job="x")}
 
 

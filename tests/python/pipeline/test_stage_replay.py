@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from support.pipelines import RANKS, Pipeline, run_undisturbed
@@ -113,6 +114,9 @@ def test_an_update_that_is_left_out_is_a_step_that_changes_nothing(start_job, un
     done = pipeline.finish()
     assert [each["different"] for each in done] == [[]] * RANKS
     assert not any(damaged(pipeline).values())
+    peers = SHAPES[shape]["peers"]
+    assert all(done[rank]["weights"] == done[rank - rank % peers]["weights"] for rank in range(RANKS))
+    assert all(np.isfinite(values).all() for values in pipeline.losses().values())
     assert all(len({each["sent"][str(step)] for step in range(1, STEPS)}) == 1 for each in done)
     assert started[0].events("step")[-1]["step"] == STEPS
 

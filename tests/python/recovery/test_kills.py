@@ -34,23 +34,19 @@ def check_end(survivors):
 
 
 @pytest.mark.parametrize("preset", ["gemini", "baft"])
-@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
-def test_sender_is_killed_at_a_chunk(start_job, preset, part):
+@pytest.mark.parametrize(
+    ("point", "part"), [("chunk_sent", 0.0), ("chunk_sent", 0.5), ("chunk_sent", 1.0), ("snapshot_received", 0.0)]
+)
+@pytest.mark.few(2)
+def test_sender_is_killed_at_a_chunk_or_receiver_when_a_version_is_published(start_job, preset, point, part):
     job = start_job(preset=preset, **SNAPSHOTS)
-    workers = a, b, c = job.start_all({"b": [Fault("chunk_sent", VERSION, part=part)]})
+    workers = a, b, c = job.start_all({"b": [Fault(point, VERSION, part=part)]})
     assert [each.join() for each in workers] == [0, -9, 0]
-    chunks = b.events("chunk_sent", step=VERSION)
-    assert [event["sent"] for event in chunks] == sorted({event["sent"] for event in chunks})
-    assert (chunks[-1]["sent"] == chunks[-1]["total"]) == (part == 1.0)
-    assert chunks[-1]["total"] > 20 * job.session["copy_buffer_bytes"]
-    check_survivors(workers, [a, c], 2)
-
-
-@pytest.mark.parametrize("preset", ["gemini", "baft"])
-def test_receiver_is_killed_when_a_version_is_published(start_job, preset):
-    job = start_job(preset=preset, **SNAPSHOTS)
-    workers = a, _b, c = job.start_all({"b": [Fault("snapshot_received", VERSION)]})
-    assert [each.join() for each in workers] == [0, -9, 0]
+    if point == "chunk_sent":
+        chunks = b.events("chunk_sent", step=VERSION)
+        assert [event["sent"] for event in chunks] == sorted({event["sent"] for event in chunks})
+        assert (chunks[-1]["sent"] == chunks[-1]["total"]) == (part == 1.0)
+        assert chunks[-1]["total"] > 20 * job.session["copy_buffer_bytes"]
     check_survivors(workers, [a, c], 2)
 
 

@@ -225,14 +225,6 @@ class Job:
         check_protocol(self.workers)
 
 
-def check_do_not_train_together(workers: Iterable[Worker], message: str) -> None:
-    """One worker is refused with this message. The other one waits for another worker, and no step is taken."""
-    workers = list(workers)
-    wait_until(lambda: any(each.events("failed") for each in workers), "one is refused")
-    assert all(message in event["message"] for each in workers for event in each.events("failed"))
-    assert not any(each.events("commit") for each in workers)
-
-
 def check_protocol(workers: Iterable[Worker]) -> None:
     """The machine that the model checker explores is the one that ran: it gives the commands that were carried out."""
     for each in workers:

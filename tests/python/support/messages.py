@@ -7,11 +7,11 @@ from typing import Any
 from evermoe.comm.messages import Messages
 
 
-def told(messages: Messages, generation: int) -> dict[str, Any]:
-    """The message of an established member that waits; the newest generation that it knows is this one."""
+def told(messages: Messages, generation: int, steps: int = 9, is_established: bool = True) -> dict[str, Any]:
+    """The message of a member that waits; the newest generation that it knows is this one."""
     standing = {
         "epoch": None,
-        "established": True,
+        "established": is_established,
         "size": 2,
         "generation": generation,
         "state": 1,
@@ -35,5 +35,5 @@ def told(messages: Messages, generation: int) -> dict[str, Any]:
         "unreachable": [],
     }
     return messages.write_message(
-        {"standing": standing, "waits": True, "role": "train", "steps": 9, "patience": 0.0} | addresses
+        {"standing": standing, "waits": True, "role": "train", "steps": steps, "patience": 0.0} | addresses
     )

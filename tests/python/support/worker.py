@@ -69,8 +69,6 @@ class Options:
     shuffle: bool = True
     poison: dict[int, str] = field(default_factory=dict)
     """By step, what is not a number on this worker: its `loss`, or only a `gradient`."""
-    metadata: str | None = None
-    """Folder that is searched first for the versions of packages."""
     model: str = ""
     """One of transformers' models, of `support.hub`; otherwise `Model`: of a `balance`, `wide`, or as it is."""
     optimizer: str = "adamw"
@@ -422,8 +420,6 @@ def _train(options: Options, record: Recorder) -> None:
     torch.set_num_threads(1)
     if options.secret is not None:
         os.environ["EVERMOE_SECRET"] = options.secret
-    if options.metadata is not None:
-        sys.path.insert(0, options.metadata)
     with evermoe.deferred(device=options.device) if options.deferred else contextlib.nullcontext():
         model = make_model(options.model)
     if not any(parameter.is_meta for parameter in model.parameters()):  # else deferred, and large

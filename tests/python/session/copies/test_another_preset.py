@@ -2,47 +2,29 @@
 
 import signal
 
-import pytest
-
 from support.history import check_history
 
 STEPS, GATE = 12, 6
 
 
-def killed(start_job, **options):
-    """A job of the preset `moetion` whose workers were killed at a step."""
-    job = start_job(2, preset="moetion", **options)
+def test_another_preset_is_refused_by_name_and_follows_by_way_of_a_checkpoint_as_the_message_says(start_job, tmp_path):
+    job = start_job(2, preset="moetion", checkpoints=str(tmp_path / "saved"))
     job.open_gate(GATE)
-    workers = job.start_all({}, names="ab", steps=STEPS, gated=True)
-    for each in workers:
+    killed = job.start_all({}, names="ab", steps=STEPS, gated=True)
+    for each in killed:
         each.wait_for("gate", step=GATE)
-    for each in workers:
+    for each in killed:
         each.signal(signal.SIGKILL)
         each.join()
-    return job
-
-
-def test_the_preset_that_wrote_the_copies_is_named(start_job):
-    job = killed(start_job)
-    other = job.start_all({}, names="ab", steps=STEPS, session={"preset": "lazarus"})
-    assert [each.join() for each in other] == [1, 1]
-    for each in other:
+    refused = job.start_all({}, names="ab", steps=STEPS, session={"preset": "lazarus"})
+    assert [each.join() for each in refused] == [1, 1]
+    for each in refused:
         failed = each.events("failed")[0]
         assert failed["error"] == "LostExperts"
         assert "no usable copy is left of 1 unit (session)" in failed["message"]
         assert "Memory has session of steps" in failed["message"]
         assert "preset 'moetion' wrote them, and this run has another preset" in failed["message"]
         assert "Too many nodes failed" not in failed["message"]
-    job.open_gate(STEPS)
-    again = job.start_all({}, names="ab", steps=STEPS)
-    assert [each.join() for each in again] == [0, 0]
-    assert again[0].events("recovered")[0]["step"] >= GATE - 1
-    check_history([*job.workers[:2], *again])
-
-
-@pytest.mark.long
-def test_the_preset_changes_by_way_of_a_checkpoint_as_the_message_says(start_job, tmp_path):
-    job = killed(start_job, checkpoints=str(tmp_path / "saved"))
     job.open_gate(GATE + 1)
     again = job.start_all({}, names="ab", steps=STEPS, gated=True)
     for each in again:
@@ -50,6 +32,8 @@ def test_the_preset_changes_by_way_of_a_checkpoint_as_the_message_says(start_job
         each.signal(signal.SIGTERM)
     job.open_gate(STEPS)
     assert [each.join() for each in again] == [143, 143]
+    assert again[0].events("recovered")[0]["step"] >= GATE - 1
+    check_history([*killed, *again])
     other = job.start_all({}, names="ab", steps=STEPS, session={"preset": "lazarus"})
     assert [each.join() for each in other] == [0, 0]
     assert other[0].events("recovered")[0]["step"] == GATE + 2

@@ -58,16 +58,9 @@ def joined(workers):
     return [*changes, (changes[0][0], recoveries(workers[3])[0])]
 
 
-def test_a_join_sends_what_the_newcomer_gets(start_job):
-    _, workers = start_join(start_job, model="wide")
-    assert [each.join() for each in workers] == [0] * 4
-    check_history(workers)
-    check_bytes(joined(workers))
-
-
-def test_members_take_the_step_after_a_join_while_its_copies_are_sent(start_job):
+def test_members_take_the_step_after_a_join_while_its_copies_are_sent_and_nothing_else(start_job):
     """All copies hang until all members, the newcomer included, have computed a complete step."""
-    job, workers = start_join(start_job, Fault("state of 4", action="hang"))
+    job, workers = start_join(start_job, Fault("state of 4", action="hang"), model="wide")
     wait_until(lambda: any(each.events("fault") for each in workers), "a copy is to be sent")
     for each in workers:
         joined_at = each.wait_for("recovered", members=4)["step"]
@@ -84,6 +77,7 @@ def test_members_take_the_step_after_a_join_while_its_copies_are_sent(start_job)
         taken = next(at for at, event in enumerate(events) if at > resumed and event["event"] == "update")
         begun = [event["step"] for event in events[resumed:taken] if event["event"] in ("begin", "vote")]
         assert [*begun, events[taken]["step"]] == [joined_at] * 3, "the very next step is taken, at once"
+    check_bytes(joined(workers))
     for each in workers[:3]:
         assert [event["step"] for event in each.events("commit")] == list(range(16)), "no step is skipped or repeated"
         assert {event["steps_lost"] for event in each.events("recovered")} == {0}

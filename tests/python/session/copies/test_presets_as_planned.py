@@ -14,6 +14,7 @@ from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
 from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning.presets import PRESET_NAMES, PRESETS
 from evermoe.session.session_config import session_config
+from support.history import check_recovered
 from support.worker import WIDTH, Fault
 
 WORKERS = 3
@@ -92,5 +93,6 @@ def test_session_loses_what_the_plan_says(start_job, tmp_path, preset, slots, ro
             assert recovered["steps_undone"] <= row.repeated_steps
         if row.lost_steps < LITTLE:
             assert not recovered["stale"]
+            assert row.repeated_steps or check_recovered(workers, each)["step"] >= 5
         elif slots:
             assert recovered["stale"], "each expert of the lost node had no other replica"

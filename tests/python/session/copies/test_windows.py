@@ -60,27 +60,39 @@ def check_in_windows(trace):
     ("preset", "size"), [("gemini", 2), pytest.param("gemini", 3, marks=pytest.mark.long), ("baft", 3)]
 )
 def test_bytes_travel_in_windows(start_job, preset, size):
-    workers, traces = run(start_job, preset, size)
+    """The user's own profiler sees them; and with baft each message is all of a unit, or a table of digests."""
+    workers, traces = run(start_job, preset, size, **({"kind": OutgoingWorker} if preset == "baft" else {}))
     for worker, trace in zip(workers, traces, strict=True):
         assert check_in_windows(trace) > 0
         assert worker.events("paced")[-1]["plans"] >= 1
         assert "a version takes 1 step" in worker.events("paced")[-1]["summary"]
+        if size == 2:
+            check_users_profile(worker, trace)
+        if preset == "baft":
+            check_complete_units(worker, trace)
 
 
-@pytest.mark.long
-def test_baft_sends_complete_units_in_windows(start_job):
+def check_users_profile(worker, trace):
+    """A profiler of the user's sees the copies of one of two members, and what training itself sends."""
+    user = (Path(worker.options.folder) / f"{worker.name}.user.json").read_text()
+    names = {event["name"] for event in events(user, "collective")}
+    assert names == {"all_gather", "all_to_all", "all_reduce"}
+    others = events(user, "send") + events(user, "receive")  # when clocks were compared; copies are not among them
+    assert max(event["args"]["bytes"] for event in others) <= 16
+    peer = 1 - worker.events("share")[0]["rank"]
+    assert {event["args"]["destination"] for event in events(user, "copy")} == {peer}
+    assert events(user, "forward")
+    assert events(user, "window")
+    assert len(events(user, "copy")) >= len(events(trace, "copy"))
+
+
+def check_complete_units(worker, trace):
     """Each message is all of a unit, or the table of a bundle's digests."""
-    job = start_job(3, preset="baft", **PROFILE)
-    workers = [job.start(name, kind=OutgoingWorker, steps=20, work=BUSY, trace=True) for name in "abc"]
-    assert [each.join() for each in workers] == [0] * 3
-    check_history(workers)
-    for each in workers:
-        told = each.events("outgoing")[-1]["bundles"]
-        units, tables = {size for parts in told for _, size in parts}, {parts[0][0] for parts in told}
-        trace = (Path(job.folder) / f"{each.name}.session.json").read_text()
-        sent = [copy["args"] for copy in events(trace, "copy") if copy["args"]["window"] is not None]
-        assert {copy["bytes"] for copy in sent} <= units | tables
-        assert sum(copy["bytes"] in units for copy in sent) >= len(units), "most of what is sent are units"
+    told = worker.events("outgoing")[-1]["bundles"]
+    units, tables = {size for parts in told for _, size in parts}, {parts[0][0] for parts in told}
+    sent = [copy["args"] for copy in events(trace, "copy") if copy["args"]["window"] is not None]
+    assert {copy["bytes"] for copy in sent} <= units | tables
+    assert sum(copy["bytes"] in units for copy in sent) >= len(units), "most of what is sent are units"
 
 
 @pytest.mark.parametrize(("share", "when"), [(0.9, "window"), (1e-4, "background")])
@@ -119,6 +131,7 @@ def test_one_buffer_of_the_size_of_a_bundle_gives_one_message_for_each(start_job
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
     for each, peer in (workers, workers[::-1]):
+        assert {number for _, number, _ in plans(each)} == {0}, "no profile where none is wanted"
         for step in range(1, 8):
             messages, bundles = each.events("chunk_sent", step=step), peer.events("snapshot_received", step=step)
             assert len(messages) == 2 * len(bundles) > 0, "what a bundle has in one, and its digests in another"
@@ -202,30 +215,6 @@ def test_windows_stay_in_use_when_members_change(start_job):
         later = [chunk["when"] for chunk in each.events("chunk_sent") if chunk["step"] >= 3]
         assert "window" in later
         assert set(later) <= {"window", "vote", "recovery"}
-
-
-def test_no_profile_where_none_is_wanted(start_job):
-    job = start_job(2, preset="gemini", profile_steps=0)
-    workers = job.start_all({}, "ab", steps=30)
-    assert [each.join() for each in workers] == [0, 0]
-    check_history(workers)
-    assert {number for worker in workers for _, number, _ in plans(worker)} == {0}
-
-
-@pytest.mark.long
-def test_the_users_profiler_sees_the_copies_during_training(start_job):
-    workers, traces = run(start_job, "gemini", steps=20)
-    for worker, trace in zip(workers, traces, strict=True):
-        user = (Path(worker.options.folder) / f"{worker.name}.user.json").read_text()
-        names = {event["name"] for event in events(user, "collective")}
-        assert names == {"all_gather", "all_to_all", "all_reduce"}
-        others = events(user, "send") + events(user, "receive")  # when clocks were compared; copies are not among them
-        assert max(event["args"]["bytes"] for event in others) <= 16
-        peer = 1 - worker.events("share")[0]["rank"]
-        assert {event["args"]["destination"] for event in events(user, "copy")} == {peer}
-        assert events(user, "forward")
-        assert events(user, "window")
-        assert len(events(user, "copy")) >= len(events(trace, "copy"))
 
 
 @pytest.mark.parametrize("preset", ["auto", pytest.param("moetion", marks=pytest.mark.long)])

@@ -44,22 +44,13 @@ def test_a_rack_is_lost_and_no_step_with_it(start_job, preset):
         assert set(fatal) == {"east/r1 + east/r2"}, "either rack may be lost"
 
 
-def test_with_too_few_domains_nodes_count(start_job):
-    job = start_job(4, replication=2, join_interval=50, **FEWEST)
-    workers = start(job, "d", dict.fromkeys(RACKS, "east"))
-    assert [each.join() for each in workers] == [0, 0, 0, -9]
-    check_history(workers)
-    assert check_recovered(workers, workers[0])["steps_lost"] == 0
-    fatal = covered(workers[0])["fatal"]
-    assert fatal and all(len(names.split(" + ")) == 2 and "east" not in names for names in fatal)
-
-
 def test_the_largest_domains_of_which_there_are_enough_are_taken():
     nodes = list("abcd")
     domains = ["z1/r1", "z1/r2", "z2/r3", "z2/r4"]
     assert spread_over(nodes, domains, 2) == ["z1", "z1", "z2", "z2"]
     assert spread_over(nodes, domains, 3) == domains
     assert spread_over(nodes, domains, 5) == nodes
+    assert spread_over(nodes, ["east"] * 4, 2) == nodes, "with too few domains nodes count"
     assert spread_over(nodes, ["z1/r1", "", "z2", "z2"], 2) == nodes, "one does not say where it is"
     assert spread_over(nodes, ["z1/r1", "z1", "z2", "z2"], 2) == ["z1", "z1", "z2", "z2"], "one says its zone alone"
     assert spread_over(["a", "a", "b"], ["z1", "z2", "z2"], 2) == ["z1", "z1", "z2"], "a node is in one place"

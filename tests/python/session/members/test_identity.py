@@ -162,19 +162,6 @@ def test_death_that_only_some_have_noticed_between_steps(start_job, point):
         assert recovered["time"] - b.events("fault")[0]["time"] < 6
 
 
-def test_worker_of_another_job_is_turned_away(start_job):
-    job = start_job(2)
-    job.open_gate(6)
-    workers = job.start_all({}, "ab", gated=True, steps=20)
-    workers[0].wait_for("gate", step=6)
-    stranger = job.start("c", session={"job": "another"}, steps=20)
-    job.take_in(stranger, until=20)
-    assert stranger.join() == 1
-    assert "start one Lighthouse for each job" in stranger.events("failed")[0]["message"]
-    assert [each.join() for each in workers] == [0, 0]
-    check_history(workers)
-
-
 def test_memory_of_another_model_is_refused(tmp_path):
     layer, optimizer = make_layer()
     session = evermoe.Session(

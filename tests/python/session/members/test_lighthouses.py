@@ -16,7 +16,7 @@ from evermoe.comm._torchft import torchft
 from evermoe.comm.lighthouse import own_address, start_lighthouse
 from evermoe.comm.messages import Identity, Messages
 from evermoe.config.membership import Membership, split_addresses
-from support.harness import FEWEST, HEARTBEAT_LIMIT, check_do_not_train_together, wait_until
+from support.harness import FEWEST, HEARTBEAT_LIMIT, wait_until
 from support.history import check_history
 from support.messages import told
 from support.worker import Fault
@@ -171,13 +171,6 @@ def promote(address, job, limit, **environment):
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=90, check=False, env=environment
     )
-
-
-@pytest.mark.long
-def test_workers_with_one_and_with_two_lighthouses_do_not_train_together(start_job, two):
-    job = start_job(lighthouse=addresses(two), members=2)
-    workers = [job.start("a"), job.start("b", lighthouse=two[0].address)]
-    check_do_not_train_together(workers, "lighthouses is")
 
 
 @pytest.mark.parametrize("wrong", ["", "http://a:1,", "http://a:1,b", "http://a:1,http://a:1/", "http://a,http://b:1"])

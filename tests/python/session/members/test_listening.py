@@ -43,7 +43,10 @@ def local_lighthouse():
     server.shutdown()
 
 
-def addresses_of_workers(job):
+@pytest.mark.parametrize("address", [None, "127.0.0.2"], ids=["loopback", "given"])
+@pytest.mark.few(2)
+def test_workers_listen_on_one_address(start_job, local_lighthouse, address):
+    job = start_job(2, address=address) if address else start_job(2, local_lighthouse)
     job.open_gate(3)
     workers = job.start_all({}, "ab", gated=True)
     for each in workers:
@@ -53,15 +56,7 @@ def addresses_of_workers(job):
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
     assert all(len(each) >= 4 for each in found), "torchft's server, a store, a probe server and gloo's groups"
-    return {address for each in found for address, _ in each}
-
-
-def test_beside_a_lighthouse_on_loopback_all_is_on_loopback(start_job, local_lighthouse):
-    assert addresses_of_workers(start_job(2, local_lighthouse)) == {"127.0.0.1"}
-
-
-def test_an_address_that_is_given_is_the_only_one(start_job):
-    assert addresses_of_workers(start_job(2, address="127.0.0.2")) == {"127.0.0.2"}
+    assert {each for some in found for each, _ in some} == {address or "127.0.0.1"}
 
 
 def test_a_host_whose_name_does_not_resolve_announces_its_address_on_the_way_to_the_lighthouse(monkeypatch, caplog):

@@ -79,18 +79,6 @@ def test_the_first_of_two_spares_takes_the_place_and_the_second_waits_for_the_ne
 
 
 @pytest.mark.long
-def test_members_do_not_notice_spares_that_are_not_needed_or_die(start_job):
-    job = start_job(3)
-    members, (spare,) = start_with_spares(job, {})
-    spare.process.kill()
-    assert spare.join() == -9
-    job.open_gate(EVERYTHING)
-    assert [each.join() for each in members] == [0, 0, 0]
-    assert [sizes(each) for each in members] == [[3]] * 3
-    check_history(members)
-
-
-@pytest.mark.long
 def test_a_spare_leaves_the_memory_that_trainers_of_its_node_need(start_job):
     """Its node has room for the trainers' memory, but not for a spare's, too: it says so, and takes a place."""
     job = start_job(2)
@@ -117,14 +105,18 @@ def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):
 
 
 @pytest.mark.parametrize("members", [1, 3])
-def test_a_spare_that_is_alone_on_its_machine_learns_of_the_end(start_job, members):
+def test_spares_that_nobody_needs_learn_of_the_end_and_the_death_of_one_is_not_noticed(start_job, members):
+    """Each is alone on its machine."""
     job = start_job(members)
-    workers, (spare, other) = start_with_spares(job, {}, "de", "abc"[:members])
+    workers, (*spares, dying) = start_with_spares(job, {}, "def", "abc"[:members])
+    dying.process.kill()
+    assert dying.join() == -9
     job.open_gate(EVERYTHING)
     assert [each.join() for each in workers] == [0] * members
-    assert [each.join() for each in (spare, other)] == [0, 0]
-    assert "the job is over, and this spare was not needed" in spare.log()
-    assert spare.events("recovered") == other.events("recovered") == []
+    assert [sizes(each) for each in workers] == [[members]] * members
+    assert [each.join() for each in spares] == [0, 0]
+    assert "the job is over, and this spare was not needed" in spares[0].log()
+    assert [each.events("recovered") for each in spares] == [[], []]
     check_history(workers)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from support.harness import check_do_not_train_together
 from support.history import check_history, check_recovered
 from support.worker import Fault
 
@@ -52,16 +51,18 @@ def test_a_death_while_the_job_begins_loses_no_first_values(start_job, point):
         assert unit == "session" or expected[unit] == value
 
 
-def test_a_deferred_joiner_gets_its_units_from_the_others(start_job):
-    job = start_job(2)
+def test_a_deferred_joiner_gets_its_units_from_the_others_and_a_replica_node_makes_none(start_job):
+    job = start_job(2, expert_slots=4)
     job.open_gate(6)
+    replica = job.start("r", session={"role": "replica"}, steps=20, deferred=True)
     workers = job.start_all({}, "ab", gated=True, steps=20, deferred=True)
     workers[0].wait_for("gate", step=6)
     workers.append(job.start("c", steps=20, deferred=True))
     job.take_in(workers[2], until=20)
-    assert [each.join() for each in workers] == [0, 0, 0]
+    assert [each.join() for each in (*workers, replica)] == [0, 0, 0, 0]
     check_history(workers)
     assert workers[2].events("recovered")[0]["fetched_units"] > 0
+    assert not any(event["digests"] for event in replica.events("copy"))
 
 
 def test_a_deferred_job_resumes_from_shared_memory(start_job):
@@ -83,18 +84,3 @@ def test_a_deferred_job_resumes_from_its_checkpoint(start_job, tmp_path):
     recovered = workers[0].events("recovered")[0]
     assert (recovered["step"], set(recovered["sources"])) == (4, {"disk"})
     check_history(first.workers)
-
-
-@pytest.mark.long
-def test_a_deferred_and_a_plain_model_do_not_train_together(start_job):
-    job = start_job(2)
-    workers = [job.start("a", deferred=True), job.start("b")]
-    check_do_not_train_together(workers, "first weights")
-
-
-def test_a_replica_node_of_a_deferred_job_makes_nothing(start_job):
-    job = start_job(2, expert_slots=4)
-    workers = [*job.start_all({}, "ab", deferred=True), job.start("r", session={"role": "replica"}, deferred=True)]
-    assert [each.join() for each in workers] == [0, 0, 0]
-    check_history(workers[:2])
-    assert not any(event["digests"] for event in workers[2].events("copy"))

@@ -78,28 +78,21 @@ def test_unequal_numbers_of_forwards_are_named_after_one_hang_timeout(start):
         assert "`for part in step.micro_batches(n)`" in each["message"]
 
 
-def test_unequal_numbers_of_backwards_are_named(start):
-    found, logs = start(one_backward_less, "ab", hang_timeout=1.0)
-    assert [each["error"] for each in failures(found)] == ["UnequalForwards"] * 2, logs
-    assert "with as many forwards of each layer" in failures(found)[0]["message"]
-
-
-def test_counts_on_some_members_are_refused_on_all(start):
-    found, _ = start(counts_on_one, "abc")
-    assert [each["error"] for each in failures(found)] == ["ValueError"] * 3
-    assert "2 of 3 members gave count, the others did not" in failures(found)[0]["message"]
-
-
-def test_optimizer_that_changes_replicas_otherwise_is_named_after_the_first_step(start):
-    found, _ = start(noisy_optimizer, "ab", preset="gemini")
-    assert [each["error"] for each in failures(found)] == ["UnsupportedState"] * 2
-    assert "head/bias differs between ranks 0 and 1" in failures(found)[0]["message"]
-
-
-def test_an_optimizer_that_leaves_parameters_to_others_is_refused(start):
-    found, logs = start(own_sharded_optimizer, "ab")
-    assert [each["error"] for each in failures(found)] == ["UnsupportedState"] * 2, logs
-    assert "embedding/weight differs between ranks 0 and 1" in failures(found)[0]["message"]
+@pytest.mark.parametrize(
+    ("script", "names", "session", "error", "message"),
+    [
+        (noisy_optimizer, "ab", {"preset": "gemini"}, "UnsupportedState", "head/bias differs between ranks 0 and 1"),
+        (own_sharded_optimizer, "ab", {}, "UnsupportedState", "embedding/weight differs between ranks 0 and 1"),
+        (counts_on_one, "abc", {}, "ValueError", "2 of 3 members gave count, the others did not"),
+        (one_backward_less, "ab", {"hang_timeout": 1.0}, "UnequalForwards", "with as many forwards of each layer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+@pytest.mark.few(2)
+def test_what_members_do_otherwise_is_refused_on_all_in_the_first_step(start, script, names, session, error, message):
+    found, logs = start(script, names, **session)
+    assert [each["error"] for each in failures(found)] == [error] * len(names), logs
+    assert message in failures(found)[0]["message"]
 
 
 def test_what_belongs_to_a_rank_is_named_in_the_first_step(start):

@@ -15,11 +15,12 @@ SLOW = 120.0
 """Seconds for workers that open a GPU each."""
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
-def test_survivors_of_a_kill_resume_from_copies(start_job, device, preset):
+def test_survivors_of_a_kill_resume_from_copies(start_job, cuda, preset):
     job = start_job(3, preset=preset, hang_timeout=30.0, **FEWEST)
-    workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=10)
+    workers = job.start_all({"b": [Fault("forward", 4)]}, device=cuda.type, steps=10)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
     check_history(workers)
@@ -104,21 +105,23 @@ def test_replicas_repeat_the_steps_on_their_device(start_job, device):
     assert workers[0].events("recovered")[-1]["digests_mismatched"] == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_survivors_resume_from_replicas_between_which_the_gpu_splits_the_tokens(start_job, device):
+def test_survivors_resume_from_replicas_between_which_the_gpu_splits_the_tokens(start_job, cuda):
     job = start_job(3, preset="lazarus", hang_timeout=30.0)
-    workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=8)
+    workers = job.start_all({"b": [Fault("forward", 4)]}, device=cuda.type, steps=8)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
     check_history(workers)
     assert workers[0].events("recovered")[-1]["digests_mismatched"] == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_a_gpu_trains_as_the_processor_does(start_job, device):
+def test_a_gpu_trains_as_the_processor_does(start_job, cuda):
     """Losses are equal but for the order of sums."""
     losses = []
-    for place in ("cpu", device):
+    for place in ("cpu", cuda.type):
         (worker,) = start_job(1).start_all({}, "a", device=place, steps=8)
         assert worker.join(SLOW) == 0
         losses.append(torch.tensor([event["loss"] for event in worker.events("commit")]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evermoe import ElasticSampler, Session
-from support.harness import FEWEST, Job, check_do_not_train_together
+from support.harness import FEWEST, Job
 from support.history import check_history, check_recovered, committed_steps
 from support.worker import Fault, Model, make_optimizer
 
@@ -180,13 +180,6 @@ def test_a_job_resumes_with_the_other_kind(start_job, tmp_path, first, then, pla
         assert recovered["step"] == (5 if place == "checkpoint" else 6)
     check_losses([*workers, *again], replicated())
     check_verified(again)
-
-
-@pytest.mark.long
-def test_members_that_differ_do_not_train_together(start_job):
-    job = start_job(2)
-    workers = [job.start("a", session={"shard_optimizer": True}), job.start("b")]
-    check_do_not_train_together(workers, "shard_optimizer")
 
 
 @pytest.mark.parametrize("point", ["vote", "update"])
