@@ -7,7 +7,7 @@ from torch import nn
 
 from evermoe import Expert, Experts, MoE, Router, load_balancing_loss
 from evermoe.comm.collectives import reduce_dense
-from support.ranks import run_ranks
+from support.ranks import run_each
 from test_moe import hold
 
 HIDDEN, EXPERTS, LENGTH = 8, 6, 10
@@ -90,15 +90,14 @@ def on_rank(group, bounds, weighted_by):
     return {"loss": loss.detach(), "grads": grads, "load": torch.from_numpy(model.second.load_E)}
 
 
-@pytest.mark.parametrize("weighted_by", ["samples", "tokens"])
-@pytest.mark.parametrize("bounds", BOUNDS)
-def test_members_losses_add_up_to_that_of_one_process(tmp_path, bounds, weighted_by):
+def test_members_losses_add_up_to_that_of_one_process(tmp_path):
     model = Model()
     model(*batch())
     loss = load_balancing_loss(model)
     expected = torch.autograd.grad(loss, routers(model))
-    found = run_ranks(tmp_path, 3, on_rank, BOUNDS[bounds], weighted_by)
-    assert sum(each["loss"] for each in found).item() == pytest.approx(loss.item(), rel=1e-6)
-    for each in found:
-        torch.testing.assert_close(each["grads"], list(expected), rtol=1e-5, atol=1e-7)
-        assert each["load"].tolist() == model.second.load_E.tolist()
+    cases = [(bounds, weighted_by) for bounds in BOUNDS.values() for weighted_by in ("samples", "tokens")]
+    for found in run_each(tmp_path, 3, on_rank, cases):
+        assert sum(each["loss"] for each in found).item() == pytest.approx(loss.item(), rel=1e-6)
+        for each in found:
+            torch.testing.assert_close(each["grads"], list(expected), rtol=1e-5, atol=1e-7)
+            assert each["load"].tolist() == model.second.load_E.tolist()

@@ -12,7 +12,7 @@ from evermoe import Expert, Experts, MoE, Router, load_balancing_loss
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
 from evermoe.errors import UnsupportedState
 from evermoe.moe.layer import moe_layers
-from support.ranks import run_ranks
+from support.ranks import run_each
 from test_moe import hold
 
 H, E = 8, 4
@@ -213,9 +213,10 @@ def on_rank(group, use_reentrant, options):
     return found | {"load": torch.from_numpy(layer.load_E), "out": out.detach()}
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 8}, {"fp8_dispatch": True}], ids=str)
-def test_over_two_ranks(tmp_path, options):
-    expected, *found = (run_ranks(tmp_path, 2, on_rank, kind, options) for kind in (None, False, True))
-    assert sum(expected[0]["load"].tolist()) == 2 * (7 + 8)
-    for ranks in found:
-        torch.testing.assert_close(ranks, expected)
+def test_over_two_ranks(tmp_path):
+    several = [{}, {"max_tokens": 8}, {"fp8_dispatch": True}]
+    results = run_each(tmp_path, 2, on_rank, [(kind, options) for options in several for kind in (None, False, True)])
+    for expected, *found in zip(*[results] * 3, strict=True):
+        assert sum(expected[0]["load"].tolist()) == 2 * (7 + 8)
+        for ranks in found:
+            torch.testing.assert_close(ranks, expected)

@@ -13,7 +13,7 @@ from torch import nn
 from evermoe import Expert, Experts, MoE
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.moe.expert import clamped_swiglu
-from support.ranks import run_ranks
+from support.ranks import alone, run_each, run_ranks
 
 H, INNER, EXPERTS, TOP_K = 8, 8, 5, 3
 PLACEMENTS = {
@@ -133,32 +133,33 @@ def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER, is_com
     return {"out": out.detach(), "load": layer.load_E.tolist(), "share": layer.share_E, **grads, **norm(layer)}
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 15}, {"token_split": "even"}], ids=str)
 @pytest.mark.parametrize("ranks", PLACEMENTS)
-def test_any_router(tmp_path, ranks, options):
+def test_any_router(tmp_path, ranks):
     expected = reference(make(), *choices())
     ids_TK = choices()[1]
     load = torch.bincount(ids_TK[ids_TK >= 0], minlength=EXPERTS)
-    results = run_ranks(tmp_path, ranks, on_rank, options)
-    for name in ("out", "x", "scores"):
-        torch.testing.assert_close(torch.cat([each[name] for each in results]), expected[name], rtol=1e-4, atol=1e-6)
-    for each, row in zip(results, PLACEMENTS[ranks], strict=True):
-        torch.testing.assert_close(each["experts"], expected["experts"][np.flatnonzero(row)], rtol=1e-4, atol=1e-6)
-        assert each["load"] == load.tolist()
-        torch.testing.assert_close(each["share"].double(), load / load.sum().double())
+    cases = [({},), ({"max_tokens": 15},), ({"token_split": "even"},)]
+    for results in run_each(tmp_path, ranks, on_rank, cases):
+        for name in ("out", "x", "scores"):
+            found = torch.cat([each[name] for each in results])
+            torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
+        for each, row in zip(results, PLACEMENTS[ranks], strict=True):
+            torch.testing.assert_close(each["experts"], expected["experts"][np.flatnonzero(row)], rtol=1e-4, atol=1e-6)
+            assert each["load"] == load.tolist()
+            torch.testing.assert_close(each["share"].double(), load / load.sum().double())
 
 
 @pytest.mark.parametrize("inner", [INNER, 6])  # with 6, rows are no multiples of 16 bytes: the products go one by one
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gated"])
-def test_any_expert_on_one_rank(tmp_path, kind, inner):
-    check(run_ranks(tmp_path, 1, on_rank, {}, torch.int64, kind, inner), reference(make(kind, inner), *choices()))
+def test_any_expert_on_one_rank(kind, inner):
+    check([alone(on_rank, {}, torch.int64, kind, inner)], reference(make(kind, inner), *choices()))
 
 
-@pytest.mark.parametrize("kind", ["fused activation", "llama-4", "gpt-oss", "post-norm"])
-def test_any_expert_on_three_ranks(tmp_path, kind):
-    for options in ({}, {"max_tokens": 15}):
-        found = run_ranks(tmp_path, 3, on_rank, options, torch.int64, kind)
-        check(found, reference(make(kind), *choices()))
+def test_any_expert_on_three_ranks(tmp_path):
+    kinds = ["fused activation", "llama-4", "gpt-oss", "post-norm"]
+    cases = [(options, torch.int64, kind) for kind in kinds for options in ({}, {"max_tokens": 15})]
+    for case, found in zip(cases, run_each(tmp_path, 3, on_rank, cases), strict=True):
+        check(found, reference(make(case[-1]), *choices()))
 
 
 def check(results, expected):
@@ -171,9 +172,8 @@ def check(results, expected):
         torch.testing.assert_close(each["experts"], expected["experts"][np.flatnonzero(row)], rtol=1e-4, atol=1e-5)
 
 
-def test_ids_of_32_bits(tmp_path):
-    found = [run_ranks(tmp_path, 1, on_rank, {}, dtype)[0]["out"] for dtype in (torch.int64, torch.int32)]
-    assert torch.equal(*found)
+def test_ids_of_32_bits():
+    assert torch.equal(*(alone(on_rank, {}, dtype)["out"] for dtype in (torch.int64, torch.int32)))
 
 
 @pytest.mark.parametrize("inner", [INNER, 6])

@@ -14,7 +14,7 @@ from evermoe.comm.group import Group
 from evermoe.moe import experts
 from evermoe.moe.token_exchange import Exchange, HostMemory, Padding
 from support.paper_gpu import PaperGpu
-from support.ranks import run_ranks
+from support.ranks import run_each, run_ranks
 from test_moe import hold
 
 E, H = 4, 16
@@ -60,34 +60,37 @@ def waits(group, matrix, options):
     }
 
 
-def run(tmp_path, ranks, **options):
-    for found in run_ranks(tmp_path, ranks, waits, PLACEMENTS[ranks], options):
-        torch.testing.assert_close(found["found"], found["expected"])
-        assert found["total"] == [2 * tokens for tokens in found["tokens"]]
-        assert found["last"] == found["tokens"]
-        assert found["backward"] == []
-        yield found
+def run(tmp_path, ranks, *several):
+    """Yield options of a layer with what each rank has found with them."""
+    cases = [(PLACEMENTS[ranks], options) for options in several]
+    for options, results in zip(several, run_each(tmp_path, ranks, waits, cases), strict=True):
+        for found in results:
+            torch.testing.assert_close(found["found"], found["expected"])
+            assert found["total"] == [2 * tokens for tokens in found["tokens"]]
+            assert found["last"] == found["tokens"]
+            assert found["backward"] == []
+            yield options, found
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_wait_a_layer_and_none_if_alone(tmp_path, ranks, gated, dtype):
-    for found in run(tmp_path, ranks, gated=gated, dtype=dtype):
+def test_one_wait_a_layer_and_none_if_alone(tmp_path, ranks):
+    several = [{"gated": gated, "dtype": dtype} for gated in (False, True) for dtype in (torch.float32, torch.bfloat16)]
+    for options, found in run(tmp_path, ranks, *several):
         # In float32 experts are multiplied one by one, and the host must know their rows.
-        is_quick = ranks == 1 and dtype == torch.bfloat16
+        is_quick = ranks == 1 and options["dtype"] == torch.bfloat16
         assert found["forward"] == ([] if is_quick else ["synchronize"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gpu_splits_tokens_evenly_and_the_host_reads_how_many_in_its_one_wait(tmp_path, dtype):
-    """Results and counts are those of the CPU, where the host splits them."""
-    for found in run(tmp_path, 2, dtype=dtype, token_split="even"):
+def test_the_gpu_splits_tokens_evenly_and_the_host_reads_how_many_in_its_one_wait(tmp_path):
+    """Results and counts are those of the CPU, where the host splits them. A larger exchange has exact sizes."""
+    several = [
+        {"dtype": dtype, "token_split": split}
+        for dtype in (torch.float32, torch.bfloat16)
+        for split in ("even", "balanced")
+    ]
+    for options, found in run(tmp_path, 2, *several, {"dtype": torch.bfloat16, "max_tokens": 1 << 21}):
         assert found["forward"] == ["synchronize"]
-        assert found["splits of the host"] == 0
-    for found in run(tmp_path, 2, dtype=dtype, token_split="balanced"):
-        assert found["forward"] == ["synchronize"]
-        assert found["splits of the host"] == 1
+        assert "token_split" not in options or found["splits of the host"] == (options["token_split"] == "balanced")
 
 
 def plan_both(group):
@@ -115,23 +118,18 @@ def test_the_split_of_a_gpu_is_that_of_the_host_to_the_number(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)
-@pytest.mark.parametrize("gated", [False, True])
-def test_no_wait_where_the_most_tokens_are_known(tmp_path, ranks, gated):
-    for found in run(tmp_path, ranks, gated=gated, dtype=torch.bfloat16, max_tokens=12):
+def test_no_wait_where_the_most_tokens_are_known(tmp_path, ranks):
+    common = {"dtype": torch.bfloat16, "max_tokens": 12}
+    for _, found in run(tmp_path, ranks, *({"gated": gated} | common for gated in (False, True))):
         assert found["forward"] == []
         assert found["to read"] == ["aten::_to_copy from the GPU"] * 2
 
 
-@pytest.mark.parametrize("max_tokens", [None, 12])
 @pytest.mark.parametrize("ranks", PLACEMENTS)
-def test_tokens_in_8_bits_make_nobody_wait_once_more(tmp_path, ranks, max_tokens):
-    for found in run(tmp_path, ranks, dtype=torch.bfloat16, max_tokens=max_tokens, fp8_dispatch=True):
-        assert found["forward"] == ["synchronize"] * (ranks > 1 and max_tokens is None)
-
-
-def test_a_larger_exchange_has_exact_sizes(tmp_path):
-    for found in run(tmp_path, 2, dtype=torch.bfloat16, max_tokens=1 << 21):
-        assert found["forward"] == ["synchronize"]
+def test_tokens_in_8_bits_make_nobody_wait_once_more(tmp_path, ranks):
+    common = {"dtype": torch.bfloat16, "fp8_dispatch": True}
+    for options, found in run(tmp_path, ranks, *(common | {"max_tokens": most} for most in (None, 12))):
+        assert found["forward"] == ["synchronize"] * (ranks > 1 and options["max_tokens"] is None)
 
 
 ROUTERS = {

@@ -16,7 +16,7 @@ from evermoe._native import digest
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
 from evermoe.comm.group import Group
 from evermoe.moe.layer import moe_layers
-from support.ranks import run_ranks
+from support.ranks import run_each, run_ranks
 
 H, EXPERTS, BALANCE = 8, 5, 0.1
 PLACEMENTS = {
@@ -114,8 +114,15 @@ def on_rank(group, kind, matrix, tokens, collapsed):
 
 
 def run(tmp_path, kind, name, tokens=None, collapsed=False):
+    (found,) = run_kinds(tmp_path, [kind], name, tokens, collapsed)
+    return found
+
+
+def run_kinds(tmp_path, kinds, name, tokens=None, collapsed=False):
+    """Yield what the ranks of a placement find with one kind of layer after the other."""
     matrix = PLACEMENTS[name]
-    return run_ranks(tmp_path, len(matrix), on_rank, kind, matrix, tokens or TOKENS[len(matrix)], collapsed)
+    cases = [(kind, matrix, tokens or TOKENS[len(matrix)], collapsed) for kind in kinds]
+    yield from run_each(tmp_path, len(matrix), on_rank, cases)
 
 
 def check(results, matrix, expected):
@@ -135,39 +142,34 @@ def check(results, matrix, expected):
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("kind", KINDS, ids=["top1", "top1-gated", "top2", "top2-gated"])
-def test_any_placement_equals_plain_loops(tmp_path, kind, name):
+def test_any_placement_equals_plain_loops(tmp_path, name):
     tokens = TOKENS[len(PLACEMENTS[name])]
-    expected = reference(make(*kind), *inputs(sum(tokens)))
-    results = run(tmp_path, kind, name)
-    check(results, PLACEMENTS[name], expected)
-    assert int(results[0]["load"].sum()) == sum(tokens) * kind[0], "no token is dropped"
+    for kind, results in zip(KINDS, run_kinds(tmp_path, KINDS, name), strict=True):
+        check(results, PLACEMENTS[name], reference(make(*kind), *inputs(sum(tokens))))
+        assert int(results[0]["load"].sum()) == sum(tokens) * kind[0], "no token is dropped"
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("kind", KINDS, ids=["top1", "top1-gated", "top2", "top2-gated"])
-@pytest.mark.few(11)
-def test_a_padded_exchange_equals_plain_loops(tmp_path, kind, name):
+def test_a_padded_exchange_equals_plain_loops(tmp_path, name):
     """Also with all tokens on one rank, for one expert: no buffer is too small."""
-    kind = (*kind, 23)
-    for tokens, collapsed in ((TOKENS[len(PLACEMENTS[name])], False), ([23] + [0] * (len(PLACEMENTS[name]) - 1), True)):
-        layer = make(*kind)
-        if collapsed:
-            collapse(layer)
-        expected = reference(layer, *inputs(sum(tokens), collapsed))
-        check(run(tmp_path, kind, name, tokens, collapsed), PLACEMENTS[name], expected)
+    kinds, ranks = [(*kind, 23) for kind in KINDS], len(PLACEMENTS[name])
+    for tokens, collapsed in ((TOKENS[ranks], False), ([23] + [0] * (ranks - 1), True)):
+        for kind, results in zip(kinds, run_kinds(tmp_path, kinds, name, tokens, collapsed), strict=True):
+            layer = make(*kind)
+            if collapsed:
+                collapse(layer)
+            check(results, PLACEMENTS[name], reference(layer, *inputs(sum(tokens), collapsed)))
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("max_tokens", [None, 23])
-@pytest.mark.parametrize("kind", KINDS[1:3], ids=["top1-gated", "top2"])
-@pytest.mark.few(11)
-def test_tokens_travel_in_8_bits(tmp_path, kind, max_tokens, name):
-    kind, tokens = (*kind, max_tokens, True), TOKENS[len(PLACEMENTS[name])]
-    expected = reference(make(*kind), *inputs(sum(tokens)))
-    check(run(tmp_path, kind, name), PLACEMENTS[name], expected)
-    exact = reference(make(*kind[:3]), *inputs(sum(tokens)))
-    assert 1e-4 < (exact["out"] - expected["out"]).abs().max() < 0.1, "they are rounded"
+def test_tokens_travel_in_8_bits(tmp_path, name):
+    tokens = TOKENS[len(PLACEMENTS[name])]
+    kinds = [(*kind, max_tokens, True) for kind in KINDS[1:3] for max_tokens in (None, 23)]
+    for kind, results in zip(kinds, run_kinds(tmp_path, kinds, name), strict=True):
+        expected = reference(make(*kind), *inputs(sum(tokens)))
+        check(results, PLACEMENTS[name], expected)
+        exact = reference(make(*kind[:3]), *inputs(sum(tokens)))
+        assert 1e-4 < (exact["out"] - expected["out"]).abs().max() < 0.1, "they are rounded"
 
 
 class Regrouped(TorchDispatchMode):
@@ -250,29 +252,27 @@ def test_a_layer_in_bfloat16_equals_plain_loops(device, rows, gated, collapsed):
     assert not found[idle.to(device)].any() and found.isfinite().all()
 
 
-def test_one_rank_has_all_the_tokens(tmp_path):
-    expected = reference(make(2, True), *inputs(8))
-    check(run(tmp_path, (2, True), "skewed", tokens=[0, 8, 0]), PLACEMENTS["skewed"], expected)
-
-
-def test_no_tokens_at_all(tmp_path):
-    for result in run(tmp_path, (2, False), "skewed", tokens=[0, 0, 0]):
+def test_one_rank_has_all_the_tokens_or_none_has_any_and_the_same_again_has_the_same_bits(tmp_path):
+    matrix, same = PLACEMENTS["skewed"], ((2, True), PLACEMENTS["skewed"], TOKENS[3], False)
+    cases = [((2, True), matrix, [0, 8, 0], False), ((2, False), matrix, [0, 0, 0], False), same, same]
+    one, none, first, second = run_each(tmp_path, 3, on_rank, cases)
+    check(one, matrix, reference(make(2, True), *inputs(8)))
+    for result in none:
         assert result["out"].shape == (0, H)
         assert not result["experts"].any()
         assert result["load"].tolist() == [0] * EXPERTS
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_no_tokens_at_all():
     layer = make(2, False)
     out = layer(torch.empty(0, H, requires_grad=True))
     assert out.shape == (0, H)
     (out.sum() + layer.balance_loss).backward()
     assert not layer.experts.weights.grad.any()
     assert layer(torch.empty(2, 0, H)).shape == (2, 0, H)
-
-
-def test_the_same_run_gives_the_same_bits(tmp_path):
-    first, second = (run(tmp_path, (2, True), "skewed") for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def train(group, matrix, steps):

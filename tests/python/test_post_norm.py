@@ -12,7 +12,7 @@ from torch import nn
 
 import evermoe
 from evermoe import Expert, Experts
-from support.ranks import run_ranks
+from support.ranks import run_each, run_ranks
 
 H, EXPERTS, TOP_K = 8, 5, 3
 UNUSED = 4
@@ -115,22 +115,18 @@ def check(results, expected):
     assert sums[UNUSED].abs().max() == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 24}], ids=str)  # 24: some padding on each rank
 @pytest.mark.parametrize("ranks", PLACEMENTS)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.few(7)
-def test_a_norm_sees_the_rows_of_tokens_alone(tmp_path, norm, ranks, options):
-    expected = run(make(norm), *choices(), by_loops)
-    check(run_ranks(tmp_path, ranks, on_rank, norm, options, PLACEMENTS[ranks], False), expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 24}], ids=str)
-def test_a_rank_without_experts_has_no_gradient_of_the_norm(tmp_path, options):
-    expected = run(make("LayerNorm"), *choices(), by_loops)
-    expected["experts"][UNUSED] = 0
-    found = run_ranks(tmp_path, 3, on_rank, "LayerNorm", options, WITHOUT_EXPERTS, False)
-    check(found, expected)
-    assert found[1]["norm's weight"] is None  # the session makes it zeros: `complete_gradients`
+def test_a_norm_sees_the_rows_of_tokens_alone(tmp_path, ranks):
+    """Also with padding on each rank: `max_tokens=24`. A rank without experts has no gradient of the norm."""
+    cases = [(norm, options, PLACEMENTS[ranks], False) for norm in NORMS for options in ({}, {"max_tokens": 24})]
+    if ranks == 3:
+        cases += [("LayerNorm", options, WITHOUT_EXPERTS, False) for options in ({}, {"max_tokens": 24})]
+    for case, found in zip(cases, run_each(tmp_path, ranks, on_rank, cases), strict=True):
+        expected = run(make(case[0]), *choices(), by_loops)
+        if case[2] is WITHOUT_EXPERTS:
+            expected["experts"][UNUSED] = 0
+            assert found[1]["norm's weight"] is None  # the session makes it zeros: `complete_gradients`
+        check(found, expected)
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)

@@ -9,7 +9,7 @@ import torch
 import evermoe
 from evermoe import Expert, Experts, MoE, Router
 from evermoe.moe.layer import update_balance
-from support.ranks import run_ranks
+from support.ranks import run_each
 from support.routers import best_ids
 from test_moe import PLACEMENTS, TOKENS, expert, hold
 
@@ -90,27 +90,27 @@ def on_rank(group, kind, matrix, tokens):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("kind", ["deepseek-v3", "gpt-oss", "qwen3"])
-def test_a_layer_with_such_a_router(tmp_path, kind, ranks):
-    name = {1: "one rank", 3: "skewed"}[ranks]
-    router = make(kind, 5, groups=1, top_groups=None)
-    torch.manual_seed(0)
-    layer = MoE.of(router, Experts(Expert(H, 6), 5))
-    rows, load = [], [0] * router.out_features
-    for token in draw(sum(TOKENS[ranks])):
-        ids, weights, _ = chosen(router, token)
-        rows.append(sum(weight * expert(layer, e, token) for e, weight in zip(ids, weights, strict=True)))
-        for e in ids:
-            load[e] += 1
-    results = run_ranks(tmp_path, ranks, on_rank, kind, PLACEMENTS[name], TOKENS[ranks])
-    torch.testing.assert_close(
-        torch.cat([each["out"] for each in results]), torch.stack(rows).detach(), rtol=1e-4, atol=1e-6
-    )
-    for each in results:
-        assert each["load"] == load
-        if router.balance is not None:
-            moved = 0.5 * np.sign(np.mean(load) - np.array(load))
-            torch.testing.assert_close(each["balance"], router.balance + torch.from_numpy(moved).float())
+def test_a_layer_with_such_a_router(tmp_path, ranks):
+    kinds, name = ["deepseek-v3", "gpt-oss", "qwen3"], {1: "one rank", 3: "skewed"}[ranks]
+    cases = [(kind, PLACEMENTS[name], TOKENS[ranks]) for kind in kinds]
+    for kind, results in zip(kinds, run_each(tmp_path, ranks, on_rank, cases), strict=True):
+        router = make(kind, 5, groups=1, top_groups=None)
+        torch.manual_seed(0)
+        layer = MoE.of(router, Experts(Expert(H, 6), 5))
+        rows, load = [], [0] * router.out_features
+        for token in draw(sum(TOKENS[ranks])):
+            ids, weights, _ = chosen(router, token)
+            rows.append(sum(weight * expert(layer, e, token) for e, weight in zip(ids, weights, strict=True)))
+            for e in ids:
+                load[e] += 1
+        torch.testing.assert_close(
+            torch.cat([each["out"] for each in results]), torch.stack(rows).detach(), rtol=1e-4, atol=1e-6
+        )
+        for each in results:
+            assert each["load"] == load
+            if router.balance is not None:
+                moved = 0.5 * np.sign(np.mean(load) - np.array(load))
+                torch.testing.assert_close(each["balance"], router.balance + torch.from_numpy(moved).float())
 
 
 def test_identity_experts_return_the_token():

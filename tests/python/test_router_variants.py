@@ -9,7 +9,7 @@ from torch import nn
 from evermoe import Expert, Experts, MoE, Router
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
 from evermoe.moe.layer import update_balance
-from support.ranks import run_ranks
+from support.ranks import run_each
 from support.routers import best_ids
 
 H, EXPERTS, BALANCE, VOCABULARY = 8, 8, 0.1, 50
@@ -165,16 +165,18 @@ def on_rank(group, variant, matrix, tokens):
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.few(25)
-def test_a_layer_equals_plain_loops(tmp_path, variant, ranks):
-    expected = by_loops(make(variant), TOKENS[ranks])
-    results = run_ranks(tmp_path, ranks, on_rank, variant, PLACEMENTS[ranks], TOKENS[ranks])
+def test_a_layer_equals_plain_loops(tmp_path, ranks):
+    cases = [(variant, PLACEMENTS[ranks], TOKENS[ranks]) for variant in VARIANTS]
+    for variant, results in zip(VARIANTS, run_each(tmp_path, ranks, on_rank, cases), strict=True):
+        check(results, by_loops(make(variant), TOKENS[ranks]), PLACEMENTS[ranks])
+
+
+def check(results, expected, placement):
     close = {"rtol": 1e-4, "atol": 1e-5}
     for name in ("out", "x"):
         torch.testing.assert_close(torch.cat([each[name] for each in results]), expected[name], **close)
     torch.testing.assert_close(sum(each["balance loss"] for each in results), expected["balance loss"], **close)
-    for each, row in zip(results, PLACEMENTS[ranks], strict=True):
+    for each, row in zip(results, placement, strict=True):
         torch.testing.assert_close(each["experts"], expected["experts"][np.flatnonzero(row)], **close)
         for name in ("load", "numbers"):
             torch.testing.assert_close(each[name], expected[name], rtol=0, atol=1e-6)

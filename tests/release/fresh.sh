@@ -46,7 +46,7 @@ tests -m "not gpu" "$ROOT/tests/python/ops" -k example
 for example in "$ROOT"/examples/0[12]_*.py; do user python "$example"; done
 
 say "sessions of 3 workers, one of which is killed"
-tests -m "not gpu" "$ROOT/tests/python/session/training/test_one_gpu.py" -k "survivors_of_a_kill"
+tests -m "not gpu" "$ROOT/tests/python/session/failures/test_session.py" -k "killed_at and forward"
 
 say "all that make test-gpu runs can be imported"
 mapfile -t paths < <(cd tests/python && python3 -c "from support.on_gpu import TESTS; print(*TESTS, sep='\n')")

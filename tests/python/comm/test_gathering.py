@@ -23,7 +23,7 @@ REFUSED = {"d": "batch_size is 12 here, 24 on the other worker"}
         (4, "abc", REFUSED, "", True, ["all workers need the same script, options", START.format(1)], CHECK),
         (0, "ab", {}, "members disagree", True, ["(Lighthouse http://x:1): members disagree."], "start "),
     ],
-    ids=["no Lighthouse", "a problem", "too few", "none", "refused", "refused, what to do", "all are there"],
+    ids=["no Lighthouse", "a problem", "too few", "none", "refused", "refused, what to do", "all have joined"],
 )
 def test_a_timeout_says_who_is_missing_and_what_to_do(needed, named, refused, problem, runs, expected, absent):
     gathering = Gathering()

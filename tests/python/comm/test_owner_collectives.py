@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from evermoe.comm import collectives
 from evermoe.comm.collectives import reduce_to_owners, send_from_owners
 from evermoe.comm.group import Group
-from support.ranks import run_ranks
+from support.ranks import run_each, run_ranks
 
 SIZE = 3
 SHAPES = [[(3, 5), (7,)], [], [(), (2, 3, 4), (0,), (40,)]]
 """Shapes of the tensors of each owner: several, none, and an empty one."""
+BUCKETS = [(1,), (100,), (1 << 20,)]
+"""Bytes of a bucket."""
 
 
 def drawn(rank, dtype):
@@ -30,19 +31,23 @@ def reduced(group, bucket_bytes):
     return found
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_gradients_are_summed_at_their_owners_in_rank_order(tmp_path, bucket_bytes):
-    for rank, by_dtype in enumerate(run_ranks(tmp_path, SIZE, reduced, bucket_bytes)):
-        for dtype, tensors_R in zip((torch.float32, torch.bfloat16, torch.float64), by_dtype, strict=True):
-            everyone = [drawn(r, dtype) for r in range(SIZE)]
-            for owner, tensors in enumerate(tensors_R):
-                for place, found in enumerate(tensors):
-                    wide = torch.promote_types(dtype, torch.float32)
-                    total = everyone[0][owner][place].to(wide)
-                    for r in range(1, SIZE):
-                        total = total + everyone[r][owner][place]
-                    expected = total.to(dtype) if owner == rank else everyone[rank][owner][place]
-                    assert torch.equal(found, expected)
+def test_gradients_are_summed_at_their_owners_in_rank_order(tmp_path):
+    for results in run_each(tmp_path, SIZE, reduced, BUCKETS):
+        for rank, by_dtype in enumerate(results):
+            for dtype, tensors_R in zip((torch.float32, torch.bfloat16, torch.float64), by_dtype, strict=True):
+                check_sums(rank, dtype, tensors_R)
+
+
+def check_sums(rank, dtype, tensors_R):
+    everyone = [drawn(r, dtype) for r in range(SIZE)]
+    for owner, tensors in enumerate(tensors_R):
+        for place, found in enumerate(tensors):
+            wide = torch.promote_types(dtype, torch.float32)
+            total = everyone[0][owner][place].to(wide)
+            for r in range(1, SIZE):
+                total = total + everyone[r][owner][place]
+            expected = total.to(dtype) if owner == rank else everyone[rank][owner][place]
+            assert torch.equal(found, expected)
 
 
 def sent(group, bucket_bytes):
@@ -62,14 +67,14 @@ def sent(group, bucket_bytes):
     return tensors_R
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_weights_are_sent_bit_for_bit(tmp_path, bucket_bytes):
+def test_weights_are_sent_bit_for_bit(tmp_path):
     expected = [drawn(rank, torch.float32) for rank in range(SIZE)]
-    for found in run_ranks(tmp_path, SIZE, sent, bucket_bytes):
-        assert torch.equal(found[0][0], expected[0][0][0].t())
-        assert torch.equal(found[0][1], expected[0][0][1].bfloat16())
-        assert (found[1][0].tolist(), found[1][1].item()) == ([1] * 5, True)
-        assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2][2], strict=True))
+    for results in run_each(tmp_path, SIZE, sent, BUCKETS):
+        for found in results:
+            assert torch.equal(found[0][0], expected[0][0][0].t())
+            assert torch.equal(found[0][1], expected[0][0][1].bfloat16())
+            assert (found[1][0].tolist(), found[1][1].item()) == ([1] * 5, True)
+            assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2][2], strict=True))
 
 
 def kept(group):

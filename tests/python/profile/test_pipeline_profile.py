@@ -139,7 +139,7 @@ def run(request, tmp_path_factory):
     return kind, size, found
 
 
-def test_every_microbatch_of_every_stage_occurs_once(run):
+def check_every_microbatch_of_every_stage_occurs_once(run):
     kind, size, found = run
     kinds = ["backward input", "backward weight"] if "ZeroBubble" in kind else ["backward"]
     for rank, one in enumerate(found):
@@ -158,7 +158,7 @@ def test_every_microbatch_of_every_stage_occurs_once(run):
             assert len(set(names)) == len(names)
 
 
-def test_transfers_have_peers_and_bytes(run):
+def check_transfers_have_peers_and_bytes(run):
     kind, size, found = run
     sends, receives = {}, {}
     for rank, one in enumerate(found):
@@ -174,7 +174,7 @@ def test_transfers_have_peers_and_bytes(run):
     assert {(to - sender) % size for sender, to in sends} <= {1, size - 1}
 
 
-def test_all_ranks_find_the_same(run):
+def check_all_ranks_find_the_same(run):
     _, size, found = run
     for one in found[1:]:
         assert all(one[key] == found[0][key] for key in one if not key.startswith("local"))
@@ -191,7 +191,7 @@ def pairs(size):
     return [(a, b) for a in range(size) for b in range(size) if a != b]
 
 
-def test_both_ends_of_a_transfer_overlap(run):
+def check_both_ends_of_a_transfer_overlap(run):
     """On the shared clock, as each rank saw it alone."""
     _, size, found = run
     starts, errors = found[0]["starts"], found[0]["errors"]
@@ -206,7 +206,7 @@ def test_both_ends_of_a_transfer_overlap(run):
                 assert other_begin <= end + error
 
 
-def test_clocks_of_one_machine_are_one(run):
+def check_clocks_of_one_machine_are_one(run):
     """All processes here have the same monotonic clock: what round trips say about it must lie within their bound."""
     _, size, found = run
     for number in range(STEPS):
@@ -222,7 +222,7 @@ def test_clocks_of_one_machine_are_one(run):
         assert found[0]["receivers"][a][b] == pytest.approx(-found[0]["receivers"][b][a])
 
 
-def test_waits_are_taken_off(run):
+def check_waits_are_taken_off(run):
     """A transfer is within what both ends saw, but where it had to keep its place, and the sum is less."""
     _, size, found = run
     saw = was = 0.0
@@ -239,7 +239,7 @@ def test_waits_are_taken_off(run):
     assert was < saw
 
 
-def test_windows_lie_between_busy_spans(run):
+def check_windows_lie_between_busy_spans(run):
     """In nearly every step: a window that opens after a span is over before the next transfer begins."""
     _, size, found = run
     for rank in range(size):
@@ -268,7 +268,7 @@ def is_free(step, window):
     return not any(span.start < closes - 1e-9 and span.start + span.seconds > opens + 1e-9 for span in spans)
 
 
-def test_a_plan_fits_into_the_windows_of_both_ends(run):
+def check_a_plan_fits_into_the_windows_of_both_ends(run):
     _, size, found = run
     sender, receiver = size - 1, size - 2
     theirs, mine = (Windows.from_json(found[0]["windows"][rank]) for rank in (receiver, sender))
@@ -281,7 +281,7 @@ def test_a_plan_fits_into_the_windows_of_both_ends(run):
             assert chunk.start + chunk.seconds <= mine.windows[chunk.window].seconds + 1e-9
 
 
-def test_trace(run):
+def check_trace(run):
     _, size, found = run
     events = json.loads(found[0]["trace"])["traceEvents"]
     assert {event["pid"] for event in events} == set(range(size))
@@ -302,3 +302,22 @@ def test_trace(run):
         sent = sum(event["cat"] in ("send", "receive") for event in mine)
         assert sent == sum(span.resource == "network" for step in found[0]["steps"][rank] for span in step.spans)
         assert any(event["cat"] == "window" for event in mine)
+
+
+CHECKS = [
+    check_every_microbatch_of_every_stage_occurs_once,
+    check_transfers_have_peers_and_bytes,
+    check_all_ranks_find_the_same,
+    check_both_ends_of_a_transfer_overlap,
+    check_clocks_of_one_machine_are_one,
+    check_waits_are_taken_off,
+    check_windows_lie_between_busy_spans,
+    check_a_plan_fits_into_the_windows_of_both_ends,
+    check_trace,
+]
+
+
+def test_a_profile_of_all_ranks(run):
+    """One job for all that is checked of it."""
+    for check in CHECKS:
+        check(run)

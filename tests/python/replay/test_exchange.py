@@ -16,7 +16,7 @@ from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from support.harness import PATIENCE
-from support.ranks import connected, run_ranks, trained_and_kept
+from support.ranks import connected, run_each, run_ranks, trained_and_kept
 
 STEPS = 12
 HEALED = 5
@@ -96,17 +96,16 @@ def train_some(group, skipped, are_early):
     return trained_and_kept(group, state, copies, courier, STEPS) | {"sent": sent}
 
 
-@pytest.mark.parametrize("are_early", [False, True], ids=["with gradients", "early"])
-@pytest.mark.parametrize("skipped", [None, 4, STEPS])
-@pytest.mark.few(3)
-def test_units_that_were_left_out_of_a_step_follow_again(tmp_path, skipped, are_early):
-    results = run_ranks(tmp_path, 2, train_some, skipped, are_early)
-    for rank in range(2):
-        if are_early:
-            assert max(results[rank]["sent"]) > 1000, "a state, of several pieces"
-        theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
-        assert theirs.keys() == trained.keys()
-        assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
+def test_units_that_were_left_out_of_a_step_follow_again(tmp_path):
+    """With gradients that are sent after backward, or early."""
+    cases = [(skipped, are_early) for skipped in (None, 4, STEPS) for are_early in (False, True)]
+    for (_, are_early), results in zip(cases, run_each(tmp_path, 2, train_some, cases), strict=True):
+        for rank in range(2):
+            if are_early:
+                assert max(results[rank]["sent"]) > 1000, "a state, of several pieces"
+            theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
+            assert theirs.keys() == trained.keys()
+            assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
 
 
 def begin(courier, copies, kept=None):
@@ -127,35 +126,32 @@ def complete(courier, work):
     return task.result.sent_bytes
 
 
-@pytest.mark.parametrize("first_bytes", [0, 2000, 1 << 20], ids=["none fits", "some fit", "all fit"])
-def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_path, first_bytes, device):
-    results = run_ranks(tmp_path, 2, train, first_bytes, device)
-    for rank in range(2):
-        theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
-        assert len(trained) == 3
-        assert theirs.keys() == trained.keys()
-        assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
-        sent = results[rank]["sent"]
-        assert sent[HEALED] > 3 * sent[HEALED - 1]
-        assert sent[0] > 2 * max(sent[1:HEALED])
+def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_path, device):
+    """None of a step's gradients fits into the first message, or some, or all."""
+    for results in run_each(tmp_path, 2, train, [(first_bytes, device) for first_bytes in (0, 2000, 1 << 20)]):
+        for rank in range(2):
+            theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
+            assert len(trained) == 3
+            assert theirs.keys() == trained.keys()
+            assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
+            sent = results[rank]["sent"]
+            assert sent[HEALED] > 3 * sent[HEALED - 1]
+            assert sent[0] > 2 * max(sent[1:HEALED])
 
 
-@pytest.mark.parametrize("keeps_previous", [False, True])
-def test_copies_that_nobody_needs_are_reported_at_the_steps_that_they_can_reach(tmp_path, keeps_previous):
-    for result in run_ranks(tmp_path, 2, train, 1 << 20, "cpu", keeps_previous):
-        begun, trained = result["unread"]["begun"], result["unread"]["trained"]
-        assert [(step, value) for _, step, value in begun] == [(0, None)] * 3, "there is no step before"
-        assert {step for _, step, _ in trained} == ({STEPS - 1, STEPS} if keeps_previous else {STEPS})
-        assert len(trained) == (6 if keeps_previous else 3)
-
-
-@pytest.mark.parametrize("keeps_previous", [False, True])
-def test_copies_are_found_again_by_the_next_recovery(tmp_path, keeps_previous):
-    for result in run_ranks(tmp_path, 2, train, 1 << 20, "cpu", keeps_previous):
-        first, second = result["surveys"]
-        assert first == second
-        assert {step for _, step, _ in first} == ({STEPS - 1, STEPS} if keeps_previous else {STEPS})
-        assert len(first) == (6 if keeps_previous else 3)
+def test_copies_are_reported_at_the_steps_that_they_can_reach_and_found_again_by_the_next_recovery(tmp_path):
+    """Also copies that nobody needs."""
+    cases = [(1 << 20, "cpu", keeps_previous) for keeps_previous in (False, True)]
+    for (*_, keeps_previous), results in zip(cases, run_each(tmp_path, 2, train, cases), strict=True):
+        steps = {STEPS - 1, STEPS} if keeps_previous else {STEPS}
+        for result in results:
+            begun, trained = result["unread"]["begun"], result["unread"]["trained"]
+            assert [(step, value) for _, step, value in begun] == [(0, None)] * 3, "there is no step before"
+            first, second = result["surveys"]
+            assert first == second
+            for reported in (trained, first):
+                assert {step for _, step, _ in reported} == steps
+                assert len(reported) == 3 * len(steps)
 
 
 def test_damaged_sizes_of_messages_are_a_lost_peer_and_no_wait():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,32 @@ def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments:
             process.kill()
             process.join()
     return [torch.load(place / f"{rank}.result", weights_only=True) for rank in range(size)]
+
+
+def run_each(
+    folder: Path, size: int, function: Callable[..., Any], cases: Sequence[Sequence[Any]]
+) -> Iterator[list[Any]]:
+    """Yield the results by rank of `function(group, *case)` for one case after the other, in the same processes."""
+    yield from map(list, zip(*run_ranks(folder, size, _each, function, list(cases)), strict=True))
+
+
+def _each(group: Group, function: Callable[..., Any], cases: list[Sequence[Any]]) -> list[Any]:
+    found = []
+    for case in cases:
+        torch.manual_seed(1000 + group.rank)
+        try:
+            found.append(function(group, *case))
+        except BaseException as error:
+            error.add_note(f"case: {case}")
+            raise
+    return found
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of `function(group, *arguments)` in a group of one, which needs no process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1000)
+        return function(Group(), *arguments)
 
 
 def _run(place: Path, size: int, rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

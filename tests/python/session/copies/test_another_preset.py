@@ -7,7 +7,7 @@ from support.history import check_history
 STEPS, GATE = 12, 6
 
 
-def test_another_preset_is_refused_by_name_and_follows_by_way_of_a_checkpoint_as_the_message_says(start_job, tmp_path):
+def test_the_preset_that_wrote_the_copies_is_named_and_another_follows_by_way_of_a_checkpoint(start_job, tmp_path):
     job = start_job(2, preset="moetion", checkpoints=str(tmp_path / "saved"))
     job.open_gate(GATE)
     killed = job.start_all({}, names="ab", steps=STEPS, gated=True)

@@ -96,7 +96,7 @@ def test_member_that_skips_an_evaluation_is_named(start_job):
 
 
 @pytest.mark.parametrize("preset", ["auto", pytest.param("gemini", marks=pytest.mark.long)])
-def test_one_member_may_work_for_longer_than_the_hang_timeout_and_replica_nodes_wait_as_well(start_job, preset):
+def test_one_member_may_work_for_longer_than_the_hang_timeout(start_job, preset):
     job = start_job(2, hang_timeout=2.0, replication=2, preset=preset)
     replica = job.start("r", session={"role": "replica"}, steps=STEPS, **scenario("alone"))
     replica.wait_for("phase", phase="agree")

@@ -10,7 +10,7 @@ from torch.distributed import FileStore
 from evermoe import Expert, Experts
 from evermoe.errors import PeerLost, UnequalForwards
 from evermoe.session.step_calls import StepCalls
-from support.ranks import members, run_ranks
+from support.ranks import members, run_each
 
 LIMIT = timedelta(seconds=3)
 
@@ -49,16 +49,19 @@ def interrupted(group, folder, forwards, attempts):
     return ""
 
 
-@pytest.mark.parametrize(
-    ("forwards", "attempts", "message"),
-    [
-        (2, (7, 7), ""),
-        (3, (7, 6), ""),
-        (3, (7, 7), "step 3: rank 1 on n1 ran 3 forwards of layer moe, rank 0 on n0 ran 2. "),
-    ],
-    ids=["as many", "of an earlier attempt", "more"],
-)
-def test_unequal_are_those_that_began_more_than_one_that_has_ended(tmp_path, forwards, attempts, message):
-    for found in run_ranks(tmp_path, 2, interrupted, str(tmp_path), forwards, attempts):
-        assert found[: len(message)] == message
-        assert bool(found) == bool(message)
+CASES = [
+    (2, (7, 7), ""),
+    (3, (7, 6), ""),  # of an earlier attempt
+    (3, (7, 7), "step 3: rank 1 on n1 ran 3 forwards of layer moe, rank 0 on n0 ran 2. "),
+]
+
+
+def test_unequal_are_those_that_began_more_than_one_that_has_ended(tmp_path):
+    arguments = []
+    for number, (forwards, attempts, _) in enumerate(CASES):
+        (tmp_path / str(number)).mkdir()
+        arguments.append((str(tmp_path / str(number)), forwards, attempts))
+    for (*_, message), results in zip(CASES, run_each(tmp_path, 2, interrupted, arguments), strict=True):
+        for found in results:
+            assert found[: len(message)] == message
+            assert bool(found) == bool(message)
