@@ -49,6 +49,8 @@ pub(super) struct Turns {
     stored: Vec<Option<Stored>>,
     /// Save in progress.
     saving: Option<Vec<(usize, Stored)>>,
+    /// Whether a save became due while another was in progress: it begins with the first step after that one.
+    is_owed: bool,
     /// Experts that were copied after the previous step: only their gradients are sent.
     followed: Vec<bool>,
 }
@@ -70,6 +72,7 @@ impl Turns {
             measured: None,
             stored: vec![None; units.bytes.len()],
             saving: None,
+            is_owed: false,
             followed: vec![false; units.num_experts()],
         })
     }
@@ -150,9 +153,11 @@ impl Turns {
         }
     }
 
-    /// `pec`: saves K experts of each layer and all other state, unless the previous save is still in progress.
+    /// `pec`: saves K experts of each layer and all other state. A save that becomes due during the previous one follows it.
     fn save(&mut self, version: u64, units: &Units) -> Result<StepCopies> {
-        if !step_of(version).is_multiple_of(self.save_interval) || self.saving.is_some() {
+        let is_due = self.is_owed || step_of(version).is_multiple_of(self.save_interval);
+        self.is_owed = is_due && self.saving.is_some();
+        if !is_due || self.is_owed {
             return Ok(StepCopies::default());
         }
         let chosen = self.selector.select_in_turn(&self.ledger)?;
@@ -167,8 +172,9 @@ impl Turns {
         Ok(StepCopies { store_bytes, peer_bytes: 0 })
     }
 
-    /// Ends the save in progress.
+    /// Ends the save in progress. If it failed, the next one begins when it is due.
     pub(super) fn end_save(&mut self, is_complete: bool) {
+        self.is_owed &= is_complete;
         for (unit, stored) in self.saving.take().into_iter().flatten().filter(|_| is_complete) {
             self.stored[unit] = Some(stored);
         }

@@ -60,7 +60,7 @@ fn an_expert_that_its_copy_followed_sends_a_gradient_and_others_their_state() {
 }
 
 #[test]
-fn pec_saves_k_experts_of_each_layer_and_waits_for_a_save_in_progress() {
+fn pec_saves_k_experts_of_each_layer_and_a_due_save_follows_the_one_in_progress() {
     for each in 1..=3 {
         let mut engine = engine(PresetName::Pec, |options| {
             (options.experts_per_save, options.save_interval) = (Some(each), 3);
@@ -75,12 +75,16 @@ fn pec_saves_k_experts_of_each_layer_and_waits_for_a_save_in_progress() {
             }
         }
         let bytes = 100 * each as u64 + 90;
-        let wanted = [0, 0, bytes, 0, 0, 0, 0, 0, 0, 0, 0, bytes];
-        assert_eq!(saved, wanted, "K = {each}: at 6 and 9 the first save is in progress");
+        let wanted = [0, 0, bytes, 0, 0, 0, 0, 0, 0, bytes, 0, 0];
+        assert_eq!(saved, wanted, "K = {each}: at 6 and 9 the first save is in progress, at 12 the second");
         assert_eq!(engine.saved().count(), each + 2);
         assert!(engine.saved().all(|(_, version)| version == version_of(0, 3)));
         engine.end_save(false); // a member is lost with its part
         assert!(engine.saved().all(|(_, version)| version == version_of(0, 3)));
+        for number in 13..=15 {
+            let made = engine.take_step(version_of(0, number), || COUNTS.to_vec()).unwrap();
+            assert_eq!(made.store_bytes > 0, number == 15, "a save that failed is not followed at once");
+        }
     }
 }
 

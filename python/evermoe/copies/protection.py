@@ -21,7 +21,6 @@ from evermoe.config.copies import CopyConfig
 from evermoe.copies.first_copies import FirstCopies
 from evermoe.copies.loss_ledger import LossLedger
 from evermoe.copies.protection_inputs import (
-    copies_are_late,
     current_coverage,
     gradient_bucket_bytes,
     has_room,
@@ -143,7 +142,7 @@ class Protection:
         followed = self._followed if self.preset.selects_by_budget else None
         self.selector.replan(self.active, self._membership.num_trainers, followed)
         self._behind = self._followed - {info.name for info in infos if info.replayable}
-        self.copies_late = copies_are_late(plan, self.options)
+        self.copies_late = plan.is_late(self.preset, self.options.replication)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes)
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.replication or any(each["failed"] for each in everyone)

@@ -201,7 +201,8 @@ def expected_arenas(
     infos = unit_infos(state, active, [(0.0, is_replayable(unit.name)) for unit in state.catalog.units])
     ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
     plan = plan_copies(options, infos, ranks)
-    assignment = Assignment(plan, active, 0, "", copies_are_late(plan, options), NO_COPIES)
+    is_late = plan.is_late(options.choices, options.replication)
+    assignment = Assignment(plan, active, 0, "", is_late, NO_COPIES)
     planned = [each for part in planned_bundles(assignment, options) for each in part]
     sizes = dict(state.catalog.sizes())
     return max((arena_sizes(planned, rank, sizes) for rank in range(len(nodes))), key=sum)
@@ -211,12 +212,6 @@ def plan_copies(options: CopyConfig, units: Sequence[UnitInfo], ranks: Sequence[
     """Return the plan of `plan_protection` for these options."""
     budget = options.preset.group(LocalSnapshots).copy_budget
     return plan_protection(options.name, units, ranks, replication=options.replication, budget=budget)
-
-
-def copies_are_late(plan: ProtectionPlan, options: CopyConfig) -> bool:
-    """Whether the copies of a step are made during the next one, and complete at its vote."""
-    is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in plan.units)
-    return options.replication > 0 and (options.choices.copies_late or is_followed_late)
 
 
 def current_coverage(

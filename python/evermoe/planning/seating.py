@@ -266,9 +266,7 @@ class Seating:
     @cached_property
     def copies_late(self) -> bool:
         """Whether copies of a step are made during the next one."""
-        if not self.options.replication or self.options.choices.copies_late:
-            return self.options.replication > 0
-        return any(each.kind == "snapshot" and each.period == 1 for each in self._plan.units)
+        return self._plan.is_late(self.options.choices, self.options.replication)
 
     @cached_property
     def held_RE(self) -> NDArray[np.bool_]:

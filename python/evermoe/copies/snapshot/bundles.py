@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from evermoe.planning.protection import OWN_VERSIONS
 from evermoe.state.unit import SESSION
 
-VERSIONS = 2
-"""Versions for which an arena has room."""
 HEAD_BYTES = 1 << 16
 """Approximate overhead of an arena in bytes: names and digests."""
 
@@ -76,7 +75,7 @@ def room_for(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int], dir
         sizes: bytes of each unit.
         directory: for the arenas.
     """
-    nbytes = VERSIONS * sum(sizes[unit] for bundle in planned if rank in bundle.holders for unit in bundle.units)
+    nbytes = OWN_VERSIONS * sum(sizes[unit] for bundle in planned if rank in bundle.holders for unit in bundle.units)
     return ArenaRoom(nbytes, free_bytes(directory))
 
 
@@ -89,4 +88,4 @@ def free_bytes(directory: Path) -> int:
 def arena_sizes(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int]) -> list[int]:
     """Return the approximate size in bytes of each arena of a rank."""
     found = [sum(sizes[unit] for unit in bundle.units) for bundle in planned if rank in bundle.holders]
-    return [VERSIONS * nbytes + HEAD_BYTES for nbytes in found]
+    return [OWN_VERSIONS * nbytes + HEAD_BYTES for nbytes in found]

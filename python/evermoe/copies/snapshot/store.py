@@ -21,12 +21,13 @@ from torch import Tensor
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
-from evermoe.copies.snapshot.bundles import VERSIONS, Bundle
+from evermoe.copies.snapshot.bundles import Bundle
 from evermoe.copies.snapshot.gpu_source import GpuSource
 from evermoe.copies.snapshot.gpu_sources import GpuSources
 from evermoe.copies.snapshot.segments import Segments, even
 from evermoe.copies.snapshot.spare_room import SpareRoom, release_all
 from evermoe.errors import CorruptCopy
+from evermoe.planning.protection import OWN_VERSIONS
 from evermoe.process.memory_folder import check_private, make_private
 from evermoe.process.run_claim import remove_run
 from evermoe.process.warn import warn
@@ -319,7 +320,7 @@ class SnapshotStore:
             {"generation": generation, "member": member, "layout": self.state.catalog.layout, "preset": self.preset}
         )
         units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
-        room = None if self.room is None else self.room.take_file(VERSIONS * sum(nbytes for _, nbytes in units))
+        room = None if self.room is None else self.room.take_file(OWN_VERSIONS * sum(nbytes for _, nbytes in units))
         kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves, room=room))
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
