@@ -16,7 +16,7 @@ from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import version_of
-from support.ranks import run_ranks
+from support.ranks import alone, run_threads
 
 FIRST, SECOND = expert_unit("experts", 0), expert_unit("experts", 1)
 
@@ -163,7 +163,7 @@ def count_after_a_recovery_that_failed(group):
 
 
 def test_all_continue_with_the_ledger_of_the_member_that_knows_most(tmp_path):
-    first, second = run_ranks(tmp_path, 2, count_after_a_recovery_that_failed)
+    first, second = run_threads(tmp_path, 2, count_after_a_recovery_that_failed)
     assert first == second
     assert first["lost"] == {FIRST: 0}
 
@@ -274,8 +274,8 @@ def count_and_crash(group):
     return {"told": told, "lost": crashed(ledger).count_lost({FIRST: at(0), SECOND: at(1)})}
 
 
-def test_copies_of_the_version_from_which_all_resume_outlive_a_crash(tmp_path):
-    (found,) = run_ranks(tmp_path, 1, count_and_crash)
+def test_copies_of_the_version_from_which_all_resume_outlive_a_crash():
+    found = alone(count_and_crash)
     assert found == {"told": {FIRST: 5}, "lost": {FIRST: 0, SECOND: 0}}
 
 
@@ -297,7 +297,7 @@ def count_with_a_replica_node(group):
 
 
 def test_a_replica_node_reports_the_same_portion(tmp_path):
-    assert run_ranks(tmp_path, 2, count_with_a_replica_node) == [0.1, 0.1]
+    assert run_threads(tmp_path, 2, count_with_a_replica_node) == [0.1, 0.1]
 
 
 def go_back(group):
@@ -315,8 +315,8 @@ def go_back(group):
     return [getattr(ledger.selection, name).tolist() for name in ("seen", "at_risk")]
 
 
-def test_tokens_of_steps_that_are_undone_are_neither_seen_nor_at_risk(tmp_path):
-    (found,) = run_ranks(tmp_path, 1, go_back)
+def test_tokens_of_steps_that_are_undone_are_neither_seen_nor_at_risk():
+    found = alone(go_back)
     assert found == [[[12, 120]], [[7, 120]]]
 
 

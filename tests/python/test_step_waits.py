@@ -16,7 +16,7 @@ from evermoe.session.session_driver import SessionDriver
 from evermoe.session.step import Step
 from evermoe.state.training_state import TrainingState
 from support.paper_gpu import PaperGpu
-from support.ranks import run_ranks
+from support.ranks import run_threads
 
 H, E, PARTS = 16, 4, 3
 
@@ -93,4 +93,4 @@ def vote_of(group):
 
 
 def test_a_vote_is_one_collective(tmp_path):
-    assert run_ranks(tmp_path, 2, vote_of) == [{"collectives": 1, "votes": 2.0, "loss": 2.0}] * 2
+    assert run_threads(tmp_path, 2, vote_of) == [{"collectives": 1, "votes": 2.0, "loss": 2.0}] * 2

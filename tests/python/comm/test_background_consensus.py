@@ -12,7 +12,7 @@ from evermoe.comm.background_consensus import BackgroundConsensus
 from evermoe.comm.group import Group
 from evermoe.comm.tags import CHECKPOINT
 from evermoe.errors import PeerLost
-from support.ranks import members, run_ranks
+from support.ranks import members, run_threads
 
 LIMIT = 10.0
 
@@ -34,7 +34,7 @@ def decide_in_turns(group, folder):
 
 
 def test_all_members_get_the_decision_of_rank_0(tmp_path):
-    ranks = run_ranks(tmp_path, 3, decide_in_turns, str(tmp_path))
+    ranks = run_threads(tmp_path, 3, decide_in_turns, str(tmp_path))
     for number in range(3):
         said = [{"rank": rank, "of": number, "long": "é" * 100_000} for rank in range(3)]
         assert [decided[number] for decided in ranks] == [{"said": said, "by": 0}] * 3
@@ -53,7 +53,7 @@ def lose_one(group, folder):
 
 
 def test_a_lost_member_prevents_the_decision_and_all_others_learn_it(tmp_path):
-    assert run_ranks(tmp_path, 3, lose_one, str(tmp_path)) == ["a member no longer answers"] * 2 + ["dropped"]
+    assert run_threads(tmp_path, 3, lose_one, str(tmp_path)) == ["a member no longer answers"] * 2 + ["dropped"]
 
 
 def outlive_the_group(group, folder):
@@ -82,15 +82,15 @@ def outlive_the_group(group, folder):
 
 
 def test_a_consensus_of_an_earlier_group_takes_no_part_in_the_next(tmp_path):
-    first, second = run_ranks(tmp_path, 2, outlive_the_group, str(tmp_path))
+    first, second = run_threads(tmp_path, 2, outlive_the_group, str(tmp_path))
     assert first == (["a member no longer answers"], ["new", "new"], None)
     assert second[1:] == (["new", "new"], None)
     assert "failed" in second[0][0]
 
 
 def test_a_dropped_group_has_no_consensus(tmp_path):
-    with pytest.raises(AssertionError, match="the next group begins"):
-        run_ranks(tmp_path, 2, drop_first, str(tmp_path))
+    with pytest.raises(PeerLost, match="the next group begins"):
+        run_threads(tmp_path, 2, drop_first, str(tmp_path))
 
 
 def drop_first(group, folder):

@@ -17,7 +17,7 @@ from evermoe.comm.collectives import ExpertReducer, Slice, complete_gradients, r
 from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
 from evermoe.errors import PeerLost
-from support.ranks import run_each, run_ranks
+from support.ranks import run_threads
 
 
 def collectives(group):
@@ -53,7 +53,7 @@ def collectives(group):
 
 def test_collectives(tmp_path):
     size = 3
-    for rank, found in enumerate(run_ranks(tmp_path, size, collectives)):
+    for rank, found in enumerate(run_threads(tmp_path, size, collectives)):
         everyone = torch.stack([torch.arange(3.0) + 10 * r for r in range(size)])
         assert torch.equal(found["gathered"], everyone)
         assert torch.equal(found["sum"], everyone.sum(0))
@@ -103,7 +103,7 @@ def drop_and_try(group):
 
 
 def test_a_dropped_group_raises_peer_lost_everywhere(tmp_path):
-    results = run_ranks(tmp_path, 3, drop_and_try)
+    results = run_threads(tmp_path, 3, drop_and_try)
     assert all("among 3 members failed: " in message for messages in results for message in messages)
     assert all(message.endswith("for the test") for message in results[1])
 
@@ -124,7 +124,7 @@ def wait_for_a_slow_peer(group, place):
 
 
 def test_a_slow_member_is_not_lost(tmp_path):
-    assert run_ranks(tmp_path, 2, wait_for_a_slow_peer, str(tmp_path / "second"))[0].item() == 1
+    assert run_threads(tmp_path, 2, wait_for_a_slow_peer, str(tmp_path / "second"))[0].item() == 1
 
 
 # ---- gradients of experts
@@ -150,12 +150,12 @@ def gradient(layer, rank, expert):
 
 
 def reduce_experts(group, placed, dtype, bucket_bytes):
-    hosted = [np.flatnonzero(matrix[group.rank]).tolist() for matrix in map(np.array, placed)]
+    hosted = [np.flatnonzero(matrix[group.rank]).tolist() for matrix in placed]
     gradients = []
     for layer, experts in enumerate(hosted):
         rows = [gradient(layer, group.rank, e) for e in experts]
         gradients.append(torch.stack(rows).to(dtype) if rows else torch.empty(0, LENGTHS[layer], dtype=dtype))
-    ExpertReducer([np.array(m) for m in placed], LENGTHS, group.rank, bucket_bytes).reduce(gradients, group)
+    ExpertReducer(placed, LENGTHS, group.rank, bucket_bytes).reduce(gradients, group)
     return gradients
 
 
@@ -164,8 +164,8 @@ def reduce_experts(group, placed, dtype, bucket_bytes):
 )
 def test_expert_gradients_are_summed_in_rank_order(tmp_path, ranks, drawn):
     cases = [(matrices(seed, ranks), dtype, n) for seed, n in drawn for dtype in (torch.float32, torch.bfloat16)]
-    sent = [([matrix.tolist() for matrix in placed], dtype, n) for placed, dtype, n in cases]
-    for (placed, dtype, _), results in zip(cases, run_each(tmp_path, ranks, reduce_experts, sent), strict=True):
+    for placed, dtype, n in cases:
+        results = run_threads(tmp_path, ranks, reduce_experts, placed, dtype, n)
         for layer, matrix in enumerate(placed):
             for e in range(matrix.shape[1]):
                 hosts = np.flatnonzero(matrix[:, e]).tolist()
@@ -209,9 +209,7 @@ def test_a_round_takes_at_most_a_bucket_from_each_rank(seed, elements):
 # ---- other gradients
 
 
-def reduce_parameters(group, bucket_bytes):
-    collectives_module.BUCKET_BYTES = bucket_bytes
-    torch.manual_seed(0)
+def reduce_parameters(group):
     shapes = [(3, 2), (5,), (2, 2), (1,), (4,)]
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32]
     parameters = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
@@ -223,9 +221,10 @@ def reduce_parameters(group, bucket_bytes):
     return [parameter.grad for parameter in parameters]
 
 
-def test_dense_gradients(tmp_path):
-    for results in run_each(tmp_path, 3, reduce_parameters, [(1,), (30,), (1 << 20,)]):
-        for found in results:
+def test_dense_gradients(tmp_path, monkeypatch):
+    for bucket_bytes in (1, 30, 1 << 20):
+        monkeypatch.setattr(collectives_module, "BUCKET_BYTES", bucket_bytes)
+        for found in run_threads(tmp_path, 3, reduce_parameters):
             assert found[4] is None
             for number, gradient in enumerate(found[:4]):
                 expected = sum(1 + number + 10 * rank for rank in range(3) if rank != number)

@@ -17,7 +17,7 @@ from evermoe.comm.pacer import ANY_TIME, Pacer
 from evermoe.comm.transport import Transport
 from evermoe.comm.waits import Wait
 from evermoe.planning.schedule import Link
-from support.ranks import members, run_ranks
+from support.ranks import members, run_ranks, run_threads
 
 PLACES = {(None, 0): (0, 2.0), ("reduce", 0): (1, 3.0), ("reduce", 1): (2, 1.0)}
 PATIENCE = 20.0
@@ -371,7 +371,7 @@ def paced_transfer(group, folder):
 
 
 def test_couriers_send_each_message_in_its_window(tmp_path):
-    found = run_ranks(tmp_path, 2, paced_transfer, str(tmp_path))
+    found = run_threads(tmp_path, 2, paced_transfer, str(tmp_path))
     assert [box.tolist() for box in found] == [[0, 1, 2]] * 2
 
 
@@ -392,7 +392,7 @@ def silent_peer(group, folder):
 
 
 def test_a_wait_for_a_silent_peer_fails_after_the_limit(tmp_path):
-    assert run_ranks(tmp_path, 2, silent_peer, str(tmp_path)) == ["copies have stopped: a peer is silent", ""]
+    assert run_threads(tmp_path, 2, silent_peer, str(tmp_path)) == ["copies have stopped: a peer is silent", ""]
 
 
 def partly_sent(group, folder):

@@ -7,12 +7,12 @@ import torch
 from evermoe.comm import collectives
 from evermoe.comm.collectives import reduce_to_owners, send_from_owners
 from evermoe.comm.group import Group
-from support.ranks import run_each, run_ranks
+from support.ranks import run_threads
 
 SIZE = 3
 SHAPES = [[(3, 5), (7,)], [], [(), (2, 3, 4), (0,), (40,)]]
 """Shapes of the tensors of each owner: several, none, and an empty one."""
-BUCKETS = [(1,), (100,), (1 << 20,)]
+BUCKETS = [1, 100, 1 << 20]
 """Bytes of a bucket."""
 
 
@@ -21,8 +21,7 @@ def drawn(rank, dtype):
     return [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for shapes in SHAPES]
 
 
-def reduced(group, bucket_bytes):
-    collectives.BUCKET_BYTES = bucket_bytes
+def reduced(group):
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         tensors_R = drawn(group.rank, dtype)
@@ -31,9 +30,10 @@ def reduced(group, bucket_bytes):
     return found
 
 
-def test_gradients_are_summed_at_their_owners_in_rank_order(tmp_path):
-    for results in run_each(tmp_path, SIZE, reduced, BUCKETS):
-        for rank, by_dtype in enumerate(results):
+def test_gradients_are_summed_at_their_owners_in_rank_order(tmp_path, monkeypatch):
+    for nbytes in BUCKETS:
+        monkeypatch.setattr(collectives, "BUCKET_BYTES", nbytes)
+        for rank, by_dtype in enumerate(run_threads(tmp_path, SIZE, reduced)):
             for dtype, tensors_R in zip((torch.float32, torch.bfloat16, torch.float64), by_dtype, strict=True):
                 check_sums(rank, dtype, tensors_R)
 
@@ -50,9 +50,8 @@ def check_sums(rank, dtype, tensors_R):
             assert torch.equal(found, expected)
 
 
-def sent(group, bucket_bytes):
+def sent(group):
     """Weights of several types, one of them not contiguous."""
-    collectives.BUCKET_BYTES = bucket_bytes
     numbers = drawn(group.rank, torch.float32)
     tensors_R = [
         [numbers[0][0].t(), numbers[0][1].bfloat16()],
@@ -67,10 +66,11 @@ def sent(group, bucket_bytes):
     return tensors_R
 
 
-def test_weights_are_sent_bit_for_bit(tmp_path):
+def test_weights_are_sent_bit_for_bit(tmp_path, monkeypatch):
     expected = [drawn(rank, torch.float32) for rank in range(SIZE)]
-    for results in run_each(tmp_path, SIZE, sent, BUCKETS):
-        for found in results:
+    for nbytes in BUCKETS:
+        monkeypatch.setattr(collectives, "BUCKET_BYTES", nbytes)
+        for found in run_threads(tmp_path, SIZE, sent):
             assert torch.equal(found[0][0], expected[0][0][0].t())
             assert torch.equal(found[0][1], expected[0][0][1].bfloat16())
             assert (found[1][0].tolist(), found[1][1].item()) == ([1] * 5, True)
@@ -86,7 +86,7 @@ def kept(group):
 
 def test_a_single_rank_and_no_tensors(tmp_path):
     assert torch.equal(kept(Group())[0][0], torch.ones(2))
-    assert run_ranks(tmp_path, 2, kept) == [[[], []]] * 2
+    assert run_threads(tmp_path, 2, kept) == [[[], []]] * 2
 
 
 def test_a_bucket_takes_about_the_same_size_from_each_owner():

@@ -13,7 +13,7 @@ from evermoe.checkpoint.checkpoint_write import CheckpointWrite
 from evermoe.checkpoint.owner import Owner
 from evermoe.errors import PeerLost, PersistFailed
 from support.models import make
-from support.ranks import members, run_ranks
+from support.ranks import members, run_threads
 
 LIMIT = 10.0
 SHORT = 1.0
@@ -47,7 +47,7 @@ def write_two(group, folder, place):
 def test_all_members_know_what_became_of_it(tmp_path):
     (tmp_path / "couriers").mkdir()
     place = tmp_path / "saved"
-    ranks = run_ranks(tmp_path, 2, write_two, str(tmp_path / "couriers"), str(place))
+    ranks = run_threads(tmp_path, 2, write_two, str(tmp_path / "couriers"), str(place))
     assert ranks == [(str(place / "step-00000003"), "rank 1: [Errno 28] No space left on device")] * 2
     assert list(find(place).values()) == [place / "step-00000003"]
 
@@ -76,7 +76,7 @@ def hold_up(group, folder, place):
 
 def test_a_member_whose_disk_hangs_is_waited_for_as_long_as_in_a_collective(tmp_path):
     (tmp_path / "couriers").mkdir()
-    first, second = run_ranks(tmp_path, 2, hold_up, str(tmp_path / "couriers"), str(tmp_path / "saved"))
+    first, second = run_threads(tmp_path, 2, hold_up, str(tmp_path / "couriers"), str(tmp_path / "saved"))
     assert first == (True, "a checkpoint has stopped: a member is silent, or its disk is")
     assert not second[0]
     assert find(tmp_path / "saved") == {}

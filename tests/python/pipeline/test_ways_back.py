@@ -14,7 +14,7 @@ from evermoe.pipeline.slice_choice import SliceChoice
 from evermoe.pipeline.sparse_windows import SparseWindows
 from evermoe.pipeline.stages import StageRank, StageState
 from evermoe.state.version import version_of
-from support.ranks import run_ranks
+from support.ranks import alone
 
 BEGUN = version_of(1, 4)
 SLICES = 2
@@ -64,7 +64,7 @@ def ways_back(group, folder):
 
 def test_a_window_is_of_copies_and_what_is_trained_is_whole(tmp_path):
     """The rank trains the last slice at its version: that does not complete the window, as it has no copy."""
-    (found,) = run_ranks(tmp_path, 1, ways_back, str(tmp_path))
+    found = alone(ways_back, str(tmp_path))
     assert found == {
         "a slice is not copied": ["dense"],
         "all is copied": ["dense", "window"],

@@ -12,7 +12,7 @@ from evermoe.errors import PeerLost
 from evermoe.recovery import fetch
 from evermoe.recovery.fetch import Fetch, Transfer, in_turn
 from support.harness import PATIENCE
-from support.ranks import connected, members, run_ranks
+from support.ranks import connected, members, run_threads
 
 SIZES = {"a": 3, "b": 0, "c": 5, "d": 4}
 TRANSFERS = [
@@ -33,8 +33,7 @@ def bytes_of(transfer):
     )
 
 
-def all_fetched(group, sending_bytes, message_bytes):
-    fetch.SENDING_BYTES, fetch.MESSAGE_BYTES = sending_bytes, message_bytes
+def all_fetched(group):
     group.transport = connected(group, PATIENCE)
     read = []
 
@@ -51,8 +50,10 @@ def all_fetched(group, sending_bytes, message_bytes):
 
 
 @pytest.mark.parametrize(("sending_bytes", "message_bytes"), [(1, 2), (8, 1), (1 << 20, 1 << 20)])
-def test_every_rank_gets_its_units(tmp_path, sending_bytes, message_bytes):
-    for rank, (local, remote) in enumerate(run_ranks(tmp_path, 3, all_fetched, sending_bytes, message_bytes)):
+def test_every_rank_gets_its_units(tmp_path, monkeypatch, sending_bytes, message_bytes):
+    monkeypatch.setattr(fetch, "SENDING_BYTES", sending_bytes)
+    monkeypatch.setattr(fetch, "MESSAGE_BYTES", message_bytes)
+    for rank, (local, remote) in enumerate(run_threads(tmp_path, 3, all_fetched)):
         expected = {t.unit: bytes_of(t).tolist() for t in TRANSFERS if t.destination == rank}
         assert {unit: data.tolist() for unit, data in (local | remote).items()} == expected
         assert list(local) == (["a"] if rank == 0 else [])
@@ -71,7 +72,7 @@ def one_cannot_read(group, folder):
 
 
 def test_a_rank_that_cannot_read_ends_the_wait_of_all(tmp_path):
-    first, *others = run_ranks(tmp_path, 3, one_cannot_read, str(tmp_path))
+    first, *others = run_threads(tmp_path, 3, one_cannot_read, str(tmp_path))
     assert first == ("it cannot be read", True)
     assert all("failed" in reason or "cannot send" in reason for reason, _ in others), others
     assert all(is_broken for _, is_broken in others)
@@ -88,7 +89,7 @@ def one_is_silent(group, folder):
 
 
 def test_a_silent_rank_is_given_up_after_the_limit(tmp_path):
-    _, second = run_ranks(tmp_path, 2, one_is_silent, str(tmp_path))
+    _, second = run_threads(tmp_path, 2, one_is_silent, str(tmp_path))
     assert "timed out" in second.lower()
 
 
@@ -100,17 +101,17 @@ def copy_slowly(transfer, out):
 def one_is_slow(group, folder):
     """Rank 0 needs longer for what it sends to rank 1 than a collective waits; rank 2 has nothing to do."""
     mine, _ = members(group, folder, 1.0)
-    fetch.SENDING_BYTES = 1
     transfers = [Transfer(f"unit {number}", 0, 1, "active") for number in range(12)]
-    sizes = {each.unit: 4 for each in transfers}
-    SIZES.update(sizes)
     found = Fetch(mine, lambda transfer: 4, copy_slowly).remote(transfers)
     mine.all_reduce(torch.zeros(1))
     return len(found)
 
 
-def test_a_fetch_may_take_longer_than_a_collective_waits(tmp_path):
-    assert run_ranks(tmp_path, 3, one_is_slow, str(tmp_path)) == [0, 12, 0]
+def test_a_fetch_may_take_longer_than_a_collective_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "SENDING_BYTES", 1)
+    for number in range(12):
+        monkeypatch.setitem(SIZES, f"unit {number}", 4)
+    assert run_threads(tmp_path, 3, one_is_slow, str(tmp_path)) == [0, 12, 0]
 
 
 def test_destinations_take_turns_as_documented():
@@ -133,7 +134,7 @@ def one_cannot_read_its_own(group, folder):
 
 
 def test_a_rank_that_cannot_read_what_it_has_ends_the_wait_of_all(tmp_path):
-    others, own = run_ranks(tmp_path, 2, one_cannot_read_its_own, str(tmp_path))
+    others, own = run_threads(tmp_path, 2, one_cannot_read_its_own, str(tmp_path))
     assert own == ("it cannot be read", True)
     assert others[1], others
 
@@ -159,4 +160,4 @@ def lend_some(group):
 
 def test_memory_that_is_lent_is_not_read(tmp_path):
     expected = {unit: bytes_of(Transfer(unit, 0, 0, "replayed")).tolist() for unit in "cd"}
-    assert run_ranks(tmp_path, 2, lend_some) == [(["d", "d"], expected), ([], expected)]
+    assert run_threads(tmp_path, 2, lend_some) == [(["d", "d"], expected), ([], expected)]

@@ -14,7 +14,7 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import version_of
 from support.harness import PATIENCE, wait_until
-from support.ranks import connected, run_ranks
+from support.ranks import connected, run_threads
 
 VERSION = version_of(1, 3)
 
@@ -68,7 +68,7 @@ def exchange(group, folder):
 
 
 def test_each_bundle_is_visible_as_soon_as_it_is_complete_also_while_others_are_sent(tmp_path):
-    _, seen = run_ranks(tmp_path, 2, exchange, str(tmp_path))
+    _, seen = run_threads(tmp_path, 2, exchange, str(tmp_path))
     (_, first), (_, both) = [each for each in seen if each[0] == "published"]
     assert len(first) == 1
     assert set(first) < set(both)

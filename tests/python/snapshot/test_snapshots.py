@@ -15,7 +15,7 @@ from evermoe.state.keeper import Assignment
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import step_of, version_of
-from support.ranks import members, run_ranks
+from support.ranks import members, run_threads
 
 PERIOD = 3
 PATIENCE = 20.0
@@ -93,7 +93,7 @@ def take_steps(group, folder):
 
 
 def test_what_stays_at_home_waits_for_what_travels_over_several_steps(tmp_path):
-    sender, receiver = run_ranks(tmp_path, 2, take_steps, str(tmp_path))
+    sender, receiver = run_threads(tmp_path, 2, take_steps, str(tmp_path))
     assert sender["under way"] == {"home": PERIOD, "sent": PERIOD}
     assert receiver["under way"]["sent"] == 0
     assert sender["over"] == {"home": PERIOD + 2, "sent": PERIOD}
@@ -113,4 +113,4 @@ def first_steps_at_home(group, folder):
 
 def test_snapshots_at_home_take_what_they_may_of_a_step(tmp_path):
     """Of a budget of 1 % a tenth where the model is on the host: 2 % each 20 steps; on a GPU all of it."""
-    assert run_ranks(tmp_path, 2, first_steps_at_home, str(tmp_path)) == [[20, 2], [20, 2]]
+    assert run_threads(tmp_path, 2, first_steps_at_home, str(tmp_path)) == [[20, 2], [20, 2]]

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from evermoe.session.loop_restore import LoopRestore
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts
-from support.ranks import run_ranks
+from support.ranks import run_threads
 
 STEPS, JOBS, OTHERS = 6, 0.9, 4
 """Steps of the job and its gamma; steps that members of another version have taken."""
@@ -57,7 +57,7 @@ def agreements(group):
 
 
 def test_all_members_take_the_same_settings(tmp_path):
-    found = run_ranks(tmp_path, 3, agreements)
+    found = run_threads(tmp_path, 3, agreements)
     assert found[0] == found[1] == found[2]
     own = 0.5**STEPS
     assert found[0] == pytest.approx([JOBS**STEPS, own, own, own, 0.25, JOBS**STEPS])

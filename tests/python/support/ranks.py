@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of a real gloo group, each in a process of its own."""
+"""Runs a function on several ranks of a real gloo group, each in a process or a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.group import Group
 from evermoe.comm.transport import Transport
 from evermoe.copies.replay.exchange import ReplayExchange
+from evermoe.errors import PeerLost
 from evermoe.state.training_state import TrainingState
 from support.harness import SERVER
 
@@ -70,13 +72,44 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(Group(), *arguments)
 
 
-def _run(place: Path, size: int, rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(1000 + rank)
+def run_threads(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(group, *arguments)` on each rank, in a thread each; what they return, by rank.
+
+    For functions that draw no random numbers of torch's default generator, and write no module's attributes.
+    """
+    place = folder / uuid.uuid4().hex
+    place.mkdir()
+
+    def run(rank: int) -> Any:
+        group = _join(place, size, rank)
+        try:
+            result = function(group, *arguments)
+            group.all_reduce(torch.zeros(1))  # nobody closes its sockets while another still reads
+        except BaseException as error:
+            group.drop(f"rank {rank} has failed: {error}")
+            raise
+        return result
+
+    with ThreadPoolExecutor(size) as pool:
+        tasks = [pool.submit(run, rank) for rank in range(size)]
+        failed = [error for task in tasks if (error := task.exception(PATIENCE)) is not None]
+    for error in sorted(failed, key=lambda error: isinstance(error, PeerLost)):  # the cause, if it is known
+        raise error
+    return [task.result() for task in tasks]
+
+
+def _join(place: Path, size: int, rank: int) -> Group:
     group = Group()
     store = dist.FileStore(str(place / "store"), size)
     group.rebuild(store, rank, size, torch.device("cpu"), timedelta(seconds=PATIENCE / 2))
     group.all_reduce(torch.zeros(1))  # all are connected: one that drops its group at once would end others' connecting
+    return group
+
+
+def _run(place: Path, size: int, rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 + rank)
+    group = _join(place, size, rank)
     try:
         torch.save(function(group, *arguments), place / f"{rank}.result")
         group.all_reduce(torch.zeros(1))  # nobody closes its sockets while another still reads

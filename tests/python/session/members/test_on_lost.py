@@ -20,7 +20,7 @@ from evermoe.session.lost_members import REMEMBERED, LostMembers
 from support.harness import FEWEST, PATIENCE, wait_until
 from support.history import check_history, check_recovered
 from support.hooks import NOTE, WAIT, calls, given, write
-from support.ranks import run_ranks
+from support.ranks import run_threads
 from support.worker import EVERYTHING, Fault
 
 STEPS = 24
@@ -224,7 +224,7 @@ def test_a_loss_that_was_called_for_is_remembered_for_some_generations(tmp_path,
     server, address = start_local_lighthouse(heartbeat_timeout=2.0, join_timeout=1.0)
     try:
         alone = 1 + REMEMBERED + forgets
-        a, d, b, c = run_ranks(tmp_path, 4, call_in_generations, address, str(tmp_path), alone)
+        a, d, b, c = run_threads(tmp_path, 4, call_in_generations, address, str(tmp_path), alone)
     finally:
         server.shutdown()
     assert (a, b, c) == (["c"], [], [])
