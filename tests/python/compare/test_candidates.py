@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 
 import pytest
@@ -103,25 +104,25 @@ def test_group_that_loses_a_worker_is_dropped_completely(tmp_path):
 
 @pytest.mark.long
 def test_torchft_heals_who_joins(tmp_path):
-    flags = ["--candidate", "torchft", "--steps", "240", "--kill", "2@10", "--join", "1", "--hang-timeout", "6"]
+    flags = ["--candidate", "torchft", "--steps", "600", "--kill", "2@10", "--join", "20", "--hang-timeout", "6"]
     found = compare(tmp_path, *flags)["torchft"]
-    check_figures(found, tmp_path, 240)
+    check_figures(found, tmp_path, 600)
     assert (found["outcome"]["kills"], found["outcome"]["joins"], found["outcome"]["lost_steps"]) == (1, 1, 0)
-    assert sorted(set(steps_taken(log(tmp_path, "torchft", 0)))) == list(range(240))
+    assert sorted(set(steps_taken(log(tmp_path, "torchft", 0)))) == list(range(600))
     joined = log(tmp_path, "torchft", 4)
     healed = [row["step"] for row in joined if row["event"] == "resumed"]
-    assert healed and healed[0] > 0
-    assert steps_taken(joined)[0] == healed[0]
+    first = steps_taken(joined)[0]
+    assert first in healed and first > 0
 
 
 @pytest.mark.long
 def test_group_is_formed_again_when_a_worker_joins(tmp_path):
-    flags = ["--candidate", "ds-ft", "--steps", "1200", "--kill", "2@20", "--join", "1"]
+    flags = ["--candidate", "ds-ft", "--steps", "1200", "--kill", "2@20", "--join", "30"]
     found = compare(tmp_path, *flags)["ds-ft"]
     check_figures(found, tmp_path, 1200)
     assert found["outcome"]["lost_steps"] == 0
     members = [row["members"] for row in log(tmp_path, "ds-ft", 0) if row["event"] == "taken"]
-    assert (members[0], members[21], members[-1]) == (4, 2, 4)
+    assert [number for number, _ in itertools.groupby(members)] == [4, 2, 4]
     resumed = [row for row in log(tmp_path, "ds-ft", 4) if row["event"] == "resumed"]
     assert resumed[0]["source"] == "peers"
 

@@ -52,7 +52,7 @@ def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
     common = {"attempts": "means", "steps": 14, "copies": PRESETS["baft"] | {"snapshot_interval": 3}}
     expected, _ = run_undisturbed(tmp_path, **common)
     pipeline = Pipeline(start_job(RANKS), **common)
-    lost = {2: {"kill_in_copy": 7, "kill_with": 3}, 3: {"kill_in_copy": 7, "kill_with": 2}}
+    lost = {2: {"kill_in_copy": 6, "kill_with": 3}, 3: {"kill_in_copy": 6, "kill_with": 2}}
     started = [pipeline.start(rank, **lost.get(rank, {})) for rank in range(RANKS)]
     for each in started[2:]:
         pipeline.lose(each)

@@ -325,7 +325,7 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     copies._driver.courier.sent = killer = Killer(options.folder, options.rank, options.kill_with)
 
     def note(*_: Any) -> None:
-        killer.marked = copies.step == options.kill_in_copy
+        killer.marked = options.kill_in_copy is not None and copies.step >= options.kill_in_copy
 
     note.__module__ = "evermoe"  # a hook of a script's own would be refused where steps are repeated
     copies.optimizer.register_step_post_hook(note)
