@@ -115,7 +115,7 @@ def norm(layer):
     return {} if layer.post_norm is None else {"norm": {n: p.grad for n, p in layer.post_norm.named_parameters()}}
 
 
-def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER, is_compiled=False):
+def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER, wrap=None):
     layer = make(kind, inner, **options)
     matrix = np.array(PLACEMENTS[group.size])
     layer.ids = np.flatnonzero(matrix[group.rank]).tolist()
@@ -125,8 +125,7 @@ def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER, is_com
     mine = slice(sum(tokens[: group.rank]), sum(tokens[: group.rank + 1]))
     x_TH, ids_TK, weights_TK = (each[mine].clone() for each in choices())
     x_TH.requires_grad_(), weights_TK.requires_grad_()
-    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
-    out = forward(x_TH, ids_TK.to(dtype), weights_TK)
+    out = (wrap(layer) if wrap else layer)(x_TH, ids_TK.to(dtype), weights_TK)
     out.square().sum().backward()
     ExpertReducer([matrix], [layer.weights.shape[1]], group.rank).reduce([layer.weights.grad], group)
     grads = {"x": x_TH.grad, "scores": weights_TK.grad, "experts": layer.weights.grad}
@@ -176,6 +175,10 @@ def test_ids_of_32_bits():
     assert torch.equal(*(alone(on_rank, {}, dtype)["out"] for dtype in (torch.int64, torch.int32)))
 
 
+def compiled(layer):
+    return torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+
 @pytest.mark.parametrize("inner", [INNER, 6])
 @pytest.mark.parametrize("kind", ["gated", "gpt-oss", "llama-4"])
 def test_the_same_in_a_compiled_graph(kind, inner):
@@ -184,8 +187,7 @@ def test_the_same_in_a_compiled_graph(kind, inner):
         layer = make(kind, inner)
         x_TH, ids_TK, weights_TK = choices()
         x_TH.requires_grad_()
-        forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
-        out = forward(x_TH, ids_TK, weights_TK)
+        out = (compiled(layer) if is_compiled else layer)(x_TH, ids_TK, weights_TK)
         out.square().sum().backward()
         found.append((out, x_TH.grad, layer.weights.grad))
     assert torch.equal(found[0][0], found[1][0])
@@ -196,7 +198,7 @@ def test_the_same_in_a_compiled_graph(kind, inner):
 @pytest.mark.timeout(400)
 def test_the_same_in_a_compiled_graph_over_three_ranks(tmp_path):
     """Some choices are of no expert: their rows are not sent."""
-    found = run_ranks(tmp_path, 3, on_rank, {}, torch.int64, "gpt-oss", INNER, True)
+    found = run_ranks(tmp_path, 3, on_rank, {}, torch.int64, "gpt-oss", INNER, compiled)
     check(found, reference(make("gpt-oss"), *choices()))
 
 

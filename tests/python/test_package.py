@@ -14,14 +14,14 @@ import evermoe
 PATH = Path(evermoe.__file__).parent
 
 
-def fresh(code: str) -> dict:
-    """Return what a fresh interpreter prints as JSON after `code`; PYTHONPATH is this package's."""
+def fresh(code: str) -> list[dict]:
+    """Return each line of JSON that a fresh interpreter prints; PYTHONPATH is this package's."""
     command = [sys.executable, "-c", f"import json, os, sys\nbefore = dict(os.environ)\n{code}"]
     environment = {key: value for key, value in os.environ.items() if key != "RUST_LOG"}
     environment["PYTHONPATH"] = str(PATH.parent)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 TOLD = """
@@ -33,28 +33,20 @@ print(json.dumps({
 """
 
 
-def test_import_of_the_package_loads_nothing_else():
-    told = fresh("import evermoe" + TOLD)
-    assert told["ours"] == ["evermoe"]
-    assert "torch" not in told["foreign"]
-    assert told["environment"] == {}
-
-
-def test_import_of_the_ops_loads_neither_torchft_nor_the_session():
-    told = fresh("import evermoe.ops" + TOLD)
+def test_imports_load_what_they_need_and_no_more():
+    """The package alone, then the ops, then the session, which imports torchft on first use and quietly."""
+    lines = ["import evermoe", "import evermoe.ops", "evermoe.Session\nevermoe.PipelineSession"]
+    lines.append("from evermoe.comm._torchft import torchft\ntorchft().coordination.LighthouseClient")
+    package, ops, session, first_use = fresh("".join(f"{line}\n{TOLD}\n" for line in lines))
+    assert package["ours"] == ["evermoe"]
+    assert "torch" not in package["foreign"]
+    assert package["environment"] == ops["environment"] == session["environment"] == {}
     parts = ["_fakes", "_load", "dispatch", "routing_map"]
-    assert told["ours"] == ["evermoe", "evermoe._native", "evermoe.ops", *(f"evermoe.ops.{part}" for part in parts)]
-    assert not {"torchft", "opentelemetry", "matplotlib", "safetensors"} & set(told["foreign"])
-    assert told["environment"] == {}
-
-
-def test_session_imports_torchft_on_first_use_and_quietly():
-    told = fresh("import evermoe\nevermoe.Session\nevermoe.PipelineSession" + TOLD)
-    assert "torchft" not in told["foreign"]
-    assert told["environment"] == {}
-    told = fresh("from evermoe.comm._torchft import torchft\ntorchft().coordination.LighthouseClient" + TOLD)
-    assert "torchft" in told["foreign"]
-    assert told["environment"] == {"RUST_LOG": "warn"}
+    assert ops["ours"] == ["evermoe", "evermoe._native", "evermoe.ops", *(f"evermoe.ops.{part}" for part in parts)]
+    assert not {"torchft", "opentelemetry", "matplotlib", "safetensors"} & set(ops["foreign"])
+    assert "torchft" not in session["foreign"]
+    assert "torchft" in first_use["foreign"]
+    assert first_use["environment"] == {"RUST_LOG": "warn"}
 
 
 def test_every_public_name_exists():

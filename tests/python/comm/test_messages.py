@@ -105,6 +105,32 @@ def as_report(identity):
     return report
 
 
+def test_of_a_new_job_the_one_that_differs_from_most_is_refused_and_the_others_meet(tmp_path):
+    usual, other = identity_of_session(tmp_path), identity_of_session(tmp_path, batch_size=8)
+    messages = {name: Messages(name, other if name == "a" else usual, ADDRESS, None) for name in "abc"}
+
+    def meet(name, names):
+        said = {each: told(messages[each], 0, STEPS, is_established=False) for each in names}
+        named = [SimpleNamespace(replica_id=each, data=data) for each, data in said.items()]
+        return [each.id for each in messages[name].read_members(named, is_established=False, steps=STEPS, needed=3)]
+
+    with pytest.raises(ValueError, match=": batch_size is 8 here, 12 on the other worker"):
+        meet("a", "abc")
+    assert meet("b", "abc") == meet("c", "abc") == ["b", "c"]
+    with pytest.raises(ConnectionError):  # members are missing, and there is no majority
+        meet("a", "ab")
+
+
+def test_an_established_member_counts_more_than_a_majority_of_new_ones(tmp_path):
+    usual, other = identity_of_session(tmp_path), identity_of_session(tmp_path, batch_size=8)
+    messages = {name: Messages(name, usual if name == "a" else other, ADDRESS, None) for name in "abc"}
+    said = {name: told(each, 3, is_established=name == "a") for name, each in messages.items()}
+    named = [SimpleNamespace(replica_id=name, data=data) for name, data in said.items()]
+    with pytest.raises(ValueError, match="this worker differs from a in job 'job': batch_size is 8 here, 12 on the"):
+        messages["b"].read_members(named, is_established=False, needed=3)
+    assert [each.id for each in messages["a"].read_members(named, is_established=True)] == ["a"]
+
+
 def test_another_version_of_the_package_is_refused(tmp_path, monkeypatch):
     member = identity_of_session(tmp_path)
     folder = tmp_path / "packages" / "evermoe-99.0.dist-info"

@@ -60,11 +60,18 @@ def test_a_job_continues_while_the_server_of_its_checkpoints_is_killed_and_start
 
 
 def test_a_job_starts_elsewhere_from_the_bucket_alone(start_job, own_server, url):
-    """Other machines, another region's name and address, another number of workers: nothing but the bucket is left."""
+    """Other machines, another region's name and address, another number of workers: nothing but the bucket is left.
+
+    A job that cannot reach the server at its start says so, and stops.
+    """
     first = start_job(2, checkpoints=url, checkpoint_interval=4)
     before = first.start_all({}, "ab", steps=6, environment=own_server.environment())
     assert [each.join() for each in before] == [0, 0]
     own_server.kill()
+    job = start_job(1, checkpoints=url, store_timeout=1.0)
+    (worker,) = job.start_all({}, "a", steps=2, environment=own_server.environment())
+    assert worker.join() == 1
+    assert "ConnectionRefusedError" in worker.log() and f"{url}/" in worker.log()
     own_server.move()
     own_server.start()
     elsewhere = start_job(3, checkpoints=url)
@@ -75,14 +82,6 @@ def test_a_job_starts_elsewhere_from_the_bucket_alone(start_job, own_server, url
         assert check_recovered(before, each)["step"] == 6
         assert each.events("done")[0]["step"] == 12
     check_history(after)
-
-
-def test_a_job_that_cannot_reach_the_server_at_its_start_says_so_and_stops(start_job, own_server, url):
-    own_server.kill()
-    job = start_job(1, checkpoints=url, store_timeout=1.0)
-    (worker,) = job.start_all({}, "a", steps=2, environment=own_server.environment())
-    assert worker.join() == 1
-    assert "ConnectionRefusedError" in worker.log() and f"{url}/" in worker.log()
 
 
 # ---- single units

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 
 import pytest
 
-from support.history import check_history, check_recovered, committed_steps
+from support.history import check_history, check_recovered, committed_steps, states_by_version
 from support.worker import Fault
 
 FAULT = 5
@@ -139,6 +140,11 @@ def test_short_freeze_is_no_failure(start_job):
     assert [each.join() for each in workers] == [0, 0, 0]
     assert [len(each.events("recovered")) for each in workers] == [1, 1, 1]
     check_history(workers)
+    states = states_by_version(workers)  # what the tests record is complete
+    assert len(states) == 10
+    assert len({frozenset(state) for state in states.values()}) == 1
+    assert len({value for state in states.values() for value in state.values()}) > 2 * len(states[min(states)])
+    assert all(later - earlier == 1 for earlier, later in pairwise(sorted(states)))
 
 
 @pytest.mark.quick("a worker joins, also while others die")

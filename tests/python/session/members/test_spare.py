@@ -96,14 +96,6 @@ def test_a_spare_leaves_the_memory_that_trainers_of_its_node_need(start_job):
     check_history([a, b, spare])
 
 
-def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):
-    job = start_job(3, hang_timeout=3.0)
-    workers = [job.start(name, session={"role": "spare" if name == "c" else "train"}, steps=6) for name in "abc"]
-    assert [each.join() for each in workers] == [0, 0, 0]
-    assert [sizes(each) for each in workers] == [[3]] * 3
-    check_history(workers)
-
-
 @pytest.mark.parametrize("members", [1, 3])
 def test_spares_that_nobody_needs_learn_of_the_end_and_the_death_of_one_is_not_noticed(start_job, members):
     """Each is alone on its machine."""

@@ -65,22 +65,17 @@ def test_a_deferred_joiner_gets_its_units_from_the_others_and_a_replica_node_mak
     assert not any(event["digests"] for event in replica.events("copy"))
 
 
-def test_a_deferred_job_resumes_from_shared_memory(start_job):
-    job = start_job()
-    first = job.start_all({name: [Fault("copy", FAULT)] for name in "abc"}, deferred=True)
+def test_a_deferred_job_resumes_from_shared_memory_and_then_from_its_checkpoint(start_job, tmp_path):
+    options = {"checkpoints": str(tmp_path / "checkpoints"), "checkpoint_interval": 2}
+    job = start_job(**options)
+    first = job.start_all({name: [Fault("copy", FAULT)] for name in "abc"}, steps=8, deferred=True)
     assert [each.join() for each in first] == [-9, -9, -9]
-    second = job.start_all({}, deferred=True)
+    second = job.start_all({}, steps=8, deferred=True)
     assert [each.join() for each in second] == [0, 0, 0]
     assert {each.events("recovered")[0]["step"] for each in second} <= {FAULT - 1, FAULT}
-
-
-def test_a_deferred_job_resumes_from_its_checkpoint(start_job, tmp_path):
-    options = {"checkpoints": str(tmp_path / "checkpoints"), "checkpoint_interval": 2}
-    first = start_job(**options)
-    assert [each.join() for each in first.start_all({}, steps=4, deferred=True)] == [0, 0, 0]
-    again = start_job(2, **options, job=first.name)
-    workers = again.start_all({}, "ab", steps=8, deferred=True)
-    assert [each.join() for each in workers] == [0, 0]
-    recovered = workers[0].events("recovered")[0]
-    assert (recovered["step"], set(recovered["sources"])) == (4, {"disk"})
-    check_history(first.workers)
+    elsewhere = start_job(2, **options, job=job.name)
+    third = elsewhere.start_all({}, "ab", steps=12, deferred=True)
+    assert [each.join() for each in third] == [0, 0]
+    recovered = third[0].events("recovered")[0]
+    assert (recovered["step"], set(recovered["sources"])) == (8, {"disk"})
+    check_history(job.workers)

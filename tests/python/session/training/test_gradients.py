@@ -1,4 +1,4 @@
-"""Whether gradients are finite: in any type, place and size."""
+"""Whether gradients are finite: in any type, place and size; refusals by the vote on them."""
 
 import math
 
@@ -8,8 +8,21 @@ import torch
 from torch import nn
 
 from evermoe import MoE
-from evermoe.session.gradients import NORM_ELEMENTS, SquareSum, are_finite, norms, read
+from evermoe.comm import vote
+from evermoe.comm.group import Group
+from evermoe.errors import NonFiniteLoss
+from evermoe.session.gradients import (
+    NORM_ELEMENTS,
+    SquareSum,
+    are_finite,
+    faults,
+    norms,
+    read,
+    refuse_mixed,
+    refuse_nonfinite,
+)
 from evermoe.state.training_state import TrainingState
+from support.ranks import run_threads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -92,3 +105,43 @@ def test_squares_that_no_float_holds_are_infinite():
 def test_numbers_are_read_together(device):
     numbers = torch.tensor(3, dtype=torch.int64, device=device), torch.tensor([0.5, 2.0]), torch.zeros(0, device=device)
     assert read(*numbers, torch.tensor(True, device=device)) == [[3.0], [0.5, 2.0], [], [1.0]]
+
+
+def vote_on(group, ballots):
+    """Return the reason why a step is refused; empty if it is not."""
+    sums = vote.cast(group, vote.Ballot(1.0, **ballots[group.rank]))
+    try:
+        refuse_nonfinite(sums, 5, "abc")
+        refuse_mixed(sums)
+    except (NonFiniteLoss, ValueError) as error:
+        return str(error).partition(". ")[0]
+    return ""
+
+
+NAN = "step 5: the loss or a gradient is infinite or not a number, from "
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({}, ""),
+        ({1: "loss"}, f"{NAN}rank 1 on b"),
+        ({2: "gradient"}, f"{NAN}rank 2 on c"),
+        ({0: "gradient", 2: "loss"}, f"{NAN}rank 2 on c"),
+        ({0: "loss", 1: "loss"}, f"{NAN}2 members"),
+        ({0: "gradient", 1: "gradient", 2: "gradient"}, f"{NAN}3 members"),
+    ],
+)
+def test_a_step_that_is_not_finite_is_refused_with_its_rank_where_it_is_one(tmp_path, bad, message):
+    ballots = [
+        {"loss": 0.5} | faults(math.nan if bad.get(rank) == "loss" else 0.5, rank not in bad, rank) for rank in range(3)
+    ]
+    assert run_threads(tmp_path, 3, vote_on, ballots) == [message] * 3
+
+
+def test_counts_of_some_members_are_refused(tmp_path):
+    ballots = [{"trainers": 1.0, "counting": float(rank > 0), "counted": 4.0 * rank} for rank in range(3)]
+    for said in run_threads(tmp_path, 3, vote_on, ballots):
+        assert said.startswith("2 of 3 members gave count, the others did not: the loss is a sum with a count on all")
+    assert run_threads(tmp_path, 3, vote_on, ballots[1:2] * 3) == [""] * 3
+    assert vote_on(Group(), [{"squares": math.inf}]).endswith("in the sums over the members")

@@ -12,22 +12,25 @@ from support.worker import Fault
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "preset": "gemini"}], ids=["auto", "clipped"])
 def test_all_members_stop_and_name_the_step_and_the_member(start_job, kind, options):
+    """A replica node, too. `test_gradients.py` has the other messages."""
     job = start_job(**options)
+    replica = job.start("r", session={"role": "replica"})
+    replica.wait_for("phase", phase="agree")
     workers = [job.start(name, poison={5: kind} if name == "b" else {}) for name in "abc"]
-    assert [each.join() for each in workers] == [1, 1, 1]
+    assert [each.join() for each in (*workers, replica)] == [1, 1, 1, 1]
     rank = workers[1].events("share")[-1]["rank"]
-    for each in workers:
+    for each in (*workers, replica):
         failed = each.events("failed")[0]
         assert failed["error"] == "NonFiniteLoss"
         assert (
             f"step 5: the loss or a gradient is infinite or not a number, from rank {rank} on b." in failed["message"]
         )
-        assert each.events("update")[-1]["step"] == 4
+    assert [each.events("update")[-1]["step"] for each in workers] == [4, 4, 4]
     again = job.start_all({})
     assert [each.join() for each in again] == [0, 0, 0]
-    check_history(job.workers)
+    check_history([*workers, *again])
     for each in again:
-        assert check_recovered(job.workers, each)["step"] == 5
+        assert check_recovered([*workers, *again], each)["step"] == 5
 
 
 @pytest.mark.parametrize(
@@ -73,13 +76,3 @@ def test_death_in_a_skipped_step(start_job, point):
         assert {event["step"] for event in survivor.events("skipped")} == {5}
         found = [e for e in survivor.events("copy", after="phase") if e["time"] <= recovered["time"]][-1]["digests"]
         assert all(before[unit] == value for unit, value in found.items() if unit != "session")
-
-
-def test_replica_nodes_stop_and_skip_with_the_others(start_job):
-    job = start_job(2)
-    workers = [job.start(name, poison={5: "loss"}) for name in "ab"]
-    replica = job.start("r", session={"role": "replica"})
-    assert [each.join() for each in (*workers, replica)] == [1, 1, 1]
-    for each in (*workers, replica):
-        assert "step 5" in each.events("failed")[0]["message"]
-        assert "from 2 members" in each.events("failed")[0]["message"]

@@ -15,7 +15,7 @@ from evermoe.errors import UnsupportedState
 from evermoe.profile import Profiler
 from support.flat_options import grouped
 from support.habits import DATA, DIES_IN, SAMPLES, STEPS, Model, adamw, cross_entropy
-from support.own_steps import changed_gradients, plain_changed_gradients, stray_hook
+from support.own_steps import changed_gradients, plain_changed_gradients
 
 
 @pytest.mark.parametrize(("kind", "dense"), [("clamp", "replicated"), ("groups", "replicated"), ("groups", "sharded")])
@@ -256,11 +256,3 @@ def test_a_step_of_a_class_of_ones_own_is_not_repeated(caplog):
     assert calibrate(optimizer).variant == "torch_cpu_fused"
     assert find_arithmetic(optimizer) is None
     assert "Clipping.step of" in caplog.text
-
-
-def test_a_hook_that_changes_replicas_otherwise_is_found_later_in_the_run(start):
-    """With a preset that sends the state: members that train the same weights compare them now and then."""
-    found, logs = start(stray_hook, "ab", preset="gemini")
-    failed = [event for events in found.values() for event in events if event["event"] == "failed"]
-    assert [each["error"] for each in failed] == ["UnsupportedState"] * 2, logs
-    assert "head/bias differs between ranks 0 and 1" in failed[0]["message"]
