@@ -12,6 +12,8 @@ A preset can have options: `auto+snapshot_interval=100` is `auto` with fewer sna
 candidates all have `replication=0`:
 
     none        no copies
+    plain       no session either: the same layers in groups of torch's, each expert on as many workers. All candidates
+                then have `--expert-slots`, by default --experts / --workers. A ratio below 1 is the cost of a session
     again       the same once more: the distance of its ratio from 1 is the noise
     blocking    after each step, every member copies all its state to a host tensor and exchanges that with its
                 neighbours (`Group.exchange`) before it continues
@@ -254,9 +256,16 @@ def preset_name(text):
 def parse():
     made = parser(__doc__)
     made.add_argument("--launches", type=int, default=1, help="number of times to start all workers (%(default)s)")
-    made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[1:]))
+    made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[2:]))
     made.add_argument("--no-kill", action="store_true", help="skip the measurement of recovery")
-    return made.parse_args()
+    arguments = made.parse_args()
+    if "plain" in arguments.baselines:
+        arguments.expert_slots = arguments.expert_slots or math.ceil(arguments.experts / arguments.workers)
+        if arguments.experts % arguments.expert_slots or arguments.workers % (
+            arguments.experts // arguments.expert_slots
+        ):
+            made.error("plain: expected --expert-slots that divide --experts, into a divisor of --workers")
+    return arguments
 
 
 def show(candidates, arguments):

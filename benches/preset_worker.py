@@ -29,6 +29,9 @@ from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.presets import BY_NAME
 
+sys.path.append(str(Path(__file__).parents[1]))
+from benches.compare.expert_parallel import ExpertParallel
+
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 SPANS = {  # spans of the training thread: the two events of the session that bound each
     "compute": ("begin", "reduce"),
@@ -42,7 +45,7 @@ STAGING = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
 )
 PROCESSORS = os.sched_getaffinity(0)
-BASELINES = ("none", "blocking", "dcp", "dcp-staged")
+BASELINES = ("none", "plain", "blocking", "dcp", "dcp-staged")
 
 
 class Blocking:
@@ -128,6 +131,50 @@ class Dcp:
             found[name] = parameter.detach()
             found |= {f"{name}/{key}": value for key, value in self.session.optimizer.state[parameter].items()}
         return found
+
+
+class PlainStep:
+    """A step of `Plain`, with the interface of a session's."""
+
+    def __init__(self, training, number):
+        share = training.sampler.share(training.rank, training.size)
+        self.number, self.indices, self.committed = number, share.indices, False
+        self._training, self._weight, self._loss = training, share.weight, None
+
+    def __enter__(self):
+        self._training.mark("begin")
+        self._training.optimizer.zero_grad()
+        return self.indices
+
+    def backward(self, loss):
+        self._loss = loss * self._weight
+        self._loss.backward()
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self._training.mark("reduce")
+            self._training.parallel.update(self._loss, torch.zeros(0, dtype=torch.float64))
+            self._training.sampler.advance()
+            self.committed = True
+
+
+class Plain:
+    """Training without a session: the same layers in groups of torch's, each expert on as many workers.
+
+    Gradients are reduced after backward, in the buckets of DistributedDataParallel.
+    """
+
+    def __init__(self, model, optimizer, sampler, options, mark):
+        self.model, self.optimizer, self.sampler, self.mark = model, optimizer, sampler, mark
+        self.rank, self.size = int(os.environ["LOCAL_RANK"]), int(os.environ["EVERMOE_MEMBERS"])
+        self.parallel = ExpertParallel(model, optimizer, options.experts // options.expert_slots, 60.0)
+        self.parallel.hold(self.rank % self.parallel.size)
+        store = dist.FileStore(f"{options.folder}/rendezvous", self.size)
+        self.parallel.connect(store, self.rank, self.size)
+
+    def steps(self, until):
+        for number in range(until):
+            yield PlainStep(self, number)
 
 
 class Nothing:
@@ -225,6 +272,10 @@ class Worker:
         model = ByteGPT(**{name: getattr(options, name) for name in MODEL})
         self.corpus = Corpus(None, options.sequence)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        sampler = evermoe.ElasticSampler(len(self.corpus), options.batch)
+        if options.name == "plain":
+            self.session, self.baseline = Plain(model, optimizer, sampler, options, self.clock.mark), Nothing()
+            return
         given = {name: ast.literal_eval(value) for name, value in (each.split("=", 1) for each in options.option)}
         checkpoints = None
         if options.checkpoints:
@@ -236,7 +287,7 @@ class Worker:
         self.session = evermoe.Session(
             model,
             optimizer,
-            evermoe.ElasticSampler(len(self.corpus), options.batch),
+            sampler,
             membership=evermoe.Membership(join_interval=1 << 40),
             placement=evermoe.Placement(expert_slots=options.expert_slots, rebalance_interval=0),
             on_event=self.clock,
@@ -259,6 +310,8 @@ class Worker:
 
     def about(self):
         """Return the sizes of the model and its state."""
+        if isinstance(self.session, Plain):
+            return {}
         state = self.session._state
         experts = [unit for unit in state.catalog.units if unit.layer is not None]
         return {
@@ -270,14 +323,16 @@ class Worker:
 
     def settle(self):
         """Wait until the couriers have sent everything of the previous steps."""
-        for courier in self.session._protection.couriers:
+        for courier in self._couriers():
             courier.submit(lambda: None).wait()
         self.baseline.settle()
 
     def sent_since(self, start):
         """Return the bytes of messages that began after `start`, by `time.monotonic_ns`."""
-        couriers = self.session._protection.couriers
-        return sum(sent.nbytes for courier in couriers for sent in courier.sent if sent.start >= start)
+        return sum(sent.nbytes for courier in self._couriers() for sent in courier.sent if sent.start >= start)
+
+    def _couriers(self):
+        return () if isinstance(self.session, Plain) else self.session._protection.couriers
 
 
 class Turn:

@@ -117,6 +117,10 @@ class ExpertParallel:
         self._optimizer.zero_grad()
         part = loss_of() * weight
         part.backward()
+        return self.update(part, notes)
+
+    def update(self, part: Tensor, notes: Tensor) -> float:
+        """Reduce the gradients and step the optimizer, after backward of this rank's `part` of the loss; as `step`."""
         self._reduce()
         sums = self.world.all_reduce(torch.cat([part.detach().double().reshape(1), notes]))
         notes.copy_(sums[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ class Outcome:
     """Seconds from the begin of the first step to the last step."""
     startup_seconds: float
     """Seconds from the start of the processes to the begin of the first step."""
+    step_seconds: float
+    """Median seconds of a step, so that of one without a failure."""
     tokens_per_second: float
     """Goodput: tokens of the steps in the final state, over `seconds`."""
     lost_steps: int
@@ -115,15 +118,17 @@ def measure(
         for unit, lost in event.get("lost_tokens", {}).items()
     }
     times = [first, *_advances(steps)]
+    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
     return Outcome(
         steps=done,
         seconds=end - first,
         startup_seconds=first - began,
+        step_seconds=statistics.median(gaps) if gaps else 0.0,
         tokens_per_second=done * tokens / (end - first) if end > first else 0.0,
         lost_steps=again,
         lost_tokens=again * assignments + sum(rolled_back.values()),
         plt=max((event.get("plt", 0.0) for event in rows if event["event"] == "recovered"), default=0.0),
-        longest_stall=max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0),
+        longest_stall=max(gaps, default=0.0),
         final_loss=next((event["loss"] for event in rows if event["event"] == "final"), None),
         kills=sum(event["event"] == "killed" for event in rows),
         joins=sum(event["event"] == "joining" for event in rows),

@@ -32,6 +32,10 @@ def test_steps_taken_again_are_lost_with_their_tokens():
     assert (outcome.final_loss, outcome.kills, outcome.joins) == (2.5, 1, 0)
 
 
+def test_a_failure_does_not_change_the_time_of_a_step():
+    assert figures(restarted()).step_seconds == 1.0
+
+
 def test_longest_stall_ends_with_a_step_that_is_new():
     assert figures(restarted()).longest_stall == 8.0  # from step 5 at 15.0 to step 6 at 23.0
 
