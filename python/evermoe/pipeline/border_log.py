@@ -6,7 +6,7 @@ the rank sends from the log instead of computing: see `evermoe.pipeline.localise
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,10 +112,12 @@ class LoggedStep:
     """Vote of this rank, once it has voted."""
     is_reduced: bool = False
     """Whether the gradients are the sums over the stage's ranks."""
+    has_expert_sums: bool = False
+    """Whether the gradients of experts with replicas are sums, too."""
     is_taken: bool = False
     """Whether the vote has passed and the update is applied."""
     is_torn: bool = False
-    """Whether a backward began and did not end, so that some gradients have a part of it."""
+    """Whether a backward, or a sum over replicas, began and did not end, so that some gradients have a part of it."""
     is_distrusted: bool = False
     """Whether another stage sent other bits than before."""
     counts: Sequence[TokenCount] = ()
@@ -164,11 +166,11 @@ class BorderLog:
     """Steps that this rank may have to send again: those since the newest version with complete copies.
 
     Args:
-        parameters: of this rank's stage.
+        parameters: returns those of this rank's stage.
         counts: token counts of its experts in its layers.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], counts: Sequence[TokenCount] = ()) -> None:
+    def __init__(self, parameters: Callable[[], Sequence[nn.Parameter]], counts: Sequence[TokenCount] = ()) -> None:
         self._parameters, self._counts = parameters, counts
         self.steps: list[LoggedStep] = []
         """Records in order, without a gap; the last step is in progress, or was taken last."""
@@ -194,7 +196,7 @@ class BorderLog:
             step = None
         if step is None:
             self.steps.append(step := LoggedStep(version, self.forwards, counts=self._counts))
-        for parameter, gradient in zip(self._parameters, step.gradients or (), strict=False):
+        for parameter, gradient in zip(self._parameters(), step.gradients or (), strict=False):
             parameter.grad = gradient
         step.count_on()
         step.gradients = None
@@ -208,7 +210,7 @@ class BorderLog:
         if step.is_torn or not step.chunks:
             self.steps.pop()
         elif not step.is_taken and step.gradients is None:
-            step.gradients = [parameter.grad for parameter in self._parameters]
+            step.gradients = [parameter.grad for parameter in self._parameters()]
 
     def computed(self) -> list[Any]:
         """Complete records of the step in progress, for JSON; empty if there are none."""
@@ -219,7 +221,7 @@ class BorderLog:
             [*place, each.forward is not None, each.backward is not None, each.has_weights]
             for place, each in step.chunks.items()
         )
-        return [step.before, *sorted(chunks)]
+        return [step.before, step.has_expert_sums, *sorted(chunks)]
 
     def drop_unfinished(self) -> None:
         """Forget the step in progress."""

@@ -26,6 +26,7 @@ from evermoe.planning import budgets
 from evermoe.planning.recovery import Lagging
 from evermoe.presets import Pec
 from evermoe.recovery.report import Outcome
+from evermoe.state.unit import expert_unit
 
 
 class ChosenExperts:
@@ -117,7 +118,10 @@ class ChosenExperts:
             return ()
         ledger, layers = self.ledger.selection, self._state.layers
         rows = [] if ledger is None else ledger.at_risk.tolist()
-        mine = {path: row[: layer.num_experts] for row, (path, layer) in zip(rows, layers.items(), strict=True)}
+        mine = {
+            path: [n if expert_unit(path, e) in self._numbers else 0 for e, n in enumerate(row[: layer.num_experts])]
+            for row, (path, layer) in zip(rows, layers.items(), strict=True)
+        }
         at_risk: dict[str, list[int]] = {}
         for of_rank in gather_json(self._membership.trainer_group, mine):
             at_risk |= of_rank

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
@@ -39,18 +39,16 @@ class LocalisedRecovery:
 
     Args:
         state: of the stage.
-        parameters: of the stage.
         stage: its number.
         is_on: False to log nothing.
         is_spread: whether the stage's ranks exchange tokens, so that they compute each microbatch together.
     """
 
-    def __init__(
-        self, state: StageState, parameters: Sequence[nn.Parameter], stage: int, *, is_on: bool, is_spread: bool
-    ) -> None:
+    def __init__(self, state: StageState, stage: int, *, is_on: bool, is_spread: bool) -> None:
         self._state, self._stage, self._is_on, self._is_spread = state, stage, is_on, is_spread
         self.log = BorderLog(
-            parameters, [layer.count for layer in state.layers.values()] if state.expert_load.marks.are_kept else []
+            lambda: [parameter for some in state.parameters() for parameter in some],
+            [layer.count for layer in state.layers.values()] if is_spread else [],
         )
         self._logs: list[dict[str, Any]] = []
         """Contents of each rank's log, by rank."""

@@ -21,6 +21,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
 from evermoe.config.copies import CopyConfig
 from evermoe.config.membership import Membership
+from evermoe.config.placement import Placement
 from evermoe.config.variables import find_membership
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import UnsupportedState
@@ -82,7 +83,9 @@ class PipelineSession(BaseSession):
         membership: the job, and how long its ranks wait for each other. `members`, `domain`, `join_interval`,
             `join_wait`, `rejoin_timeout` and `allow_solo_resume` have no effect: a pipeline needs all its ranks.
         expert_parallel: whether the ranks of a stage divide the experts of its MoE layers (`evermoe.MoE`,
-            `evermoe.Experts`) among them, so that tokens travel to the ranks of their experts.
+            `evermoe.Experts`) among them, so that tokens travel to the ranks of their experts. True: each expert has
+            one rank, by its number. An `evermoe.Placement`: popular experts have replicas on several ranks of their
+            stage, and move when the load shifts.
         localised: whether ranks log what they send to other stages, in host memory, so that after a failure only those
             that lost their state compute again.
         max_grad_norm: clips the gradient's global norm, over all stages; None for no clipping.
@@ -117,7 +120,7 @@ class PipelineSession(BaseSession):
         preset: Literal["baft", "moetion"] | PipelineVersions = "baft",
         replication: int = 2,
         membership: Membership | None = None,
-        expert_parallel: bool = False,
+        expert_parallel: bool | Placement = False,
         localised: bool = True,
         max_grad_norm: float | None = None,
         on_nonfinite: Literal["error", "skip"] = "error",

@@ -7,6 +7,7 @@ from typing import Literal
 
 from evermoe.config.copies import CopyConfig
 from evermoe.config.membership import Membership
+from evermoe.config.placement import Placement
 from evermoe.options import Options, option
 from evermoe.presets import PipelineMoetion, PipelineVersions
 
@@ -24,7 +25,7 @@ class PipelineConfig(Options):
     copies: CopyConfig
     """The same preset, and the number of nodes that hold each unit."""
     membership: Membership
-    expert_parallel: bool = option(False, shared=True)
+    expert_parallel: bool | Placement = option(False, shared=True)
     localised: bool = option(True, shared=True)
     max_grad_norm: float | None = option(None, shared=True, above=0)
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
@@ -50,6 +51,11 @@ class PipelineConfig(Options):
             raise ValueError(
                 'expert_selection="budget" chooses among experts that each have one rank: expected '
                 "expert_parallel=True, got False"
+            )
+        if self.placement is not None and self.placement.rebalance_interval and self.versions.sparse:
+            raise ValueError(
+                "sparse=True divides the units of each rank into slices, which must stay the same: expected "
+                f"expert_parallel with rebalance_interval=0, got {self.placement.rebalance_interval}"
             )
         if self.versions.sparse and not self.localised:
             raise ValueError(
@@ -82,7 +88,14 @@ class PipelineConfig(Options):
     def chooses_experts(self) -> bool:
         """Whether a version sends only some of the experts to other nodes."""
         may_choose = isinstance(self.versions, PipelineMoetion) and not self.versions.sparse
-        return may_choose and self.expert_parallel and self.expert_selection != "all"
+        return may_choose and bool(self.expert_parallel) and self.expert_selection != "all"
+
+    @property
+    def placement(self) -> Placement | None:
+        """Options of replicas, with the choices of the preset; None if each expert has one rank."""
+        if not isinstance(self.expert_parallel, Placement):
+            return None
+        return self.expert_parallel.resolved(self.copies.choices, self.copies.replication)
 
     @property
     def place(self) -> int | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
 
 from evermoe.comm.vote import Ballot
 from evermoe.copies.snapshot.rank_plan import COPIES
@@ -62,6 +60,7 @@ class PipelineDriver(PipelineRecovery):
         self._emit(Reduce(step.number))
         self.guard.allow_step()
         step.end()
+        self.placement.sum_replicas(step.past)
         after = step.number + 1
         self._waits = self.windows.are_used or self.snapshot_schedule.is_due(after)
         if self._waits:
@@ -94,14 +93,11 @@ class PipelineDriver(PipelineRecovery):
         return found._replace(votes=float(is_complete), reported=self.lost.reported, stopping=float(self.asks_to_stop))
 
     def _count(self, step: PipelineStep) -> Ballot:
-        on_all, alone = map(_gradients, self._state.parameters())
-        found, peers = [*on_all, *alone], self._options.data_parallel_size
-
-        def square_sum(norms: list[float]) -> float:
-            return _squares(norms[: len(on_all)]) / peers + _squares(norms[len(on_all) :])
-
-        has_finite, norms, scale = gradients.are_finite(found), gradients.norms(found), self._loss_scale.value
-        mine = gradients.ballot_of(step.loss, step.count, has_finite, norms, square_sum, self._group.rank, scale)
+        found = [p.grad for some in self._state.parameters() for p in some if p.grad is not None]
+        place, peers = self._options.data_parallel, self._options.data_parallel_size
+        squares = gradients.SquareSum(self._state, place, peers, copies=1 if self._options.expert_parallel else peers)
+        has_finite, rank, scale = gradients.are_finite(found), self._group.rank, self._loss_scale.value
+        mine = gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
         self.connections.check()
         has_means = step.loss is not None and step.count is None
         return mine._replace(counted=float(step.losses)) if has_means else mine
@@ -181,6 +177,8 @@ class PipelineDriver(PipelineRecovery):
         if sums.is_finite:
             gradients.multiply(self._state, gradients.factor_of(sums, self._options.max_grad_norm))
             self.optimizer.step()
+            if self._options.placement is not None:
+                self._state.expert_load.add_step()
         else:
             self.skipped += 1
             self._state.expert_load.forget_step()
@@ -192,9 +190,20 @@ class PipelineDriver(PipelineRecovery):
         """Plan the next windows after the vote on a step."""
         try:
             self.window_planner.after(step)
-            self.windows.choice.consider(self.window_planner, self._group, self.layout)
+            self.windows.choice.consider(self.window_planner, self._group, self.placement.layout)
         except PeerLost as lost:  # the step itself is applied; the next vote notices that the group is broken
             self._group.drop(str(lost))
+
+    def moves_experts(self) -> bool:
+        """Return whether the next step is not computed yet: experts move first, or a rank is lost. Collective."""
+        try:
+            if not self.placement.moves(self._step, self.experts.ledger.boost_factors):
+                return False
+            reason = "the load has shifted"
+        except PeerLost as lost:
+            reason = str(lost)
+        self._group.drop(reason)  # all ranks meet as after a loss
+        return True
 
     def resume(self, version: int) -> None:
         """Report the recovery, which is over; the next step begins."""
@@ -219,14 +228,6 @@ class PipelineDriver(PipelineRecovery):
     def close(self, standing: dict[str, object] | None) -> None:
         """Notify processes that arrive too late that the job is over."""
         mark(FINISHED)
-
-
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def _squares(norms: Iterable[float]) -> float:
-    return sum(norm * norm for norm in norms)
 
 
 def _of_mean(sums: Ballot) -> Ballot:

@@ -88,7 +88,7 @@ class PipelineLoop:
             self.protocol.look(until if stopped is None else min(until, stopped))
             if self.protocol.is_over:
                 break
-            if self.protocol.is_stepping and self._connect():
+            if self.protocol.is_stepping and not self._driver.moves_experts() and self._connect():
                 step = self.current = self.new_step()
                 yield step
                 if not step.was_entered:

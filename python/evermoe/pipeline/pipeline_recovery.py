@@ -27,6 +27,7 @@ from evermoe.pipeline.pipeline_step import PipelineStep, refuse_unequal_runs
 from evermoe.pipeline.slice_choice import SliceChoice
 from evermoe.pipeline.sparse_windows import SparseWindows
 from evermoe.pipeline.stage_copies import StageCopies
+from evermoe.pipeline.stage_placement import StagePlacement
 from evermoe.pipeline.stage_replay import StageReplay
 from evermoe.pipeline.stage_target import StageTarget
 from evermoe.pipeline.stages import StageRank, StageState
@@ -82,9 +83,8 @@ class PipelineRecovery(TrainingDriver):
         self.window_planner = WindowPlanner(
             self.bubbles, self.courier, store, membership, windows, schedule, windows.steps_per_version
         )
-        every = [each for some in state.parameters() for each in some]
         self.localised = LocalisedRecovery(
-            state, every, options.stage, is_on=options.localised, is_spread=options.expert_parallel
+            state, options.stage, is_on=options.localised, is_spread=bool(options.expert_parallel)
         )
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(windows.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
@@ -96,8 +96,7 @@ class PipelineRecovery(TrainingDriver):
         self.connections = TorchConnections(
             membership, (options.stage, options.stages, options.data_parallel_size), options.rank, limits, state.device
         )
-        self.layout: list[StageRank] = []
-        """Report of each rank about itself, by rank; empty before the first recovery."""
+        self.placement = StagePlacement(options, state, membership)
         self.attempt: PipelineStep | None = None
         """The latest attempt at a step."""
         self.stopped: int | None = None
@@ -160,16 +159,18 @@ class PipelineRecovery(TrainingDriver):
             self._membership.node,
             own.layout,
             own.sizes(),
-            own=self._state.alone(),
+            experts=self.placement.experts(),
+            decided=self.placement.decided,
             weights=self.windows.weights(),
             slices=choice.report(),
             repeated=self.replay.report(),
             stops_at=self.stopped,
         )
-        self.layout = _layout(self._group, mine, options.data_parallel_size, options.size)
-        ends = [rank.stops_at for rank in self.layout if rank.stops_at is not None]
+        layout = _layout(self._group, mine, options.data_parallel_size, options.size)
+        ends = [rank.stops_at for rank in layout if rank.stops_at is not None]
         self.stopped = min(ends, default=None)
-        self.windows.learn(self.layout)
+        self.placement.learn(layout)
+        self.windows.learn(self.placement.layout)
         self.store.check_folder()
         if options.expert_parallel:
             self.connections.connect_peers(self._state.layers.values())
@@ -211,7 +212,7 @@ class PipelineRecovery(TrainingDriver):
 
     def count_losses(self, version: int) -> Event:
         """Count the tokens that stale experts have lost."""
-        self.experts.count_losses(self.layout, self.history.outcome, self.history.before)
+        self.experts.count_losses(self.placement.layout, self.history.outcome, self.history.before)
         return {"event": "counted"}
 
     def recovery(self, version: int, *, established: bool) -> Recovery:
@@ -220,7 +221,7 @@ class PipelineRecovery(TrainingDriver):
             version, established, lagging=self.experts.lagging, committed=max(0, self.history.committed)
         )
         return Recovery(
-            self._state, self.copies.stored(), self._group, StageTarget(self.layout, self.windows), standing
+            self._state, self.copies.stored(), self._group, StageTarget(self.placement, self.windows), standing
         )
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
@@ -229,7 +230,8 @@ class PipelineRecovery(TrainingDriver):
         at, rank = self._membership, self._group.rank
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, "train", generation, list(at.nodes)))
         self._emit(Copy(step_of(version)))
-        is_complete = self.copies.protect(self.layout, version, generation, self.history.outcome.copies, waits=waits)
+        layout, held = self.placement.layout, self.history.outcome.copies
+        is_complete = self.copies.protect(layout, version, generation, held, waits=waits)
         self.window_planner.divide_versions(self.windows.numbers, self.windows.steps)
         self.snapshot_schedule.restart(step_of(version))
         self.bubbles.restart(self.window_planner, step_of(version))

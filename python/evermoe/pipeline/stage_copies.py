@@ -134,6 +134,7 @@ class StageCopies(CopyMaker):
         if self._generation:
             self._experts.protected(self._protected)
             self._windows.choice.settle()
+            self._store.state.retained.release()
             self._store.prune(self._generation)
             self._copies, self._generation = NO_COPIES, 0
 

@@ -5,8 +5,9 @@ All ranks compute the same plan of who keeps copies of which units.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from evermoe.copies.snapshot.bundles import Bundle, bundles
 from evermoe.errors import UnsupportedState
-from evermoe.planning.holders import copy_holders, training_copy_holders
+from evermoe.planning.holders import copy_holders, primaries, training_copy_holders, unit_copy_holders
 from evermoe.planning.presets import PRESETS, PresetName
 from evermoe.state.catalog import UnitCatalog
+from evermoe.state.placement import LayerPlacements, even_division
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 from evermoe.state.unit_parts import UnitPart, cut, equal_shares
@@ -51,8 +53,12 @@ class StageRank:
     """Layout of its units: equal on all ranks of a stage."""
     units: list[tuple[str, int]]
     """Name and bytes of each unit of its stage."""
+    experts: dict[str, int] = field(default_factory=dict)
+    """Number of experts of each MoE layer of its stage, if the ranks divide them."""
     own: list[str] = field(default_factory=list)
-    """Experts among these that this rank alone holds; all other units are on each rank of the stage."""
+    """These experts that it trains; all other units of the stage are on each of its ranks."""
+    decided: int = -1
+    """The newest step at whose beginning it has compared loads, which may have moved experts; -1 for a new process."""
     weights: list[int] = field(default_factory=list)
     """Bytes of each unit without its optimizer state; empty unless versions are sparse."""
     slices: SliceReport = NO_REPORT
@@ -71,13 +77,13 @@ class StageRank:
 
 def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: int) -> list[Bundle]:
     """Plan which rank copies which units to which ranks. Each unit of a stage is copied by one of its ranks, and the
-    ranks have equal shares of the units that all of them hold.
+    ranks have equal shares of the units that all of them hold. An expert is copied by one of those that train it.
 
     `baft`: to the previous `replication - 1` nodes in the rank's pipeline (the ranks of one data-parallel coordinate,
     stage by stage), with the last node before the first; if all stages are on one node, to previous stages.
     `moetion`: to as many ranks as the unit lacks to be on `replication` nodes, since its peers hold it anyway. Peers
-    that divide the experts do not hold each other's. Then a loss goes back by a version, of which they keep all
-    other units in their own memory.
+    that divide the experts hold only those that they train. Then a loss goes back by a version, which all ranks that
+    train a unit keep in their own memory.
 
         >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
         >>> layout = [StageRank(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
@@ -98,6 +104,9 @@ def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: 
         >>> layout = [replace(each, own=[each.units[each.data_parallel][0]]) for each in layout]  # each has an expert
         >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 2)]
         [(0, 1), (1, 2), (2, 3), (3, 0)]
+        >>> layout = [replace(each, own=[each.units[0][0]]) for each in layout]  # both train the first one
+        >>> [bundle.holders for bundle in stage_bundles("moetion", layout, 2)]
+        [(0,), (1,), (2,), (3,)]
 
     Args:
         preset: `baft` or `moetion`.
@@ -118,40 +127,54 @@ def stage_bundles(preset: PresetName, layout: Sequence[StageRank], replication: 
     goes_back = leaves_to_peers and any(stage_rank.own for stage_rank in layout)
     for first in range(0, len(layout), width):
         ranks = range(first, first + width)
-        alone = {name: rank for rank in ranks for name in layout[rank].own}
+        divided = _divided(layout, ranks)
         for name, primary in stage_primaries(layout, ranks).items():
+            trained = divided.get(name, ranks)
+            peers = _peers_elsewhere(layout, trained, primary, replication)
             if not leaves_to_peers:
                 others = before[primary]
-            elif name in alone:
+            elif name not in divided:
+                others = [rank for rank in kept.parameters[primary] if rank not in ranks]
+            elif len(trained) == 1:
                 others = kept.optimizer[primary][1:]
             else:
-                others = [rank for rank in kept.parameters[primary] if rank not in ranks]
-            again = _peers_elsewhere(layout, ranks, primary, replication) if goes_back and name not in alone else []
-            for kept_at in ([primary, *others], *([rank] for rank in again)):
+                nodes, missing = [stage_rank.node for stage_rank in layout], max(1, replication - len(peers))
+                others = unit_copy_holders([primary], [trained], nodes, missing)[0][1:]
+            for kept_at in ([primary, *others], *([rank] for rank in peers if goes_back)):
                 names.append(name)
                 holders.append(kept_at)
     return bundles(names, holders)
 
 
 def stage_primaries(layout: Sequence[StageRank], ranks: range) -> dict[str, int]:
-    """The rank that copies each unit of a stage: equal shares of the units that all hold, and its own experts.
+    """The rank that copies each unit of a stage: equal shares of the units that all hold, and of its own experts.
 
     Args:
         layout: by rank.
         ranks: of the stage.
     """
-    alone = {name: rank for rank in ranks for name in layout[rank].own}
-    shared = [(name, nbytes) for name, nbytes in layout[ranks[0]].units if name not in alone]
-    shares = equal_shares([nbytes for _, nbytes in shared], ranks)
-    return {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
+    divided, sizes = _divided(layout, ranks), dict(layout[ranks[0]].units)
+    shared = [name for name in sizes if name not in divided]
+    shares = equal_shares([sizes[name] for name in shared], ranks)
+    of_experts = primaries([*divided.values()], [sizes[name] for name in divided], len(layout))
+    return dict(zip(shared, shares, strict=True)) | dict(zip(divided, of_experts, strict=True))
 
 
-def _peers_elsewhere(layout: Sequence[StageRank], ranks: range, primary: int, replication: int) -> list[int]:
-    """Peers that keep versions of a unit in their own memory, too, so that it is on `replication` nodes."""
-    keepers = {layout[primary].node: primary}
+def _divided(layout: Sequence[StageRank], ranks: range) -> dict[str, list[int]]:
+    """The ranks that train each expert of a stage whose ranks divide the experts."""
+    found: dict[str, list[int]] = {}
     for rank in ranks:
+        for name in layout[rank].own:
+            found.setdefault(name, []).append(rank)
+    return found
+
+
+def _peers_elsewhere(layout: Sequence[StageRank], trained: Sequence[int], primary: int, replication: int) -> list[int]:
+    """Peers on other nodes that train a unit, as many as it needs to be on `replication` nodes."""
+    keepers = {layout[primary].node: primary}
+    for rank in trained:
         keepers.setdefault(layout[rank].node, rank)
-    return list(keepers.values())[1:replication]
+    return list(keepers.values())[1 : max(1, replication)]
 
 
 def _ranks_before(layout: Sequence[StageRank], width: int, replication: int) -> dict[int, list[int]]:
@@ -180,7 +203,8 @@ class StageState(TrainingState):
         optimizer: of its parameters.
         stage: its number.
         ranks: of the stage.
-        place: number of this rank among them if they divide the experts of each MoE layer; None: all hold all experts.
+        place: number of this rank among them if they divide the experts of each MoE layer, evenly until a recovery
+            calls `place`; None: all hold all experts.
         slices: of a sparse version, whose units are not divided; 1 if versions are not sparse, None if their number is
             chosen.
         keeps_tokens: whether what is known of the copies of experts is part of the state.
@@ -207,9 +231,9 @@ class StageState(TrainingState):
         model = nn.ModuleDict({f"stage{stage}": module})
         super().__init__(model, optimizer, session=loop_unit(stage), has_marks=keeps_tokens)
         self._is_spread = place is not None
+        self._module, self._ranks = module, ranks
         if place is not None:
-            self._spread(ranks, place)
-        self._tracked = [*module.parameters(), *module.buffers()]
+            self._divide(place)
         alone = [unit for unit in self.catalog.units if self._is_spread and unit.layer is not None]
         on_all = [unit for unit in self.catalog.units if unit not in alone]
         is_cut = self._is_contiguous if slices == 1 and may_cut else lambda unit: False
@@ -225,20 +249,37 @@ class StageState(TrainingState):
     def _is_contiguous(self, unit: Unit) -> bool:
         return all(tensor.is_contiguous() for tensor in self.tensors([unit.name])[0])
 
-    def _spread(self, ranks: int, place: int) -> None:
-        """Give up the experts of other ranks: they are divided evenly, in the order of their numbers."""
+    def _divide(self, place: int) -> None:
         for path, layer in self.layers.items():
-            if layer.num_experts < ranks:
+            if layer.num_experts < self._ranks:
                 raise UnsupportedState(
-                    f"expert_parallel: expected an expert for each of a stage's {ranks} ranks at least, got "
+                    f"expert_parallel: expected an expert for each of a stage's {self._ranks} ranks at least, got "
                     f"{layer.num_experts} in layer {path}"
                 )
-            ends = [layer.num_experts * rank // ranks for rank in range(ranks + 1)]
-            ids = [*range(ends[place], ends[place + 1])]
-            self._replace(layer, ids, self._restack(path, ids))
-            layer.matrix_RE = np.zeros((ranks, layer.num_experts), np.int64)
-            for rank in range(ranks):
-                layer.matrix_RE[rank, ends[rank] : ends[rank + 1]] = 1
+        self.place({path: even_division(each.num_experts, self._ranks) for path, each in self.layers.items()}, place)
+
+    @torch.no_grad()
+    def place(
+        self,
+        placement: LayerPlacements,
+        place: int,
+        fetched: Mapping[str, Tensor] = MappingProxyType({}),
+        leaving: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Hold the experts of a placement. Rows of experts that were not held have no values: `write` follows.
+
+        Args:
+            placement: [R, E] of each layer.
+            place: number of this rank.
+            fetched: bytes of units that it receives.
+            leaving: digests of the units that it gives up, and retains.
+        """
+        self.retained.move()
+        for path, matrix in placement.items():
+            layer, ids = self.layers[path], np.flatnonzero(matrix[place]).tolist()
+            if ids != layer.ids:
+                self._replace(layer, ids, self._restack(path, ids, fetched, leaving))
+            layer.matrix_RE = matrix
 
     def held(self) -> list[str]:
         """Names of the units of this stage that this rank holds, of its version."""
@@ -250,10 +291,6 @@ class StageState(TrainingState):
 
     def _holds(self, unit: Unit) -> bool:
         return unit.layer is None or unit.expert in self.layers[unit.layer].ids
-
-    def alone(self) -> list[str]:
-        """Names of the experts of its stage that this rank alone holds."""
-        return [name for name in self.trained() if self._is_spread and self.own.by_name[name].layer is not None]
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters that the optimizer steps: those that all ranks of the stage hold, and the experts of this rank."""
@@ -274,7 +311,7 @@ class StageState(TrainingState):
 
         Earlier autograd graphs stay valid, since values that go back come again before their backward.
         """
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
+        with torch.autograd._unsafe_preserve_version_counter((*self._module.parameters(), *self._module.buffers())):
             self._take_over(self.trained(), units)
 
     def learn(self, layout: Sequence[StageRank]) -> None:

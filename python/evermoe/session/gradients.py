@@ -37,12 +37,15 @@ class SquareSum:
         rank: of this member.
         size: number of members that train.
         of: the parameters whose gradients count; None for all.
+        copies: number of members that each train all experts of the placement.
 
     Attributes:
         norms: float64 `[n]`, of the gradients of which it is made, on their device.
     """
 
-    def __init__(self, state: TrainingState, rank: int, size: int, of: Collection[Tensor] | None = None) -> None:
+    def __init__(
+        self, state: TrainingState, rank: int, size: int, of: Collection[Tensor] | None = None, copies: int = 1
+    ) -> None:
         wanted = None if of is None else {id(parameter) for parameter in of}
         owned = {id(tensor) for tensor in state.owners.tensors()}  # of others' units it has no gradients any more
         dense = [p for number, p in enumerate(state.dense) if id(p) in owned or number % size == rank]
@@ -51,7 +54,8 @@ class SquareSum:
         for layer in state.layers.values():
             if layer.weights.grad is not None and (wanted is None or id(layer.weights) in wanted):
                 parts += layer.weights.grad.unbind()
-                self._hosts += np.count_nonzero(layer.matrix_RE[:, layer.ids], axis=0).tolist()
+                hosts = np.count_nonzero(layer.matrix_RE[:, layer.ids], axis=0)
+                self._hosts += (copies * hosts).tolist()
         self.norms = norms(parts)
 
     def value(self, norms: Sequence[float]) -> float:

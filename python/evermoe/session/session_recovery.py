@@ -36,7 +36,7 @@ from evermoe.session.step_calls import StepCalls
 from evermoe.session.substitute_weights import SubstituteWeights
 from evermoe.session.training_driver import TrainingDriver
 from evermoe.session.training_inputs import TrainingInputs
-from evermoe.state.placement import should_rebalance
+from evermoe.state.placement import rebalanced
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
@@ -169,8 +169,9 @@ class RecoveryDriver(TrainingDriver):
         """Agree whether the load has shifted so far that experts should move."""
         nodes, spread = _places(self._membership, self._config.copies.replication)
         boosts = self._protection.ledger.boost_factors()
-        mine = self._trains and should_rebalance(self._state, nodes, self._config.placement, boosts, spread)
-        should_move = float(self._membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
+        planned = rebalanced(self._state, nodes, self._config.placement, boosts, spread) if self._trains else None
+        mine = torch.tensor([float(planned is not None)])
+        should_move = float(self._membership.everyone.all_reduce(mine)) > 0
         if should_move:
             self.begin_report("the load has shifted")
         return {"event": "weighed", "should_move": should_move}

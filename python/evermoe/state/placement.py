@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evermoe import planning
 from evermoe.config.placement import Placement
@@ -111,14 +112,14 @@ def with_vacant(now_RE: np.ndarray, vacant: Sequence[Sequence[int]]) -> np.ndarr
     return taken
 
 
-def should_rebalance(
+def rebalanced(
     state: TrainingState,
     nodes: Sequence[str],
     options: Placement,
     boosts: Mapping[str, Sequence[float]],
     spread: Sequence[str] | None = None,
-) -> bool:
-    """Whether a new placement would balance the current load of a layer much better; the same on all ranks."""
+) -> LayerPlacements | None:
+    """Return a placement for the current load, or None if it balances no layer much better; the same on all ranks."""
     experts = {path: layer.num_experts for path, layer in state.layers.items()}
     previous = {path: layer.matrix_RE for path, layer in state.layers.items()}
     load_LE = state.expert_load.mean_LE.tolist()
@@ -129,5 +130,19 @@ def should_rebalance(
         load = row[: layer.num_experts]
         now, then = (imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))
         if is_worth_moving(now, then):
-            return True
-    return False
+            return planned
+    return None
+
+
+def even_division(experts: int, ranks: int) -> NDArray[np.int64]:
+    """Return the placement `[R, E]` of each expert on one rank, in order of number, as many on each to within one.
+
+        >>> even_division(3, 2).tolist()
+        [[1, 0, 0], [0, 1, 1]]
+
+    Args:
+        experts: E.
+        ranks: R.
+    """
+    ends = experts * np.arange(ranks + 1) // ranks
+    return np.diff(np.arange(experts) < ends[:, None], axis=0).astype(np.int64)

@@ -19,13 +19,14 @@ def compute(log, step, generation=1, value=1.0):
     chunk = found.chunk(0, 0, 0)
     output = torch.full((4,), value)
     chunk.forward, chunk.backward = Forward(None, (output,), [], 0), Backward((torch.full((2,), value),), 0)
-    for parameter in log._parameters:
+    for parameter in log._parameters():
         parameter.grad = torch.full_like(parameter, value)
     return found
 
 
-def new_log():
-    return BorderLog([nn.Parameter(torch.zeros(3))])
+def new_log(*counts):
+    parameters = [nn.Parameter(torch.zeros(3))]
+    return BorderLog(lambda: parameters, counts)
 
 
 def test_steps_are_kept_until_copies_of_a_newer_version_are_complete():
@@ -43,7 +44,7 @@ def test_steps_are_kept_until_copies_of_a_newer_version_are_complete():
 
 def test_an_interrupted_step_has_its_gradients_when_it_begins_again():
     log = new_log()
-    (parameter,) = log._parameters
+    (parameter,) = log._parameters()
     compute(log, 0)
     log.mark_taken(version_of(1, 1))
     step = compute(log, 1, value=2.0)
@@ -58,7 +59,7 @@ def test_an_interrupted_step_has_its_gradients_when_it_begins_again():
 
 def test_tokens_are_counted_on_from_forwards_that_are_whole():
     count = TokenCount(2)
-    log = BorderLog([nn.Parameter(torch.zeros(3))], [count])
+    log = new_log(count)
 
     def forward(step, tokens, is_cut_short=False):
         step.count_on()

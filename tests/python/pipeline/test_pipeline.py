@@ -391,6 +391,14 @@ def test_gradient_that_is_infinite_stops_all_ranks(start_job):
             {"preset": evermoe.presets.PipelineMoetion(expert_selection="budget")},
             "expected expert_parallel=True, got False",
         ),
+        ({"expert_parallel": 2}, "expected expert_parallel to be .* got 2"),
+        (
+            {
+                "preset": evermoe.presets.PipelineBaft(sparse=True, snapshot_interval=2),
+                "expert_parallel": evermoe.Placement(),
+            },
+            "sparse=True .* expected expert_parallel with rebalance_interval=0, got 100",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_named(wrong, words):

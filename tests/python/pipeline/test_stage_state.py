@@ -43,7 +43,8 @@ def test_what_was_copied_is_written_back_experts_that_were_cut_included():
 def test_ranks_that_divide_experts_hold_each_once_and_all_else():
     states = [make(3, place)[2] for place in range(3)]
     units = {unit.name for unit in states[0].own.units}
-    held, alone = [{*state.held()} for state in states], [{*state.alone()} for state in states]
+    held = [{*state.held()} for state in states]
+    alone = [each & {*state.own.experts()} for each, state in zip(held, states, strict=True)]
     assert set.union(*held) == units
     assert [len(each) for each in alone] == [1, 1, 2]
     assert all(each - own == units - set.union(*alone) for each, own in zip(held, alone, strict=True))

@@ -27,9 +27,9 @@ def make(folder):
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     state = StageState(module, optimizer, 0, 1, slices=SLICES)
     store = SnapshotStore(Path(folder) / "arenas", state)
-    localised = LocalisedRecovery(state, [*module.parameters()], 0, is_on=True, is_spread=False)
+    localised = LocalisedRecovery(state, 0, is_on=True, is_spread=False)
     windows = SparseWindows(state, store, localised, SliceChoice(SLICES, store))
-    windows.learn([StageRank(0, 0, "n0", state.own.layout, state.own.sizes(), [], windows.weights())])
+    windows.learn([StageRank(0, 0, "n0", state.own.layout, state.own.sizes(), weights=windows.weights())])
     names = tuple(unit.name for unit in state.own.units)
     store.create_arenas(windows.arrange([Bundle((0,), names)]), 1, "m", 0)
     return state, store, windows

@@ -76,6 +76,8 @@ class Options:
     """Of each stage of the model."""
     experts: int = 0
     """Of an MoE layer in each stage; none if 0."""
+    shift: float = 0.0
+    """Added to the tokens of that layer, so that some experts get more of them."""
     work: int = 0
     """Multiplications of matrices in each forward."""
     tells_experts: bool = False
@@ -119,6 +121,8 @@ def grouped(options: dict[str, Any], **membership: Any) -> dict[str, Any]:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
+    shift = 0.0
+
     def __init__(
         self, index: int, width: int, work: int, dropout: float = 0.0, layers: int = 4, experts: int = 0
     ) -> None:
@@ -141,7 +145,7 @@ class Stage(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         if self.moe is not None:
-            x = x + self.moe(x)
+            x = x + self.moe(x + self.shift)
         x = self.norm(nn.functional.dropout(x, self.dropout))
         x.register_hook(self.note_backward)
         self.forwards += 1  # an exchange of tokens that a loss ended was none
@@ -404,6 +408,7 @@ def train(options: Options) -> None:
     numbers = stage_numbers(options)
     sizes = options.width, options.work, options.dropout, options.layers, options.experts
     chunks = nn.ModuleList([Stage(number, *sizes) for number in numbers]).to(options.device)
+    Stage.shift = options.shift
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if options.schedules_rate else None
     options.optimizer = optimizer  # type: ignore[attr-defined]
