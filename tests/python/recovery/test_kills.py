@@ -33,13 +33,19 @@ def check_end(survivors):
         assert each.events("verified")[0]["digests_mismatched"] == 0
 
 
-@pytest.mark.parametrize("preset", ["gemini", "baft"])
 @pytest.mark.parametrize(
-    ("point", "part"), [("chunk_sent", 0.0), ("chunk_sent", 0.5), ("chunk_sent", 1.0), ("snapshot_received", 0.0)]
+    ("preset", "point", "part"),
+    [
+        *((preset, "chunk_sent", part) for part in (0.0, 0.5, 1.0) for preset in ("gemini", "baft")),
+        *((preset, "snapshot_received", 0.0) for preset in ("baft", "gemini")),
+        *((preset, "gradients_logged", 0.0) for preset in ("auto, more slots", "auto")),
+    ],
 )
-@pytest.mark.few(2)
-def test_sender_is_killed_at_a_chunk_or_receiver_when_a_version_is_published(start_job, preset, point, part):
-    job = start_job(preset=preset, **SNAPSHOTS)
+@pytest.mark.few(4)
+def test_sender_or_receiver_is_killed_in_a_copy(start_job, preset, point, part):
+    """A sender at a chunk; a receiver when a version is published, or while it holds gradients."""
+    name, _, has_slots = preset.partition(", ")
+    job = start_job(preset=name, **SNAPSHOTS | ({"expert_slots": None} if has_slots else {}))
     workers = a, b, c = job.start_all({"b": [Fault(point, VERSION, part=part)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     if point == "chunk_sent":
@@ -48,15 +54,8 @@ def test_sender_is_killed_at_a_chunk_or_receiver_when_a_version_is_published(sta
         assert (chunks[-1]["sent"] == chunks[-1]["total"]) == (part == 1.0)
         assert chunks[-1]["total"] > 20 * job.session["copy_buffer_bytes"]
     check_survivors(workers, [a, c], 2)
-
-
-@pytest.mark.parametrize("slots", [1, None])
-def test_receiver_is_killed_while_it_holds_gradients(start_job, slots):
-    job = start_job(expert_slots=slots)
-    workers = a, _b, c = job.start_all({"b": [Fault("gradients_logged", VERSION)]})
-    assert [each.join() for each in workers] == [0, -9, 0]
-    check_survivors(workers, [a, c], 2)
-    assert {each.events("recovered")[-1]["step"] for each in (a, c)} == {VERSION - 1}  # nobody has voted
+    if point == "gradients_logged":
+        assert {each.events("recovered")[-1]["step"] for each in (a, c)} == {VERSION - 1}  # nobody has voted
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Script:
         self.evaluate()
 
     def generate(self) -> None:
-        """Greedy generation of different lengths, and none at all on one member."""
+        """Greedy generation of different lengths, and none at all on one member; all leave the loop at step 4."""
         rank, size = self.session.group.rank, self.session.group.size
         with self.session.evaluation():
             for _ in range(3 * rank):
@@ -194,7 +194,7 @@ def train(options: Options) -> None:
                 session.stop()
         if step.committed:
             record.write("used", step=step.number, indices=step.indices.tolist(), weight=step.weight)
-        if name == "break" and session.step == 4:
+        if name == "generate" and session.step == 4:
             break
         if step.committed and name in AFTER_STEP:
             AFTER_STEP[name](script)

@@ -70,13 +70,22 @@ def test_replica_node_dies_before_the_first_step(start_job):
     assert {each.events("verified")[0]["digests_mismatched"] for each in (a, b)} == {0}
 
 
-def test_trainer_dies_with_clipping_and_another_comes(start_job):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.few(2)
+def test_trainer_dies_with_clipping_and_another_comes(start_job, dtype):
+    """Also with parameters in bfloat16, whose steps the replica node repeats on float32 masters."""
     job = start_job(2, max_grad_norm=0.3, **FEWEST)
     job.open_gate(8)
-    a, b, y = start(job, {"b": [Fault("vote", 5)]}, steps=20, gated=True, optimizer="evermoe")
+    options = {"optimizer": "evermoe", "dtype": dtype, "steps": 20}
+    a, b, y = start(job, {"b": [Fault("vote", 5)]}, gated=True, **options)
     a.wait_for("gate", step=8)
-    c = job.start("c", steps=20, optimizer="evermoe")
+    died = check_recovered([a, b], a)
+    assert (died["members"], died["steps_lost"], died["digests_mismatched"]) == (1, 0, 0)
+    assert died["sources"]["peer"] > 0
+    c = job.start("c", **options)
     job.take_in(c, until=20)
     assert [each.join() for each in (a, b, c, y)] == [0, -9, 0, 0]
     check_history([a, b, c])
-    assert a.events("verified")[0]["digests_mismatched"] == 0
+    assert {each.events("verified")[0]["digests_mismatched"] for each in (a, y)} == {0}
+    assert a.events("gradients_logged") or y.events("gradients_logged"), "gradients were sent"
+    assert "not float32" not in a.log() + y.log()

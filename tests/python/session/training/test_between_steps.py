@@ -76,13 +76,14 @@ def test_member_that_joins_during_an_evaluation_serves_it(start_job, steps):
     check_evaluated(joiner, steps=range(4, steps + 1))
 
 
-def test_generation_of_different_lengths_needs_no_recovery(start_job):
+def test_generation_of_different_lengths_needs_no_recovery_and_all_members_may_leave_by_break(start_job):
     job = start_job()
-    workers = job.start_all({}, steps=3, **scenario("generate"))
+    workers = job.start_all({}, steps=20, **scenario("generate"))
     assert [each.join() for each in workers] == [0, 0, 0]
     for each in workers:
         assert [event["broken"] for event in each.events("generated")] == [None] * 3
         assert len(each.events("recovered")) == 1
+        assert each.events("done")[-1]["step"] == 4
 
 
 def test_member_that_skips_an_evaluation_is_named(start_job):
@@ -148,13 +149,6 @@ def test_replica_nodes_and_spares_learn_that_a_job_was_stopped(start_job):
     assert [each.join() for each in workers] == [0, 0]
     assert [each.events("done")[-1]["step"] for each in workers] == [4, 4]
     assert [replica.join(), spare.join()] == [0, 0]
-
-
-def test_all_members_may_leave_by_break_at_one_step(start_job):
-    job = start_job(2)
-    workers = job.start_all({}, "ab", steps=20, **scenario("break"))
-    assert [each.join() for each in workers] == [0, 0]
-    assert [each.events("done")[-1]["step"] for each in workers] == [4, 4]
 
 
 def test_loss_in_an_evaluation_before_a_step_leaves_no_sample_of_that_step_out(start_job):
