@@ -21,6 +21,7 @@ from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.stage_placement import StagePlacement
 from evermoe.pipeline.stages import StageRank, StageState, stage_bundles, stage_primaries
 from evermoe.presets import PipelineBaft, PipelineMoetion
+from support.harness import PATIENCE
 from support.pipelines import PRESETS, RANKS, Pipeline, run_undisturbed
 
 STEPS, EXPERTS, MOVES = 9, 5, 4
@@ -67,13 +68,9 @@ def test_replicas_by_load_train_as_one_rank_with_all_experts_would(undisturbed, 
 PLANS = [{"kill_in_step": MOVES}, {"kill_reduced": 3}, {"kill_in_copy": MOVES + 2}]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_kill_leaves_the_bits_of_a_run_without_failures(start_job, undisturbed, plan):
+def check_same_bits(pipeline, undisturbed):
+    """Each step that a process has taken has the undisturbed run's loss, and the end its state."""
     way, expected, steps = undisturbed
-    pipeline = Pipeline(start_job(RANKS), **WAYS[way])
-    started = [pipeline.start(rank, **(plan if rank == 3 else {})) for rank in range(RANKS)]
-    pipeline.lose(started[3])
-    pipeline.start(3)
     done = pipeline.finish()
     exact = losses(steps)
     for each in pipeline.ranks:
@@ -81,8 +78,51 @@ def test_a_kill_leaves_the_bits_of_a_run_without_failures(start_job, undisturbed
             assert event["loss"] == exact[each.options.rank][event["step"]], (way, each.name, event["step"])
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS
-    reasons = [event["reason"] for event in started[0].events("recovered")]
+    reasons = [event["reason"] for event in pipeline.ranks[0].events("recovered")]
     assert "the load has shifted" in reasons, "experts have moved"
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_kill_leaves_the_bits_of_a_run_without_failures(start_job, undisturbed, plan):
+    pipeline = Pipeline(start_job(RANKS), **WAYS[undisturbed[0]])
+    started = [pipeline.start(rank, **(plan if rank == 3 else {})) for rank in range(RANKS)]
+    pipeline.lose(started[3])
+    pipeline.start(3)
+    check_same_bits(pipeline, undisturbed)
+
+
+@pytest.mark.long
+def test_a_lost_stage_gets_its_placement_from_the_other_one(start_job, undisturbed):
+    if undisturbed[0] == "moetion":
+        pytest.skip("its copies are with the peer, which is lost, too")
+    pipeline = Pipeline(start_job(RANKS), **WAYS["baft"])
+    plans = {rank: {"kill_in_step": MOVES + 2, "kill_with": rank ^ 1} for rank in (2, 3)}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
+    for rank in plans:
+        pipeline.lose(started[rank])
+    for rank in plans:
+        pipeline.start(rank)
+    check_same_bits(pipeline, undisturbed)
+
+
+@pytest.mark.long
+def test_after_a_crash_of_all_processes_others_place_the_experts_anew(start_job, undisturbed):
+    way, _, steps = undisturbed
+    pipeline = Pipeline(start_job(RANKS), **WAYS[way])
+    started = [pipeline.start(rank) for rank in range(RANKS)]
+    started[0].wait_for("step", step=MOVES + 2)
+    for each in started:
+        each.process.kill()
+    for each in started:
+        each.process.join(PATIENCE)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    exact = losses(steps)
+    for each in pipeline.ranks:
+        for event in each.events("step"):
+            assert event["loss"] == pytest.approx(exact[each.options.rank][event["step"]], rel=1e-5)
+    assert [each["different"] for each in done] == [[]] * RANKS
 
 
 def test_replicas_on_two_nodes_need_no_copies(start_job):
