@@ -3,6 +3,8 @@
 use evermoe::engine::{Engine, Loss, Members, Options, Units};
 use evermoe::protection::{PresetName, RankInfo, UnitInfo};
 use evermoe::protocol::{step_of, version_of};
+use evermoe::recovery::{Plan, plan_version};
+use std::collections::BTreeSet;
 
 const TOKENS: [i64; 3] = [30, 20, 10];
 
@@ -95,6 +97,39 @@ fn each_preset_continues_from_what_its_copies_have() {
         assert_eq!((loss.version.map(step_of), loss.undone_steps), (version, undone), "{case}");
         assert_eq!(stale(&loss), expected, "{case}");
         assert_eq!(engine.if_lost(&[]).unwrap().undone_steps, 0, "{case}");
+    }
+}
+
+/// The plan of all units, from all that the other nodes and the store have.
+fn complete_plan(engine: &Engine, lost: &BTreeSet<usize>) -> Plan {
+    let (units, newest) = (engine.active().len(), engine.history().newest);
+    let is_left = |nodes: &[usize]| nodes.iter().any(|node| !lost.contains(node));
+    let trained = (0..units).filter(|&unit| is_left(&engine.active()[unit])).map(|unit| (newest, unit));
+    let copies = engine.copies().unwrap().held(engine.history()).into_iter();
+    let copied =
+        copies.filter(|(_, node, ..)| !lost.contains(node)).map(|(unit, _, version, _)| (version, unit));
+    let saved = engine.saved().map(|(unit, version)| (version, unit));
+    let held: Vec<(u64, usize)> = trained.chain(copied).chain(saved).collect();
+    engine.version_left(|may_lag| Ok(plan_version(units, held.clone(), may_lag))).unwrap().0
+}
+
+#[test]
+fn the_units_that_lost_nodes_train_decide_as_all_units_do() {
+    for preset in PresetName::ALL {
+        for (is_owned, replication) in [(false, 2), (true, 2), (true, 3), (true, 1)] {
+            let mut engine = engine(preset, is_owned, replication);
+            for step in 0..=7 {
+                take(&mut engine, step);
+                for set in 0..8_usize {
+                    let lost: BTreeSet<usize> = (0..3).filter(|node| set >> node & 1 == 1).collect();
+                    let nodes: Vec<usize> = lost.iter().copied().collect();
+                    let (found, all) = (engine.if_lost(&nodes).unwrap(), complete_plan(&engine, &lost));
+                    let case =
+                        format!("{} {is_owned} × {replication}, step {step}, {nodes:?}", preset.name());
+                    assert_eq!((found.version, found.stale), (all.version, all.stale), "{case}");
+                }
+            }
+        }
     }
 }
 
