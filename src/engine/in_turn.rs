@@ -49,7 +49,7 @@ pub(super) struct Turns {
     stored: Vec<Option<Stored>>,
     /// Save in progress.
     saving: Option<Vec<(usize, Stored)>>,
-    /// Whether a save became due while another was in progress: it begins with the first step after that one.
+    /// Whether a save was scheduled while another was in progress: it begins with the first step after that one.
     is_owed: bool,
     /// Experts that were copied after the previous step: only their gradients are sent.
     followed: Vec<bool>,
@@ -153,7 +153,7 @@ impl Turns {
         }
     }
 
-    /// `pec`: saves K experts of each layer and all other state. A save that becomes due during the previous one follows it.
+    /// `pec`: saves K experts of each layer and all other state. A save that is scheduled during the previous one follows it.
     fn save(&mut self, version: u64, units: &Units) -> Result<StepCopies> {
         let is_due = self.is_owed || step_of(version).is_multiple_of(self.save_interval);
         self.is_owed = is_due && self.saving.is_some();
@@ -172,7 +172,7 @@ impl Turns {
         Ok(StepCopies { store_bytes, peer_bytes: 0 })
     }
 
-    /// Ends the save in progress. If it failed, the next one begins when it is due.
+    /// Ends the save in progress. If it failed, the next one begins as scheduled.
     pub(super) fn end_save(&mut self, is_complete: bool) {
         self.is_owed &= is_complete;
         for (unit, stored) in self.saving.take().into_iter().flatten().filter(|_| is_complete) {

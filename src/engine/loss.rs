@@ -30,19 +30,18 @@ impl Engine {
         let lost: BTreeSet<usize> = nodes.iter().copied().collect();
         let is_left = |unit: usize| self.active[unit].iter().any(|node| !lost.contains(node));
         let all: Vec<usize> = (0..self.units.bytes.len()).collect();
-        let mut some: Vec<usize> = all.iter().copied().filter(|&unit| !is_left(unit)).collect();
-        some.extend(all.iter().find(|&&unit| is_left(unit)));
-        some.sort_unstable();
-        // One of those that are left stands for the others, unless they would go back, too.
-        let mut found = self.plan_units(&lost, &some)?;
-        let may_lag = found.stale.is_empty() || self.options.preset.lagging == Lagging::Always;
-        if found.version != Some(self.history.newest) || !may_lag {
-            found = self.plan_units(&lost, &all)?;
+        let gone: Vec<usize> = all.iter().copied().filter(|&unit| !is_left(unit)).collect();
+        let mut found = Loss { version: Some(self.history.newest), ..Loss::default() };
+        for units in [&gone, &all].into_iter().filter(|_| !gone.is_empty()) {
+            let Plan { version, stale, .. } = self.plan_units(&lost, units)?;
+            (found.version, found.stale) = (version, stale);
+            if version == Some(self.history.newest) {
+                break; // the units that are left have it, too
+            }
         }
-        let Plan { version, stale, .. } = found;
-        let undone_steps = step_of(self.history.newest) - version.map_or(0, step_of);
-        let lost_tokens = self.turns.as_ref().map(|turns| turns.lost_tokens(&stale));
-        Ok(Loss { version, undone_steps, stale, lost_tokens })
+        found.undone_steps = step_of(self.history.newest) - found.version.map_or(0, step_of);
+        found.lost_tokens = self.turns.as_ref().map(|turns| turns.lost_tokens(&found.stale));
+        Ok(found)
     }
 
     /// Plans a recovery of these units alone, ascending, without the lost nodes.
