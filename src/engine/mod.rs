@@ -1,10 +1,10 @@
 //! What a preset does to a step: which copies exist, which are made, their versions, their bytes and their memory.
 //!
 //! ```text
-//! units, ranks, preset ─ Engine::plan ─ Planned: first copies, bytes that do not fit, pace
+//! units, ranks, preset ─ Engine::plan ─ Planned: first copies, bytes that do not fit
 //! step begins ── begin_step ── experts whose copies follow the step          (moetion: Algorithm 1)
 //! step taken ─── take_step ─── StepCopies: bytes to peers, units to save     (pec: Dynamic-K)
-//! save ends ──── end_save                       recovery ── freeze, lose     (which copies are left, lost tokens)
+//! save ends ──── end_save                       recovery ── restore, lose    (which copies are left, lost tokens)
 //! any time ───── if_lost: the version that is left, tokens that experts lose; Copies::host_bytes: memory of each node
 //! ```
 //!

@@ -265,7 +265,7 @@ impl<'a> Steps<'a> {
     fn add_losses(&self, found: &mut Means, engine: &Engine, lost: &[usize], weight: f64) -> Result<()> {
         let (mut undone, mut tokens) = (0.0, 0.0);
         for &domain in lost {
-            let cost = self.cost(engine, &engine.if_lost(&self.domains[domain])?);
+            let cost = self.cost(&engine.if_lost(&self.domains[domain])?);
             (undone, tokens) = (undone + cost.0, tokens + cost.1);
         }
         found.undone_steps += weight * undone;
@@ -276,7 +276,7 @@ impl<'a> Steps<'a> {
     /// Steps that are repeated, and tokens that are lost.
     ///
     /// If no version is left, all go back to the newest checkpoint. An expert that may lag does not go back further.
-    fn cost(&self, engine: &Engine, loss: &Loss) -> (f64, f64) {
+    fn cost(&self, loss: &Loss) -> (f64, f64) {
         let (session, stride) = (&self.scenario.session, self.stride as f64);
         let is_saved = self.preset.needs_checkpoint_dir;
         let interval = if is_saved { session.save_interval } else { session.checkpoint_interval };
@@ -292,7 +292,6 @@ impl<'a> Steps<'a> {
             };
             since.clamp(0.0, most * tokens)
         });
-        debug_assert!(version <= engine.history().newest);
         (undone, lost.sum())
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.pipeline_worker import MICROBATCHES
-from support.pipelines import PRESETS, RANKS, Pipeline, run_undisturbed
+from support.pipelines import PRESETS, RANKS, Pipeline, check_same_bits, losses, run_undisturbed
 
 STEPS, EXPERTS = 9, 5
 COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "experts": EXPERTS}
@@ -18,11 +18,6 @@ WAYS = {
         "copies": PRESETS["moetion"] | {"replication": 2, "expert_parallel": True, "expert_selection": "all"},
     },
 }
-
-
-def losses(steps, what="loss"):
-    """After each step, as the ranks say."""
-    return [{event["step"]: event[what] for event in events} for events in steps]
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -49,19 +44,6 @@ def test_each_rank_holds_its_experts_and_computes_what_one_with_all_would(undist
         dense = [{name: value for name, value in each["digests"].items() if "experts" not in name} for each in peers]
         assert dense[0] == dense[1]
     assert [each["different"] for each in (*done, *undivided)] == [[]] * 2 * RANKS
-
-
-def check_same_bits(pipeline, undisturbed):
-    """Each step that a process has taken has the undisturbed run's loss, and the end its state; what the ranks say."""
-    way, expected, steps = undisturbed
-    done = pipeline.finish()
-    exact = losses(steps)
-    for each in pipeline.ranks:
-        for event in each.events("step"):
-            assert event["loss"] == exact[each.options.rank][event["step"]], (way, each.name, event["step"])
-    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
-    assert [each["different"] for each in done] == [[]] * RANKS
-    return done
 
 
 @pytest.mark.parametrize("plan", [{"kill_in_step": 4}, {"kill_reduced": 4}, {"kill_in_copy": 4}], ids=str)

@@ -22,7 +22,7 @@ from evermoe.pipeline.stage_placement import StagePlacement
 from evermoe.pipeline.stages import StageRank, StageState, stage_bundles, stage_primaries
 from evermoe.presets import PipelineBaft, PipelineMoetion
 from support.harness import PATIENCE
-from support.pipelines import PRESETS, RANKS, Pipeline, run_undisturbed
+from support.pipelines import PRESETS, RANKS, Pipeline, check_same_bits, losses, run_undisturbed
 
 STEPS, EXPERTS, MOVES = 9, 5, 4
 PLACEMENT = evermoe.Placement(expert_slots=3, rebalance_interval=MOVES)
@@ -32,11 +32,6 @@ WAYS = {
     "baft": COMMON | {"parts": 2, "copies": PRESETS["baft"] | REPLICAS | {"max_grad_norm": 0.5}},
     "moetion": COMMON | {"copies": PRESETS["moetion"] | REPLICAS | {"replication": 2, "expert_selection": "all"}},
 }
-
-
-def losses(steps, what="loss"):
-    """After each step, as the ranks say."""
-    return [{event["step"]: event[what] for event in events} for events in steps]
 
 
 def experts_of(done):
@@ -68,18 +63,9 @@ def test_replicas_by_load_train_as_one_rank_with_all_experts_would(undisturbed, 
 PLANS = [{"kill_in_step": MOVES}, {"kill_reduced": 3}, {"kill_in_copy": MOVES + 2}]
 
 
-def check_same_bits(pipeline, undisturbed):
-    """Each step that a process has taken has the undisturbed run's loss, and the end its state."""
-    way, expected, steps = undisturbed
-    done = pipeline.finish()
-    exact = losses(steps)
-    for each in pipeline.ranks:
-        for event in each.events("step"):
-            assert event["loss"] == exact[each.options.rank][event["step"]], (way, each.name, event["step"])
-    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
-    assert [each["different"] for each in done] == [[]] * RANKS
-    reasons = [event["reason"] for event in pipeline.ranks[0].events("recovered")]
-    assert "the load has shifted" in reasons, "experts have moved"
+def assert_moved(pipeline):
+    """Experts have moved."""
+    assert "the load has shifted" in [event["reason"] for event in pipeline.ranks[0].events("recovered")]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -89,6 +75,7 @@ def test_a_kill_leaves_the_bits_of_a_run_without_failures(start_job, undisturbed
     pipeline.lose(started[3])
     pipeline.start(3)
     check_same_bits(pipeline, undisturbed)
+    assert_moved(pipeline)
 
 
 @pytest.mark.long
@@ -103,6 +90,7 @@ def test_a_lost_stage_gets_its_placement_from_the_other_one(start_job, undisturb
     for rank in plans:
         pipeline.start(rank)
     check_same_bits(pipeline, undisturbed)
+    assert_moved(pipeline)
 
 
 @pytest.mark.long

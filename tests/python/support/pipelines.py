@@ -112,3 +112,21 @@ def run_undisturbed(folder, **options):
         return pipeline.finish(), [each.events("step") for each in pipeline.ranks]
     finally:
         job.close()
+
+
+def losses(steps, what="loss"):
+    """After each step, as the ranks say."""
+    return [{event["step"]: event[what] for event in events} for events in steps]
+
+
+def check_same_bits(pipeline, undisturbed):
+    """Each step that a process has taken has the undisturbed run's loss, and the end its state; what the ranks say."""
+    way, expected, steps = undisturbed
+    done = pipeline.finish()
+    exact = losses(steps)
+    for each in pipeline.ranks:
+        for event in each.events("step"):
+            assert event["loss"] == exact[each.options.rank][event["step"]], (way, each.name, event["step"])
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    return done
