@@ -150,6 +150,7 @@ bench: package ## Run the benches on this CPU: ops, planners, optimizers, sessio
 	$(BIN)/python benches/bench_replica.py
 	$(BIN)/python benches/bench_session.py
 	$(BIN)/python benches/bench_norm.py
+	$(BIN)/python benches/bench_step.py
 	$(BIN)/python benches/bench_presets.py
 	$(BIN)/python benches/bench_overlap.py
 	$(BIN)/python benches/bench_transformers.py

@@ -1,12 +1,16 @@
 """Where a preset spends the additional milliseconds of a step: by span of the training thread, and by thread.
 
-    python benches/bench_account.py [--presets auto] [--launches 4] [--rounds 6] [--json PATH]
+    python benches/bench_account.py [--presets auto] [--base none] [--launches 4] [--rounds 6] [--json PATH]
 
-The method is that of `bench_presets.py`: workers of a preset and workers without copies are alive at once and train in
-turns. All of them are started again for each launch, since processes also differ from launch to launch, which more
-rounds do not show. A value is the median over the launches of the medians over the rounds, followed by the smallest and
-the largest of the launches. `rest` is a step without its span `compute`. A thread is `ready` while it could run but has
-no processor. Threads of libraries are called `python`.
+With `--base plain` presets, and a session without copies, are compared with plain DDP of the same layers, as in
+`bench_step.py`, and each worker has `--expert-slots`, by default --experts / --workers. In DDP's span `reduce` the
+gradients of experts on several workers are summed, in `vote` the gradient's norm is, and all clipped.
+
+The method is that of `bench_presets.py`: workers of a preset and those of the base are alive at once and take turns.
+All of them are started again for each launch, since processes also differ from launch to launch, which more rounds do
+not show. A value is the median over the launches of the medians over the rounds, followed by the smallest and the
+largest of the launches. `rest` is a step without its span `compute`. A thread is `ready` while it could run but has no
+processor. Threads of libraries are called `python`.
 """
 
 import random
@@ -24,11 +28,16 @@ MIN_MS = 0.05
 def main():
     made = parser(__doc__, presets=("auto",), rounds=6)
     made.add_argument("--launches", type=int, default=4, help="number of times to start all workers (%(default)s)")
+    made.add_argument("--base", choices=("none", "plain"), default="none", help="compare with this (%(default)s)")
     arguments = made.parse_args()
+    names = arguments.presets
+    if arguments.base == "plain":
+        names = ["none", *names]
+        arguments.expert_slots = arguments.expert_slots or arguments.experts // arguments.workers
     random.seed(0)
     columns = {"setting": "<8", "preset": "<9", "what": "<6", "of": "<20", "ms": "8.2f", "from": "8.2f", "to": "8.2f"}
-    table = Table("Additional milliseconds per step, compared with no copies; `step` is the ratio", columns)
-    for preset in arguments.presets:
+    table = Table(f"Additional milliseconds per step, compared with {arguments.base}; `step` is the ratio", columns)
+    for preset in names:
         launches = [launch(preset, arguments, number) for number in range(arguments.launches)]
         for setting in arguments.settings:
             for (what, of), values in gathered([each[setting] for each in launches]).items():
@@ -40,7 +49,7 @@ def main():
 
 def launch(preset, arguments, number):
     """Return the figures of one launch by setting."""
-    started = [Candidate("none", arguments), Candidate(preset, arguments)]
+    started = [Candidate(arguments.base, arguments), Candidate(preset, arguments)]
     try:
         for candidate in started:
             candidate.start()

@@ -12,8 +12,6 @@ A preset can have options: `auto+snapshot_interval=100` is `auto` with fewer sna
 candidates all have `replication=0`:
 
     none        no copies
-    plain       no session either: the same layers in groups of torch's, each expert on as many workers. All candidates
-                then have `--expert-slots`, by default --experts / --workers. A ratio below 1 is the cost of a session
     again       the same once more: the distance of its ratio from 1 is the noise
     blocking    after each step, every member copies all its state to a host tensor and exchanges that with its
                 neighbours (`Group.exchange`) before it continues
@@ -49,6 +47,8 @@ from preset_worker import BASELINES, MODEL, SPANS
 
 SETTINGS = ("idle", "busy")
 SIZES = ("arenas MB", "other MB")
+WORKER_NAMES = {"again": "none", "plain again": "plain"}
+"""Candidates that only show the noise, and the candidates that they repeat."""
 
 
 class Candidate:
@@ -72,7 +72,7 @@ class Candidate:
         command = [
             sys.executable,
             str(Path(__file__).with_name("preset_worker.py")),
-            "none" if preset == "again" else preset,
+            WORKER_NAMES.get(preset, preset),
             "--folder",
             str(self.folder),
         ]
@@ -172,20 +172,11 @@ def main():
 
 def launch(arguments, number):
     """Run all candidates once, from start to kill. Return them by name, with their measurements."""
-    names = ("none", "again", *arguments.baselines, *arguments.presets)
     started = []
     try:
-        for name in names:
+        for name in ("none", "again", *arguments.baselines, *arguments.presets):
             started.append(Candidate(name, arguments))
-        alive = [candidate for candidate in started if succeeds(candidate, candidate.start)]
-        plain, *others = alive
-        for turn in range(arguments.rounds):
-            for setting in arguments.settings:
-                for candidate in random.sample(others, len(others)):
-                    if not succeeds(candidate, candidate.pair, plain, setting):
-                        others.remove(candidate)
-            progress = f"round {turn + 1} of {arguments.rounds}, launch {number + 1} of {arguments.launches}"
-            print(progress, file=sys.stderr, flush=True)
+        plain, *others = train_in_turns(started, arguments, f"launch {number + 1} of {arguments.launches}")
         for candidate in others:
             plain.turns = {setting: plain.turns[setting] + candidate.plain_turns[setting] for setting in SETTINGS}
         plain.plain_turns = plain.turns
@@ -200,13 +191,25 @@ def launch(arguments, number):
     return {candidate.name: candidate for candidate in (plain, *others)}
 
 
+def train_in_turns(started, arguments, where):
+    """Take all turns, each paired with one of the first candidate. Return the candidates that did not fail."""
+    plain, *others = started
+    plain.start()
+    others = [candidate for candidate in others if succeeds(candidate, candidate.start)]
+    for turn in range(arguments.rounds):
+        for setting in arguments.settings:
+            for candidate in random.sample(others, len(others)):
+                if not succeeds(candidate, candidate.pair, plain, setting):
+                    others.remove(candidate)
+        print(f"round {turn + 1} of {arguments.rounds}, {where}", file=sys.stderr, flush=True)
+    return plain, *others
+
+
 def succeeds(candidate, function, *arguments):
-    """Call a function of a candidate. Return whether it succeeded, and print the error if not; raise it for `none`."""
+    """Call a function of a candidate. Return whether it succeeded, and print the error if not."""
     try:
         function(*arguments)
     except RuntimeError as error:
-        if candidate.name == "none":
-            raise
         print(f"skipped {candidate.name}: {error}", flush=True)
         return False
     return True
@@ -214,22 +217,14 @@ def succeeds(candidate, function, *arguments):
 
 def parser(doc, *, presets=PRESET_NAMES, rounds=4):
     """Return a parser with the options of a bench of presets."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--presets", nargs="+", type=preset_name, metavar="PRESET[+OPTION=VALUE]", default=list(presets))
+    made = turns_parser(doc, presets=presets, rounds=rounds)
     made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     made.add_argument(
         "--workers", type=int, default=2, help="workers of each candidate, each on its own node (%(default)s)"
     )
     made.add_argument(
-        "--rounds", type=int, default=rounds, help="turns of each candidate in each setting (%(default)s)"
-    )
-    made.add_argument("--steps", type=int, default=4, help="measured steps of a turn (%(default)s)")
-    made.add_argument("--warm-up", type=int, default=24, help="steps of each preset before its turns (%(default)s)")
-    made.add_argument(
         "--delay-ms", type=float, default=150.0, help="sleep before each step in the setting idle (%(default)s)"
     )
-    made.add_argument("--pin", action="store_true", help="reserve one processor for the copies")
-    made.add_argument("--threads", type=int, default=1, help="threads of each worker (%(default)s)")
     made.add_argument("--batch", type=int, default=16, help="samples per step over all workers (%(default)s)")
     made.add_argument("--expert-slots", type=int, help="expert replicas per worker and layer (default: the session's)")
     sizes = {"layers": 4, "hidden": 128, "heads": 4, "intermediate": 256, "experts": 8, "top_k": 2, "sequence": 128}
@@ -237,6 +232,20 @@ def parser(doc, *, presets=PRESET_NAMES, rounds=4):
         made.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=value, help="size of the model (%(default)s)"
         )
+    return made
+
+
+def turns_parser(doc, *, presets, rounds):
+    """Return a parser with the options of every bench whose candidates train in turns."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--presets", nargs="*", type=preset_name, metavar="PRESET[+OPTION=VALUE]", default=list(presets))
+    made.add_argument(
+        "--rounds", type=int, default=rounds, help="turns of each candidate in each setting (%(default)s)"
+    )
+    made.add_argument("--steps", type=int, default=4, help="measured steps of a turn (%(default)s)")
+    made.add_argument("--warm-up", type=int, default=24, help="steps of each preset before its turns (%(default)s)")
+    made.add_argument("--pin", action="store_true", help="reserve one processor for the copies")
+    made.add_argument("--threads", type=int, default=1, help="threads of each worker (%(default)s)")
     made.add_argument("--memory-dir", default="/dev/shm", help="folder for shared memory (%(default)s)")
     made.add_argument("--json", help="file for the results")
     made.set_defaults(device="cpu")
@@ -256,16 +265,9 @@ def preset_name(text):
 def parse():
     made = parser(__doc__)
     made.add_argument("--launches", type=int, default=1, help="number of times to start all workers (%(default)s)")
-    made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[2:]))
+    made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[1:]))
     made.add_argument("--no-kill", action="store_true", help="skip the measurement of recovery")
-    arguments = made.parse_args()
-    if "plain" in arguments.baselines:
-        arguments.expert_slots = arguments.expert_slots or math.ceil(arguments.experts / arguments.workers)
-        if arguments.experts % arguments.expert_slots or arguments.workers % (
-            arguments.experts // arguments.expert_slots
-        ):
-            made.error("plain: expected --expert-slots that divide --experts, into a divisor of --workers")
-    return arguments
+    return made.parse_args()
 
 
 def show(candidates, arguments):
@@ -330,6 +332,8 @@ def figures(turns, plain):
     row["95 %"] = "{:.3f}–{:.3f}".format(*confidence(turns, plain, "seconds"))
     row["training thread"] = ratios(turns, plain, "training thread")[1]
     row["step ms"] = statistics.median(mean(turn, "seconds") for turn in turns) * 1e3
+    row["processor ms"] = statistics.median(mean(turn, "processor") for turn in turns) * 1e3
+    row |= {what: statistics.median(mean(turn, what) for turn in turns) for what in ("collectives", "switches")}
     row["sent"] = statistics.fmean(mean(turn, "sent") for turn in turns)
     row["spans ms"] = {
         span: statistics.median(statistics.fmean(answer["spans"][span] for answer in turn) for turn in turns) * 1e3

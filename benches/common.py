@@ -116,12 +116,21 @@ class Table:
     Args:
         title: the first line.
         columns: names of the columns and their formats, such as `8.1f`. A missing value is printed as a dash.
+        is_markdown: whether to print a table in Markdown.
     """
 
-    def __init__(self, title, columns):
-        self.title, self.columns, self.rows = title, columns, []
-        print(title)
-        print("".join(f"{name:>{self._width(name)}}" for name in columns), flush=True)
+    def __init__(self, title, columns, *, is_markdown=False):
+        self.title, self.columns, self.rows, self.is_markdown = title, columns, [], is_markdown
+        print(title + "\n" * is_markdown)
+        self._print(f"{name:>{self._width(name)}}" for name in columns)
+        if is_markdown:
+            self._print("---" for _ in columns)
+
+    def _print(self, cells):
+        if self.is_markdown:
+            print(f"| {' | '.join(cell.strip() for cell in cells)} |", flush=True)
+        else:
+            print("".join(cells), flush=True)
 
     def _width(self, name):
         digits = self.columns[name].lstrip("<>").split(".")[0].rstrip("sdf")
@@ -130,7 +139,7 @@ class Table:
     def add(self, **row):
         """Add a row. Values without a column are only written as JSON."""
         self.rows.append(row)
-        print("".join(self._cell(name, row.get(name)) for name in self.columns), flush=True)
+        self._print(self._cell(name, row.get(name)) for name in self.columns)
 
     def _cell(self, name, value):
         width, kind = self._width(name), self.columns[name]

@@ -8,9 +8,11 @@ other candidates' turns, and the pipeline of copies, which end a step later.
 import argparse
 import ast
 import contextlib
+import gc
 import itertools
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchft.process_group import ProcessGroupWrapper
 
 import evermoe
 from evermoe.checkpoint import checkpoint_folder
@@ -30,7 +33,8 @@ from evermoe.demo.model import ByteGPT
 from evermoe.presets import BY_NAME
 
 sys.path.append(str(Path(__file__).parents[1]))
-from benches.compare.expert_parallel import ExpertParallel
+from benches.compare.program import MAX_GRAD_NORM
+from benches.training_loops import LOOPS, adamw
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 SPANS = {  # spans of the training thread: the two events of the session that bound each
@@ -45,7 +49,7 @@ STAGING = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
 )
 PROCESSORS = os.sched_getaffinity(0)
-BASELINES = ("none", "plain", "blocking", "dcp", "dcp-staged")
+BASELINES = ("none", "blocking", "dcp", "dcp-staged")
 
 
 class Blocking:
@@ -133,50 +137,6 @@ class Dcp:
         return found
 
 
-class PlainStep:
-    """A step of `Plain`, with the interface of a session's."""
-
-    def __init__(self, training, number):
-        share = training.sampler.share(training.rank, training.size)
-        self.number, self.indices, self.committed = number, share.indices, False
-        self._training, self._weight, self._loss = training, share.weight, None
-
-    def __enter__(self):
-        self._training.mark("begin")
-        self._training.optimizer.zero_grad()
-        return self.indices
-
-    def backward(self, loss):
-        self._loss = loss * self._weight
-        self._loss.backward()
-
-    def __exit__(self, kind, *_):
-        if kind is None:
-            self._training.mark("reduce")
-            self._training.parallel.update(self._loss, torch.zeros(0, dtype=torch.float64))
-            self._training.sampler.advance()
-            self.committed = True
-
-
-class Plain:
-    """Training without a session: the same layers in groups of torch's, each expert on as many workers.
-
-    Gradients are reduced after backward, in the buckets of DistributedDataParallel.
-    """
-
-    def __init__(self, model, optimizer, sampler, options, mark):
-        self.model, self.optimizer, self.sampler, self.mark = model, optimizer, sampler, mark
-        self.rank, self.size = int(os.environ["LOCAL_RANK"]), int(os.environ["EVERMOE_MEMBERS"])
-        self.parallel = ExpertParallel(model, optimizer, options.experts // options.expert_slots, 60.0)
-        self.parallel.hold(self.rank % self.parallel.size)
-        store = dist.FileStore(f"{options.folder}/rendezvous", self.size)
-        self.parallel.connect(store, self.rank, self.size)
-
-    def steps(self, until):
-        for number in range(until):
-            yield PlainStep(self, number)
-
-
 class Nothing:
     nbytes = 0
 
@@ -230,6 +190,17 @@ def thread_times():
     return found
 
 
+def collectives():
+    """Return the number of collectives begun so far by all of torch's process groups in this process."""
+    groups = [*dist.distributed_c10d._world.pg_map, *(each._pg for each in gc.get_objects() if is_wrapper(each))]
+    return sum(group._get_sequence_number_for_group() for group in {id(each): each for each in groups}.values())
+
+
+def is_wrapper(value):
+    """Return whether this is a connected process group of torchft's, or of evermoe's, which derives from it."""
+    return isinstance(value, ProcessGroupWrapper) and value._pg is not None
+
+
 def pin_threads():
     """Pin evermoe's own threads to the last processor, and all other threads of this process to the others."""
     *training, own = sorted(PROCESSORS)
@@ -271,10 +242,11 @@ class Worker:
         self.options, self.clock = options, Clock()
         model = ByteGPT(**{name: getattr(options, name) for name in MODEL})
         self.corpus = Corpus(None, options.sequence)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         sampler = evermoe.ElasticSampler(len(self.corpus), options.batch)
-        if options.name == "plain":
-            self.session, self.baseline = Plain(model, optimizer, sampler, options, self.clock.mark), Nothing()
+        self.is_session = options.name not in LOOPS
+        if not self.is_session:
+            self.session = LOOPS[options.name](model, sampler, options, self.clock.mark)
+            self.loss, self.baseline = self.session.loss, Nothing()
             return
         given = {name: ast.literal_eval(value) for name, value in (each.split("=", 1) for each in options.option)}
         checkpoints = None
@@ -286,16 +258,17 @@ class Worker:
             limit_writes(options.disk_rate)
         self.session = evermoe.Session(
             model,
-            optimizer,
+            adamw(model.parameters()),
             sampler,
             membership=evermoe.Membership(join_interval=1 << 40),
             placement=evermoe.Placement(expert_slots=options.expert_slots, rebalance_interval=0),
             on_event=self.clock,
+            max_grad_norm=MAX_GRAD_NORM,
             preset="auto" if options.name in BASELINES else BY_NAME[options.name](**given),
             replication=0 if options.name in BASELINES else 2,
             checkpoints=checkpoints,
         )
-        self.baseline = baseline(options.name, self.session, options.folder)
+        self.loss, self.baseline = model.loss, baseline(options.name, self.session, options.folder)
 
     def run(self):
         turn = None
@@ -310,7 +283,7 @@ class Worker:
 
     def about(self):
         """Return the sizes of the model and its state."""
-        if isinstance(self.session, Plain):
+        if not self.is_session:
             return {}
         state = self.session._state
         experts = [unit for unit in state.catalog.units if unit.layer is not None]
@@ -332,7 +305,7 @@ class Worker:
         return sum(sent.nbytes for courier in self._couriers() for sent in courier.sent if sent.start >= start)
 
     def _couriers(self):
-        return () if isinstance(self.session, Plain) else self.session._protection.couriers
+        return self.session._protection.couriers if self.is_session else ()
 
 
 class Turn:
@@ -353,7 +326,7 @@ class Turn:
         worker = self.worker
         time.sleep(self.delay)  # stands for a wait that leaves the processor idle, as for a loader or an accelerator
         with step:
-            loss = worker.session.model.loss(worker.corpus[step.indices])
+            loss = worker.loss(worker.corpus[step.indices])
             if self.dies and step.number == self.first + 1:
                 report({"killed": time.monotonic()})
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -369,10 +342,17 @@ class Turn:
             self._after, self._threads = self._mark(), thread_times()
 
     def _mark(self):
-        return {"seconds": time.perf_counter(), "processor": time.process_time(), "training thread": time.thread_time()}
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "seconds": time.perf_counter(),
+            "processor": time.process_time(),
+            "training thread": time.thread_time(),
+            "switches": usage.ru_nvcsw + usage.ru_nivcsw,
+            "collectives": collectives(),
+        }
 
     def result(self):
-        """Return seconds (wall-clock, processor, spans) and bytes sent per step; memory and recovery of the turn."""
+        """Return seconds (wall-clock, processor, spans) and counts per step; memory and recovery of the turn."""
         worker = self.worker
         worker.settle()
         sent = worker.baseline.nbytes - self._sent_before + worker.sent_since(self._start_ns)
@@ -403,7 +383,7 @@ def report(message):
 
 def main():
     made = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    made.add_argument("name", help="a preset, or one of " + ", ".join(BASELINES))
+    made.add_argument("name", help="a preset, or one of " + ", ".join((*BASELINES, *LOOPS)))
     made.add_argument("--folder", required=True, help="folder in memory that all workers of this candidate share")
     made.add_argument("--checkpoints", help="folder for a checkpoint after each step")
     made.add_argument("--option", action="append", default=[], help="an option of the preset: NAME=VALUE; repeatable")

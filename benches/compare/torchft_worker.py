@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benches.compare.expert_parallel import clip
 from benches.compare.program import MAX_GRAD_NORM, Program, main
@@ -32,7 +32,8 @@ def work(program: Program, reporter: Reporter) -> None:
 
     options = program.options
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = _manager(program, store)
+    timeout = timedelta(seconds=options.hang_timeout)
+    manager = connect_manager(program.model, program.optimizer, store, options.store, options.worker, timeout)
     optimizer = OptimizerWrapper(manager, program.optimizer)
     reporter.write("ready", {"pid": os.getpid()})
     while not Path(options.events).with_name(BEGIN).exists():
@@ -51,30 +52,37 @@ def work(program: Program, reporter: Reporter) -> None:
         manager.shutdown(wait=False)
 
 
-def _manager(program: Program, store: dist.TCPStore) -> Any:
+def connect_manager(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    store: dist.TCPStore,
+    lighthouse: str,
+    worker: int,
+    timeout: timedelta,
+    *,
+    least: int = 1,
+) -> Any:
+    """Return the Manager of a replica group of one worker, which waits for `least` replica groups."""
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 
-    options = program.options
-    limit = timedelta(seconds=options.hang_timeout)
-
     def load(state: dict[str, Any]) -> None:
-        program.model.load_state_dict(state["model"])
-        program.optimizer.load_state_dict(state["optimizer"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
 
     return Manager(
-        pg=ProcessGroupGloo(timeout=limit),
+        pg=ProcessGroupGloo(timeout=timeout),
         load_state_dict=load,
-        state_dict=lambda: {"model": program.model.state_dict(), "optimizer": program.optimizer.state_dict()},
-        min_replica_size=1,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=least,
         use_async_quorum=False,  # a batch is divided among the participants, so they must be known first
-        timeout=limit,
+        timeout=timeout,
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",
         store_port=store.port,
-        lighthouse_addr=options.store,
-        replica_id=f"worker_{options.worker}",
+        lighthouse_addr=lighthouse,
+        replica_id=f"worker_{worker}",
         hostname="127.0.0.1",
         init_sync=False,  # all have the weights of the same seed
     )

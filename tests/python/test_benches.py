@@ -70,3 +70,31 @@ def test_a_bench_runs_and_writes_its_figures(bench, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "figures.json").read_text())["rows"]
+
+
+@pytest.mark.long
+def test_steps_are_compared_with_every_other_trainer(tmp_path):
+    sizes = ["--models", "tiny", "--workers", "1", "2", "--placements", "one", "--presets"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(BENCHES / "bench_step.py"),
+            *sizes,
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+            "--json",
+            "figures.json",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    sessions = ["plain", "plain again", "none"]
+    assert [row["candidate"] for row in rows] == [*sessions, "torchft", "transformers", *sessions, "transformers"]
+    assert all(row["collectives"] > 0 for row in rows if row["workers"] == 2)
