@@ -99,7 +99,7 @@ class FailureDetector:
         """Publish that this member computes, so that others may have to wait for it."""
         if not self._is_training:
             self._is_training = True
-            self._reach.set_status(computes=self._epoch)
+            self._reach.set_computes(self._epoch)
 
     def end_watch(self) -> None:
         """Stop probing."""
@@ -158,7 +158,7 @@ class FailureDetector:
         # A member whose wait failed still counts as waiting; one that begins a wait after the others timed out is late.
         # So the status from when the group broke stays, even if another wait ends later.
         if self._is_training and has_succeeded and self._groups[0].broken is None:
-            self._reach.set_status(computes=0 if begins else self._epoch)
+            self._reach.set_computes(0 if begins else self._epoch)
 
     def _wait(self, detector: _native.FailureDetector) -> None:
         self.silent, has_ended, gave_up = detector.wait()

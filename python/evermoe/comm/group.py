@@ -183,9 +183,10 @@ class Group:
         """Return the tensor of each member, by rank: `[size, *tensor.shape]`. Shapes must agree."""
         if self.size == 1 and self.broken is None:
             return tensor.unsqueeze(0).clone()
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._call("all_gather", tensor, lambda pg: pg.allgather([gathered], [tensor], c10d.AllgatherOptions()))
-        return torch.stack(gathered)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        rows = list(gathered.unbind())
+        self._call("all_gather", tensor, lambda pg: pg.allgather([rows], [tensor], c10d.AllgatherOptions()))
+        return gathered
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of each member, by rank; lengths may differ."""
@@ -200,7 +201,7 @@ class Group:
 
         `rows` is `[sum(send_counts), ...]`, contiguous; the result is `[sum(receive_counts), ...]`, by source rank.
         """
-        if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != len(rows):
+        if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != rows.shape[0]:
             raise ValueError(
                 f"all_to_all among {count(self.size, 'member')}: expected {self.size} counts each way and send counts "
                 f"that sum to the {len(rows)} rows, got send_counts={send_counts}, receive_counts={receive_counts}"
@@ -283,7 +284,7 @@ class Group:
 
     def _wait(self, start: Callable[[Any], Any], device: str, limit: timedelta) -> str | None:
         try:
-            works = start(self._groups.get(device, self._groups["cpu"]))
+            works = start(self._backend(device))
             if not isinstance(works, list):
                 works.wait()
                 return None
@@ -295,6 +296,10 @@ class Group:
             if failure is not None:
                 return failure
         return None
+
+    def _backend(self, device: str) -> Any:
+        """Return the group that starts collectives: torch's own for gloo, as torchft's adds no call to its collectives."""
+        return self._groups["cuda"] if device == "cuda" and "cuda" in self._groups else self._groups["cpu"].parent
 
     def _finish(self, wait: Wait, limit: timedelta) -> str | None:
         """Wait for a message or until the group is dropped; return the failure, or None."""

@@ -20,8 +20,8 @@ AT_ONCE = -2
 """In place of a window's number: immediately, without the pacer."""
 PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
 """Training has paused if no collective began or ended for as long as this number of steps, and for these seconds."""
-POLL_SECONDS = 0.5
-"""Time between two checks of that."""
+WAKE_SECONDS = 1e-3
+"""Time that a thread sleeps beyond the moment at which training has paused."""
 
 When = Literal["window", "idle", "background", "vote", "recovery"]
 """Reason why a message may begin.
@@ -143,6 +143,8 @@ class Pacer:
         """Callback: False when a collective begins, or a transfer closes a window. True when no collective runs and the
         next window opens, or training waits for copies."""
         self._is_idle, self._is_waiting = True, False
+        self._wanted: list[tuple[int | None, float, int | None, bool]] = []
+        """Arguments of `_may_begin` for each message whose thread waits."""
 
     def attach_group(self, group: Group, follower: Follower | None = None) -> None:
         """Follow the collectives of a group.
@@ -163,7 +165,7 @@ class Pacer:
         with self._change:
             self.places = dict(places)
             self._window, self._is_closed = None, False
-            self._change.notify_all()
+            self._wake()
 
     # ---- the training thread
 
@@ -189,7 +191,7 @@ class Pacer:
             if self._seen:
                 self._seen, self._reached = {}, -1
                 self._open((None, 0), self._now())
-                self._change.notify_all()
+                self._wake()
 
     def hurry(self, why: Literal["vote", "recovery"] = "vote", *, everything: bool = True) -> None:
         """Let all messages begin until the next step begins, as the training thread waits for them.
@@ -204,7 +206,7 @@ class Pacer:
                 self._notify()
             else:
                 self._awaits_some = True
-                self._change.notify_all()
+                self._wake()
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -273,7 +275,12 @@ class Pacer:
         if is_idle != self._is_idle:
             self._is_idle = is_idle
             self.on_idle(is_idle)
-        self._change.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake the waiting threads if one of their messages may begin: most collectives change nothing for them."""
+        if self._wanted and any(self._may_begin(*wanted, self._now()) for wanted in self._wanted):
+            self._change.notify_all()
 
     def _open(self, place: tuple[str | None, int], now: int) -> None:
         number, seconds = self.places.get(place, (None, 0.0))
@@ -314,9 +321,14 @@ class Pacer:
             step: the window's step; None: any step.
             for_vote: whether the step's vote waits for the message.
         """
+        wanted = window, seconds, step, for_vote
         with self._change:
-            while not self._may_begin(window, seconds, step, for_vote, now := self._now()):
-                self._change.wait(POLL_SECONDS)
+            self._wanted.append(wanted)
+            try:
+                while not self._may_begin(*wanted, now := self._now()):
+                    self._change.wait(self._until_paused(now) / 1e9 + WAKE_SECONDS)
+            finally:
+                self._wanted.remove(wanted)
             if self._hurry is not None or (for_vote and self._awaits_some):
                 return Opening(self._hurry or "vote", None, now)
             if window == ANY_TIME:
@@ -334,12 +346,16 @@ class Pacer:
             return True
         if self._running:
             return False
-        has_paused = now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
         planned = self.step if step is None else step
-        if not self.places or has_paused or (window == ANY_TIME and self.step >= planned):
+        if not self.places or self._until_paused(now) < 0 or (window == ANY_TIME and self.step >= planned):
             return True
         is_reached = window is None or (self.step, self._reached) >= (planned, window)
         return is_reached and self._is_open(seconds, now)
+
+    def _until_paused(self, now: int) -> float:
+        """Return the nanoseconds until training counts as paused if no collective begins or ends; below 0 afterwards."""
+        pause = max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
+        return pause if self._running else pause - (now - self._changed)
 
     def _is_open(self, seconds: float, now: int) -> bool:
         return self._window is not None and now + seconds * 1e9 <= self._window[1]

@@ -252,10 +252,15 @@ class Reachability:
         for member in [each for each in self.unreachable if each not in members]:
             del self.unreachable[member]
 
-    def set_status(self, *, computes: int = 0, gave_up: int = 0) -> None:
-        """Set the answer to probes: the epoch for which this member computes, or in which it has waited in vain."""
+    def set_computes(self, epoch: int) -> None:
+        """Set the answer to probes: the epoch for which this member computes; 0 while it waits."""
         if self._server is not None:
-            self._server.set_computes(computes)
+            self._server.set_computes(epoch)
+
+    def set_status(self, *, gave_up: int = 0) -> None:
+        """Answer probes that this member does not compute, and in which epoch it has waited in vain."""
+        self.set_computes(0)
+        if self._server is not None:
             self._server.set_gave_up(gave_up)
 
     def start_detector(self, members: Mapping[str, str], epoch: int, seconds: float) -> _native.FailureDetector:

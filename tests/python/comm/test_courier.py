@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,12 +227,13 @@ def test_after_hurry_all_messages_begin_until_the_next_step():
     assert pacer.may_begin(0, 0.5)
 
 
-def test_messages_begin_while_training_pauses():
+def test_messages_begin_while_training_pauses(monkeypatch):
     """In an evaluation, a checkpoint or the script's own work between two steps no window opens."""
     clock, pacer = paced()
     collective(pacer, clock)
     pacer.begin_step()
     answers = []
+    monkeypatch.setattr(pacer, "_until_paused", lambda now: min(0.01e9, Pacer._until_paused(pacer, now)))
     thread = threading.Thread(target=lambda: answers.append(pacer.wait_for_window(2, 0.5)))
     thread.start()
     clock.pass_seconds(9.5)
@@ -332,6 +334,28 @@ def test_a_waiting_thread_is_woken_when_its_window_opens():
         collective(pacer, clock)
     thread.join(PATIENCE)
     assert answers == [("window", 2, clock.now)]
+
+
+def test_a_waiting_thread_sleeps_through_collectives_that_open_no_window_for_it():
+    clock, pacer = paced()
+    collective(pacer, clock)
+    wakes, wait = [], pacer._change.wait
+    pacer._change.wait = lambda seconds: wakes.append(seconds) or wait(seconds)
+    thread = threading.Thread(target=lambda: pacer.wait_for_window(2, 0.5, pacer.step + 1))
+    thread.start()
+    while not wakes:
+        time.sleep(0.001)
+    collective(pacer, clock)
+    pacer.begin_step()
+    for _ in range(20):
+        collective(pacer, clock, "another")
+    pacer.begin_forward()
+    collective(pacer, clock)
+    time.sleep(0.05)
+    assert len(wakes) == 1
+    collective(pacer, clock)
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and wakes == [pytest.approx(10.0, abs=0.1)]
 
 
 def paced_transfer(group, folder):

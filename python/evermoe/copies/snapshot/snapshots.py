@@ -79,7 +79,8 @@ class Snapshots(Keeper):
         self._blocks = options.preset.group(Gemini).copy_pacing == "blocking"
         policy = options.choices.schedule if options.replication and not self._blocks else None
         self._follower = StreamFollower() if policy is not None and membership.device.type == "cuda" else None
-        self.pacer.attach_group(membership.trainer_group, self._follower)
+        if options.replication:  # otherwise nothing waits for a window
+            self.pacer.attach_group(membership.trainer_group, self._follower)
         if self._follower is not None:
             self.pacer.on_idle = store.pace
         self.window_planner = WindowPlanner(
