@@ -298,7 +298,7 @@ class Group:
         return None
 
     def _backend(self, device: str) -> Any:
-        """Return the group that starts collectives: torch's own for gloo, as torchft's adds no call to its collectives."""
+        """Return the group that starts collectives: torch's own for gloo, to which torchft adds nothing."""
         return self._groups["cuda"] if device == "cuda" and "cuda" in self._groups else self._groups["cpu"].parent
 
     def _finish(self, wait: Wait, limit: timedelta) -> str | None:

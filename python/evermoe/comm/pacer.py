@@ -353,7 +353,7 @@ class Pacer:
         return is_reached and self._is_open(seconds, now)
 
     def _until_paused(self, now: int) -> float:
-        """Return the nanoseconds until training counts as paused if no collective begins or ends; below 0 afterwards."""
+        """Return the nanoseconds until training counts as paused, unless a collective begins or ends; below 0 then."""
         pause = max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
         return pause if self._running else pause - (now - self._changed)
 
