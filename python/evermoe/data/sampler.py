@@ -92,11 +92,13 @@ class ElasticSampler:
 
     def batch(self) -> Tensor:
         """Return the next global batch: int64 `[B]`; the same until `advance`."""
-        numbers = torch.arange(self.consumed, self.consumed + self.batch_size)
-        epochs, places = numbers // self.num_samples, numbers % self.num_samples
-        if not self.shuffle:
-            return places
-        return torch.cat([self._permutation(int(epoch))[places[epochs == epoch]] for epoch in epochs.unique()])
+        parts, left = [], self.batch_size
+        while left:
+            epoch, start = divmod(self.consumed + self.batch_size - left, self.num_samples)
+            stop = min(start + left, self.num_samples)
+            parts.append(self._permutation(epoch)[start:stop] if self.shuffle else torch.arange(start, stop))
+            left -= stop - start
+        return torch.cat(parts)
 
     def share(self, rank: int, size: int) -> Share:
         """Return the part of `rank` among `size` members: contiguous, with sizes that differ by at most one.

@@ -252,10 +252,11 @@ class Experts(PartialExperts):
             return self._plan_on_device(tokens_RE)
         on_host_RE = self._host.read(tokens_RE)
         self.group.check_nccl()  # after a failure the GPU is released without the counts
-        self.count.add(on_host_RE.sum(0), is_counted=self.training and not is_recomputing())
+        tokens_E = on_host_RE.sum(0)
+        self.count.add(tokens_E, is_counted=self.training and not is_recomputing())
         tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
-        return Exchange.of(tokens_RE, *planned, self.ids)
+        return Exchange.of(tokens_RE.device, tokens_E, *planned, self.ids)
 
     def _plan_on_device(self, tokens_RE: Tensor) -> Exchange:
         """Let the GPU plan the exchange, from the tokens of all ranks."""

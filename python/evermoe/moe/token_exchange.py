@@ -48,24 +48,32 @@ class Exchange:
     """int64: start of each rank's part among the sent rows; None without padding."""
 
     @staticmethod
-    def of(tokens_RE: Tensor, send_ER: np.ndarray, receive_RE: np.ndarray, experts: Sequence[int]) -> Exchange:
+    def of(
+        device: torch.device,
+        tokens_E: np.ndarray,
+        send_ER: np.ndarray,
+        receive_RE: np.ndarray,
+        experts: Sequence[int],
+    ) -> Exchange:
         """Create an exchange from a plan of the host.
 
         Args:
-            tokens_RE: int64 on the layer's device, tokens of each rank for each expert.
+            device: of the layer.
+            tokens_E: int64, all ranks' tokens of each expert.
             send_ER: int64, from `planning.split_tokens`.
             receive_RE: int64, from `planning.split_tokens`.
             experts: the local experts.
         """
         receive_Re = receive_RE[:, experts]
         lengths_e = receive_Re.sum(0)
-        tokens_E = tokens_RE.sum(0)
-        on_device = copy_to([send_ER, receive_Re, lengths_e.cumsum().astype(np.int32)], tokens_RE.device)
+        ends_e = lengths_e.cumsum().astype(np.int32)
+        arrays = [tokens_E / max(tokens_E.sum(), 1), send_ER, receive_Re, ends_e]
+        on_device = copy_to(arrays, device)
         return Exchange(
-            share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
-            send_ER=on_device[0],
-            receive_Re=on_device[1],
-            ends_e=on_device[2],
+            share_E=on_device[0],
+            send_ER=on_device[1],
+            receive_Re=on_device[2],
+            ends_e=on_device[3],
             sent_R=send_ER.sum(0).tolist(),
             received_R=receive_RE.sum(1).tolist(),
             lengths_e=lengths_e.tolist(),

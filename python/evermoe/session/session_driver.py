@@ -92,8 +92,10 @@ class SessionDriver(RecoveryDriver):
 
     def begin_part(self, weight: float) -> None:
         """Begin a part of the share: layers leave out the tokens of a part without samples."""
+        has_samples = weight > 0
         for layer in self._state.layers.values():
-            layer.has_samples = weight > 0
+            if layer.has_samples != has_samples:  # a module's attribute is slow to set
+                layer.has_samples = has_samples
 
     def check_loss(self, loss: Tensor) -> float:
         """Return the factor of a loss that is about to be backpropagated; check the loss of the first step.

@@ -29,14 +29,16 @@ class StepCalls:
 
     def __init__(self, layers: Mapping[str, Experts], group: Group, node: str) -> None:
         self._layers, self._group, self._node = layers, group, node
-        self._attempt: dict[str, Any] | None = None
-        self._end: dict[str, Any] | None = None
+        self._attempt: tuple[int, int, int] | None = None
+        """Step, generation and rank of the latest attempt."""
+        self._end: tuple[list[int], int] | None = None
+        """Counts at the end of the step; None until then."""
         self._begun = group.begun
         """Collectives of this attempt, without those by which members agree after a failure."""
 
     def begin(self, step: int, generation: int) -> None:
         """Begin a step; the layers count from zero."""
-        self._attempt = {"step": step, "generation": generation, "rank": self._group.rank, "node": self._node}
+        self._attempt = step, generation, self._group.rank
         self._group.begun = self._begun = Begun()
         self._end = None
 
@@ -44,9 +46,9 @@ class StepCalls:
         """End the step."""
         self._end = self._counts()
 
-    def _counts(self) -> dict[str, Any]:
-        forwards = {path: layer.count.begun for path, layer in self._layers.items()}
-        return {"forwards": forwards, "exchanges": self._begun.count}
+    def _counts(self) -> tuple[list[int], int]:
+        """Return the forwards begun by each layer, and the exchanges begun."""
+        return [layer.count.begun for layer in self._layers.values()], self._begun.count
 
     def check(self, everyone: Group) -> None:
         """Compare the calls of all members when they were interrupted; collective.
@@ -54,9 +56,13 @@ class StepCalls:
         Raises:
             UnequalForwards: names the members and their calls.
         """
-        mine = None
+        mine: Attempt | None = None
         if self._attempt is not None:
-            mine = self._attempt | (self._end or self._counts()) | {"has_ended": self._end is not None}
+            step, generation, rank = self._attempt
+            forwards, exchanges = self._end or self._counts()
+            mine = {"step": step, "generation": generation, "rank": rank, "node": self._node}
+            mine |= {"forwards": dict(zip(self._layers, forwards, strict=True)), "exchanges": exchanges}
+            mine["has_ended"] = self._end is not None
         compare_attempts(mine, everyone, _difference)
 
 

@@ -231,16 +231,15 @@ class Replicas(Keeper):
         `begin_exchange` sends the gradients of these units. For units that replicas cannot follow, the states from
         before the step are sent now.
         """
-        self._exchange = self._early = None
-        if self._now is None:
+        self._exchange = self._early = self._digests = None
+        if self._now is None or not self._now.copies.has_peers:
             return
         copies, has_states = self._now.copies, self._is_healing or self._options.choices.selects_by_budget
-        if copies.has_peers:
-            may_send = not self._state.late.is_under_way
-            copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
+        may_send = not self._state.late.is_under_way
+        copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
         self._digests = self.courier.submit(copies.take_digests)
         self._is_healing = False
-        if has_states and copies.has_peers:
+        if has_states:
             self._early = self.courier.submit(lambda: copies.early.exchange_states(self.courier, step, selected))
 
     def on_backward(self, *, ends: bool) -> None:
